@@ -43,7 +43,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def complaint(done: subprocess.CompletedProcess[str]) -> str:
-    """Checks that ``done`` rejected its input, and returns the only line that it printed."""
+    """Checks that ``done`` rejected its input, and returns the single line that it printed."""
     lines = done.stderr.splitlines()
     assert done.returncode == 2, done.stderr
     assert len(lines) == 1, done.stderr
@@ -79,7 +79,7 @@ def test_two_runs_started_in_one_second_have_a_folder_each(tmp_path: Path) -> No
         ({"RANK": "0", "WORLD_SIZE": "2"}, []),
         ({"RANK": "abc", "WORLD_SIZE": "2"}, []),
         ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, [6.0]),
-        # The first rank of another node speaks before the others of its node.
+        # The first rank of a node must print its error before the other ranks of the node.
         ({"RANK": "4", "WORLD_SIZE": "8", "LOCAL_RANK": "0"}, [3.0]),
     ],
 )
@@ -99,7 +99,7 @@ def test_ranks_wait_for_rank_0_before_they_print_an_error(
 
 
 def test_an_error_of_one_rank_alone_is_printed(tmp_path: Path) -> None:
-    # Only the node of this rank lacks the file.
+    # The file is missing only on the node of this rank, so this rank must report the error.
     flags = ["--load-hf", str(tmp_path / "no-model")]
     done = run(TRAINER, *SMALL.split(), *flags, RANK="1", WORLD_SIZE="2", LOCAL_RANK="0")
     assert done.returncode == 2
@@ -185,7 +185,7 @@ sys.exit(pretrain_gpt.run())
 
 @pytest.mark.multiprocess
 def test_a_rank_that_connects_slowly_does_not_report_a_lost_peer(tmp_path: Path) -> None:
-    """Checks that a rank prints nothing if another rank has reported an error and exited."""
+    """Checks that a rank prints nothing if another rank has already reported an error."""
     (tmp_path / "slow.py").write_text(SLOW_RANK)
     flags = SMALL.replace("--mock-data --vocab-size 100", f"--data-path {tmp_path}/corpus")
     vocabulary = f"--vocab-file {tmp_path}/vocab.json --merge-file {tmp_path}/merges.txt"
@@ -221,7 +221,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_has_gone_is_no_error() -> None:
-    """Checks that a reader that closes the pipe early causes no error message."""
+    """Checks that no error is printed if the reader of the output closes the pipe early."""
     command = [sys.executable, "-m", "megatron.adaptive", "train", "flags"]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -234,7 +234,7 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
 
 
 def test_a_closed_standard_error_is_no_traceback(tmp_path: Path) -> None:
-    """Checks that closing standard error with ``2>&-`` causes no traceback."""
+    """Checks that no traceback is printed if standard error is closed with ``2>&-``."""
     script = tmp_path / "closed.sh"
     program = f"{sys.executable} -m megatron.adaptive simulate --stages 2 --microbatches"
     script.write_text(f"{program} x 2>&-; echo $?; {program} 4 2>&- >/dev/null; echo $?\n")

@@ -23,7 +23,8 @@ TEXT = "A pipeline is as fast as its slowest stage. " * 20
 PROMPT = "The slowest stage"
 
 
-# The reference runs in a separate process, because other tests may have patched torch here.
+# The reference runs in a separate process, because other tests may have patched torch in this
+# process.
 REFERENCE = f"""
 import json, sys, torch, transformers
 from tokenizers import Tokenizer
@@ -86,7 +87,7 @@ def expected(folder: Path) -> tuple[float, str]:
 def run_warm(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Runs ``command`` in ``folder``, and returns the finished process.
 
-    Its processes are forked from a process that has imported transformers.
+    The command's processes are forked from a process that has already imported transformers.
     """
     return run_forked(
         command, folder=folder, limit_s=200.0, variables=forking(TRANSFORMERS), modules=TRANSFORMERS
@@ -129,7 +130,7 @@ def test_figures_are_those_of_transformers(
 def test_checkpoints_of_a_run_from_a_folder_say_their_model(
     folder: Path, tmp_path: Path, more: list[str]
 ) -> None:
-    """Checks that ``evaluate`` needs no model flags, because the run saved them."""
+    """Checks that ``evaluate`` needs no flags of the model, which are in the checkpoint."""
     tokens = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
     run = "--mock-data --micro-batch-size 1 --global-batch-size 2 --train-iters 2 --lr 1e-6"
     run += f" --seq-length {LENGTH} --save {tmp_path}/saved --save-interval 2 --eval-iters 0"

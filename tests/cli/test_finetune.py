@@ -61,7 +61,7 @@ def tuned(folder: Path, options: str) -> str:
 @pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_whole_model_with_images_is_tuned_on_two_processes(tmp_path: Path) -> None:
-    """Checks that two processes train a model, and that transformers computes the same losses."""
+    """Checks that losses on two processes equal transformers' losses before and after training."""
     write_image_model(tmp_path / "model")
     data = write_image_data(tmp_path / "data")
     options = "--epochs 2 --lr 5e-3 --length-multiple 8 --eval-share 0.2 --nproc-per-node 2"
@@ -80,7 +80,7 @@ def test_a_whole_model_with_images_is_tuned_on_two_processes(tmp_path: Path) -> 
     after = loss_of_transformers(tmp_path / "tuned", data, held_out)
     assert float(evaluated[-1]) == pytest.approx(after, rel=1e-5)
     assert after < loss_of_transformers(tmp_path / "model", data, held_out) - 0.3
-    # If segments have moved, the new partition has a separate trace.
+    # If segments have moved, each partition has a separate trace.
     read = [read_run(folder) for folder in sorted(tmp_path.glob("traces*"))]
     assert all(sorted(run.ranks) == [0, 1] for run in read)
     assert sorted(step for run in read for step in run.iterations) == [1, 3]
@@ -107,7 +107,7 @@ def test_two_replicas_evaluate_the_one_sample_of_a_single_process(tmp_path: Path
 def test_an_interrupted_run_continues_with_the_same_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks that a resumed run has an uninterrupted run's losses, and rejects changed data."""
+    """Checks that a resumed run has the losses of an undisturbed run, and rejects changed data."""
     write_text_model(tmp_path / "model")
     (tmp_path / "data").mkdir()
     write_text_data(tmp_path / "data" / "train.jsonl")
@@ -133,7 +133,7 @@ def test_an_interrupted_run_continues_with_the_same_samples(
         "checkpoints was made with seed 1, but this run has 2; use the former settings, or a new "
         "folder of checkpoints\n"
     )
-    # After an error, the pipeline does not destroy its process group.
+    # The pipeline does not destroy its process group after an error.
     dist.destroy_process_group()
     parallel_state.destroy_model_parallel()
     data = tmp_path / "data" / "train.jsonl"
@@ -282,7 +282,7 @@ def test_a_restart_accepts_only_the_model_that_the_same_job_has_saved(
 def test_a_process_reports_an_error_that_the_first_one_of_its_node_may_not_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks that a later process reports an error that may not occur in the first process."""
+    """Checks that a process reports an error even if the first process of its node has no error."""
     (tmp_path / "tuned").write_text("")
     monkeypatch.setattr("megatron.adaptive.cli.finetune._REPORT_S", 0.01)
     for name, value in (("RANK", 1), ("LOCAL_RANK", 1), ("WORLD_SIZE", 2), ("LOCAL_WORLD_SIZE", 2)):
@@ -303,7 +303,7 @@ def losses_of(output: str) -> dict[str, float]:
 @pytest.mark.long
 @pytest.mark.multiprocess
 def test_an_elastic_job_continues_with_another_number_of_replicas(tmp_path: Path) -> None:
-    """Checks that a job whose number of replicas changes has the losses of a run in one process."""
+    """Checks that a job with a changing number of replicas has the losses of a single process."""
     write_text_model(tmp_path / "model")
     (tmp_path / "data").mkdir()
     write_text_data(tmp_path / "data" / "train.jsonl")
@@ -316,7 +316,7 @@ def test_an_elastic_job_continues_with_another_number_of_replicas(tmp_path: Path
         flags=[*paths_in(tmp_path), *options, "--save-interval", "10"],
     )
     try:
-        job.trained(2, 8)  # The first start measures the model.
+        job.trained(2, 8)  # The first incarnation only measures the model.
         job.change("a")
         job.until(lambda: job.state()["epochs"][-1]["processes"] == 1, "one process")
         assert job.end(LIMIT_S) == 0, job.said()

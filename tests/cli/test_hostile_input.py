@@ -14,7 +14,8 @@ from megatron.adaptive.cluster.job_state_file import read_state, render_state
 from tests.soak.commands import CASES, HOSTILE, complaint, write_files
 from tests.support.synthetic_trace import SyntheticRun, write_synthetic
 
-# The program reads this option after the ranks have connected. A process can connect only once.
+# Tests in this process omit this option, because the program reads it after the ranks have
+# connected, and a process can connect only once.
 LATE = "--replay-schedule"
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 SAMPLE = {"unix_s": 1.0, "processes": [], "gpus": []}

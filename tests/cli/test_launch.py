@@ -33,7 +33,7 @@ Launch = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture(autouse=True)
 def signals_end_programs() -> Iterator[None]:
-    """Restores the default signal handlers, in case the tests run under nohup."""
+    """Restores the default signal handlers, because nohup makes programs ignore SIGHUP."""
     actions = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
     former = {number: signal.signal(number, action) for number, action in actions.items()}
     yield
@@ -43,11 +43,11 @@ def signals_end_programs() -> Iterator[None]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Launch]:
-    """Yields a function that starts a launcher, and kills all launchers after the test.
+    """Yields a function that starts a launcher. Kills all launchers after the test.
 
     The function takes the text of a script and the number of ranks. With ``is_forked=True``, the
-    launcher is forked from a process that has imported torch. This is for tests that neither
-    inspect the launcher's process nor send signals to it.
+    launcher is forked from a process that has imported torch. Tests that inspect the launcher's
+    process or send signals to it cannot use this option.
     """
     processes: list[subprocess.Popen[str]] = []
 
@@ -122,13 +122,13 @@ def test_a_silent_program_at_the_address_of_node_0_is_named_at_once(
         address = f"--master-addr 127.0.0.1 --master-port {server.getsockname()[1]}"
         with pytest.raises(AdaptiveError, match="so it is not a torch store"):
             launch.main([*f"--nnodes 2 --node-rank 1 {address}".split(), str(script)])
-    # The launcher does not retry, because another attempt would fail too.
+    # The launcher must not retry, because another attempt would fail in the same way.
     assert "waiting for node 0" not in capsys.readouterr().err
 
 
 @pytest.mark.multiprocess
 def test_ranks_run_with_one_thread_each(start: Launch, tmp_path: Path) -> None:
-    # Each line must be a single write, because the ranks share the pipe.
+    # Each line must be written with a single call, because the ranks share the pipe.
     text = (
         "import os\n"
         "line = f\"rank {os.environ['RANK']} {os.environ['OMP_NUM_THREADS']}\\n\"\n"
@@ -163,7 +163,8 @@ def test_a_killed_rank_is_named(start: Launch) -> None:
 def test_a_rank_that_is_killed_during_the_start_causes_no_traceback(
     collective: str, start: Launch
 ) -> None:
-    # Rank 0 kills itself before the ranks compare their settings or exchange host names and PIDs.
+    # Rank 0 kills itself before the ranks exchange settings, or before they exchange host names and
+    # PIDs.
     text = (
         "import os, signal, sys\n"
         "import torch.distributed as dist\n"
@@ -183,8 +184,8 @@ def test_a_rank_that_is_killed_during_the_start_causes_no_traceback(
     assert any(
         re.match(r"error: rank 0 \(pid \d+\) was killed by signal 9", line) for line in lines
     )
-    # The launcher prints one line. Rank 1 prints another line if it detects the lost connection
-    # first.
+    # The launcher prints one line. Rank 1 also prints a line if it detects the lost connection
+    # before it is stopped.
     assert len(lines) <= 2
 
 
@@ -235,7 +236,7 @@ def test_a_signal_reaches_the_ranks(number: signal.Signals, start: Launch, tmp_p
     [
         pytest.param(signal.SIGTERM, signal.SIGTERM, marks=pytest.mark.long),
         pytest.param(signal.SIGHUP, signal.SIGHUP, marks=pytest.mark.long),
-        # The user presses Ctrl-C, and then closes the terminal.
+        # These are the signals if the user presses Ctrl-C and then closes the terminal.
         (signal.SIGINT, signal.SIGHUP),
     ],
 )
@@ -359,7 +360,7 @@ def test_an_interrupt_of_imports_is_one_line(number: signal.Signals, start: Laun
     process = start("import time; time.sleep(60)", 1)
     status = Path("/proc", str(process.pid), "status")
     end = time.monotonic() + WATCHDOG_S
-    # The handlers are installed before the imports.
+    # The program installs its signal handlers before it imports slow modules.
     while not _handled(status) >> (number - 1) & 1:
         assert time.monotonic() < end
         time.sleep(0.005)
@@ -390,5 +391,6 @@ def _handled(status: Path) -> int:
     """
     line = next(line for line in status.read_text().splitlines() if line.startswith("SigCgt"))
     mask = int(line.split()[1], 16)
-    # The handler for SIGHUP is installed last. Python handles Ctrl-C from the start.
+    # SIGHUP is the last signal for which the program installs a handler. Python itself handles
+    # Ctrl-C from the start.
     return mask if mask >> (signal.SIGHUP - 1) & 1 else 0

@@ -196,7 +196,8 @@ def test_speed_of_a_gpu_and_neighbours_are_shown(
     said = capsys.readouterr().out
     seen = json.loads(plan.read_text())["prediction"]
     assert seen["tokens_per_s_per_gpu"] == pytest.approx(seen["tokens_per_s"] / 2)
-    # A parameter takes 6 operations per token. Attention scores take additional operations.
+    # The model needs 6 operations per parameter and token, and further operations for attention
+    # scores.
     model = preset("gpt2-medium")
     least = 6 * model.parameters * seen["tokens_per_s"] / (2 * 312e12)
     assert least < seen["mfu"] < 1.3 * least
@@ -379,7 +380,7 @@ def test_a_measured_profile_counts_and_one_of_another_model_is_refused(
     assert run(cluster, f"{PLAN} --tp 1 --pp 1 --micro-batch-sizes 1 --profile {path}") == 0
     said = capsys.readouterr().out
     assert "not measured" not in said
-    # Each of two replicas has 4 microbatches. Each of the 14 layers takes 3 ms.
+    # Each of the two replicas has 4 microbatches, and each of the 14 layers takes 3 ms.
     match = re.search(r"1f1b +\w+ +\w+ +([\d.]+) (m?s)", said)
     assert match is not None
     seconds = float(match[1]) * (1e-3 if match[2] == "ms" else 1)
@@ -413,8 +414,8 @@ def test_layers_that_cannot_split_backwards_get_no_schedule_that_does(
 
     assert schedules("--attention unfused") == {"zb-v"}
     assert schedules("--attention fused") <= {"1f1b", "interleaved"}
-    # The trainer's layers can split backward passes, even with kernels, which are the default on
-    # GPUs.
+    # The trainer's layers can split backward passes even if they use kernels, which are the default
+    # on GPUs.
     assert schedules("--attention kernel") == schedules("") <= {"zb-v", "zb-h1", "adaptive"}
     for name in ("1f1b", "interleaved", "zb-v", "v-half", "hinted"):
         assert schedules(f"--schedules {name}") == {name}

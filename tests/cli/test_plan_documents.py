@@ -50,7 +50,7 @@ def plan(cluster: Path, flags: str) -> int:
 
 
 def write_tokens(prefix: Path, lengths: list[int]) -> None:
-    """Writes a token file to ``prefix`` that contains one document of each of the ``lengths``."""
+    """Writes a token file to ``prefix`` that contains one document for each of ``lengths``."""
     count = len(lengths)
     starts = np.cumsum([0, *lengths])[:-1] * 2
     parts = (np.array(lengths, "<i4"), starts.astype("<i8"), np.arange(count + 1, dtype="<i8"))
@@ -83,7 +83,7 @@ def test_many_lengths_are_never_python_objects(tmp_path: Path) -> None:
     count = 1_000_000
     write_tokens(tmp_path / "corpus", [2] * count)
     model = arguments_model(MODEL.split(), "m", "fp32", attention="kernel")
-    make_documents(model, [1], 16)  # The first call imports modules.
+    make_documents(model, [1], 16)  # The first call imports modules, so it is not measured.
     tracemalloc.start()
     try:
         lengths, _ = read_lengths(str(tmp_path / "corpus"), 256)

@@ -170,7 +170,8 @@ def test_a_stopped_run_leaves_no_output_and_no_workers(
     assert program.returncode == status
     _wait_for(lambda: not any(map(_is_alive, workers)), "end of the workers")
     if number == signal.SIGKILL:
-        # After SIGKILL, no process is left that could remove the hidden temporary file.
+        # A process that is killed by SIGKILL cannot remove its files. So the temporary file must be
+        # hidden.
         assert not list(tmp_path.glob("out*"))
     else:
         assert "Traceback" not in errors

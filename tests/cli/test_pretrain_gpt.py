@@ -24,7 +24,7 @@ FLAGS = (
 
 @pytest.fixture
 def as_rank(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Removes the environment variables of a launcher that may have started the tests."""
+    """Removes the environment variables of a launcher, in case one has started the tests."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
@@ -59,7 +59,7 @@ def test_a_process_alone_trains(tmp_path: Path) -> None:
     logged = [line for line in lines if " iteration " in line and "lm loss:" in line]
     assert [int(re.search(r"iteration\s+(\d+)/\s*3 ", line)[1]) for line in logged] == [1, 2, 3]  # type: ignore[index]
     assert "Traceback" not in done.stderr
-    # The run writes no files, because no output was requested.
+    # The run must write no files, because no output was requested.
     assert list(tmp_path.iterdir()) == []
 
 

@@ -49,7 +49,7 @@ def often_stopped(process: psutil.Process) -> Iterator[None]:
 
 
 def probe(tmp_path: Path, *flags: str, slow_rank: int = -1, **variables: str) -> tuple[int, Any]:
-    """Runs a probe with ``RANKS`` ranks. Returns their highest status and rank 0's report."""
+    """Runs a probe with ``RANKS`` ranks. Returns the highest exit status and rank 0's report."""
     log = tmp_path / "log.txt"
     command = ["-m", "megatron.adaptive", "doctor", "--probe", "--json", *FAST, *flags]
     ranks = Ranks(command, world_size=RANKS, log=log, limit_s=LIMIT_S, variables=variables)
@@ -136,7 +136,7 @@ def test_wrong_sizes_are_reported_before_processes_start() -> None:
 
 @pytest.mark.multiprocess
 def test_outliers_are_the_last_that_is_printed(tmp_path: Path) -> None:
-    """Checks that the launcher prints nothing after the outliers."""
+    """Checks that the lines about outliers are the last lines that the launcher prints."""
     (tmp_path / "file").write_text("")
     command = [sys.executable, "-m", "megatron.adaptive", "doctor", "--probe", "--processes", "2"]
     job = subprocess.Popen(

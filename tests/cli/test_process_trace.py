@@ -30,9 +30,9 @@ stage 1          2.00 (33%)  1.00 (17%)  2.00 (33%)  1.00 (17%)
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Writes a run of 2 ranks and 2 iterations to ``runs/one`` in a new current folder.
+    """Writes a run of 2 ranks and 2 iterations to ``runs/one`` in a new folder.
 
-    Returns the current folder.
+    The new folder becomes the current folder, and is returned.
     """
     monkeypatch.chdir(tmp_path)
     run_dir = tmp_path / "runs" / "one"

@@ -54,7 +54,7 @@ def test_layers_with_experts_and_of_further_tokens_are_measured_and_planned(
     kinds = ("embedding", "transformer", "experts", "experts/2", "head", "head/2")
     assert set(rows) == {(kind, tp) for kind in kinds for tp in (1, 2)}
     for kind, tp in (("transformer", 2), ("experts", 1), ("experts", 2), ("experts/2", 1)):
-        # A router has one row for each expert of this rank.
+        # A router has one row for each expert that this rank holds.
         routers = 2 * 32 * kind.endswith("/2")
         assert rows[kind, tp]["parameters"] == model.kinds[kind].held_parameters(tp) - routers
     node = {"type": "here", "gpu": "cpu", "count": 1, "gpus_per_node": 4, "memory": "8 GB"}

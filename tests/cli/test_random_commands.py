@@ -34,7 +34,7 @@ _TRAINER = (
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand, and the parts of its command line that can be wrong.
+    """Subcommand, and the parts of its command line that the test replaces with wrong values.
 
     Attributes:
         base: Valid command line of the subcommand.
@@ -101,7 +101,7 @@ COMMANDS = (
 
 
 def trainer() -> Command:
-    """Returns the trainer's command with all flags that take a number or one of several names."""
+    """Returns the trainer's command, with all flags that take a number or one of several names."""
     specs = [spec for kind in groups().values() for spec in fields_of(kind) if spec.has_flag]
     single = [spec for spec in specs if not (spec.many or spec.reader or spec.is_switch)]
     numbers = [spec.name for spec in single if spec.base in (int, float)]
@@ -110,7 +110,7 @@ def trainer() -> Command:
 
 
 def draw_words(draw: random.Random) -> list[str]:
-    """Draws a random command line that is wrong, and returns a list of its words."""
+    """Draws a random wrong command line, and returns its words."""
     command = trainer() if draw.random() < 0.4 else draw.choice(COMMANDS)
     arguments = command.base.split()
     ways = [(command.numbers, NO_NUMBERS), (command.choices, NO_CHOICES)]
@@ -159,7 +159,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_wrong_command_lines_end_with_one_line(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # The first call is slow, because it imports modules. So do not measure it.
+    # Exclude the first call from the measurement, because it imports modules.
     run(["simulate", "--stages", "x", "--microbatches", "4"], capsys)
     wrong: list[str] = []
     slowest = 0.0

@@ -72,7 +72,7 @@ TEXT = "def f(x):\n    return [x, 'naïve ✓', 3.14159]  # the quick brown fox\
 
 @dataclass(frozen=True)
 class Subject:
-    """A kind of file to damage.
+    """Kind of file that is damaged.
 
     Attributes:
         name: Name of the kind.
@@ -116,7 +116,7 @@ def _vocabulary(folder: Path) -> Any:
 
 
 def _lease(folder: Path) -> Any:
-    """Returns whether another job may take the lease on ``folder`` because its owner has exited."""
+    """Returns whether a job may take over the lease on ``folder`` because its owner has exited."""
     lease = folder_lease.Lease(folder / "claimed")
     lease.taken(1)
     return folder_lease._is_gone(lease._facts(1))
@@ -197,8 +197,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Any) -> Path:
     facts = {"seed": 5, "loss_scale": None, "extra": {}, "optimizer": "SGD", "save_id": "a"}
     pipelines.commit(3, {**facts, "options": {"w": {"lr": 0.1}}, "states": {}})
     folder_lease.Lease(folder / "claimed").claim(job="one", restarts=0)
-    # The lease must belong to a process that outlives the test. A lease of the test's process
-    # counts as abandoned.
+    # The lease must belong to a process that outlives the test, because a lease of this process
+    # would count as abandoned.
     other = os.getppid()
     holder = {**folder_lease._here(), "pid": other, "ticks": folder_lease._state(other)[1]}
     holder |= {"job": "one", "restarts": 0, "since_unix_s": 1e9}
@@ -325,7 +325,7 @@ _KINDS: dict[str, Callable[[bytearray, random.Random], Any]] = {
 
 @contextlib.contextmanager
 def limit(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError if the code in the ``with`` block takes longer than ``seconds``."""
+    """Raises TimeoutError if the ``with`` block takes longer than ``seconds``."""
 
     def late(*_: object) -> None:
         raise TimeoutError(f"no end within {seconds:g} s")
@@ -340,17 +340,18 @@ def limit(seconds: float) -> Iterator[None]:
 
 
 def fault(subject: Subject, folder: Path, before: Any) -> str:
-    """Returns what is wrong with how ``subject`` handles a damaged file, or an empty string.
+    """Lets ``subject`` read a damaged file, and returns what is wrong with the result.
 
-    ``before`` is the value that ``subject`` read before the damage.
+    Returns an empty string if nothing is wrong. ``before`` is the value that was read before the
+    damage.
     """
     try:
         with limit(LIMIT_S):
             answer = subject.read(folder)
     except AdaptiveError as error:
         text = shown(str(error))
-        # Error messages may contain characters that join or shape other characters, because file
-        # names may contain them.
+        # File names in error messages may contain characters that join or shape other characters,
+        # so these are allowed.
         is_line = len(text.splitlines()) == 1 and 0 < len(text) < LONGEST
         is_line &= not any(unicodedata.category(letter) in ("Cc", "Cs") for letter in text)
         return "" if is_line else f"no line: {text[:300]!r}"

@@ -21,8 +21,7 @@ from ..multiprocess.launch import environment, forking_every, kill_tree, wait_un
 ROOT = Path(__file__).resolve().parents[2]
 WATCHDOG_S = 150.0
 
-# This script is used in place of the example script. It records its options and environment
-# variables.
+# This script replaces the example script, and records its options and environment variables.
 SCRIPT = """
 { for name in PIPELINE_PARALLEL MODEL_CHUNKS TENSOR_PARALLEL DATA_PARALLEL SCHEDULE DATA_DIR RUN_DIR
   do printf '%s=%s\\n' "$name" "${!name}"; done
@@ -36,7 +35,7 @@ MOVES_LAYERS = ["--repartition", "auto", "--repartition-interval", "20"]
 
 
 class Started:
-    """Options and environment variables that the example script was started with."""
+    """Options and environment variables with which the example script was started."""
 
     def __init__(self, path: Path) -> None:
         lines = path.read_text().splitlines()
@@ -49,7 +48,7 @@ Run = Callable[..., int]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Returns a function that runs ``run_single`` with ``SCRIPT`` and without a new corpus."""
+    """Returns a function that runs ``run_single`` with ``SCRIPT``, but creates no corpus."""
     script = tmp_path / "script.sh"
     script.write_text(SCRIPT)
     monkeypatch.setattr(run_single, "_SCRIPT", script)
@@ -181,7 +180,7 @@ def test_status_is_that_of_the_training(
     assert ("--resume" in capsys.readouterr().out) == (status > 128)
 
 
-# This script is used in place of the example script. It runs until it receives SIGTERM.
+# This script replaces the example script, and runs until it receives SIGTERM.
 WAITING_SCRIPT = """
 trap 'touch "$RUN_DIR/asked_to_end"; exit 0' TERM
 touch "$RUN_DIR/started"
@@ -222,7 +221,7 @@ def test_a_folder_that_cannot_be_made(
     assert "--runs-dir" in stderr
 
 
-# This program runs ``train single`` with a third of the corpus, which takes less time.
+# This program runs ``train single`` with only a third of the corpus, to save time.
 START = """
 import sys
 from megatron.adaptive.cli import common, run_single

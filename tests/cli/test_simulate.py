@@ -25,8 +25,8 @@ def test_the_table_shows_every_schedule_against_the_first(
     assert lines[0].startswith("1 draw each")
     rows = {line.split()[0]: line for line in lines[3:]}
     assert list(rows) == ["1f1b", "interleaved", "zb-v", "adaptive"]
-    # The step takes (microbatches + ranks - 1) x 3 = 33 s with 1f1b. It takes 8 * 3 + 3 / 2 = 25.5
-    # s with zb-v.
+    # The step takes (microbatches + ranks - 1) * 3 = 33 s with 1f1b, and 8 * 3 + 3 / 2 = 25.5 s
+    # with zb-v.
     assert "33" in rows["1f1b"]
     assert "1.000x" in rows["1f1b"]
     assert "25.5" in rows["zb-v"]
@@ -72,7 +72,7 @@ def test_a_profile_file_gives_the_times(tmp_path: Path, capsys: pytest.CaptureFi
     }
     path.write_text(json.dumps(profile))
     assert simulate(f"{SMALL} --schedules 1f1b --profile {path}") == 0
-    # The slow rank computes for 8 * 3 * 0.2 * 2 seconds.
+    # The slow rank computes for 8 * 3 * 0.2 * 2 = 9.6 s.
     step_s = float(capsys.readouterr().out.splitlines()[-1].split("chunk)")[1].split()[0])
     assert step_s > 9.6
 
@@ -146,8 +146,8 @@ def test_slices_show_efficiency_and_memory(
     rows = json.loads((tmp_path / "out.json").read_text())
     assert [row["sequence_slices"] for row in rows] == [4, 4]
     assert f"{rows[1]['efficiency']:.3f}" in lines[5]
-    # Each of the four ranks computes slices for 8 * 3 s. Filling and draining the pipeline takes 3
-    # s / 4 for each of three other ranks.
+    # Each rank computes for 8 * 3 s. Filling and draining the pipeline takes another 3 / 4 s for
+    # each of the three other ranks.
     assert rows[0]["makespans_s"][0] == pytest.approx(8 * 3 + 3 * 3 / 4, rel=0.06)
     assert rows[1]["peak_microbatches"] <= 2.001
     assert "left out: zb-v: schedule zb-v does not support slices, got 4 slices" in lines[-1]
@@ -196,11 +196,11 @@ def test_numbers_of_slices_are_compared_with_what_each_slice_adds(
     )
     assert set(free) == {("zb-v", 1), *((n, k) for n in ("adaptive", "hinted") for k in (1, 2, 8))}
     assert free["adaptive", 1] > free["adaptive", 2] > free["adaptive", 8]
-    # Eight slices are slower than two slices with this overhead. Microbatches that are not cut have
-    # no overhead.
+    # Eight slices are slower than two slices because of the overhead per slice. A microbatch
+    # without slices has no overhead.
     assert dear["adaptive", 2] < dear["adaptive", 8]
     assert dear["adaptive", 1] == free["adaptive", 1]
-    # The order of the schedule "hinted" accounts for the longer backward passes of attention.
+    # The order of "hinted" accounts for backward passes that attention makes longer.
     assert free["hinted", 8] < 1.01 * free["adaptive", 8]
 
 
@@ -208,5 +208,6 @@ def test_attention_moves_time_from_weight_gradients_to_backwards(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert simulate(f"{SMALL} --schedules 1f1b --attention-share 0.5") == 0
-    # A whole microbatch always takes 3 s, so the step takes (8 + 3) * 3.
+    # Attention does not change the time of a microbatch, which is 3 s. So the step takes (8 + 3) *
+    # 3 s.
     assert " 33 " in capsys.readouterr().out.splitlines()[3]

@@ -54,7 +54,7 @@ def run(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
 
 
 def refused(line: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """Returns the error line of the rejected command line ``line``, without ``error: ``."""
+    """Runs the command line ``line``, which must be rejected, and returns its error message."""
     status, output, errors = run(line, capsys)
     assert (status, output) == (2, "")
     assert errors.startswith("error: ")
@@ -84,7 +84,7 @@ def test_help_of_a_group_lists_its_modes(group: str, capsys: pytest.CaptureFixtu
     lines = [" ".join(line.split()) for line in output.splitlines()]
     for mode in program._modes(group):
         assert f"{mode.name} {mode.summary}" in lines
-    if group not in program.SUBCOMMANDS:  # A group needs a mode.
+    if group not in program.SUBCOMMANDS:  # This group requires a subcommand.
         assert run(group, capsys) == (0, output, "")
 
 
@@ -166,7 +166,7 @@ def test_a_folder_named_like_a_mode_is_reached_by_its_path(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path(word).mkdir()
-    # The folder is read, and rejected only because it is empty.
+    # The argument is read as a folder, which is rejected only because it is empty.
     assert refused(f"trace ./{word}", capsys).startswith(f"{word} contains no trace")
     assert f"megatron.adaptive trace {word} " in run(f"trace {word} --help", capsys)[1]
 

@@ -27,7 +27,7 @@ from tests.support.synthetic_trace import Fault, SyntheticRun, write_synthetic
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "megatron.adaptive", "job", "top"]
-# The program runs in a new session on this terminal, so that Ctrl-C sends a signal.
+# The program runs in a new session on this terminal, so that Ctrl-C sends it a signal.
 ADOPT = (
     "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
     "os.execvp(sys.argv[1], sys.argv[1:])"

@@ -39,7 +39,7 @@ def refused(
     *arguments: str,
     program: Callable[[Sequence[str]], int] = main,
 ) -> str:
-    """Returns the error line of a rejected ``program`` call, and checks that it writes no file."""
+    """Calls ``program``, which must fail and write no file, and returns its error line."""
     before = sorted(Path().rglob("*"))
     assert run_cli(program, arguments) == 2
     output = capsys.readouterr()
@@ -104,7 +104,7 @@ def test_iterations_and_replica_are_chosen(
         "iteration 2, replica 0 of 2"
         in load_workbook(Path("one", f"{NAME}.xlsx"))["order"]["A1"].value
     )
-    # If a range partly overlaps the run, the common iterations are selected.
+    # If a range is only partly within the run, the iterations within the run are selected.
     main([*flags, "--iterations", "4-90", "--output", "two/three.xlsx"])
     assert Path("two", "three.xlsx").exists()
     assert "over 2 complete iterations (4-5)" in capsys.readouterr().out

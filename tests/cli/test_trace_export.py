@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def parsed(text: str | bytes) -> Any:
-    """Parses the request ``text``, which contains IDs as hexadecimal digits."""
+    """Parses the request ``text``, in which IDs are hexadecimal digits."""
 
     def decode(value: dict[str, Any]) -> dict[str, Any]:
         ids = [name for name in ("traceId", "spanId", "parentSpanId") if name in value]
@@ -111,7 +111,7 @@ def test_a_file_has_all_spans(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "spans.jsonl"
     assert trace_export.main([str(folder), "--otlp", str(file)]) == 0
     check(folder, [parsed(line) for line in file.read_text().splitlines()])
-    # The importer recognizes the names, because Megatron-LM uses the same names.
+    # ``trace import`` recognizes the exported names, because Megatron-LM uses the same names.
     again = tmp_path / "again"
     assert trace.import_run([str(file), "--output", str(again)]) == 0
     exported, reread = read_run(folder), read_run(again)

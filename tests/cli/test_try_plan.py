@@ -22,7 +22,7 @@ from ..multiprocess.launch import ROOT, Ranks, forking_every, has_ended, tail, w
 
 SMALL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
 SMALL += "--max-position-embeddings 32 --vocab-size 100"
-# This model needs much memory, but few operations. Its vocabulary matrices take most of the memory.
+# This model needs few operations but much memory, most of which is for its vocabulary matrices.
 LARGE = "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 128 "
 LARGE += "--max-position-embeddings 128 --vocab-size 32768"
 LIMIT_S = 240
@@ -46,7 +46,7 @@ def write_plan(folder: Path, **changes: Any) -> Path:
 
 
 def tried(path: Path, model: str, rank: int) -> dict[str, Any]:
-    """Tries ``rank`` in a separate process, and returns the value of ``tried`` in the plan file."""
+    """Tries ``rank`` in a separate process, and returns what the process added to the plan file."""
     done = subprocess.run(
         [
             *(sys.executable, "-m", "megatron.adaptive", "plan", "--try", str(path)),
@@ -68,10 +68,11 @@ def tried(path: Path, model: str, rank: int) -> dict[str, Any]:
 def peaks_of_job(path: Path, model: str) -> list[int]:
     """Trains with a plan, and returns the maximum resident memory of each rank in bytes.
 
-    The ranks of the job and the tried ranks are forked from processes with the same imports. So the
-    pages of the parent process count equally in both.
+    The ranks of the job are forked from a process with the same imports as tried ranks. So the
+    memory of these imports counts equally in both.
     """
-    # The second step is the first step that needs all of the optimizer's memory.
+    # The optimizer's memory is completely allocated only in the second step, so train several
+    # steps.
     flags = "--mock-data --tokenizer-type NullTokenizer --train-iters 3 --eval-iters 0 --lr 1e-4"
     command = [str(ROOT / "pretrain_gpt.py"), "--plan", str(path), *model.split(), *flags.split()]
     log = path.with_name("log.txt")
@@ -82,7 +83,7 @@ def peaks_of_job(path: Path, model: str) -> list[int]:
     try:
         while len(ended := ranks.wait(0.05)) < 2 and not any(ended) and time.monotonic() < end_s:
             for number, rank in enumerate(processes):
-                with contextlib.suppress(OSError, IndexError):  # The rank has exited.
+                with contextlib.suppress(OSError, IndexError):  # The rank may have exited.
                     status = Path(f"/proc/{rank.pid}/status").read_text(encoding="utf-8")
                     peaks[number] = int(status.partition("VmHWM:")[2].split()[0]) * 1024
     finally:
@@ -94,15 +95,15 @@ def peaks_of_job(path: Path, model: str) -> list[int]:
 @pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_rank_alone_needs_the_memory_that_it_needs_in_the_job(tmp_path: Path) -> None:
-    # The first stage stores the activations of both microbatches, which is the maximum for this
-    # stage.
+    # The first stage stores the activations of at most two microbatches, so this batch consists of
+    # two microbatches.
     path = write_plan(tmp_path, global_batch_size=4)
     peaks = peaks_of_job(path, LARGE)
     for rank in (0, 1):
         entry = tried(path, LARGE, rank)
         measured = next(row for row in entry["ranks"] if row["rank"] == rank)
         assert measured["memory_bytes"] == pytest.approx(peaks[rank], rel=0.05)
-    # The file contains both trials, and the plan with its measurements is a valid profile.
+    # The file must contain the results of both ranks.
     assert [row["rank"] for row in entry["ranks"]] == [0, 1]
     assert entry["step_s"] > 0
 
@@ -216,7 +217,7 @@ def test_a_plan_without_measurements_is_no_profile(tmp_path: Path) -> None:
 def test_ranks_that_hang_while_links_are_measured_are_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks that the command does not wait for ranks that keep the pipe open."""
+    """Checks that the command does not wait for hanging ranks that keep the pipe open."""
     launcher = tmp_path / "launcher"
     launcher.write_text(f"#!/bin/sh\nsleep 30 &\necho $! > {tmp_path}/rank\nwait\n")
     launcher.chmod(0o755)
@@ -233,5 +234,5 @@ def test_ranks_that_hang_while_links_are_measured_are_ended(
     )
     with contextlib.suppress(psutil.NoSuchProcess):
         rank = psutil.Process(int((tmp_path / "rank").read_text()))
-        # The kernel ends a killed process some time after the signal.
+        # The kernel may take some time to end a killed process.
         wait_until(lambda: has_ended(rank), lambda: f"{rank} runs", 10)

@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def _run(folder: Path, microbatches: int) -> None:
-    """Writes a run to the subfolder ``traces`` of ``folder``, where the trainer would write it."""
+    """Writes a run to the folder ``traces`` in ``folder``, as the trainer does."""
     traces = folder / "traces"
     traces.mkdir(parents=True)
     made_up = SyntheticRun(
@@ -73,7 +73,7 @@ def test_the_next_plan_knows_what_a_run_took(
 ) -> None:
     files = ["--model", str(folder / "model.txt"), "--cluster", str(folder / "cluster.yaml")]
     runs, profile = folder / "runs", str(folder / "profile.json")
-    for name in ("quick", "slow"):  # The second run is added to the file.
+    for name in ("quick", "slow"):  # The second call must add its run to the file.
         learnt = ["--from-run", str(runs / name / "traces"), "--precision", "fp16"]
         assert profile_main([*learnt, *files, "--output", profile]) == 0
     capsys.readouterr()

@@ -81,7 +81,7 @@ class JobFolder:
         return lines
 
     def steps(self, incarnation: int) -> list[int]:
-        """Returns the iterations that incarnation number ``incarnation`` completed."""
+        """Returns the iterations that were completed in incarnation number ``incarnation``."""
         return [
             line["iteration"]
             for line in self.lines()
@@ -183,7 +183,7 @@ class ElasticJob(JobFolder):
         return max(self.steps(incarnation))
 
     def epoch(self, number: int) -> dict[str, Any]:
-        """Waits until the state file contains the incarnation ``number``, and returns its entry."""
+        """Waits until the state file contains incarnation ``number``, and returns its entry."""
         self.until(lambda: len(self.state().get("epochs", [])) >= number, f"epoch {number}")
         return dict(self.state()["epochs"][number - 1])
 
@@ -205,7 +205,7 @@ class ElasticJob(JobFolder):
         assert self.left_behind() == []
 
     def undisturbed(self, folder: Path, first: int, last: int, *more: str) -> dict[int, float]:
-        """Resumes from a checkpoint in a single process. Returns losses keyed by iteration.
+        """Resumes the job in a single process, and returns its losses keyed by iteration.
 
         Args:
             folder: Folder for the progress file of this process.
@@ -235,7 +235,7 @@ class ElasticJob(JobFolder):
         for line in self.lines():
             if line.get("iteration", 0) > first:
                 # After hundreds of steps, the loss is small, but its rounding error depends on the
-                # larger summands. So allow an absolute error.
+                # larger summands. So an absolute error is also allowed.
                 loss = expected[line["iteration"]]
                 most = max(1e-5 * abs(loss), 1e-6)
                 assert abs(line["loss"] - loss) <= most, (loss, line, self.said())

@@ -24,7 +24,7 @@ WIDTH = 8
 
 
 class Late(torch.autograd.Function):
-    """Sleeps in each pass. Node ``b`` sleeps longer if ``folder`` contains a file named ``b``."""
+    """Sleeps in each pass. Node ``b`` sleeps longer while ``folder`` contains a file ``b``."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, folder: str) -> torch.Tensor:
@@ -61,7 +61,7 @@ class Net(torch.nn.Module):
 
 
 def batch_of(step: int, size: int) -> dict[str, torch.Tensor]:
-    """Returns the ``size`` samples of ``step``. The first value of a sample identifies it."""
+    """Returns the ``size`` samples of ``step``. The first value of each sample identifies it."""
     x = torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(step))
     x[:, 0] = (step * size + torch.arange(size)) / 1e3
     return {"x": x}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 FAST_S, SLOW_S = 0.004, 0.008
-"""Duration of a layer's forward pass on each node type in seconds. Its backward pass is equal."""
+"""Duration in seconds of a layer's forward pass, and of its backward pass, on each node type."""
 
 
 def cluster_file(folder: Path, hosts: Mapping[str, str], gpus: int = 1, **more: Any) -> Path:

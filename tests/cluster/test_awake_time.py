@@ -116,7 +116,7 @@ def test_a_process_that_was_stopped_does_not_lose_the_other_side() -> None:
         try:
             link = await asyncio.wait_for(joined.get(), 60)
             os.kill(child.pid, signal.SIGSTOP)
-            # Wait for twice the timeout. This process continues to send heartbeats in the meantime.
+            # Wait for twice the timeout, while this process continues to send heartbeats.
             end_s = time.monotonic() + 6.0
             while time.monotonic() < end_s:
                 await asyncio.sleep(0.1)

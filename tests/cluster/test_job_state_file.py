@@ -27,7 +27,7 @@ def write(folder: Path, *lines: dict[str, Any], end: str = "\n") -> None:
 
 
 def steps(*durations_ms: float, first: int = 1) -> list[dict[str, Any]]:
-    """Returns the progress lines of iterations from ``first`` that take ``durations_ms``."""
+    """Returns the progress lines of iterations from ``first`` on that take ``durations_ms``."""
     return [
         {"iteration": iteration, "step_ms": ms} for iteration, ms in enumerate(durations_ms, first)
     ]
@@ -63,7 +63,7 @@ def test_ranks_may_find_something_newer_than_the_manager_knew(tmp_path: Path) ->
         "checkpoint",
     )
     write(tmp_path / "other", {"total_iterations": 99, "start_iteration": 30})
-    for _ in range(2):  # The manager writes the state several times, so this call is repeated.
+    for _ in range(2):  # Repeat the call, because a manager also writes the state several times.
         incarnation.begun_at(ProgressReader().read(tmp_path / "other").start)
     assert (incarnation.resumed, incarnation.lost_steps) == (30, 3)
     assert incarnation.source == "checkpoint on the nodes' own disks"
@@ -71,7 +71,7 @@ def test_ranks_may_find_something_newer_than_the_manager_knew(tmp_path: Path) ->
 
 
 def test_steps_of_a_damaged_checkpoint_are_lost_too(tmp_path: Path) -> None:
-    """Checks the number of lost steps if ranks resume from an older checkpoint than planned."""
+    """Checks the number of lost steps if ranks resume from an older checkpoint than was planned."""
     incarnation = Incarnation(
         number=2, layout="one", processes=2, nodes=("a",), reason="b was killed"
     )

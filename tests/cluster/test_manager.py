@@ -200,10 +200,11 @@ def test_ranks_of_every_incarnation_may_save_no_more_before_the_next(tmp_path: P
 
 
 class Part:
-    """Replaces the agent, and sends SIGTERM to this process while the agent runs.
+    """Stand-in for an agent, which sends SIGTERM to this process while it runs.
 
     Args:
-        handles: Whether the agent handles the signal. Otherwise, the participant must handle it.
+        handles: Whether the agent handles the signal. Otherwise, the participant that runs the
+            agent must handle it.
         status: Exit status of the agent if the manager releases it.
     """
 
@@ -230,7 +231,7 @@ class Part:
 
 
 class Taken:
-    """Replaces the manager of a job that another manager already manages."""
+    """Stand-in for the manager of a job that is already managed by another manager."""
 
     notice: signal.Signals | None = None
 

@@ -107,7 +107,7 @@ def test_another_machine_gets_its_environment_by_standard_input(shell: str, tmp_
 
 
 async def joined(members: Membership, address: str = "127.0.0.1") -> Connection:
-    """Starts to listen with ``members``, connects as node ``a``, and returns the connection."""
+    """Listens with ``members``, connects to it as node ``a``, and returns the connection."""
     await members.start()
     link = await Connection.connect(address, members.port, 5.0, "secret", PURPOSE)
     link.send("join", protocol=PROTOCOL, name="a", host="h", pid=1, slots=1)
@@ -159,7 +159,7 @@ def test_a_question_ends_with_its_answer_the_deadline_or_the_node() -> None:
         asked = asyncio.create_task(members.ask("a", "port", 20.0))
         await asyncio.sleep(0)
         await link.close()
-        # Both a pending request and a request after the loss fail.
+        # The request that was pending during the loss must fail, and so must a later request.
         for _ in range(2):
             with pytest.raises(ConnectionError, match="a was also lost"):
                 await asked

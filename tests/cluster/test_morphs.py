@@ -134,7 +134,7 @@ def test_a_job_loses_a_step_at_most_where_a_copy_is_left(start: Start, tmp_path:
     first = job.trained(1, 18)
     job.lose("d")  # Other nodes run replicas of this node's ranks.
     second = job.trained(2, 8)
-    job.lose("c")  # The buddy node has a copy of the state of this node's stage.
+    job.lose("c")  # The buddy node of this node has a copy of its state.
     job.trained(3, 3)
     job.change("abe")
     job.trained(4, 4)
@@ -160,7 +160,7 @@ def test_a_job_loses_a_step_at_most_where_a_copy_is_left(start: Start, tmp_path:
     # This checkpoint was saved before the new node joined.
     assert incarnations[3]["source"] == "checkpoint"
     assert incarnations[3]["lost_steps"] == 0
-    # The copy on the neighbour may be from another step than the rest of the state.
+    # The copy on the neighbouring node may be from a different step than the rest of the state.
     nothing_left = r"checkpoint: no copy of the state of rank 1(, 2)? is left"
     assert re.fullmatch(nothing_left, incarnations[4]["source"]), job.said()
     assert (

@@ -58,7 +58,7 @@ def told(folder: Path) -> list[dict[str, Any]]:
 
 
 def train(job: ElasticJob, folder: Path, incarnation: int, steps: int) -> None:
-    """Waits until the incarnation ``incarnation`` has completed ``steps`` steps."""
+    """Waits until incarnation number ``incarnation`` of ``job`` has completed ``steps`` steps."""
 
     def done() -> bool:
         return (
@@ -117,7 +117,7 @@ def test_losses_and_samples_are_those_of_an_undisturbed_run(start: Start, tmp_pa
         if index != before
     )
     killed = state["epochs"][before]
-    # The reason contains rank 1, or a rank that detected the failure of rank 1 first.
+    # The error names rank 1, or a rank that detected the failure of rank 1 before the manager did.
     assert killed["reason"].startswith("rank ")
     assert killed["resumed_iteration"] > 0
     assert state["checkpoint_iteration"] == state["iteration"]
@@ -144,7 +144,7 @@ def test_losses_and_samples_are_those_of_an_undisturbed_run(start: Start, tmp_pa
 
 @pytest.mark.long
 def test_a_node_that_is_lost_costs_a_step_at_most(start: Start, tmp_path: Path) -> None:
-    """Checks that stages with and without replicas resume from copies in memory."""
+    """Checks that a lost node costs at most one step, for stages with and without replicas."""
     options = {"save_interval": 99999, "state": True, **SHAPED}
     job = start("abcd", ENDLESS, "--replicate-every", "1", **options)
 

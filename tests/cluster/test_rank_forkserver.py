@@ -99,5 +99,5 @@ def test_a_process_ends_at_its_limit_or_alone(orders: socket.socket, tmp_path: P
 
 @pytest.mark.parametrize("name", rank_forkserver._MODULES)
 def test_what_it_imports_before_ranks_exists(name: str) -> None:
-    # The fork server ignores missing modules. Each rank would then have to import them itself.
+    # If the fork server could not import a module, each rank would have to import it.
     assert importlib.util.find_spec(f"megatron.adaptive.{name}") is not None

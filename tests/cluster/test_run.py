@@ -215,7 +215,7 @@ def test_nodes_that_join_by_themselves_outlive_their_manager(tmp_path: Path) -> 
         (incarnation,) = state["epochs"]
         assert incarnation["nodes"] == [left]
         assert incarnation["resumed_iteration"] >= 10
-        # The node that is left has copies of its own state and of the state of the manager's node.
+        # The remaining node has copies of its state and of the state of the manager's node.
         done = [
             max(line["iteration"] for line in map(json.loads, text) if "iteration" in line)
             for path in checkpoints.glob("elastic/epoch-1-*/progress.jsonl")
@@ -225,7 +225,7 @@ def test_nodes_that_join_by_themselves_outlive_their_manager(tmp_path: Path) -> 
         assert (
             incarnation["source"] == "copies in memory" or incarnation["resumed_iteration"] % 5 == 0
         )
-        # This signal asks the node to save and leave. The node may join again later.
+        # This signal asks the node to save a checkpoint and leave. The node could join again later.
         nodes[left].send_signal(signal.SIGUSR1)
         assert nodes[left].wait(60) == EXIT_LEFT
         assert len(list(checkpoints.glob("iter_*"))) == 2

@@ -97,7 +97,7 @@ def test_a_module_that_is_written_is_read_again(tmp_path: Path) -> None:
     path.write_text(json.dumps(former))
     assert MeasuredModule.read(path) == written
     path.write_text('{"format": 0}')
-    # This format is unknown, so the model must be measured again.
+    # The format number is unknown, so the model must be measured again.
     assert MeasuredModule.read(path) is None
     path.write_text("{")
     with pytest.raises(ConfigError, match="remove it to measure the model again"):
@@ -110,7 +110,8 @@ def test_all_processes_are_used_that_a_shape_can_use(tmp_path: Path) -> None:
     assert layout.places == (("n0", 2), ("n1", 2))
     assert layout.step_s is not None
     assert layout.unit == "segments"
-    # The planner chooses five stages, because the batch size is not divisible by five replicas.
+    # The planner chooses a pipeline of five stages, because five replicas cannot share this batch
+    # equally.
     five = planned(tmp_path, 2, 2, 1)
     assert (five.pipeline, five.data) == (5, 1)
     # The model has only six segments, so one process is unused.
@@ -121,7 +122,7 @@ def test_all_processes_are_used_that_a_shape_can_use(tmp_path: Path) -> None:
 def test_no_microbatch_is_smaller_than_the_smallest_measured(tmp_path: Path) -> None:
     whole = profile()
     assert planned(tmp_path, 2, 2, whole=whole).micro_batch == 1
-    # Without this measurement, the planner assumes that the model cannot run a single sample.
+    # The planner must not choose microbatches of a single sample if these were not measured.
     whole["layers"] = [row for row in whole["layers"] if row["micro_batch"] == 2]
     assert planned(tmp_path, 2, 2, whole=whole).micro_batch == 2
 
@@ -150,7 +151,7 @@ def test_a_slow_node_gets_less(tmp_path: Path) -> None:
     assert even.step_s is not None
     assert slow.step_s is not None
     assert slow.step_s > even.step_s
-    # If both nodes are on one machine, they share its memory, and the slow node comes last.
+    # If both nodes are on one machine, they share its memory, and the slow node must come last.
     here = [replace(offer, hosts=("localhost", "h0")) for offer in offers]
     same = plan_script(path, [replace(here[0], slowness=3.0), here[1]])
     assert same.places == (("n1", 1), ("n0", 1))

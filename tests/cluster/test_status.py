@@ -77,7 +77,7 @@ Shown = Callable[[], tuple[int, str]]
 
 @pytest.fixture
 def shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> Shown:
-    """Returns a function that returns the exit status and the output of ``job status``."""
+    """Returns a function that runs ``job status``, and returns the exit status and the output."""
     return lambda: (
         command.main([folder.name, "--log-dir", str(folder.parent)]),
         capsys.readouterr().out,

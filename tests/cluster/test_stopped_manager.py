@@ -85,7 +85,7 @@ def test_a_job_that_completes_while_its_manager_is_stopped_ends_well(start: Star
     agents = [job.agent(name) for name in "ab"]
     job.manager.send_signal(signal.SIGSTOP)
     job.until(lambda: any("ended" in line for line in job.lines()), "the end of training")
-    # Agents that have waited too long for the manager exit with the same status as killed agents.
+    # Agents that wait too long for the manager exit, so kill the agents to simulate this.
     for agent in agents:
         os.kill(agent, signal.SIGKILL)
     job.manager.send_signal(signal.SIGCONT)

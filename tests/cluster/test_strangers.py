@@ -27,7 +27,7 @@ HELLO = {"host": "h", "gpus": 0, "processes": None, "node_rank": None, "address"
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_strangers_have_no_effect_on_jobs() -> None:
-    """Checks that no message can stop a master, replace a node or read the settings."""
+    """Checks that strangers cannot stop jobs, replace nodes or read settings with any message."""
     outcome = measure(1000, 60.0, seed=5)
     listeners = {"manager", "keeper a", "keeper b", "clocks", "master of pods", "doctor"}
     assert {*outcome["said"]} >= {*listeners, "ranks over tcp"}
@@ -46,7 +46,7 @@ def work(tmp_path: Path) -> NodeWork:
 
 
 def ordered(work: NodeWork, *more: str, **variables: str) -> dict[str, Any]:
-    """Returns what a node would run for a request that contains another program and folder."""
+    """Returns the command that a node runs if a request names a different program and folder."""
     rank = {
         "key": "1/0",
         "variables": {"RANK": "0", **variables},

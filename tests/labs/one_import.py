@@ -1,4 +1,4 @@
-"""Runs programs one after another. Each is forked from a process that has imported the package.
+"""Runs programs one after another, each as a fork of a process that has imported the package.
 
 On a small machine, importing torch takes longer than the programs. The argument is a JSON list of
 objects ``{"title": "", "variables": {NAME: VALUE}, "words": []}``: a line that is printed first,

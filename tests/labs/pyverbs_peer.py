@@ -51,7 +51,7 @@ class ProtocolError(Exception):
 
 
 class Wire:
-    """Exchanges a hello, and then framed records, over a TCP connection."""
+    """Exchanges a first message (hello), and then records with headers, over a TCP connection."""
 
     def __init__(self, host: str, port: int, token: bytes, rank: int, target: int) -> None:
         end = time.monotonic() + PATIENCE_S
@@ -122,7 +122,8 @@ class Peer:
         self._credit = MR(self._domain, PAGE_BYTES, both)
         self._source = MR(self._domain, PAGE_BYTES, e.IBV_ACCESS_LOCAL_WRITE)
         self._credit.write(bytes(8), 8)
-        # pyverbs does not support work requests without a memory segment, so this segment is empty.
+        # pyverbs supports no work requests without a memory segment, so this segment has length
+        # zero.
         self._nothing = [SGE(self._source.buf, 0, self._source.lkey)]
         # Both directions use the same completion queue. Each completion contains the number of its
         # queue pair.
@@ -250,7 +251,11 @@ class Peer:
         pair.post_send(request)
 
     def receive(self) -> tuple[tuple[int, ...], bytes, int] | None:
-        """Returns header, content and slot of the next piece, or ``None`` after the last piece."""
+        """Receives the next piece of a message.
+
+        Returns the header, the content and the slot of the piece, or ``None`` if the peer has
+        closed the channel.
+        """
         while True:
             self._wait(lambda: self._arrived, "timed out waiting for a message")
             bits = self._arrived.pop(0)
@@ -280,12 +285,12 @@ class Peer:
         return header, payload, slot
 
     def give_back(self) -> None:
-        """Returns the slots in ``held`` to the sender with a single write."""
+        """Returns the slots in ``held`` to the sender with a single RDMA write."""
         for slot in self.held:
             self._returned ^= 1 << slot
         self.held.clear()
-        # Each write uses another word of the buffer, because the previous write may still read its
-        # word.
+        # Each write uses a different word of the buffer, because the previous write may still be
+        # reading its word.
         offset = self._num_credit_writes % 512 * 8
         self._source.write(self._returned.to_bytes(8, "little"), 8, offset)
         self._num_credit_writes += 1
@@ -338,7 +343,7 @@ class Peer:
 
 
 def echo(peer: Peer) -> int:
-    """Sends all messages that ``peer`` receives back to their sender, and returns their number."""
+    """Sends all messages that ``peer`` receives back, and returns the number of messages."""
     parts: list[bytes] = []
     count = 0
     while (arrival := peer.receive()) is not None:

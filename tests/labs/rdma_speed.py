@@ -30,7 +30,7 @@ LIMIT_S = 900.0
 
 
 def why_not() -> str | None:
-    """Returns why the test network or the RDMA transport cannot run, or ``None`` if both can."""
+    """Returns why the lab or the RDMA transport cannot run here, or ``None`` if both can run."""
     module = extension.load()
     if module is None or not getattr(module, "has_rdma", lambda: True)():
         return "the extension was built without RDMA: run bash prerequisite.sh --rdma"
@@ -39,7 +39,7 @@ def why_not() -> str | None:
 
 
 def measure(repetitions: int) -> Result:
-    """Measures perftest and RDMA in turn ``repetitions`` times, on two nodes of the lab.
+    """Measures perftest and the RDMA transport ``repetitions`` times each, on two nodes of the lab.
 
     Raises:
         RuntimeError: The nodes have failed.
@@ -68,7 +68,7 @@ def measure(repetitions: int) -> Result:
 
 
 def build_channel() -> Path | None:
-    """Builds the program that measures the C++ channel. Returns ``None`` if it cannot be built."""
+    """Builds the program that measures the C++ channel. Returns ``None`` if this is impossible."""
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None or not Path("/usr/include/infiniband/verbs.h").exists():
         return None
@@ -77,10 +77,10 @@ def build_channel() -> Path | None:
 
 
 def rows_of(samples: dict[str, list[float]]) -> list[Row]:
-    """Returns rows with the bandwidth for each message size, and a row with the latency.
+    """Returns a table row with the bandwidth for each message size, and a row with the latency.
 
     Args:
-        samples: Measured seconds per message, by name of the measurement.
+        samples: Measured times in seconds per message, keyed by the name of the measurement.
     """
     sizes = sorted(int(name.split()[1]) for name in samples if re.fullmatch(r"rdma \d+", name))
     rows = [
@@ -112,8 +112,7 @@ def kills(count: int) -> Result:
     reason = why_not()
     if reason is not None:
         return Result(rows=[missing(title, reason, goal=0)])
-    # The trials need a private temporary folder, because other programs change files in the host's
-    # temporary folder.
+    # The trials need a private temporary folder, because other programs also use that of the host.
     script = """
         mkdir /run/private
         TMPDIR=/run/private exec "$PYTHON" -m tests.soak.killed_ranks --raw rdma \\
@@ -142,7 +141,7 @@ def kills(count: int) -> Result:
 
 
 def main() -> int:
-    """Runs the chosen parts, prints their results, and returns 1 if a limit is exceeded, else 0."""
+    """Runs the selected parts and prints the results. Returns 1 if a limit is missed, or 0."""
     options = parser_of(
         __doc__, ("speed", "kills"), ("three repetitions and three kills")
     ).parse_args()

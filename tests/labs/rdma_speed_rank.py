@@ -36,7 +36,7 @@ _PORT = 23000
 
 
 def options_for(nbytes: int, rank: int) -> dict[str, Any]:
-    """Returns channel options for node ``rank``. A message of ``nbytes`` bytes fits into a slot."""
+    """Returns options of a channel for node ``rank``, whose slots hold ``nbytes`` bytes each."""
     address = os.environ["LAB_ADDRS"].split(",")[rank]
     slots = max(4, min(32, _CHANNEL_BYTES // nbytes))
     return {"address": address, "slot_bytes": max(4096, nbytes), "slots": slots}
@@ -55,9 +55,9 @@ class Link(TransportLink):
 
 
 def from_cpp(program: Path, port: int, rank: int) -> tuple[float, float]:
-    """Runs ``program``, and returns the median and the mean time of the C++ channel in seconds.
+    """Runs ``program``, and returns the median and mean time per message of the C++ channel.
 
-    The program on node ``rank`` uses ports from ``port`` on.
+    The times are in seconds. The program on node ``rank`` uses the ports from ``port`` on.
     """
     options = options_for(SIZES[0], rank)
     addresses = os.environ["LAB_ADDRS"].split(",")
@@ -66,7 +66,8 @@ def from_cpp(program: Path, port: int, rank: int) -> tuple[float, float]:
             *(str(program), str(LATENCY_BYTES), str(_ROUNDS)),
             *(str(options["slots"]), str(options["slot_bytes"])),
         ],
-        # Rank 0 of rdma_measure prints the result, and node 1 needs the result. So swap the ranks.
+        # Rank 0 of ``rdma_measure`` prints the result, which node 1 needs. So the ranks are
+        # swapped.
         env={
             **os.environ,
             "RANK": str(1 - rank),
@@ -84,7 +85,7 @@ def from_cpp(program: Path, port: int, rank: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Measures perftest and the RDMA transport in turn, and stores seconds per message."""
+    """Measures perftest and the RDMA transport in alternation, and stores all times."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repetitions", type=int, required=True)
     arguments = parser.parse_args()

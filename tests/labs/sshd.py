@@ -1,4 +1,4 @@
-"""Prepares keys and settings for an ssh server, and an ssh command that connects to it."""
+"""Prepares the keys and settings of an ssh server, and an ``ssh`` command that connects to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests RDMA between nodes of the lab, and tests which exit statuses the lab returns."""
+"""Tests RDMA between nodes of the lab, and the exit statuses that the lab returns."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def shell(script: str, *, nodes: int = 2, timeout_s: float = 60.0) -> Result:
 
 
 def test_nodes_have_devices_and_reach_each_other(tmp_path: Path) -> None:
-    """Checks the devices and links of three nodes, two of which communicate through the third."""
+    """Checks the devices and links of three nodes, two of which are linked through the third."""
     script = """
         ibv_devinfo -v -d $LAB_RDMA_DEV
         echo mine $(cat /sys/class/infiniband/rxe0/ports/1/gids/$LAB_RDMA_GID)
@@ -84,7 +84,7 @@ def test_perftest_measures_between_nodes() -> None:
     )
     result = run([DEBIAN_PYTHON, "-c", program], timeout_s=120.0, env={"PYTHONPATH": str(ROOT)})
     assert result.status == 0, result.text
-    assert result.output[0] == result.output[1]  # Both nodes must get the same numbers.
+    assert result.output[0] == result.output[1]  # Both nodes must report the same measurements.
     rate, latency_us = map(float, result.output[0].removeprefix("measured ").split())
     assert rate > 0
     assert latency_us > 0
@@ -118,13 +118,13 @@ def test_nothing_is_left_behind() -> None:
 
     script = ["sh", "-c", "sleep 600 & echo up"]
     assert run(script, nodes=1, timeout_s=60.0, on_line=up).status == 0
-    # Other labs may start and stop nodes at the same time, so check only these process groups.
+    # Other labs may start and stop nodes at the same time, so check only this lab's process groups.
     assert groups
     assert [pid for pid in _kernels() if _group(pid) in groups] == []
 
 
 def _kernels() -> set[int]:
-    """Returns the IDs of all processes that run a node's kernel or a node's programs."""
+    """Returns the IDs of all processes that run the kernel or the programs of a node."""
     kernel = str(rdma_lab.prepare())
     pids = set()
     for link in Path("/proc").glob("[0-9]*/exe"):

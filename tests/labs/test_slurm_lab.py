@@ -46,7 +46,9 @@ EXAMPLE = {
 }
 LONG = ["--set", "TRAIN_ITERS=100000", "--set", "CHECKPOINT_DIR=saved"]
 LITTLE = 4_000_000 << 10
-"""Limit of the address space of a job's processes, in bytes. Slurm applies the submitter's limit.
+"""Limit of the address space of a job's processes, in bytes.
+
+Slurm applies the limit of the process that submits the job.
 """
 NAMED_S = 30.0
 ITERATION = re.compile(r"iteration +(\d+)/")
@@ -61,7 +63,7 @@ SETTINGS = [
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    """Starts two fast nodes with two configured GPUs each, and two slow nodes with one GPU each."""
+    """Starts a cluster of two nodes with two GPUs each, and two nodes with one GPU each."""
     if reason := slurm_lab.why_not(accounting=True):
         pytest.skip(reason)
     kinds = [Kind("a10", 2, 2), Kind("v100", 2, 1)]
@@ -74,7 +76,7 @@ def lab() -> Iterator[Lab]:
 
 @pytest.fixture(autouse=True)
 def queue(lab: Lab) -> Iterator[None]:
-    """Cancels all jobs that a test has left in the queue."""
+    """Cancels all jobs that are still in the queue after a test."""
     yield
     if jobs := lab.output("squeue", "-h", "-o", "%A").split():
         lab.output("scancel", *set(jobs))
@@ -118,7 +120,7 @@ def said(conf: Path, job: int) -> str:
 
 
 def finish(lab: Lab, conf: Path, job: int) -> str:
-    """Waits until ``job`` has left the queue, and returns the text of all of its logs."""
+    """Waits until ``job`` has left the queue, and returns the text of all its logs."""
     wait_for(lambda: not lab.output("squeue", "-h", "-j", str(job)), lambda: said(conf, job))
     return said(conf, job)
 
@@ -134,7 +136,7 @@ def wait_until_it_trains(conf: Path, job: int, start: int = 1) -> None:
 
 
 def iterations(text: str) -> list[list[int]]:
-    """Returns the numbers of the logged iterations in ``text``, for each start of the job."""
+    """Returns the indices of the logged iterations in ``text``, with a list for each job start."""
     starts = [ITERATION.findall(part) for part in text.split(" starts\n")]
     return [[int(number) for number in numbers] for numbers in starts if numbers]
 
@@ -156,7 +158,7 @@ def wait_until_named(lab: Lab, conf: Path, job: int, node: str) -> None:
         errors = [line for listed in status["nodes"] for line in listed["errors"]]
         return node in status["lost"] or any(f"node {node}" in line for line in errors)
 
-    # Query the status rarely, because each query takes processor time from the job.
+    # Query the status rarely, because each query takes processor time away from the job.
     wait_for(is_named, lambda: said(conf, job), every_s=2.0)
     assert time.monotonic() - begin_s < NAMED_S
 
@@ -240,7 +242,7 @@ def test_a_job_of_two_kinds_of_nodes_is_one_world_and_goes_on_when_its_time_is_o
 
 
 def run_example(lab: Lab, folder: Path, example: str, *options: str) -> str:
-    """Submits ``example`` as its header describes, waits for its end, and returns its output."""
+    """Submits ``example`` as its header says, waits for its end, and returns its output."""
     variables = [
         f"{name}={value}" for name, value in {**EXAMPLE, **forkserver().nodes()[1]}.items()
     ]
@@ -402,8 +404,8 @@ def test_an_array_of_agents_shrinks_and_grows_again(lab: Lab, tmp_path: Path) ->
     lab.output("scancel", "--batch", "--signal=USR1", f"{job}_1")
     assert wait_for_nodes(1)["lost_steps"] == 0
     wait_for_nodes(2)
-    # The node of the manager fails without notice. Slurm restarts the agent as soon as the node is
-    # up.
+    # The node on which the manager runs fails without notice. Slurm restarts the agent as soon as
+    # the node is up again.
     lab.poweroff("n3")
     try:
         wait_for_nodes(1)
@@ -430,7 +432,7 @@ def test_jobs_that_the_monitor_cannot_show(lab: Lab, conf: Path) -> None:
     assert re.match(rf"error: job {job} \(\w+\) belongs to nobody, not \w+, and ", done.stderr)
     assert len(done.stderr.splitlines()) == 1
     lab.output("scancel", job)
-    # There is already a folder for the next job ID, for example because an earlier cluster used
+    # The folder for the next job ID already exists, for example because an earlier cluster used
     # this ID.
     folder = conf.parent / "logs" / str(int(job) + 1)
     folder.mkdir(parents=True)

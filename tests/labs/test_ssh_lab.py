@@ -35,7 +35,7 @@ def lab() -> Iterator[Lab]:
 
 @pytest.fixture
 def reached(lab: Lab, tmp_path: Path) -> Iterator[Path]:
-    """Yields a folder with an ssh program that connects to n2, where sshd runs during the test."""
+    """Yields a folder with an ``ssh`` program that connects to the node n2."""
     client_settings = f"StrictHostKeyChecking yes\nUserKnownHostsFile {tmp_path}/known_hosts\n"
     programs, server = sshd.prepare(tmp_path, "", client_settings)
     (tmp_path / "known_hosts").write_text(f"n2 {(tmp_path / 'host_key.pub').read_text()}")
@@ -64,7 +64,7 @@ def test_a_machine_is_reached_by_ssh_leaves_and_comes_back(
     ]
 
     def nodes() -> list[str]:
-        """Returns the names of the nodes that train. The list is empty before their first step."""
+        """Returns the names of the nodes that train, or an empty list before the first step."""
         state = job.state()
         last = (state.get("epochs") or [{"nodes": [], "resumed_iteration": 0}])[-1]
         is_training = state.get("iteration", 0) > last["resumed_iteration"] + 1

@@ -54,7 +54,7 @@ def programs() -> CppTests:
 
 
 def build_with_verbs(folder: str, flags: Sequence[str] = ()) -> CppTests:
-    """Returns an object that builds C++ tests in ``folder``; skips the test without libibverbs.
+    """Returns a builder of C++ tests in ``folder``. Skips the test if libibverbs is missing.
 
     ``flags`` contains additional flags for the compiler.
     """
@@ -102,8 +102,9 @@ SANITIZED_TESTS = (
     ("channel_test", "returns (rdma)", "1"),
     ("channel_test", "reserve (rdma)", "1"),
 )
-"""Each test consists of a program, its argument, and the nodes that run it. There are few tests,
-because the nodes are slow.
+"""Tests that run with sanitizers, each with a program, its argument, and the nodes that run it.
+
+There are few tests, because the nodes are slow.
 """
 
 
@@ -138,7 +139,7 @@ def test_cpp_with_sanitizers_on_emulated_nodes() -> None:
 
 @pytest.mark.parametrize("name", ["rdma_channel_test", "rdma_fault_test"])
 def test_cpp_on_two_nodes(programs: CppTests, name: str) -> None:
-    """Checks transfers, lost peers and packets, a cut link, and violations of the protocol."""
+    """Checks transfers, lost peers, lost packets, a cut link, and violations of the protocol."""
     result = run([str(programs.build(name))], timeout_s=600.0)
     assert result.status == 0, result.text
     for said in result.output:
@@ -157,7 +158,7 @@ def test_killed_ranks_leave_nothing_and_are_missed() -> None:
 
 
 def test_a_peer_written_from_the_description_alone(programs: CppTests) -> None:
-    """Checks that a peer that was written from the documentation sends back the same tensors."""
+    """Checks that a peer that was written only from the documentation echoes all tensors."""
     script = f"""
         if [ $RANK = 0 ]; then
             {programs.build("rdma_echo_test")} 21001 8 8192

@@ -19,11 +19,11 @@ RELEASE = "5.23"
 """Release of ``transformers`` whose models are in the table of ``docs/reference/cutpoint.md``."""
 
 CHANGED = ("gemma2", "whisper", "smolvlm")
-"""Families whose recording differs or fails with releases before :data:`RELEASE`."""
+"""Families whose forward pass is recorded differently, or not at all, before :data:`RELEASE`."""
 
 
 def skip_older(name: str) -> None:
-    """Skips the test if ``transformers`` is older than the family ``name`` requires."""
+    """Skips the test if the model family ``name`` requires a later release of ``transformers``."""
     import transformers
 
     if name in CHANGED and Version(transformers.__version__) < Version(RELEASE):
@@ -43,7 +43,7 @@ class Family:
         slicing: Value of the pipeline's option ``slicing`` that the family requires.
         decisive_entries: Names of the batch entries whose values determine which operations the
             model runs.
-        arguments: Arguments of ``forward`` that are equal for all batches.
+        arguments: Additional arguments of ``forward``, which are the same for all batches.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Family:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, blocks: int) -> torch.nn.Module:
-        """Returns a model with ``blocks`` blocks, and with the same weights in each call."""
+        """Returns a model with ``blocks`` blocks. Each call returns the same weights."""
         import transformers
 
         transformers.logging.set_verbosity_error()
@@ -83,7 +83,7 @@ def random_values(*shape: int) -> torch.Tensor:
 def text() -> Batch:
     """Returns a batch of four sentences.
 
-    The third is padded on the right, and the fourth on the left.
+    The third sentence is padded on the right, and the fourth is padded on the left.
     """
     ids = random_ids(LENGTH, 3)
     mask = torch.ones_like(ids)
@@ -100,7 +100,7 @@ def gaps() -> Batch:
 
 
 def translations() -> Batch:
-    """Returns a batch of four sentences, with four different sentences as labels."""
+    """Returns a batch of four sentences, whose labels are four other sentences."""
     return {**text(), "labels": random_ids(8, 4)}
 
 

@@ -31,7 +31,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 def train_whole(model: torch.nn.Module, family: Family, batch: Batch, steps: int) -> list[float]:
     """Trains the whole model on microbatches of two samples, and returns the loss of each step.
 
-    Each step trains on the same ``batch`` of ``family``.
+    Each step uses the same ``batch``, and the additional arguments of ``family``.
     """
     optimizer = sgd(model.parameters())
     losses = []
@@ -49,7 +49,7 @@ def train_whole(model: torch.nn.Module, family: Family, batch: Batch, steps: int
 
 
 def check(family: Family) -> None:
-    """Checks that a pipeline and the whole model of ``family`` get equal losses and parameters."""
+    """Checks that a pipeline and the whole model of ``family`` have equal losses and parameters."""
     batch = family.make_batch()
     model = family.build(4)
     whole = copy.deepcopy(model)

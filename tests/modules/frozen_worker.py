@@ -37,7 +37,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "1f1b": {"schedule": "1f1b", "partition": "2-1-2-3"},
 }
 IMAGES = ([3, 2, 8, 1, 2, 4, 1, 1], [1, 0, 5, 0, 1, 2, 0, 3])
-"""Number of images of each microbatch in each step."""
+"""Number of images in each microbatch, for each of two steps."""
 
 
 class Skipping(nn.Module):
@@ -78,9 +78,9 @@ def train_without_images(folder: str) -> None:
 
 
 def resume(folder: str) -> None:
-    """Saves a pipeline to ``folder`` and loads it.
+    """Checks that training continues with the same losses after a pipeline is saved and loaded.
 
-    Three of its ranks have only frozen parameters.
+    Three ranks of the pipeline have only frozen parameters. The checkpoint is saved to ``folder``.
     """
     options: dict[str, Any] = {"decisive_entries": ["sizes"], "partition": "1-1-1-5"}
     steps = [[viewed(2, 5, n), viewed(0, 4, n)] for n in range(3)]
@@ -102,7 +102,7 @@ def resume(folder: str) -> None:
 
 
 def train(options: dict[str, Any]) -> dict[str, Any]:
-    """Trains for two steps, and compares losses and parameters with those of the whole model.
+    """Trains for two steps, and checks that losses and parameters equal those of the whole model.
 
     ``options`` are options of the pipeline.
 

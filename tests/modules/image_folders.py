@@ -41,10 +41,9 @@ class ImageFolder:
         settings: Settings of the image processor.
         image_text: Text that represents an image in the chat template.
         tokens: Tokens for images and videos in the tokenizer.
-        named: Tokens among ``tokens`` that are also attributes of the tokenizer, keyed by the
-            attribute.
-        ids: Settings of the model that contain the IDs of tokens, each with the token.
-        processor_settings: Settings of the processor itself, for ``processor_config.json``.
+        named: Maps attributes of the tokenizer to the tokens among ``tokens`` that they contain.
+        ids: Maps settings of the model that contain a token's ID to the token.
+        processor_settings: Settings that are written to ``processor_config.json``.
         video: Settings of the video processor, or ``None`` if there is no video processor.
         slicing: Value of the pipeline's option ``slicing`` that the family requires.
         needs: Packages that transformers imports for the processor.
@@ -157,7 +156,7 @@ IMAGE_FOLDERS: dict[str, ImageFolder] = {
         **_IDEFICS,
     ),
 }
-"""Maps the name of each family in ``families.py`` to the description of its folder."""
+"""Maps the name of each model family in ``families.py`` to the description of its folder."""
 
 
 def make_tokenizer(described: ImageFolder) -> transformers.PreTrainedTokenizerFast:
@@ -209,7 +208,7 @@ def write_folder(name: str, folder: Path) -> Path:
 
 
 def write_data(folder: Path, name: str, count: int = 12) -> Path:
-    """Writes ``count`` conversations and their images to ``folder``, and returns the file's path.
+    """Writes ``count`` conversations with images to a file in ``folder``, and returns its path.
 
     A conversation has up to two images of different sizes. One line contains text instead of a
     conversation. ``name`` is the model family, which determines the text that represents an image.

@@ -16,7 +16,7 @@ from megatron.adaptive.errors import PeerLostError
 
 
 def main() -> int:
-    """Trains two steps, and exits with status 0 if an error names the lost peer."""
+    """Trains two steps. Returns 0 if an error reports that the peer was lost, or 1 otherwise."""
     pipeline = Pipeline(knotty(), make_batch(4), micro_batch_size=2, shared_weights=SHARED)
     pipeline.step(make_batch(4))
     if int(os.environ["RANK"]) == 1:

@@ -149,7 +149,7 @@ def batch_of(step: int, samples: int = 4) -> dict[str, torch.Tensor]:
 
 
 class Training:
-    """Trains :class:`Net` in this process with a scheduler, and records the losses."""
+    """Trains :class:`Net` in this process with a learning rate scheduler, and stores the losses."""
 
     def __init__(
         self, samples: int = 4, precision: Any = None, optimizer: Any = torch.optim.AdamW
@@ -159,7 +159,7 @@ class Training:
             Net(), batch_of(0, samples), micro_batch_size=2, mixed_precision=precision
         )
         self.optimizer = optimizer(self.pipeline.parameters(), lr=0.1)
-        # The first steps overflow in fp16, so the optimizer has no state during these steps.
+        # This loss scale makes the first steps overflow in fp16, so the optimizer has no state yet.
         self.pipeline.set_optimizer(self.optimizer, initial_loss_scale=2.0**40)
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 4], 0.5)
         self.state: dict[str, Any] = {"scheduler": self.scheduler}
@@ -174,10 +174,10 @@ class Training:
         before: Callable[[int], object] = lambda step: None,
         **options: Any,
     ) -> None:
-        """Trains until step ``total``. If ``last`` is not ``None``, stops before step ``last``.
+        """Trains until step ``total``, or stops before step ``last`` if it is not ``None``.
 
-        Stopping early leaves the run as if the process was killed. Checkpoints are in ``folder``.
-        ``before`` is called with each step before the step is trained.
+        Stopping early leaves the run in the state of a killed process. Checkpoints are in
+        ``folder``. Before each step is trained, ``before`` is called with the number of the step.
         """
         for step in self.pipeline.loop(total, folder=folder, state=self.state, **options):
             if step == last:

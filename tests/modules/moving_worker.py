@@ -1,6 +1,7 @@
-"""Runs one of two ranks of pipelines with moving segments or with different settings.
+"""Runs one of two ranks, for tests of moving segments and of settings that differ between ranks.
 
-Usage: ``moving_worker.py FOLDER PROGRAM``. This program creates the process group itself.
+Usage: ``moving_worker.py FOLDER PROGRAM``. The process group is created by this program, and not by
+the pipeline.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def settings_that_differ_are_named(folder: Path) -> None:
-    """Checks that ranks with different settings raise an error before the timeout.
+    """Checks that an error names a setting that differs between ranks.
 
-    The error must name the setting.
+    The error must be raised before the timeout.
     """
     is_second = dist.get_rank() == 1
     groups = process_groups()
@@ -104,7 +105,7 @@ def settings_that_differ_are_named(folder: Path) -> None:
 
 
 def a_failed_save_does_not_end_a_run_whose_segments_move(folder: Path) -> None:
-    """Checks that segments can move after a failed save, and that later saves succeed."""
+    """Checks that segments can still move after a failed save, and that later saves succeed."""
     checkpoints, aside = folder / "checkpoints", folder / "aside"
     whole = tied()
     reference = sgd(whole.parameters())
@@ -135,8 +136,7 @@ def a_failed_save_does_not_end_a_run_whose_segments_move(folder: Path) -> None:
         assert pipeline.partition == (1, 3)
         assert pipeline.shared_weights == (("layers.0.weight", "layers.1.weight"),)
     assert sorted(PipelineFolder(checkpoints).steps()) == [4, 6]
-    # The move created the process group for the shared weight, and the pipeline must close this
-    # group.
+    # The move of segments created a process group for the shared weight, which must be closed.
     assert process_groups() == groups
 
 

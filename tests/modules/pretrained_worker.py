@@ -146,7 +146,7 @@ def memory_of_own_part_only() -> None:
 
 
 def recordings_of(start: Any) -> tuple[Any, list[str]]:
-    """Returns the result of ``start()``, and the modes that this call recorded, in order."""
+    """Calls ``start``, and returns the result and the modes in which the model was recorded."""
     modes: list[str] = []
     taken = Forwards._taken
 
@@ -210,7 +210,8 @@ def two_sizes_are_measured_at_the_same_time() -> None:
         if len(os.sched_getaffinity(0)) > 1:
             assert measured == ([1] if is_first else [4])
             if pipeline.micro_batch_size == 4:
-                # The assembly uses the planner's recordings.
+                # The planner has already recorded the model, and the pipeline must reuse these
+                # recordings.
                 assert modes == (["training", "training", "evaluation"] if is_first else modes[:1])
         pipeline.set_optimizer(sgd)
         model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER / "tied")
@@ -220,7 +221,7 @@ def two_sizes_are_measured_at_the_same_time() -> None:
 
 
 class OwnEvaluation(torch.nn.Module):
-    """Model that uses another parameter, or raises an error, in evaluation mode."""
+    """Model that uses an additional parameter in evaluation mode, or that cannot be evaluated."""
 
     def __init__(self, *, can_evaluate: bool = True) -> None:
         super().__init__()
@@ -253,8 +254,8 @@ def evaluation_with_other_parameters_is_recorded_at_the_start() -> None:
     pipeline, modes = recordings_of(lambda: Pipeline(model, {"x": x}, **settings))
     with pipeline:
         assert modes[-2:] == ["training", "evaluation"]
-        # Without the recorded evaluation, the scale would count as unused, and the first rank would
-        # keep this parameter.
+        # The scale is used only in evaluation. If evaluation had not been recorded, the scale would
+        # count as unused, and the first rank would keep it.
         assert model.scale.is_meta is (os.environ["RANK"] == "0")
         loss, modes = recordings_of(lambda: pipeline.eval({"x": x}))
         assert not modes

@@ -49,7 +49,7 @@ def load_example(name: str) -> ModuleType:
 
 
 class Case:
-    """Records a model, and runs a batch through the whole model or through a pipeline.
+    """Records a model, and then runs a batch through the whole model or through a pipeline.
 
     Args:
         model: Model with cut points.
@@ -83,7 +83,7 @@ class Case:
         return self.shape.microbatch(self.batch, number, CPU)
 
     def expected(self) -> tuple[list[float], dict[str, torch.Tensor]]:
-        """Returns losses and gradients of the whole model, computed without a pipeline."""
+        """Returns the losses and gradients of the whole model, computed without a pipeline."""
         model = copy.deepcopy(self.model)
         forward = dataclasses.replace(self.forward, model=model)
         losses = []
@@ -105,8 +105,8 @@ class Case:
     ) -> tuple[list[float], dict[str, torch.Tensor]]:
         """Runs the batch as a pipeline on ``size`` ranks with ``chunks`` stages each.
 
-        Returns the losses of the microbatches, and the gradients summed over ranks by name.
-        ``forward_only`` runs no backward passes.
+        Returns the losses of the microbatches, and the gradients summed over ranks by name. If
+        ``forward_only``, runs no backward passes.
         """
         request = PipelineSettings(
             self.model, self.batch, schedule=schedule, chunks=chunks, split_backward=split_backward
@@ -165,7 +165,7 @@ class Case:
 
 
 def gradients_of(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Returns a dict from name to gradient, for all tensors whose gradient is not zero."""
+    """Returns the gradients that are not zero, keyed by the name of the tensor."""
     return {
         name: tensor.grad.clone()
         for name, tensor in tensors.items()

@@ -63,7 +63,7 @@ def sleeping_model() -> torch.nn.Module:
 
 
 def marked(model: torch.nn.Module) -> torch.nn.Module:
-    """Adds an attribute for the optimizer to each parameter, and returns the model."""
+    """Gives each parameter the attribute ``shrink`` for the optimizer, and returns ``model``."""
     for number, parameter in enumerate(model.parameters()):
         vars(parameter)["shrink"] = 1 - 0.001 * number
     return model
@@ -84,7 +84,8 @@ class Shrinking(torch.optim.AdamW):
 def adam(named: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
     """Returns an optimizer for the trained parameters in ``named``, in two groups.
 
-    The groups contain matrices and all other parameters. The optimizer also gets the names.
+    One group contains all matrices, and the other contains all other parameters. The optimizer also
+    stores the names of the parameters.
     """
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     groups = [
@@ -97,9 +98,9 @@ def adam(named: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimiz
 
 
 def require_names(pipeline: Pipeline) -> None:
-    """Checks that the optimizer has exactly this rank's trained parameters, with their names.
+    """Checks that the optimizer of ``pipeline`` has exactly the trained parameters of this rank.
 
-    ``pipeline`` owns the optimizer.
+    The optimizer must also have the right name for each parameter.
     """
     pairs = [
         pair
@@ -121,7 +122,7 @@ class Reference:
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.9)
 
     def loss_of(self, batch: dict[str, torch.Tensor], *, trains: bool) -> float:
-        """Returns the mean loss of ``batch``, and trains a step if ``trains`` is true."""
+        """Returns the mean loss of ``batch``. If ``trains``, also trains one step on ``batch``."""
         total = 0.0
         self.optimizer.zero_grad()
         self.model.train(trains)
@@ -150,8 +151,7 @@ def require_same(pipeline: Pipeline, whole: torch.nn.Module) -> None:
 def train(folder: Path, schedule: str, partition: str) -> list[tuple[int, ...]]:
     """Trains until segments have moved and moved back, and returns all partitions in order.
 
-    ``schedule`` and ``partition`` are settings of the pipeline, and ``partition`` is its first
-    partition.
+    The pipeline uses ``schedule``, and starts with ``partition``. Checkpoints are in ``folder``.
     """
     model = sleeping_model()
     # deepcopy() does not copy added attributes of parameters, so add the attributes to the copy.

@@ -1,4 +1,4 @@
-"""Runs one of two ranks, which checks replicas that pass unequal batches or build unequal models.
+"""Runs one of two ranks, for tests of replicas with unequal batches or unequal models.
 
 Usage: ``replica_worker.py PROGRAM``.
 """
@@ -57,7 +57,7 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def require_equal(pipeline: Pipeline, expected: dict[str, torch.Tensor] | None = None) -> None:
-    """Checks that tensors with the same name are equal on all ranks, and equal ``expected``."""
+    """Checks that tensors with the same name are equal on all ranks, and equal to ``expected``."""
     rows: list[Any] = [None] * RANKS
     dist.all_gather_object(rows, tensors_of(pipeline.model))
     if expected is not None:
@@ -71,7 +71,7 @@ def require_equal(pipeline: Pipeline, expected: dict[str, torch.Tensor] | None =
 
 
 def unequal_dictionaries() -> None:
-    """Checks that replicas with 6 and 2 samples train as one process with all 8 samples."""
+    """Checks that replicas with 6 and 2 samples train like a single process with all 8 samples."""
     torch.manual_seed(1)
     whole, batches = Tower(), [{"x": torch.randn(8, 16)} for _ in range(3)]
     optimizer = sgd(whole.parameters())
@@ -96,7 +96,8 @@ def unequal_dictionaries() -> None:
             assert pipeline.grad_norm == pytest.approx(norm**0.5, rel=1e-5)
         for name, parameter in whole.named_parameters():
             torch.testing.assert_close(dict(pipeline.named_parameters())[name], parameter)
-        # The random numbers of a microbatch depend on its number among those of all replicas.
+        # The random numbers of a microbatch depend on its index among the microbatches of all
+        # replicas.
         numbers = list(pipeline._maker.work(part, None, pipeline.steps + 1).numbers)
         assert numbers == [[0, 1, 2], [3]][rank]
         shares = [3.0, 1.0, 1.0] if rank == 0 else [5.0]
@@ -105,7 +106,7 @@ def unequal_dictionaries() -> None:
 
 
 def unequal_models() -> None:
-    """Checks that models of different seeds become equal, and stay equal while they are trained."""
+    """Checks that models with different seeds become equal, and stay equal during training."""
     rank = dist.get_rank()
     for size in (1, 2):
         torch.manual_seed(0)
@@ -130,7 +131,7 @@ def unequal_models() -> None:
 
 
 def equal_models() -> None:
-    """Checks that models of the same seed exchange only checksums."""
+    """Checks that replicas with equal models compare checksums and do not send any tensors."""
 
     def refuse(*_: Any) -> None:
         raise AssertionError("equal tensors were sent")

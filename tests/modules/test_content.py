@@ -95,7 +95,7 @@ def test_an_order_by_cost_leaves_the_loss_as_it_is() -> None:
             labels = {label for of_stage in pipeline.costs for label in of_stage}
     assert set(losses) == {losses[0]}
     assert orders["given"] == (0, 1, 2, 3, 4)
-    # Cheap microbatches must be first and last, and equal microbatches must keep their order.
+    # Cheap microbatches must be first and last. Microbatches of equal cost must keep their order.
     assert orders["work"] == (2, 1, 3, 0, 4)
     assert sorted(orders["time"]) == [0, 1, 2, 3, 4]
     entries = {"ids", "patches", "sizes"}
@@ -212,9 +212,9 @@ def test_recordings_are_bounded_and_reported_once(
 
 
 def test_a_late_recording_is_of_the_mode_that_runs(opened: list[Pipeline]) -> None:
-    """Checks that a new kind of microbatch is recorded only in the mode that runs.
+    """Checks that a new kind of microbatch is recorded only in the mode in which it is used.
 
-    The mode is training or evaluation.
+    The two modes are training and evaluation.
     """
     modes = []
     model = viewer()
@@ -291,7 +291,7 @@ def test_values_that_decide_must_be_named(opened: list[Pipeline]) -> None:
 
 
 class Looking(torch.nn.Module):
-    """Model that reads the values of an optional mask, except while the model is exported."""
+    """Model that reads the values of an optional mask, except while it is exported."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -305,7 +305,7 @@ class Looking(torch.nn.Module):
 
 
 def test_later_recordings_are_made_as_that_of_the_sample() -> None:
-    """Checks that later recordings first try the method that recorded the sample batch."""
+    """Checks that later recordings first try the method that succeeded for the sample batch."""
     forward = Forward(Looking())
     x = torch.ones(2, 4)
     way = Forwards.of(forward, {"x": x, "mask": x}, "auto").way
@@ -328,9 +328,9 @@ def test_an_entry_that_no_stage_uses_is_told(
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_vision_language_model_of_transformers(opened: list[Pipeline], frozen: bool) -> None:
-    """Checks that a model of transformers without cut points can be trained.
+    """Checks that an unmodified vision-language model of ``transformers`` can be trained.
 
-    The model reads the values of a mask.
+    The model has no cut points, and reads the values of a mask.
     """
     transformers = pytest.importorskip("transformers", reason="bash prerequisite.sh --examples")
     small = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
@@ -397,7 +397,7 @@ def test_a_model_that_looks_for_empty_images(opened: list[Pipeline]) -> None:
     opened.append(Pipeline(family.build(4), sample, slicing="record"))
     assert opened[0].step(step)[0] == pytest.approx(float(loss.detach()), rel=1e-5)
     require_equal(opened[0], {n: p.grad for n, p in whole.named_parameters() if p.grad is not None})
-    # A single stage contains all segments, so segments are not measured.
+    # A single stage contains all segments, so the costs of segments need not be measured.
     assert (opened[0].partition, opened[0].weights) == ((5,), ())
 
 
@@ -422,7 +422,7 @@ def test_a_loop_of_lists_continues_from_a_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("split", [False, True])
 def test_a_microbatch_without_items_adds_nothing(opened: list[Pipeline], split: bool) -> None:
-    """Checks that a microbatch without items is ignored, although its mean loss is NaN."""
+    """Checks that a microbatch without labels is ignored, although its mean loss is NaN."""
     labeled = {"x": torch.randn(2, 4), "y": torch.tensor([0, 2])}
     unlabeled = {"x": torch.randn(2, 4), "y": torch.tensor([-100, -100])}
     loss, gradients = expected(Scorer(), [labeled], [1.0])
@@ -442,12 +442,12 @@ class Doubling(torch.nn.Module):
         self.layer = torch.nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Returns the loss of the inputs ``x``, doubled in place, and the targets ``y``."""
+        """Doubles ``x`` in place, and returns the loss for the targets ``y``."""
         return (self.layer(x.mul_(2)) - y).square().mean()
 
 
 def test_a_recording_leaves_the_microbatch_as_it_is(opened: list[Pipeline]) -> None:
-    """Checks that recording a new length does not change the microbatch that is then trained."""
+    """Checks that a microbatch of a new length is not changed when the model is recorded for it."""
     x, y = torch.ones(2, 4), torch.zeros(2, 4)
     opened.append(Pipeline(Doubling(), [{"x": x, "y": y}]))
     assert torch.equal(x, torch.ones(2, 4))
@@ -458,7 +458,7 @@ def test_a_recording_leaves_the_microbatch_as_it_is(opened: list[Pipeline]) -> N
 
 
 def test_a_tensor_under_two_names_counts_as_two_entries(opened: list[Pipeline]) -> None:
-    """Checks that two entries stay separate although they are the same tensor in the sample."""
+    """Checks that two batch entries stay separate, even if both are the same sample tensor."""
     x = torch.ones(2, 4)
     opened.append(Pipeline(Doubling(), [{"x": x, "y": x}]))
     loss = float(Doubling()(x.clone(), torch.zeros(2, 4)).detach())

@@ -1,4 +1,4 @@
-"""Tests how replicas compute the distribution of microbatches over the replicas."""
+"""Tests how replicas determine which microbatches each replica gets."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def balance_of(
 ) -> ContentBalance:
     """Creates the :class:`ContentBalance` of one replica, without starting other processes.
 
-    ``sample_work`` contains the operation counts for each kind of microbatch, and ``options`` are
+    ``sample_work`` maps each kind of microbatch to its operation counts, and ``options`` are
     further arguments.
     """
     mesh: Any = SimpleNamespace(
@@ -58,7 +58,7 @@ def dealt(
 ) -> list[DealtList]:
     """Returns the microbatches of ``batch`` that each replica gets.
 
-    Checks that all replicas compute the same distribution. :func:`balance_of` describes
+    Also checks that all replicas compute the same result. See :func:`balance_of` for
     ``sample_work`` and ``options``.
     """
     shares = []
@@ -85,7 +85,7 @@ def test_costly_microbatches_are_spread_and_cheap_ones_fill_up() -> None:
 
 
 def test_a_sample_of_one_kind_does_not_make_other_kinds_free() -> None:
-    """Checks that text gets a cost even if the sample batch consists only of images."""
+    """Checks that text has a cost even if the sample batch consists only of images."""
     images = {Signature.of({"images": torch.zeros(2, 3, 4, 4)}): (5.0, 5.0)}
     shares = dealt([part(10) for _ in range(9)], images)
     assert [len(share) for share in shares] == [3, 3, 3]
@@ -94,7 +94,7 @@ def test_a_sample_of_one_kind_does_not_make_other_kinds_free() -> None:
 
 
 def test_numbers_that_do_not_divide_are_for_evaluations_only() -> None:
-    """Checks that training rejects some numbers of microbatches that ``share`` accepts."""
+    """Checks that training rejects some numbers of microbatches that evaluations accept."""
     limits = {"group": 2, "least": 2}
     message = "microbatches .* at least 6, and a multiple of 2"
     for count in (4, 9):
@@ -109,7 +109,7 @@ def test_numbers_that_do_not_divide_are_for_evaluations_only() -> None:
 
 
 def test_the_partition_does_not_change_what_is_dealt() -> None:
-    """Checks that costs are predicted for the whole model, whatever the partition is."""
+    """Checks that the distribution of microbatches does not depend on the partition."""
     parts = [part(tokens, images) for tokens, images in ((10, 0), (25, 1), (7, 3), (90, 2))]
     rng = random.Random(3)
     batch = [part(rng.randrange(5, 99), rng.randrange(5)) for _ in range(24)]
@@ -125,7 +125,7 @@ def test_the_partition_does_not_change_what_is_dealt() -> None:
 
 
 def test_a_sample_of_one_kind_shows_costs_by_what_differs_in_the_batch() -> None:
-    """Checks that costs depend on the entry that varies if all other entries have a fixed size."""
+    """Checks that costs depend only on batch entries whose sizes vary."""
     fixed = {f"entry{number}": torch.zeros(64) for number in range(20)}
     sample = {Signature.of({**fixed, **part(10)}): (10.0, 10.0)}
     batch = [{**fixed, **part(30)}, *({**fixed, **part(10)} for _ in range(9))]
@@ -134,7 +134,10 @@ def test_a_sample_of_one_kind_shows_costs_by_what_differs_in_the_batch() -> None
 
 
 def test_a_list_that_was_changed_in_place_is_refused() -> None:
-    """Checks that a modified list is rejected, because random numbers depend on its order."""
+    """Checks that a list that was changed in place is rejected.
+
+    Random numbers depend on the order of the list.
+    """
     batch = [part(10) for _ in range(6)]
     balance = balance_of(0, WORK)
     share = balance.share(batch)
@@ -187,7 +190,7 @@ def test_digests_see_shapes_types_and_whole_numbers() -> None:
 
 
 def test_digests_are_alike_wherever_labels_are() -> None:
-    """Checks that digests match if only one of two ranks has its labels on a GPU."""
+    """Checks that digests of equal microbatches match if only one rank has its labels on a GPU."""
     host = {**part(4), "labels": torch.ones(4, dtype=torch.int64)}
     moved = {**host, "labels": host["labels"].to("meta")}
     wrong = {**host, "labels": torch.zeros(4, dtype=torch.int64)}

@@ -45,13 +45,13 @@ def on_meta(model: torch.nn.Module, *, buffers_too: bool = False) -> torch.nn.Mo
 
 
 def ids_in(model: torch.nn.Module) -> dict[str, int]:
-    """Returns a dict from the name of each tensor of ``model`` to its ``id()``."""
+    """Returns the ``id()`` of each tensor of ``model``, keyed by the tensor's name."""
     named = [*model.named_parameters(), *model.named_buffers()]
     return {name: id(tensor) for name, tensor in named}
 
 
 def facts(tape: Tape) -> list[Any]:
-    """Returns the content of ``tape`` without the addresses of tensors."""
+    """Returns the values and calls that ``tape`` recorded, without the addresses of tensors."""
     values = [
         (value.shape, value.dtype, value.requires_grad, value.source, value.name, value.varies)
         for value in tape.values
@@ -98,7 +98,7 @@ def test_random_calls_are_found_without_random_numbers() -> None:
     state = torch.get_rng_state()
     forwards = Forwards.of(Forward(on_meta(Model(noisy))), {"x": torch.ones(2, 4)}, "auto")
     assert torch.equal(torch.get_rng_state(), state)
-    # The evaluation tape lacks F.dropout, which returns its argument in evaluation.
+    # The evaluation tape does not contain F.dropout, which returns its argument in evaluation mode.
     for tape, expected in (
         (forwards.training, [True, True, False, True]),
         (forwards.evaluation, [True, False, True]),
@@ -141,7 +141,8 @@ def test_values_that_depend_on_weights_are_refused() -> None:
         Forwards.of(Forward(on_meta(Model(chosen))), batch, "auto")
     with pytest.raises(ConfigError, match=r"test_fake_recording.py:\d+ \(branching\) reads the"):
         Forwards.of(Forward(on_meta(Model(branching))), batch, "auto")
-    # The option "record" permits reading values of the sample, which exist even without weights.
+    # The option "record" permits reading values that depend on the sample, because these exist even
+    # without weights.
     forwards = Forwards.of(Forward(on_meta(Model(branching))), batch, "record")
     assert forwards.training.cuts == ["cuts.0", "cuts.1"]
 
@@ -210,7 +211,7 @@ def test_a_profile_needs_no_weights() -> None:
     (part,) = profile.parts
     assert [row.parameters for row in part.samples] == [256] * 4
     assert [row.output_bytes for row in part.samples] == [128, 128, 128, 0]
-    # Inner segments make the same calls, so they are measured once.
+    # The inner segments make the same calls, so only one of them is measured.
     assert part.samples[1].durations_s == part.samples[2].durations_s
     assert part.samples[0].durations_s != part.samples[1].durations_s
     assert all(parameter.is_meta for parameter in model.parameters())

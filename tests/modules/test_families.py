@@ -49,7 +49,7 @@ BLOCKS, SIZES = (7, (1, 2, 4)) if ALL else (4, (2,))
 
 
 def case_of(family: Family) -> Case:
-    """Returns a test case with a model of ``family``, cut between its blocks, and a batch."""
+    """Returns a test case with a batch and a model of ``family`` that is cut between its blocks."""
     model = family.build(BLOCKS)
     names = list(model.state_dict())
     CutPoint.between_blocks(model)

@@ -22,7 +22,10 @@ from ..support.tuned_models import make_tokenizer, write_text_model
 
 
 class SecondOfTwo:
-    """Replaces the pipeline on the second of two replicas, and stores the numbers of items."""
+    """Stand-in for the pipeline on the second of two replicas.
+
+    Stores the numbers of learned tokens that are passed to it.
+    """
 
     replicas = 2
     steps = 0
@@ -100,7 +103,10 @@ def test_a_process_encodes_only_samples_of_its_replica(
 
 
 class Overflowing(SecondOfTwo):
-    """Replaces a pipeline whose gradients are never finite, and halves the loss scale."""
+    """Stand-in for a pipeline whose gradients are never finite.
+
+    Each step halves the loss scale.
+    """
 
     replicas = 1
 

@@ -56,7 +56,8 @@ def test_a_frozen_encoder_trains_like_the_whole_model(tmp_path: Path) -> None:
     traced = read_run(tmp_path / "traces")
     assert traced.complete_iterations() == (1, 2)
     assert {trace.header.frozen_stages for trace in traced.ranks.values()} == {2}
-    # A step without images is complete, although stages of a trained encoder run no B in this step.
+    # A step without images is complete, although stages of the encoder run no backward passes in
+    # it.
     skipping = read_run(tmp_path / "skipping")
     assert {trace.header.frozen_stages for trace in skipping.ranks.values()} == {0}
     assert skipping.complete_iterations() == (1, 2, 3)
@@ -185,8 +186,8 @@ def test_the_first_partition_does_not_charge_a_frozen_encoder_for_backward_passe
     assert chunks > 1 or partition[0] > charged[0]
     own_s = step_s(FROZEN, partition, orders, ENCODER)
     assert own_s <= step_s(FROZEN, charged, orders, ENCODER)
-    # A static schedule runs backward passes for all segments. Even the best partition for 1F1B must
-    # not be faster.
+    # A static schedule runs backward passes for all segments. Even with the best partition for
+    # 1F1B, a step must not be faster than with the chosen partition.
     static = chosen(TRAINED, orders_of("1f1b"), 0)
     assert own_s <= step_s(FROZEN, static, orders_of("1f1b"), 0)
 
@@ -238,7 +239,7 @@ def test_a_stage_without_gradients_has_no_part_in_backward_passes() -> None:
 
 
 def test_a_frozen_segment_is_charged_for_the_memory_that_it_keeps() -> None:
-    """Checks that the memory of a frozen segment does not include activations."""
+    """Checks that the memory estimate of a frozen segment does not include activations."""
     placement = Placement(num_ranks=2, num_chunks=1)
     lanes = {(kind, 0): 1e6 for kind in ActionKind}
     measured = [

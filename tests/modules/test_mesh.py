@@ -19,7 +19,7 @@ RANKS, TIMES, LIMIT_S = 2, 8, 60.0
 def test_a_job_can_begin_anew_after_its_end(
     store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that ranks do not read the previous job's addresses from the launcher's store."""
+    """Checks that ranks do not use addresses of a previous job in the launcher's store."""
     monkeypatch.setenv("AGENT_STORE", store)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setenv("OTHER_PORT", str(taken.getsockname()[1]))

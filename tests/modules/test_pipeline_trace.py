@@ -68,7 +68,7 @@ def test_a_list_of_microbatches_has_their_sizes(tmp_path: Path) -> None:
     (listed,) = read_run(tmp_path / "listed").ranks.values()
     sizes = listed.sizes(1)
     assert [size / sizes[0] for size in sizes] == pytest.approx([1, 4, 2], rel=0.05)
-    # All microbatches of a dictionary have the same size, so the trace contains no sizes.
+    # If a batch is a dictionary, all microbatches have the same size, so sizes are not traced.
     (equal,) = traced(tmp_path).ranks.values()
     assert equal.sizes(1) == ()
 

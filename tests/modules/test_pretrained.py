@@ -75,8 +75,8 @@ def test_on_two_processes(folders: Path) -> None:
         world_size=RANKS,
         log=log,
         limit_s=LIMIT_S,
-        # If the memory of a rank is measured, the rank must import its modules itself instead of
-        # being forked.
+        # If the memory of ranks is measured, each rank must import its modules itself, and must not
+        # be forked from a server.
         modules=() if parameters else TRANSFORMERS,
     )
     for rank in range(RANKS):

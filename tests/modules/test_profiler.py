@@ -31,7 +31,8 @@ def test_bytes_and_parameters_are_those_of_the_pieces() -> None:
         row = 4 * WIDE * sample.micro_batch
         assert sample.parameters == WIDE * WIDE
         assert sample.output_bytes == (row if sample.segment < 2 else 0)
-        # The input of the matrix multiplication and the output of the sigmoid are kept.
+        # The backward pass needs the input of the matrix multiplication and the output of the
+        # sigmoid.
         assert sample.kept_bytes == 2 * row
         assert sample.split_s is not None
         assert min(sample.forward_s, sample.backward_s, *sample.split_s) > 0
@@ -77,7 +78,7 @@ class Lonely(Tower):
 
 
 def measured_quickly(model: torch.nn.Module, sample: dict[str, torch.Tensor]) -> ModuleProfile:
-    """Returns the quick profile of ``model`` that a ``Pipeline`` measures to choose its sizes."""
+    """Returns the quick profile of ``model`` that a ``Pipeline`` uses to choose its sizes."""
     job = join_job(60.0)
     try:
         return Profiler(model, sample).measure(job, is_quick=True)
@@ -96,7 +97,7 @@ def test_sizes_that_were_not_measured_are_marked(
     assert " s; those of 2, 4 samples estimated\n" in said
     profile.write(tmp_path / "profile.json")
     written = profile_file.make_profile(profile_file.load(tmp_path / "profile.json")).layers
-    # For the smallest size, only the split of the backward pass is estimated.
+    # The smallest size was measured, except for the split of its backward pass.
     for layers, sizes in (
         (written, {1, 2, 4}),
         (profile_file.make_profile(profile.document(split=False)).layers, {2, 4}),

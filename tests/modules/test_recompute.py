@@ -160,5 +160,6 @@ def test_recomputation_changes_the_signature_of_a_measured_model() -> None:
     signatures = {signature(recompute) for recompute in (None, "all", "selective", [0], (0, 1))}
     assert len(signatures) == 5
     assert signature([0, 1]) == signature((0, 1))
-    # Jobs that were planned by earlier versions must recognize their model.
+    # This signature must not change, so that jobs planned by earlier versions recognize their
+    # model.
     assert signature(None) == "cc20b04990f2eeba5e01f2020becbe5e"

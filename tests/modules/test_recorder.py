@@ -354,14 +354,14 @@ def test_a_hook_on_the_backward_pass_of_a_module_is_named() -> None:
 
 
 def grown(model: Model, x: torch.Tensor) -> torch.Tensor:
-    """Extends the buffer ``table`` of positions if it has too few entries."""
+    """Replaces the buffer ``table`` of positions by a longer buffer if it has too few entries."""
     if len(model.table) < 6:
         model.register_buffer("table", torch.arange(6.0))
     return plain(model, x + model.table[:4])
 
 
 def cut_off(model: Model, x: torch.Tensor) -> torch.Tensor:
-    """Detaches the first layer's output in place, while gradients still reach the batch."""
+    """Detaches the output of the first layer in place. The batch itself still gets gradients."""
     x = x.requires_grad_()
     y = model.first(x) * 1
     return model.last(model.cuts[1](model.middle(model.cuts[0](y.detach_() + x))))
@@ -560,7 +560,7 @@ def test_a_buffer_that_changes_belongs_to_one_rank_in_all_recordings() -> None:
     cut = CutForwards.of(case_of(measuring).forwards, (1, 1, 1))
     with pytest.raises(ConfigError, match="buffer table changes .* ranks 0 and 2 .* evaluation"):
         BufferUse(placement=Placement(num_ranks=3, num_chunks=1)).add(cut)
-    # A single rank has all stages, so they share the buffer.
+    # If a single rank has all stages, the stages share the buffer.
     BufferUse(placement=Placement(num_ranks=1, num_chunks=3)).add(cut)
 
 
@@ -578,7 +578,7 @@ def test_a_buffer_that_changes_belongs_to_one_rank_in_later_recordings() -> None
 
 
 class Changing(nn.Module):
-    """Model with settings that a user may change, and with a counter that it changes itself."""
+    """Model with settings that the user may change, and with a counter that the model changes."""
 
     def __init__(self) -> None:
         super().__init__()

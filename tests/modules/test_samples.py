@@ -28,7 +28,8 @@ ANSWER = {"role": "assistant", "content": "two"}
 def read(folder: Path, *lines: Any, processor: Any = None, **options: Any) -> SampleFile:
     """Writes ``lines`` (strings or objects) to a file, and returns the samples in this file.
 
-    The file is in ``folder``. ``options`` are settings of the reader.
+    The file is in ``folder``, ``processor`` encodes the samples, and ``options`` are settings of
+    the reader.
     """
     path = folder / "train.jsonl"
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
@@ -37,9 +38,9 @@ def read(folder: Path, *lines: Any, processor: Any = None, **options: Any) -> Sa
 
 
 def conversation(*parts: Any, **others: Any) -> dict[str, Any]:
-    """Returns a line of a data file with a question that begins with ``parts``, and an answer.
+    """Returns a line of a data file, which contains a question and an answer.
 
-    ``others`` are further entries of the line.
+    The question begins with ``parts``. ``others`` are further entries of the line.
     """
     question = {"role": "user", "content": [*parts, {"type": "text", "text": "what?"}]}
     return {"messages": [question, ANSWER], **others}
@@ -99,7 +100,7 @@ def test_tokens_that_stand_for_images_are_not_learned(tmp_path: Path, has_id: bo
 
 
 def test_a_configuration_names_further_tokens(tmp_path: Path) -> None:
-    """Checks that special tokens that only the model's configuration names are not learned."""
+    """Checks that special tokens are not learned if only the model's configuration names them."""
     config = SimpleNamespace(image_token_index=7, audio_token_id=make_tokenizer().encode("b")[0])
     sample = read(tmp_path, {"text": "abba"}, processor=make_tokenizer(), config=config)[0]
     assert num_learned([sample]) == [1.0]

@@ -1,4 +1,4 @@
-"""Tests the measured times of segments with a clock that only the model's blocks advance."""
+"""Tests the measured times of segments, with a clock that only the model's blocks advance."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_segments_of_one_stage_may_change_the_same_buffer(detail: Any, tmp_path:
 
 
 class CountingFirst(Counting):
-    """Model in which only the first two blocks change the buffer."""
+    """Model in which only the first two blocks change the same buffer."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the loss of the batch ``x``."""

@@ -25,7 +25,7 @@ LIMIT_S = 60.0
 
 
 class Meeting:
-    """Gathers the values of several threads, each of which represents a rank of a job."""
+    """Gathers the values of several threads, each of which represents one rank of a job."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -50,8 +50,8 @@ class Meeting:
 def read_together(paths: list[Path], reader: Any = None, **options: Any) -> list[Any]:
     """Reads each of ``paths`` on a separate rank, and returns each rank's samples or error.
 
-    ``reader`` is a function that creates a reader. By default, a reader with ``options`` is
-    created.
+    ``reader`` is a function that creates a reader. By default, the reader is created with
+    ``options``.
     """
     meeting = Meeting(len(paths))
 
@@ -131,7 +131,7 @@ def test_files_that_differ_between_ranks_are_named(tmp_path: Path) -> None:
 def test_long_samples_behind_short_ones_are_not_sent_all_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
-    """Checks that an exchange uses limited memory if long samples follow short samples."""
+    """Checks that ranks exchange samples with limited memory if long samples follow short ones."""
     texts = [{"text": "ab"}] * 500 + [{"text": "a" * 2000}] * 500
     path = write(tmp_path / "train.jsonl", texts)
     expected = SampleReader(processor=make_tokenizer()).read(path)

@@ -1,4 +1,4 @@
-"""Checks that training resumes from the snapshots in real snapshot keepers."""
+"""Checks that training resumes from snapshots, which real snapshot keepers keep in memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Make = Callable[..., Training]
 def run(
     training: Training, folder: Path, last: int, before: Callable[[int], object] = lambda step: None
 ) -> None:
-    """Trains until step ``last`` begins, as if the process was killed then.
+    """Trains until step ``last`` begins, and then stops as if the process was killed.
 
     Checkpoints are in ``folder``, and ``before`` is called with each step before the step is
     trained.

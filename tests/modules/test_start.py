@@ -124,7 +124,7 @@ def test_an_equal_microbatch_is_recorded_once(monkeypatch: pytest.MonkeyPatch) -
         (example,) = record_examples(model, [copied], cache, modes=("training",))
         assert example.forwards is training
         assert evaluates_alike(model, example, cache)
-    # Both recordings have been taken, so the model is recorded again.
+    # The cache returns each recording only once, so the model is now recorded again.
     (again,) = record_examples(model, [copied], cache)
     assert again.forwards is not training
     assert sorted(again.forwards.tapes) == ["evaluation", "training"]

@@ -119,7 +119,7 @@ def test_a_checkpoint_loads_although_a_later_one_could_not_be_written(
             begun.pipeline._checkpointer.saver.wait()
             begun.pipeline.load(tmp_path, state=begun.state)
             restored.append(begun.pipeline.steps)
-            fail()  # The loop could not continue from another step, so end it.
+            fail()  # Stop the loop, because it could not continue from a different step.
 
     with pytest.raises(KeyError):
         begun.run(9, tmp_path, save_interval=2, async_save=True, before=restore)
@@ -129,7 +129,7 @@ def test_a_checkpoint_loads_although_a_later_one_could_not_be_written(
 def test_a_checkpoint_on_the_nodes_disk_comes_to_shared_storage_later(
     trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks that the next start copies a checkpoint that could not be copied before."""
+    """Checks that a checkpoint on the node's disk is copied to shared storage at the next start."""
     whole, outer = trained(), tmp_path / "outer"
     whole.run(6, None)
     training = trained()

@@ -143,7 +143,10 @@ def require_kernels(trace: RunTrace) -> None:
 
 
 def test_a_collector_that_is_down_loses_only_spans(tmp_path: Path) -> None:
-    """Checks that the job trains to its end, and reports how many spans were not sent."""
+    """Checks that a job trains to its end if the collector of its spans cannot be reached.
+
+    The job must report how many spans were not sent.
+    """
     url = f"http://127.0.0.1:{free_port()}"
     output = run(tmp_path, "observed", 2, url)
     plain, traced = json.loads((tmp_path / "0.json").read_text())
@@ -176,5 +179,6 @@ def test_predicted_settings_save_what_was_predicted(tmp_path: Path, schedule: st
     for other in others:
         assert other["predicted_s"] == pytest.approx(other["real_s"], rel=0.1), other
     whole = next(other for other in others if len(other["settings"]) == 3)
-    # Unless the settings save more than 10%, a tolerance of 10% would prove nothing.
+    # The settings must save more than 10%, because otherwise a tolerance of 10% would prove
+    # nothing.
     assert whole["real_s"] < 0.85 * base["real_s"]

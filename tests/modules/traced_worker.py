@@ -52,8 +52,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 PREDICTED_STEPS = 3
 MEASURED = range(2, PREDICTED_STEPS + 1)
-"""Steps from which the fastest is used for comparisons. The first step is excluded, because it
-includes the warm-up.
+"""Steps of which the fastest is used for comparisons.
+
+The first step is excluded, because it includes the warm-up.
 """
 
 OBSERVED_STEPS = 4
@@ -182,10 +183,10 @@ def observed(folder: Path, url: str) -> None:
 
 
 def predicted(folder: Path, schedule: str) -> None:
-    """Writes the step time of each run, and the step time that was predicted from the first trace.
+    """Writes the actual step time of each run, and the time that was predicted for it.
 
-    The predictions of rank 0 decide which settings are tried: each single change, and all changes
-    together.
+    The predictions come from the trace of the first run. Those of rank 0 decide which settings are
+    tried: each single change, and all changes together.
     """
     layout = LAYOUTS[schedule]
     base_s = _step_s(folder / "base", schedule, layout)
@@ -211,11 +212,11 @@ def _least_disturbed(folder: Path) -> list[int]:
 
 
 def _predictions(folder: Path) -> list[tuple[dict[str, str], float]]:
-    """Returns pairs of settings that save time and the predicted step time in seconds.
+    """Returns settings that save time, each with the predicted step time in seconds.
 
     The prediction uses the trace in ``folder``.
 
-    Each pair contains a single changed setting, or all changed settings together.
+    There is an element for each single change, and an element for all changes together.
     """
     answer = what_if(read_run(folder), _least_disturbed(folder))
     chosen = []

@@ -194,7 +194,7 @@ def a_transport_of_the_user_trains_alike() -> None:
 
 
 def replicas_train_on_their_own_samples() -> None:
-    """Checks that replicas train as one process, also if the loss does not depend on a weight."""
+    """Checks that replicas train like one process, even if a weight does not affect the loss."""
     parts = [[make_batch(8, seed + 10 * replica) for seed in range(2)] for replica in range(2)]
     batches = [{n: torch.cat([a[n], b[n]]) for n in a} for a, b in zip(*parts, strict=True)]
     whole = wasteful()
@@ -252,7 +252,10 @@ def bf16_trains() -> None:
 def reference_of(
     model: torch.nn.Module, steps: Sequence[Sequence[Any]], items: Sequence[Sequence[float]]
 ) -> list[float]:
-    """Trains the model on microbatches weighted by ``items``, and returns each step's loss."""
+    """Trains the model on weighted microbatches, and returns each step's loss.
+
+    ``items`` contains the weight of each microbatch of ``steps``.
+    """
     optimizer = decaying(model.parameters())
     losses = []
     for step, numbers in zip(steps, items, strict=True):
@@ -313,7 +316,7 @@ def _unequal_steps() -> tuple[list[dict[str, torch.Tensor]], list[list[dict[str,
 
 
 def _trained_by_cost(**options: Any) -> tuple[list[float], dict[str, torch.Tensor], list[Any]]:
-    """Trains with dropout; returns losses, parameters, and each step's shares and orders.
+    """Trains with dropout, and returns losses, parameters, and each step's shares and orders.
 
     ``options`` are settings of the pipeline.
     """
@@ -333,7 +336,7 @@ def _trained_by_cost(**options: Any) -> tuple[list[float], dict[str, torch.Tenso
 
 
 def microbatches_are_ordered_and_dealt_by_cost() -> None:
-    """Checks that dropout does not depend on the rank and the order of a microbatch."""
+    """Checks that dropout does not depend on a microbatch's rank and order."""
     losses, _, _ = _trained_by_cost(pipeline_size=4, schedule="1f1b")
     two: dict[str, Any] = {"pipeline_size": 2, "partition": "4-4"}
     timed, _, _ = _trained_by_cost(order="time", dealing="time", **two)
@@ -354,7 +357,10 @@ def microbatches_are_ordered_and_dealt_by_cost() -> None:
 
 
 def disagreement_on_dealt_microbatches_is_named() -> None:
-    """Checks that all ranks raise an error before the step, so that the step can be repeated."""
+    """Checks that all ranks raise an error if they disagree about the microbatches of a step.
+
+    The error must be raised before the step, so that the step can be repeated.
+    """
     rank = dist.get_rank()
     with make(pipeline_size=2, dealing="work") as pipeline:
         dictionary = make_batch(4)
@@ -394,7 +400,7 @@ def disagreement_on_dealt_microbatches_is_named() -> None:
 
 
 def what_differs_between_ranks_is_named() -> None:
-    """Checks that differences between ranks raise errors instead of making ranks wait forever."""
+    """Checks that ranks with different settings or batches raise errors and do not wait forever."""
     rank = dist.get_rank()
 
     def frozen() -> Pipeline:
@@ -543,7 +549,7 @@ def blocks_and_shared_weights_are_found() -> None:
 
 
 def wrong_settings_are_named_on_every_rank() -> None:
-    """Checks that each rank names wrong settings, and can create a pipeline afterwards."""
+    """Checks that each rank reports wrong settings, and can create a pipeline afterwards."""
     for options, phrases in (
         (
             {"schedule": "interleaved", "chunks": 3},
@@ -760,7 +766,7 @@ def checkpoints_go_over_the_nodes_own_disks() -> None:
         last.write_bytes(bytes(last.stat().st_size))
     dist.barrier()
     go_on(6, **alike)  # Each rank must read from the disk of its own node.
-    # These stages need the files of other ranks.
+    # These stages make each rank read files that other ranks have saved.
     go_on(7, pipeline_size=2, partition="2-7")
     del os.environ["MEGATRON_ADAPTIVE_NODE"]
     with make(model=knotty(dropout=0.3), batch_size=8, seed=77) as pipeline:

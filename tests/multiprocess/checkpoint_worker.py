@@ -1,4 +1,4 @@
-"""Saves and loads checkpoints in jobs of many shapes; tests start this program as ranks.
+"""Saves and loads checkpoints in jobs of many shapes. Tests start this program as ranks.
 
 Usage: ``checkpoint_worker.py SCENARIO FOLDER``. A rank that detects an error raises an exception,
 and the test prints the output of the rank. A shape consists of the parallel sizes and the
@@ -74,21 +74,21 @@ BASE = {
 
 
 def settings(flags: Flags) -> TrainerConfig:
-    """Returns the configuration of the small model. ``flags`` replace the flags in :data:`BASE`."""
+    """Returns the configuration of a small model. ``flags`` replace the flags in :data:`BASE`."""
     argv = [word for flag in (BASE | flags).items() for word in flag if word is not None]
     return parse(argv, world_size=Environment.read().world_size)
 
 
 class Jobs:
-    """Holds this process's job, and rejoins the job whenever the process groups must change."""
+    """Holds this process's job, and replaces the job when other process groups are needed."""
 
     def __init__(self) -> None:
         self._job: TrainingJob | None = None
 
     def join(self, config: TrainerConfig) -> TrainingJob:
-        """Returns the job with ``config``.
+        """Returns a job with the configuration ``config``, which this process has joined.
 
-        Leaves the previous job first if its process groups differ.
+        Leaves the previous job first if that job has different process groups.
         """
         if self._job is not None and _mesh(self._job.config) != _mesh(config):
             self.leave()
@@ -103,7 +103,8 @@ class Jobs:
     def leave(self) -> None:
         """Leaves the job, destroys its process groups, and agrees on a new port with other ranks.
 
-        The launcher's store still contains the old groups, so the next job needs another port.
+        The launcher's store still contains the addresses of the old groups, so the next job needs
+        another port.
 
         Process groups that are not destroyed would keep dozens of threads.
         """
@@ -127,7 +128,7 @@ def _mesh(config: TrainerConfig) -> tuple[object, ...]:
 
 
 class Training:
-    """Holds a model, its optimizer and its scheduler in one shape, and their checkpoints."""
+    """Holds a model with one shape, its optimizer, its scheduler and its checkpoints."""
 
     def __init__(self, jobs: Jobs, flags: Flags) -> None:
         self.config = settings(flags)
@@ -142,14 +143,14 @@ class Training:
         self.optimizer = build_optimizer(self.config, self.chunks)
         self.scheduler = build_scheduler(self.config, self.optimizer, TRAIN_SAMPLES)
         self.samples = SimpleNamespace(train=None)
-        # Without --save-local, the first checkpoint reserves the folder of --save.
+        # Without --save-local, the folder of --save is reserved when the first checkpoint is saved.
         has_local = self.config.checkpoint.save_local is not None
         self.local = prepare_folder(job, self.config) if has_local else None
         run: Any = self
         self.checkpoints = Checkpoints(run, self.local, self.config)
 
     def resume(self) -> Progress | None:
-        """Loads a checkpoint in the same way as the trainer, and returns the progress in it."""
+        """Loads a checkpoint as the trainer does, and returns the progress that it contains."""
         return self.checkpoints.load()
 
     def step(self, count: int = 1) -> None:
@@ -267,10 +268,10 @@ def saving(folder: Path) -> Flags:
 def reshape(
     jobs: Jobs, folder: Path, common: Flags, sources: list[Flags], targets: list[Flags]
 ) -> None:
-    """Loads a checkpoint of each shape in ``sources`` into each shape in ``targets``.
+    """Checks that checkpoints of each shape in ``sources`` can be loaded in each of ``targets``.
 
-    Checks that the loaded state and the next step are identical to those of a run that had the
-    target shape from the start. ``common`` contains flags of all runs.
+    The loaded state and the next step must be identical to those of a run that had the target shape
+    from the start. ``common`` contains flags of all runs.
     """
     for number, source in enumerate(sources):
         run = Training(jobs, common | source | saving(folder / f"{number}"))
@@ -341,7 +342,7 @@ def scenario_reshape(jobs: Jobs, folder: Path) -> None:
 
 
 def refused(save: Callable[[], object]) -> str:
-    """Returns the text of the CheckpointError that ``save`` must raise."""
+    """Calls ``save``, which must raise a CheckpointError, and returns the text of the error."""
     try:
         save()
     except CheckpointError as error:
@@ -353,7 +354,7 @@ def refused(save: Callable[[], object]) -> str:
 def full_disk(limit_bytes: int, *, here: bool) -> Iterator[None]:
     """Simulates a full disk if ``here``, by limiting the size of files that this rank can write.
 
-    The limit is ``limit_bytes``.
+    Writing more than ``limit_bytes`` bytes to a file then fails.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if here:
@@ -388,7 +389,7 @@ def scenario_failures(jobs: Jobs, folder: Path) -> None:
 
 
 def scenario_killed(jobs: Jobs, folder: Path) -> None:
-    """Kills rank 1 while the rank writes a checkpoint to ``folder``."""
+    """Kills rank 1 while it writes a checkpoint to ``folder``."""
     run = Training(jobs, shape(1, 2) | saving(folder))
     run.step(2)
     run.checkpoints.save(progress(1))

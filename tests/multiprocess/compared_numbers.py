@@ -9,19 +9,20 @@ import pytest
 
 from .equivalence_cases import Case, with_other_sums
 
-# A case may differ by this multiple of the difference that a different order of summation causes.
+# A value may differ by this multiple of the difference that another order of summation causes.
 SPREADS = 8.0
 # A relative difference up to this value, which is a few float32 roundings, is always allowed.
 ROUNDING = 1e-6
 
 Outcome = Callable[[Case], dict[str, Any]]
-"""Function that returns the results of the ranks of a case."""
+"""Type of a function that takes a case and returns the results of all ranks."""
 
 
 def losses_of(case: Case, seen: dict[str, Any], key: str = "losses") -> list[float]:
-    """Returns the losses under ``key``, which all ranks of the last stage must report equally.
+    """Returns the losses that a job reports, and checks that all ranks of the last stage agree.
 
-    ``seen`` contains the reports of all ranks of the job ``case``.
+    ``seen`` contains the reports of all ranks of the job ``case``, and ``key`` is the name of the
+    losses in a report.
     """
     reports = [values for values in seen[key] if values]
     assert len(reports) == case.tp * case.dp * case.cp
@@ -31,9 +32,9 @@ def losses_of(case: Case, seen: dict[str, Any], key: str = "losses") -> list[flo
 
 
 def norms_of(seen: dict[str, Any], key: str = "grad_norms") -> list[float]:
-    """Returns the norms under ``key``, which all ranks must report equally.
+    """Returns the norms that a job reports, and checks that all ranks agree.
 
-    ``seen`` contains the reports of all ranks of a job.
+    ``seen`` contains the reports of all ranks, and ``key`` is the name of the norms in a report.
     """
     first: list[float] = seen[key][0]
     assert all(norms == pytest.approx(first, rel=1e-6, abs=0) for norms in seen[key])
@@ -64,7 +65,7 @@ def steps_of(case: Case, outcome: Outcome, further: str = "") -> Numbers:
 
 
 def numbers_of(case: Case, outcome: Outcome, further: str = "") -> Numbers:
-    """Returns all values that must equal those of a single process.
+    """Returns all values of a job that must equal those of a single process, also from validation.
 
     The arguments are those of :func:`steps_of`.
     """
@@ -87,7 +88,7 @@ def differences(numbers: Numbers, expected: Numbers) -> Numbers:
 
 
 def tolerances(reference: Case, outcome: Outcome, further: str = "") -> Numbers:
-    """Returns how much each value may differ from the value of ``reference`` due to rounding.
+    """Returns how much rounding may change each of the values that the job ``reference`` reports.
 
     The other arguments are those of :func:`steps_of`.
     """
@@ -101,8 +102,7 @@ def tolerances(reference: Case, outcome: Outcome, further: str = "") -> Numbers:
         for name in spreads[0]
     }
     return {
-        # Each iteration starts from values that already differ by the rounding in earlier
-        # iterations.
+        # Rounding errors of an iteration affect all later iterations, so the limit never decreases.
         name: [max(ROUNDING, SPREADS * max(values[: index + 1])) for index in range(len(values))]
         for name, values in largest.items()
     }

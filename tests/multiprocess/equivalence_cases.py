@@ -14,8 +14,8 @@ from .launch import SMALL_GPT, UNLIKE_LAYERS
 from .variants import OTHER_SUMS
 
 STEPS = 3
-# Cases that test additional options take this number of steps. Every case is validated after this
-# number.
+# Cases that test additional options take this number of steps. Every case computes the validation
+# loss after this number of steps.
 SHORT_STEPS = 2
 
 BASE = f"{SMALL_GPT} --num-layers 8 --train-iters 3"
@@ -51,7 +51,8 @@ DEEPSEEK_EXPERTS = (
     "--moe-router-topk 3 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
     "--moe-shared-expert-intermediate-size 16 --moe-router-load-balancing-type none"
 )
-# GEMMA has norms after both blocks, capped logits, and different rotary frequencies in windows.
+# GEMMA has norms after attention and MLP, capped logits, and sliding windows with a different
+# rotary base.
 GEMMA = (
     f"{NO_DROPOUT} --position-embedding-type rope --geglu --normalization RMSNorm "
     "--disable-bias-linear --apply-layernorm-1p --scale-embeddings --norm-block-outputs "
@@ -62,7 +63,7 @@ GEMMA_LENGTHS = f"{GEMMA} {LENGTHS}"
 # LONG has sequences that are long enough to be split into slices.
 LONG = f"{NO_DROPOUT} --seq-length 64 --max-position-embeddings 64"
 MODERN_LONG = f"{MODERN} {LONG}"
-# WINDOWS_LONG has sliding windows in three of four layers, which are longer than a slice.
+# WINDOWS_LONG has sliding windows in three of four layers. A window is longer than a slice.
 WINDOWS_LONG = f"{MODERN_LONG} --window-size 20,0 --window-attn-skip-freq 4"
 LATENT_LONG = DEEPSEEK_EXPERTS.replace("--mtp-num-layers 2 ", LONG.replace(NO_DROPOUT, "") + " ")
 GEMMA_LONG = f"{GEMMA} {LONG} --calculate-per-token-loss --eod-mask-loss"
@@ -84,8 +85,8 @@ MODERN_EXPERTS = (
     "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 "
     "--moe-shared-expert-intermediate-size 32"
 )
-# EXPERT_LENGTHS has no auxiliary loss, because this loss depends on whole microbatches, and
-# documents have different lengths.
+# EXPERT_LENGTHS has no auxiliary loss, because this loss depends on how documents are distributed
+# to microbatches.
 EXPERT_LENGTHS = (
     f"{MODERN_LENGTHS} --num-experts 4 --moe-layer-freq ([0]+[1]*3)*2 --moe-ffn-hidden-size 48 "
     "--moe-router-load-balancing-type none --moe-token-dispatcher-type alltoall"
@@ -244,14 +245,15 @@ OPTIONS = (
     Case("adaptive", pp=2, chunks=2, extra="--activation-cap 1"),
     Case("adaptive", pp=4, chunks=2, extra="--activation-cap 1.5"),
     Case("adaptive", tp=2, pp=2, chunks=2, extra="--activation-cap 1"),
-    # These jobs split the same samples into microbatches of other sizes.
+    # These jobs split the same samples into microbatches of different sizes.
     Case("adaptive", pp=2, extra="--micro-batch-size 2"),
     Case("1f1b", pp=2, dp=2, extra="--micro-batch-size 4"),
     Case("adaptive", pp=2, chunks=2, extra=RECOMPUTE),
     Case("adaptive", tp=2, pp=2, extra=RECOMPUTE),
     Case("adaptive", tp=2, pp=2, extra=f"{RECOMPUTE} --distribute-saved-activations"),
     Case("zb-h1", tp=2, pp=2, extra=f"{RECOMPUTE} --distribute-saved-activations"),
-    # Gradients of replicas must be reduced at the right time if reductions overlap.
+    # If reductions overlap with backward passes, gradients must still be complete when they are
+    # reduced.
     Case("adaptive", dp=2, extra="--overlap-grad-reduce"),
     Case("adaptive", dp=2, extra="--use-distributed-optimizer"),
     Case("adaptive", pp=2, dp=2, extra="--overlap-grad-reduce --use-distributed-optimizer"),
@@ -271,7 +273,7 @@ OPTIONS = (
     Case("adaptive", tp=2, pp=2, model=MODERN),
     Case("adaptive", pp=4, model=MODERN, extra="--partition 0-5-3-0"),
 )
-# ORDERS covers all other schedules, with split and with unsplit backward passes.
+# ORDERS covers the schedules that SHAPES lacks, with split and with unsplit backward passes.
 WHOLE = "--split-backward False"
 ORDERS = (
     Case("gpipe", pp=2),
@@ -321,8 +323,8 @@ TRANSPORTED = tuple(
     )
     if kind != "shm" or case.extra
 )
-# The first rank of a V with two chunks has the first and the last stage. If there are three chunks,
-# the last stage is on the last rank.
+# The first rank of a V placement with two chunks has the first and the last stage. If there are
+# three chunks, the last stage is on the last rank.
 PLACED = (
     Case("adaptive", pp=2, chunks=2, extra=V),
     Case("adaptive", pp=2, chunks=2, extra=V, model=MODERN),
@@ -371,8 +373,8 @@ DEALT = (
 OVERLAP = "--overlap-moe-expert-parallel-comm"
 EACH = "--expert-tensor-parallel-size 1"
 # TODAY combines pairs of features of modern models: latent attention, multi-token prediction,
-# layouts and context parallelism. Backward passes are split or unsplit, and placements are a loop
-# or a V.
+# layouts and context parallelism. Backward passes are split or unsplit, and stages are placed in a
+# loop or in a V.
 TODAY = (
     Case("adaptive", pp=2, chunks=2, extra=V, model=TIED_MTP),
     Case("megatron", pp=2, chunks=2, model=TIED_MTP),
@@ -412,7 +414,7 @@ BY_KERNELS = (
     Case("adaptive", tp=2, cp=2, model=MODERN, extra=f"{SEQUENCE} {KERNEL}"),
 )
 SLICES, TOKENS = "--sequence-slices", "--slice-tokens"
-# SLICED splits sequences into slices, under each policy and fixed order that supports slices.
+# SLICED splits sequences into slices, with each schedule that supports slices.
 SLICED = (
     Case("adaptive", model=LONG, extra=f"{SLICES} 4"),
     Case("adaptive", model=WINDOWS_LONG, extra=f"{SLICES} 3 --split-backward True"),
@@ -436,8 +438,8 @@ SLICED = (
     Case("adaptive", dp=2, model=LATENT_LONG, extra=f"{TOKENS} 16 {SPREAD} {EXCHANGE}"),
     Case("seq-1f1b", pp=2, model=GEMMA_LENGTHS, extra=f"{TOKENS} 16"),
     Case("adaptive", pp=2, dp=2, model=LENGTHS, extra=f"{SLICES} 2 --micro-batch-size 2"),
-    # Hinted orders are determined before the step. With experts, the documents of a row must be
-    # counted separately.
+    # These cases have orders that are determined before the step, or experts, for which the
+    # documents of a row are counted separately.
     Case("hinted", pp=2, chunks=2, model=MODERN_LENGTHS, extra=f"{TOKENS} 24 {V}"),
     Case("hinted", pp=2, model=MODERN_LENGTHS, extra=f"{SLICES} 3 {PACK}"),
     Case("hinted", pp=2, model=EXPERT_LENGTHS, extra=f"{TOKENS} 24"),
@@ -448,8 +450,8 @@ STATE = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gathe
 WITH_EXPERTS = tuple(
     Case(*positional, **shape, model=model)  # type: ignore[arg-type]
     for model, positional, shape in (
-        # These cases cover pairs of values of dispatcher, expert, tensor and pipeline parallelism,
-        # placement, and split of backward passes.
+        # These cases combine different dispatchers, parallel sizes and placements, with split or
+        # unsplit backward passes.
         (EXPERTS, ("adaptive",), {"pp": 2, "extra": f"{GATHER} {WHOLE}"}),
         (EXPERTS, ("adaptive",), {"dp": 2, "extra": f"{SPREAD} {EXCHANGE}"}),
         (MODERN_EXPERTS, ("adaptive",), {"pp": 2, "chunks": 2, "extra": f"{V} {EXCHANGE}"}),
@@ -505,8 +507,8 @@ SAME_SUMS = (
         )
         for model in (EXPERTS, MODERN_EXPERTS)
     ),
-    # A norm is a sum over the layers of a rank, so norms are equal only if ranks have the same
-    # layers.
+    # A norm is summed over the layers of a rank first, so norms are only equal if ranks have the
+    # same layers.
     same(
         Case("interleaved", pp=2, chunks=2, dp=2, model=EXPERTS, extra=f"{SPREAD} {EXCHANGE}"),
         {"schedule": "combined-1f1b", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
@@ -538,8 +540,8 @@ SPREAD_ANEW += (
     ),
 )
 SPREAD_ANEW += (dataclasses.replace(SPREAD_ANEW[0], until=STEPS, after=SPREAD_ANEW[1]),)
-# This run starts with a V, resumes with one stage per rank and another partition, and then resumes
-# with a V.
+# This run starts with a V placement, resumes with one stage per rank and a different partition, and
+# then resumes with the V placement.
 _BEGUN = Case("adaptive", pp=2, chunks=2, extra=V, model=TIED_MTP, until=1)
 _MOVED = Case("1f1b", pp=2, model=TIED_MTP, extra=f"{LAYOUT} Et*5|ttt,mL", until=2, after=_BEGUN)
 RESUMED = (
@@ -584,13 +586,13 @@ SAME_LOSSES = (
 )
 
 
-# Gradients are not clipped, because clipping uses the norm. If layers are on other ranks, the norm
-# is rounded differently.
+# Gradients are not clipped, because clipping uses the norm, which is rounded differently if layers
+# are on other ranks.
 UNCLIPPED = "--clip-grad 0"
 
 
 def every_cut() -> Iterator[tuple[Case, Case]]:
-    """Yields pairs of jobs with dropout: a job with unsplit layers, and a job to compare with it.
+    """Yields pairs of jobs with dropout. The layers of the first job are not divided into stages.
 
     Embeddings are untied, because the gradients of a single embedding matrix are summed in a
     different order than the gradients of two copies.
@@ -619,11 +621,13 @@ def every_cut() -> Iterator[tuple[Case, Case]]:
 
 
 def every_placement() -> tuple[Case, ...]:
-    """Returns jobs with dropout whose stages are placed in a loop or in a V.
+    """Returns jobs with dropout that have a loop placement or a V placement of the stages.
 
-    The jobs are a loop, a V, the same V again, and three jobs of a run that changes its placement.
+    The first job has a loop placement, and the next two have the same V placement. The other three
+    jobs are parts of a run that changes its placement.
 
-    This run uses a V, then a loop with another partition, and then a V again.
+    This run has a V placement, then a loop placement with a different partition, and then the V
+    placement again.
     """
     vee = dataclasses.replace(DROPPING, pp=2, chunks=2, extra=f"{V} {UNCLIPPED}", until=STEPS)
     loop = dataclasses.replace(vee, extra=f"{LOOP} {UNCLIPPED}")

@@ -1,4 +1,4 @@
-"""Runs ``python PROGRAM`` in a process forked by a fork server; see ``launch.py``.
+"""Runs ``python PROGRAM`` in a process that was forked by a fork server of ``launch.py``.
 
 Usage: ``forked_rank.py JSON PROGRAM [ARGUMENT ...]`` or ``forked_rank.py JSON -m MODULE ...``. The
 JSON object contains the paths of the output files, and the names of the environment variables to
@@ -40,7 +40,7 @@ def share_gloo_device() -> None:
 
     made, devices = ProcessGroupGloo.__init__, list[Any]()
     if made.__name__ == "connect":
-        # The method was already replaced in the server, because the server is itself such a fork.
+        # If the fork server itself was forked in this way, it has already replaced the method.
         return
 
     def connect(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:

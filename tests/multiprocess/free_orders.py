@@ -1,7 +1,7 @@
-"""Generates orders of actions that match no schedule, and writes these for ``--schedule-file``.
+"""Generates orders of actions that match no schedule, and writes them to files.
 
-To generate an order, random pairs of neighboring actions are swapped in one of this project's
-schedules. A swap is kept only if the schedule stays valid.
+The files are for ``--schedule-file``. To generate an order, random pairs of neighboring actions are
+swapped in one of this project's schedules. A swap is kept only if the schedule stays valid.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ ORIGINS = {
     "loop.csv": "breadth-first",
     "v.csv": "v-half",
 }
-"""Maps each file to the schedule from which it is generated, for two ranks with two chunks each."""
+"""Maps the name of each file to the schedule from which the order in the file is generated."""
 
 
 def free_order(file: str) -> Schedule:
-    """Returns the generated schedule for ``file``, whose name is also the random seed."""
+    """Returns the generated schedule for ``file``. The file name is also the random seed."""
     origin = ORIGINS[file]
     schedule = make_schedule(origin, placement_for(origin, 2, 2), MICROBATCHES)
     chance = random.Random(file)
@@ -48,7 +48,7 @@ def free_order(file: str) -> Schedule:
 
 
 def write_files(folder: Path) -> None:
-    """Writes all schedule files to ``folder``."""
+    """Writes the file of each generated schedule to ``folder``."""
     for file in ORIGINS:
         if file.endswith(".json"):
             save(free_order(file), folder / file)

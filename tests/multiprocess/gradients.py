@@ -1,4 +1,4 @@
-"""Computes gradient norms per layer, uses other orders of summation, and adds errors on purpose.
+"""Computes gradient norms of layers, and changes the order of summation or adds errors for tests.
 
 Two programs that compute the same values in different orders differ by rounding, and the difference
 depends on the processor. Therefore, tests measure this difference: one process trains the same
@@ -24,7 +24,7 @@ from tests.multiprocess.variants import MISSING_SHARE, OTHER_SUMS, SCALED_LAYER
 
 
 def layer_norms(run: Run) -> dict[str, float]:
-    """Returns the gradient norm of each layer of ``run``, by global name of the layer.
+    """Returns the gradient norm of each layer of ``run``, by the layer's name in the whole model.
 
     All ranks must call this function.
 
@@ -64,7 +64,7 @@ def _complete_gradients(run: Run) -> None:
 
 
 def _layer_names(chunk: torch.nn.Module) -> dict[str, str]:
-    """Returns a dict from each parameter of ``chunk`` in a layer to the layer's global name."""
+    """Maps the name of each parameter in a layer of ``chunk`` to the layer's name in the model."""
     names: dict[str, str] = {}
     # Process prediction layers last, because each contains a transformer layer.
     for kind, name in (
@@ -79,7 +79,7 @@ def _layer_names(chunk: torch.nn.Module) -> dict[str, str]:
 
 
 def _in_two(product: Any, left: torch.Tensor, right: torch.Tensor, divisor: int) -> torch.Tensor:
-    """Multiplies matrices in two parts, and adds the first part of the terms last.
+    """Multiplies matrices in two parts, and adds the part with the first terms last.
 
     Args:
         product: Operator overload that writes to ``out``, and that :func:`other_sums` does not
@@ -169,7 +169,7 @@ def other_sums(variant: str) -> Iterator[None]:
 
 
 def plant(run: Run, variant: str) -> None:
-    """Adds an error on purpose to the steps of a run in a single process.
+    """Adds an error to the steps of ``run``, so that tests can check that it is detected.
 
     Args:
         run: Run that has not taken a step yet.

@@ -43,12 +43,12 @@ BASE += " --hidden-dropout 0 --global-batch-size 4 --clip-grad 0"
 
 
 class Loaded:
-    """Holds a model in one shape, with the weights that ``flags`` select."""
+    """Holds a model with one shape, whose weights are loaded as ``flags`` specify."""
 
     def __init__(self, meshes: Meshes, flags: list[str], length: int) -> None:
         world = Environment.read().world_size
-        # The flag must come last, because the flags in a checkpoint contain the length that was
-        # used in training. Gloo channels transfer only messages of the configured length.
+        # The flag --seq-length must come last, because the flags in a checkpoint contain the length
+        # that was used in training. Gloo channels transfer only messages of the configured length.
         flags = [*BASE.split(), *flags, "--seq-length", str(length)]
         self.config = parse(flags, world_size=world, last_wins=True)
         self.job = meshes.join(self.config)
@@ -93,7 +93,7 @@ class Loaded:
         return gather_from_tensor_model_parallel_region(hidden)
 
     def _both_logits(self, model: Any, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Runs ``model``, which returns only losses, and returns the logits of its output layer.
+        """Returns the logits of the output layer of ``model``, which itself returns only losses.
 
         ``tokens`` contains the inputs, and ``places`` contains the positions of the tokens.
         """
@@ -146,7 +146,7 @@ def compare(meshes: Meshes, folder: Path, case: dict[str, Any]) -> None:
     tokens, logits = expected.pop("tokens"), expected.pop("logits")
     predicted = expected.pop("predicted", None)
     flags = [word.replace("FOLDER", str(folder)) for word in case["flags"]]
-    # The trainer adds a token ID for the end of documents, so specify one less.
+    # The trainer adds a token ID for the end of documents, so this size is smaller by one.
     flags += ["--vocab-size", str(logits.shape[-1] - 1)]
     loaded = Loaded(meshes, flags, tokens.shape[1] - 1)
     with torch.no_grad():

@@ -47,7 +47,7 @@ TRANSFORMERS = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.llava.modeling_llava",
 )
-"""Modules that programs with ``transformers`` models import. Importing these takes seconds."""
+"""Modules that programs with ``transformers`` models import, which takes seconds."""
 
 
 class Forkserver:
@@ -72,7 +72,7 @@ class Forkserver:
         self._orders, server_end = socket.socketpair()
         self._log = self._folder / "log.txt"
         if python_path == str(ROOT) and SOCKET in os.environ:
-            # If this process itself runs inside a test, the server of the outer tests also forks
+            # If this process itself runs inside a test, the fork server of that test also forks
             # this server.
             python_path = f"{NODES}:{ROOT}"
         with server_end, self._log.open("w") as log:
@@ -126,7 +126,7 @@ class Forkserver:
         return key
 
     def nodes(self, modules: Sequence[str] = ()) -> tuple[psutil.Process, dict[str, str]]:
-        """Returns the process that forks the nodes' fork servers, and variables that select it.
+        """Returns the process that forks the fork servers of nodes, and variables that select it.
 
         The mechanism is described in ``forked_nodes/sitecustomize.py``.
 
@@ -234,9 +234,9 @@ def forkserver(python_path: str = str(ROOT), modules: Sequence[str] = ()) -> For
 
 
 def free_port() -> int:
-    """Returns an unused TCP port outside of the range of ephemeral ports.
+    """Returns an unused TCP port that is not in the range of ephemeral ports.
 
-    Another program could get an ephemeral port before the test uses the port.
+    The system could give an ephemeral port to another program before the test uses the port.
     """
     first = int(PORT_RANGE.read_text().split()[0])
     draw = random.SystemRandom()
@@ -249,7 +249,7 @@ def free_port() -> int:
 def wait_until(
     holds: Callable[[], object], why: Callable[[], object], limit_s: float, every_s: float = 0.05
 ) -> None:
-    """Waits until ``holds`` returns true, and calls it every ``every_s`` seconds.
+    """Calls ``holds`` every ``every_s`` seconds until it returns true.
 
     After ``limit_s`` seconds, fails with the text that ``why`` returns.
     """
@@ -285,7 +285,7 @@ def limited_disk(folder: Path, size: str) -> Iterator[Path]:
 
 
 def forking(modules: Sequence[str] = ()) -> dict[str, str]:
-    """Returns environment variables with which the ranks of a launcher are forked.
+    """Returns environment variables that make launchers fork their ranks from a server.
 
     Args:
         modules: Modules that forked ranks have imported in addition to the modules of a node's fork
@@ -295,7 +295,7 @@ def forking(modules: Sequence[str] = ()) -> dict[str, str]:
 
 
 def forking_every(modules: Sequence[str] = ()) -> dict[str, str]:
-    """Returns environment variables with which a Python program and all its children are forked.
+    """Returns environment variables that make a Python program and all its children start as forks.
 
     Use these variables only for programs whose imports and memory are not tested, because a fork
     inherits both.
@@ -325,7 +325,7 @@ def run_ranks(
         limit_s: Timeout in seconds, which is also passed to ranks as ``WATCHDOG_S``. Ranks are
             killed five seconds later.
         python_path: Folders that are searched before the environment's import path.
-        modules: Modules that ranks have imported when they start; see :func:`forkserver`.
+        modules: Modules that ranks have imported when they start, as for :func:`forkserver`.
 
     Returns:
         Exit status of the first rank that failed, 0 if no rank failed, or ``None`` if ranks were
@@ -405,7 +405,7 @@ class Ranks:
 
 
 def meeting() -> Any:
-    """Returns a store with which the ranks find each other, like the store of a launcher."""
+    """Returns a store in which ranks find each other's addresses, as in a launcher's store."""
     import torch.distributed as dist
 
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -480,7 +480,7 @@ def _run_fresh(
 ) -> int | None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    # The launcher itself is forked even if its ranks are not.
+    # The launcher itself is forked even if its ranks are not forked.
     job = start([*command, script, *arguments], log, {**forking(), "WATCHDOG_S": str(limit_s)})
     try:
         return job.wait(limit_s + 5)
@@ -594,7 +594,7 @@ class CaseRuns:
         self._errors: dict[int, str] = {}
 
     def __call__(self, size: int, name: str) -> dict[str, Any]:
-        """Returns the results of the case ``name``, whose job has ``size`` ranks.
+        """Returns the results of the case ``name``, which has ``size`` ranks.
 
         Raises AssertionError if the case did not finish.
         """

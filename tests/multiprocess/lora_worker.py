@@ -48,7 +48,7 @@ BASE += " --attention-dropout 0 --hidden-dropout 0 --weight-decay 0.1 --clip-gra
 BASE += " --lora-dropout 0 --seq-length 12"
 
 
-# Identifies gradient shards by name, global shape and offset.
+# A key consists of the name, the global shape and the offset of a gradient shard.
 Shards = dict[tuple[str, tuple[int, ...], tuple[int, ...]], torch.Tensor]
 
 
@@ -81,7 +81,7 @@ def shards_of_gradients(run: Run) -> Shards:
 
 
 def is_where_a_backward_ends(_module: Any, _given: Any, output: torch.Tensor) -> None:
-    """Checks that the output of a module before the first adapter requires no gradient."""
+    """Checks that ``output``, computed before the first adapter, requires no gradient."""
     assert not output.requires_grad
 
 
@@ -131,7 +131,7 @@ def run_case(meshes: Meshes, case: dict[str, Any], folder: Path) -> None:
     expected = load_file(model / "trained.safetensors")
     tokens, losses = expected.pop("tokens"), expected.pop("losses")
     arguments = [*BASE.split(), "--load-hf", str(model), "--load-lora", str(model / "adapters")]
-    # The trainer adds a token ID for the end of documents, so specify one less.
+    # The trainer adds a token ID for the end of documents, so this size is smaller by one.
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     arguments += ["--vocab-size", str(vocabulary - 1), "--global-batch-size", str(len(tokens))]
     config = parse([*arguments, *case["flags"]], world_size=dist_size(), last_wins=True)

@@ -49,9 +49,9 @@ LIMIT_S = 200.0
 
 
 def nested_names(events: list[dict[str, Any]], rank: int) -> set[tuple[str, ...]]:
-    """Returns the names of each compute slice of ``rank`` in ``events`` and of its parents.
+    """Returns the names of all compute slices of ``rank`` in ``events`` and of their parents.
 
-    Each tuple begins with the outermost parent, and ends with the name of the slice.
+    Each element is a tuple that begins with the outermost parent, and ends with the slice.
     """
     (thread,) = (
         (event["pid"], event["tid"])

@@ -91,7 +91,7 @@ def each(cases: Iterable[Any]) -> list[Any]:
 
 
 def cases_of(item: pytest.Item) -> list[Case]:
-    """Returns the cases that the test ``item`` uses, including the cases for the comparison."""
+    """Returns the cases that the test ``item`` uses, including those to compare with."""
     arguments = getattr(item, "callspec", None)
     if arguments is None or item.path != Path(__file__):
         return []
@@ -105,7 +105,7 @@ def cases_of(item: pytest.Item) -> list[Case]:
 
 @pytest.fixture(scope="module")
 def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """Returns a function that returns the results of the ranks of a case.
+    """Returns a function that takes a case and returns the results of all ranks.
 
     All selected cases with the same world size run in one job.
     """
@@ -152,8 +152,8 @@ def test_models_of_today_equal_one_process(case: Case, outcome: Outcome) -> None
     predicts = "--mtp-num-layers" in case.model
     require_same_numbers(case, outcome, "predicted loss" if predicts and case.cp == 1 else "")
     if predicts and case.cp > 1:
-        # All parts of a sequence have the same weight in this loss, although their numbers of
-        # tokens differ. So compare only approximately.
+        # This loss gives all parts of a sequence the same weight, although their numbers of tokens
+        # differ. So the losses are only approximately equal.
         (expected,) = outcome(case.reference)["further"]
         predicted = losses_of(case, outcome(case), "further")
         assert predicted == pytest.approx(expected[: len(predicted)], rel=0.02, abs=0)
@@ -171,9 +171,9 @@ def test_models_of_today_equal_one_process(case: Case, outcome: Outcome) -> None
 def test_planted_errors_are_found(planted: Case, outcome: Outcome) -> None:
     limits = tolerances(planted.reference, outcome)
     expected = steps_of(planted.reference, outcome)
-    # The added error must exceed the limits already in the first step.
+    # The added error must exceed the limits in the first step.
     assert too_far(steps_of(planted, outcome), expected, limits)
-    # An error in the gradients of one layer must exceed the limits of each case with this model.
+    # The limits must also be small enough to detect an error in the gradients of a single layer.
     assert all(
         values[0] < MISSING_SHARE / 2 for name, values in limits.items() if "norm of" in name
     )
@@ -271,7 +271,8 @@ def test_stages_compute_the_same_wherever_they_are(
     assert losses_of(vee, outcome(vee)) == losses_of(again, outcome(again)) == losses
     assert norms_of(outcome(vee)) == norms_of(outcome(again))
     assert norms_of(outcome(vee)) == pytest.approx(sizes, rel=REL, abs=0)
-    # The run uses a V, then a loop with another partition, and then a V again.
+    # The parts of the run have a V placement, then a loop placement with a different partition, and
+    # then the V placement again.
     assert [loss for part in parts for loss in losses_of(part, outcome(part))] == losses
 
 

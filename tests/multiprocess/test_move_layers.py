@@ -28,8 +28,8 @@ EXPERTS = (
     "--disable-bias-linear --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
     "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2"
 )
-# Each value contains flags, and the partitions after iterations 2 and 4. Some stages become empty,
-# some keep their layers, and some give a layer away and receive another layer.
+# Each value contains flags, and the numbers of layers per stage after iterations 2 and 4. Some
+# stages become empty, some keep their layers, and some give one layer away and receive another.
 SHAPES = {
     "pp4": ("--pipeline-model-parallel-size 4", "3-1-2-2", "0-4-1-3"),
     "pp2 dp2 distributed": (f"--pipeline-model-parallel-size 2 {DISTRIBUTED}", "3-5", "7-1"),
@@ -57,7 +57,7 @@ SHAPES = {
         "0-2-2-4",
     ),
     "pp4 unlike": (f"--pipeline-model-parallel-size 4 {UNLIKE_LAYERS}", "3-1-2-2", "0-4-1-3"),
-    # The norm in front of the prediction layers moves together with the last layer.
+    # The norm before the prediction layers moves together with the last layer.
     "pp2 ep2 mtp alltoall distributed": (
         f"{EXPERTS} {DISTRIBUTED} --moe-token-dispatcher-type alltoall --mtp-num-layers 1 "
         "--position-embedding-type rope",
@@ -98,7 +98,7 @@ def case(name: str, flags: str, steps: int, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> CaseRuns:
-    """Returns an object that runs all cases and returns their results."""
+    """Returns an object that trains all cases, and that returns the results of a case."""
     cases = []
     for name, (flags, first, second) in SHAPES.items():
         moves = {"2": layers(first), "4": layers(second)}

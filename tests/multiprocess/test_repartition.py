@@ -37,7 +37,7 @@ def train(folder: Path, *extra: str, world_size: int = 2) -> tuple[dict[int, flo
 
     The progress file is in ``folder``.
 
-    The losses are a dict from iteration to loss.
+    The losses are keyed by iteration.
     """
     log = folder.with_suffix(".txt")
     arguments = [*FLAGS.split(), "--progress-dir", str(folder), *extra]
@@ -46,7 +46,7 @@ def train(folder: Path, *extra: str, world_size: int = 2) -> tuple[dict[int, flo
 
 
 def losses_in(folder: Path | str) -> dict[int, float]:
-    """Returns a dict from iteration to loss from the progress file in ``folder``."""
+    """Returns the losses in the progress file in ``folder``, keyed by iteration."""
     lines = map(json.loads, Path(folder, PROGRESS_NAME).read_text().splitlines())
     return {line["iteration"]: line["loss"] for line in lines if "iteration" in line}
 
@@ -61,7 +61,7 @@ def partition_in(saved: Path) -> list[int]:
 def test_layers_leave_a_slow_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved, traces = tmp_path / "saved", tmp_path / "traces"
     monkeypatch.setenv("LAYER_MS", "8")
-    # If ranks are equally fast, other programs cannot make a move of layers gain this much.
+    # Without a slow rank, no move can gain this much, even if other programs disturb the ranks.
     quiet, quiet_log = train(tmp_path / "quiet", "--repartition-gain", "0.5")
     assert "repartition:" not in quiet_log
     monkeypatch.setenv("SLOW_RANKS", "1")
@@ -186,7 +186,7 @@ def test_auto_moves_no_layers_if_the_slowness_passes_while_it_measures(
 
 
 def numbers(log: str) -> list[str]:
-    """Returns the values that ``log`` contains for the iterations, except times."""
+    """Returns the values that ``log`` contains for all iterations, except durations."""
     pattern = r"iteration +\d+/.*?(?=\| elapsed)|learning rate: \S+|lm loss: \S+|loss scale: \S+"
     return re.findall(pattern, log)
 
@@ -208,7 +208,7 @@ def test_expert_layers_are_not_taken_for_dense_ones(
     traced = ["--trace-dir", str(traces), "--diagnose-interval", "0"]
     moved, log = train(tmp_path / "moved", *experts, *traced, world_size=4)
     assert re.search("repartition: 3-3 -> [45]-[12]: ", log), log
-    # Layers that have moved must be measured on their new stage.
+    # Each layer with experts must be measured on its new stage in the last iteration.
     tokens: dict[int, Counter[int]] = {}
     for trace in read_run(traces).ranks.values():
         for layer, _, *counts in trace.experts[11].tokens:

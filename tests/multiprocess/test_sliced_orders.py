@@ -24,8 +24,8 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(64
 
 # The limit applies to each job. An idle machine with two processors needs a tenth of this time.
 LIMIT_S = 200.0
-# Ranks wait for a choice of the order for half of the timeout. On a busy machine, a choice can take
-# half a minute.
+# Ranks wait for a chosen order for at most half of the timeout. On a busy machine, choosing an
+# order can take half a minute.
 FLAGS = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
     "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 3 --lr 1e-3 "
@@ -36,7 +36,7 @@ FLAGS = (
 
 
 def losses_of(folder: Path, flags: str) -> list[float]:
-    """Trains with ``flags`` in ``folder``, and returns the losses of all iterations."""
+    """Trains with ``flags``, and returns the losses of all iterations. Files are in ``folder``."""
     arguments = [*FLAGS.split(), *flags.split(), "--progress-dir", str(folder)]
     torchrun(TIMED_LAYERS, arguments, world_size=2, log=folder.with_suffix(".txt"), limit_s=LIMIT_S)
     lines = map(json.loads, (folder / PROGRESS_NAME).read_text().splitlines())
@@ -44,7 +44,7 @@ def losses_of(folder: Path, flags: str) -> list[float]:
 
 
 def orders_in(record: Path) -> dict[int, tuple[tuple[int, ...], ...]]:
-    """Returns a dict from each step in the file ``record`` to the recorded orders of both ranks."""
+    """Returns the recorded orders of both ranks for each step in the file ``record``."""
     loaded = ScheduleRecord.load(record)
     return {
         # Each step has 3 microbatches.
@@ -96,8 +96,8 @@ def test_the_number_of_slices_is_chosen_from_two_that_were_measured(
 ) -> None:
     longer = "--train-iters 10 --global-batch-size 2 --partition 1-1-1-1"
     ran = losses_of(tmp_path / "ran", f"{longer} --sequence-slices 2")
-    # If times are exact, an action takes equally long for any number of tokens. So slices only
-    # increase the step time.
+    # Exact times make an action take equally long for any number of tokens. So slices only increase
+    # the step time.
     monkeypatch.setenv("LAYER_MS", "10")
     monkeypatch.setenv("EXACT_TIMES", "1")
     traces = tmp_path / "traces"
@@ -137,7 +137,7 @@ def test_the_length_of_slices_is_chosen_from_two_that_were_measured(tmp_path: Pa
 
 
 def test_cap_and_placement_are_chosen_for_a_given_length_of_slices(tmp_path: Path) -> None:
-    # Even if --slice-tokens is a number, cap and placement must be measured and chosen.
+    # If --slice-tokens is a number, the activation cap and the placement must still be chosen.
     lengths = "--variable-seq-lengths --train-iters 6 --global-batch-size 6 --slice-tokens 32"
     ran = losses_of(tmp_path / "ran", lengths)
     auto = losses_of(tmp_path / "auto", f"{lengths} --pipeline-schedule auto")

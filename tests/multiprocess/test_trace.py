@@ -83,8 +83,8 @@ def test_work_around_the_pipeline_is_told(run: RunTrace) -> None:
 
 def test_messages_arrive_after_they_were_sent(run: RunTrace) -> None:
     matches = match_messages({rank: trace.table() for rank, trace in run.ranks.items()})
-    # The two middle stages of a V with four stages are on the same rank, so they exchange no
-    # messages.
+    # The two middle stages of a V placement with four stages are on the same rank, so they exchange
+    # no messages.
     assert len(matches) == 3 * MICROBATCHES * 2 * 2
     assert (matches.arrived_ns > matches.sent_ns).all()
     assert (matches.taken_ns >= matches.arrived_ns).all()
@@ -97,7 +97,7 @@ def test_figures_add_up(run: RunTrace) -> None:
     assert (counts > 0).all()
     assert (figures.transfer_bytes == figures.transfer_bytes[:, ::-1]).all()
     assert ((figures.bubble_fraction >= 0) & (figures.bubble_fraction < 1)).all()
-    # Waits are part of a rank's idle time. The rest of the idle time is overhead between actions.
+    # Waits are only a part of a rank's idle time. The rest is overhead between actions.
     after_ns = 1e6 * figures.parts_ms[..., list(PARTS).index("after")]
     idle = figures.step_ns - figures.busy_ns - after_ns
     waits_ms = figures.parts_ms[..., 1:-2].sum(axis=2)
@@ -119,7 +119,7 @@ def test_messages_were_seen_to_arrive(run: RunTrace) -> None:
     for trace in run.ranks.values():
         receives = trace.table().of_kind("receive")
         assert len(receives)
-        # The reason "seen" means that the threads of gloo noticed the arrival.
+        # The reason "seen" means that the threads of gloo noticed the arrival of the message.
         assert (receives.reason == REASON["seen"]).all()
 
 

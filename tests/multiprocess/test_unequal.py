@@ -38,7 +38,7 @@ def unequal(sizes: str, schedule: str, more: str = "") -> str:
     return f"{flags}--pipeline-schedule {schedule} {more}".strip()
 
 
-# The keys are the world size, and the flags that change the results of the reference.
+# The outer keys are world sizes. The inner keys are flags that also change the reference.
 CASES: dict[int, dict[str, list[str]]] = {
     3: {
         "": [
@@ -62,7 +62,7 @@ CASES: dict[int, dict[str, list[str]]] = {
         ]
     },
 }
-THREE = "--global-batch-size 6"  # Three replicas can divide this batch size.
+THREE = "--global-batch-size 6"  # This batch size can be divided among three replicas.
 CASES[4][THREE] = [unequal("1-3", "1f1b"), unequal("3-1", "adaptive")]
 
 # Each item contains the flags of a job and its last iteration. Each job resumes from the checkpoint
@@ -84,7 +84,7 @@ CHANGING = ("", UNTIED, DROPOUT, HALF, THREE)
 
 
 def case(name: str, flags: str, steps: int = STEPS, after: str | None = None) -> dict[str, Any]:
-    """Returns a case for ``worker.py`` that takes ``steps`` steps and saves a checkpoint.
+    """Returns a case for ``worker.py``, which takes ``steps`` steps and saves a checkpoint.
 
     The case has the name ``name`` and the flags ``flags``, and continues from the case ``after``.
     """
@@ -116,14 +116,14 @@ def cases_of(size: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> CaseRuns:
-    """Returns an object that runs all test cases and returns the results of each rank."""
+    """Returns an object that trains all cases, and that returns the results of a case."""
     return CaseRuns(cases_of, tmp_path_factory.mktemp, LIMIT_S)
 
 
 def told(seen: dict[str, Any], key: str) -> list[float]:
-    """Returns the values that the ranks report in ``seen`` under ``key``.
+    """Returns the values that the ranks report under ``key``, and checks that all ranks agree.
 
-    The values must be equal on all ranks.
+    ``seen`` contains the reports of all ranks.
     """
     first, *others = [values for values in seen[key] if values]
     for other in others:

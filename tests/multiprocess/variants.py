@@ -3,9 +3,9 @@
 OTHER_SUMS = {"other-sums": 2, "sums-of-a-quarter": 4}
 """Variants of a case that compute matrix multiplications with a different order of summation.
 
-The value of each variant divides the number of terms: the first half or the first quarter of the
-terms is added last. A single alternative order could happen to give almost the usual sums. With two
-alternative orders, this is unlikely.
+Each value is the number of all terms, divided by the number of terms that are added last. A single
+alternative order could happen to give almost the usual sums. With two alternative orders, this is
+unlikely.
 """
 SCALED_LAYER = "scaled-layer"
 """Error added on purpose: the gradients of one layer are too small by a factor of 1 - 1e-4."""

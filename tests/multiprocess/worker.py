@@ -1,4 +1,4 @@
-"""Trains a small GPT in jobs of many shapes; tests start this program as ranks.
+"""Trains a small GPT in jobs of many shapes. Tests start this program as ranks.
 
 Usage: ``worker.py CASES RESULTS``. All cases read the same tokens from ``tokens`` in the folder of
 ``RESULTS``. ``CASES`` is the path of a JSON list of objects::
@@ -106,7 +106,7 @@ def write_data(prefix: Path) -> None:
 
 
 class Meshes:
-    """Joins jobs, and keeps the process groups for the next case if possible."""
+    """Joins jobs, and keeps the process groups if the next case can use the same ones."""
 
     def __init__(self, store: dist.Store, environment: Environment) -> None:
         self._store = store
@@ -119,8 +119,8 @@ class Meshes:
 
         This method does the same as ``initialize.start_job``, but with a separate store prefix.
         """
-        # Reference cycles keep the models and process groups of the previous case alive, so collect
-        # them.
+        # Reference cycles keep the models and process groups of the previous case alive, so they
+        # must be collected.
         gc.collect()
         mesh = mesh_of(config)
         if self._kept is not None and self._kept[0] != mesh:
@@ -155,7 +155,7 @@ class Meshes:
         return process_groups(), job
 
     def leave(self, job: TrainingJob, run: Run) -> None:
-        """Finishes the case of ``run`` in ``job``, and destroys the process groups of this case."""
+        """Finishes the case of ``run`` in ``job``, and destroys the groups that it created."""
         take_down(run)
         dist.barrier(group=job.control_group)
         destroy_rerun_state_machine()
@@ -194,7 +194,7 @@ def mesh_of(config: TrainerConfig) -> tuple[object, ...]:
 
 
 class Orders:
-    """Replaces the trace recorder, and lists the actions of a rank in the order of execution."""
+    """Stand-in for the trace recorder that lists the executed actions of a rank in order."""
 
     is_recording = True
 
@@ -285,7 +285,7 @@ def train(job: TrainingJob, run: Run, case: dict[str, Any]) -> tuple[dict[str, A
 
 
 def run_case(meshes: Meshes, case: dict[str, Any], config: TrainerConfig) -> dict[str, Any]:
-    """Runs ``case``, and returns its results. Each value is a list with an item per rank."""
+    """Runs ``case``, and returns its results as lists with an item for each rank."""
     started = time.monotonic()
     job = meshes.join(config)
     run = build_run(job)
@@ -326,7 +326,7 @@ def main() -> None:
         size = environment.world_size
         parsed = [parse(case["flags"], world_size=size, last_wins=True) for case in cases]
         store.set("configs", pickle.dumps(parsed))
-    # Parsing takes a second per dozen cases, and longer on a busy machine.
+    # Allow more time, because parsing takes a second per dozen cases, and longer on a busy machine.
     store.wait(["configs"], 5 * TIMEOUT)
     configs = pickle.loads(store.get("configs"))
     pairs = [*zip(cases, configs, strict=True)]

@@ -97,13 +97,14 @@ Planting = Callable[[Path, random.Random], "contextlib.AbstractContextManager[Pl
 
 @dataclass(frozen=True)
 class Case:
-    """Cause of slowness that can be planted in a job, with the expected diagnosis.
+    """Cause of slowness that can be planted in a job, with the diagnosis that is expected.
 
     Attributes:
-        plant: Function that plants the cause. It yields ``None`` if this machine cannot plant it.
-        right: Findings of which a right diagnosis contains at least one. Each is a cause and the
-            counter that explains the finding.
-        also: Additional findings that do not count as wrong, because they follow from the planted
+        plant: Function that creates a context in which the cause is planted. The context yields
+            ``None`` if this machine cannot plant the cause.
+        right: Pairs of a cause and the counter that explains the cause. A diagnosis is right if its
+            findings contain at least one of these pairs.
+        also: Additional pairs that do not count as wrong, because they follow from the planted
             cause.
         ranks: Ranks that a right finding must name. Any ranks are accepted if this is empty.
     """
@@ -122,7 +123,7 @@ class Answer:
         name: Name of the planted cause.
         verdict: Constant :data:`RIGHT`, :data:`WRONG`, :data:`MISSED`, :data:`MASKED`, or
             :data:`FAILED`, which means that the job did not finish.
-        named: Findings of the diagnosis, each as a cause and a counter.
+        named: Cause that each finding names, with the counter that explains the cause.
         text: Text of the diagnosis.
     """
 
@@ -143,7 +144,11 @@ def _nothing(folder: Path, draw: random.Random) -> Iterator[Plant | None]:
 
 @contextlib.contextmanager
 def _beside_programs(number: int, *, is_pinned: bool) -> Iterator[Plant | None]:
-    """Runs ``number`` programs per processor, or only on the rank's processor if ``is_pinned``."""
+    """Runs busy programs until the context exits, and yields the changes that the job needs.
+
+    There are ``number`` programs for each processor. If ``is_pinned``, the slow rank is pinned to
+    one processor, and only that processor gets programs.
+    """
     processors = sorted(os.sched_getaffinity(0))
     used = processors[-1:] if is_pinned else processors
     programs = [
@@ -221,10 +226,11 @@ def _slow_layer(folder: Path, draw: random.Random) -> Any:
 
 @contextlib.contextmanager
 def _lossy_link(folder: Path, draw: random.Random) -> Iterator[Plant | None]:
-    """Creates a network namespace whose loopback device drops packets.
+    """Creates a network namespace for a job, whose loopback device drops packets.
 
-    Packets are dropped by netem or, if netem is missing, by a short queue. ``draw`` chooses the
-    rate.
+    Packets are dropped by netem or, if netem is missing, by a short queue. The random number
+    generator ``draw`` chooses the loss rate or the speed of the queue. Yields the changes that make
+    the job use the namespace, or ``None`` if this machine cannot drop packets.
     """
     name = f"causes{os.getpid()}"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True)
@@ -273,21 +279,25 @@ CASES: dict[str, Case] = {
         _both("slow link"),
         ranks=(),
     ),
-    # Both members take longer for the layer, because one member computes it and the other waits.
+    # Both ranks of the tensor-parallel group take longer for the layer, because one rank waits for
+    # the slow rank.
     "slow member": Case(_slow_member, _both("slow collective member"), _SLOW_STAGE),
     "slow layer": Case(_slow_layer, _both("slow layer"), _SLOW_STAGE),
 }
-"""Maps the name of each cause to the case."""
+"""Maps the name of each cause to the :class:`Case` that plants the cause."""
 
 _TRUE_BY_COUNTERS = frozenset((PROCESSOR_WAIT, STEAL, MEMORY_WAIT))
-"""Counters that other programs or machines may raise, whatever cause is planted."""
+"""Counters that may be high because of other programs or machines, whatever cause is planted."""
 
 _SYMPTOMS = frozenset((("spikes", ""),))
 """Findings that describe a symptom and do not state a cause."""
 
 
 def judge(case: Case, findings: Sequence[Finding]) -> tuple[str, tuple[Named, ...]]:
-    """Returns the verdict on ``findings`` for ``case``, and each finding's cause and counter."""
+    """Judges the diagnosis ``findings`` of a job that was slowed down by ``case``.
+
+    Returns the verdict, and the (cause, counter) pairs of all findings.
+    """
     named = tuple(
         (finding.cause, counter)
         for finding in findings
@@ -332,7 +342,7 @@ def run_case(name: str, seed: int, folder: Path) -> Answer | None:
 
 
 def _is_starved(run: RunTrace) -> bool:
-    """Returns whether a rank of ``run`` waited for a processor during most of its steps."""
+    """Returns whether a rank in ``run`` waited for processors for at least half of its time."""
     for trace in run.ranks.values():
         counts = [trace.machine(iteration) for iteration in run.iterations[1:]]
         waited_ns = sum(of_step.get(PROCESSOR_WAIT, 0) for of_step in counts)
@@ -387,7 +397,7 @@ def answers(names: Sequence[str], runs: int, seed: int) -> list[Answer]:
     Args:
         names: Names of the causes.
         runs: Number of jobs with each cause.
-        seed: Seed of all draws.
+        seed: Seed of all random numbers.
     """
     judged = []
     for number in range(runs):
@@ -407,7 +417,10 @@ def answers(names: Sequence[str], runs: int, seed: int) -> list[Answer]:
 
 
 def rows_of(judged: Sequence[Answer], names: Sequence[str]) -> list[Row]:
-    """Returns a row about each of ``names`` in ``judged``, and two rows about totals and goals."""
+    """Returns a table row for each cause in ``names``, and two rows about all causes together.
+
+    ``judged`` contains the judged diagnoses of all jobs.
+    """
     rows = []
     for name in names:
         counts = Counter(answer.verdict for answer in judged if answer.name == name)
@@ -431,14 +444,17 @@ def rows_of(judged: Sequence[Answer], names: Sequence[str]) -> list[Row]:
 
 
 def of_causes(options: argparse.Namespace) -> Result:
-    """Returns the results of the part ``causes``. With ``--quick``, each cause is planted once."""
+    """Plants each cause in several jobs, and returns the results.
+
+    With ``options.quick``, each cause is planted once.
+    """
     names = options.only or list(CASES)
     judged = answers(names, 1 if options.quick else options.runs, options.seed)
     return Result(rows_of(judged, names), {"causes": [vars(answer) for answer in judged]})
 
 
 def main() -> int:
-    """Measures and prints the results. Returns 1 if a goal is missed."""
+    """Plants the causes in jobs, and prints the results. Returns 1 if a goal is missed."""
     parser = parser_of(__doc__, {"causes": of_causes}, "each cause once")
     parser.add_argument("--runs", type=int, default=6, help="number of jobs with each cause")
     parser.add_argument("--only", nargs="+", choices=CASES, help="names of causes")

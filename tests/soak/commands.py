@@ -179,7 +179,7 @@ data corpus --output-dir {{f}}/corpus --max-bytes 99999999999999999999 => --max-
 
 
 def write_files(folder: Path) -> None:
-    """Writes the files to which the command lines refer into ``folder``."""
+    """Writes all files that the command lines use to ``folder``."""
     header = TraceHeader(
         run="one", rank=0, world_size=1, pp_rank=0, num_ranks=1, num_chunks=1,
         num_microbatches=4, schedule=HOSTILE, host=HOSTILE,

@@ -165,7 +165,7 @@ def measure(
 def _status_s(checkpoints: Path) -> float:
     """Runs ``train elastic --status`` on ``checkpoints``, and returns its duration in seconds.
 
-    The printed status must be recent, and must contain machines.
+    Raises an error if the printed status is older than ten seconds or lists no machines.
     """
     arguments = ["train", "elastic", "--status", checkpoints, "--json"]
     begun_s = time.monotonic()
@@ -224,9 +224,10 @@ class _Program:
         raise RuntimeError(f"{self.arguments[0]} printed no {pattern} within {limit_s:g} s: {said}")
 
     def found_all(self, pattern: re.Pattern[str], count: int, limit_s: float) -> dict[str, float]:
-        """Waits for ``count`` names that match ``pattern``, and returns their arrival times.
+        """Waits until the output contains ``count`` matches of ``pattern``.
 
-        Returns fewer names after ``limit_s`` seconds.
+        Returns the arrival time of each match in seconds, keyed by the name in the match. After
+        ``limit_s`` seconds, returns the matches that were found so far.
         """
         times: dict[str, float] = {}
         end_s = time.monotonic() + limit_s
@@ -258,7 +259,7 @@ def manage(checkpoints: Path, nodes: int) -> None:
 
 
 class LightAgent(Agent):
-    """Agent that stores the keys of its ranks instead of running the ranks."""
+    """Agent of a node that only notes which ranks the manager starts, and does not run any."""
 
     def __init__(
         self, *, name: str, owner: dict[str, Any], work: NodeWork, keeper: SnapshotKeeper
@@ -318,7 +319,8 @@ class _Nothing:
 async def attend(checkpoints: Path, first: int, end: int) -> None:
     """Runs agents ``first`` to ``end - 1`` of the job that saves to ``checkpoints``.
 
-    Orders are read as JSON lines from standard input.
+    A first line on standard input makes the agents join the job. Each following line is a JSON
+    object that names agents that must stop sending or close their connection.
     """
     allow_files(1 << 16)
     owner: dict[str, Any] = {}

@@ -65,7 +65,7 @@ class Saved:
 
     @property
     def steps(self) -> StepFolders:
-        """Returns the folder of all steps, which the loader also reads."""
+        """Returns the folder that contains the checkpoints of all steps."""
         return (PipelineFolder if self.is_pipeline else CheckpointFolder)(self.folder)
 
     def verify(self) -> str:
@@ -81,7 +81,7 @@ def measure(
     seed: int,
     shapes: Sequence[str] = tuple(_SHAPES),
 ) -> Result:
-    """Corrupts and verifies checkpoints, and loads some of them.
+    """Corrupts checkpoints, verifies all of them, and loads some of them.
 
     Args:
         folder: Empty folder for checkpoints.
@@ -211,7 +211,7 @@ def damage(path: Path, kind: str, draw: random.Random) -> str:
 
     Args:
         path: Path of the file, which is not empty.
-        kind: Kind of corruption: ``bit``, ``byte``, ``zeros`` (another byte if the bytes are
+        kind: Kind of corruption: ``bit``, ``byte``, ``zeros`` (or a different byte if the bytes are
             already zero), ``truncated`` or ``missing``.
         draw: Random number generator.
 
@@ -243,9 +243,10 @@ def damage(path: Path, kind: str, draw: random.Random) -> str:
 def load_damaged(
     folder: Path, every: Sequence[Saved], seeds: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Loads the checkpoints that :func:`damaged` corrupts for ``seeds``, in separate processes.
+    """Corrupts one checkpoint of ``every`` for each seed in ``seeds``, and tries to load it.
 
-    The checkpoints are those in ``every``. The processes write their results to ``folder``.
+    The trainer and a ``Pipeline`` load their checkpoints in separate processes, which write their
+    results to ``folder``. See :func:`damaged` for the corruptions.
 
     Returns:
         Dict for each load, with ``seed``, ``error`` (empty if the load succeeded) and
@@ -267,7 +268,10 @@ def load_damaged(
 
 
 def _load_all(path: Path) -> None:
-    """Loads the corrupt checkpoints that the file ``path`` lists, and writes the results to it."""
+    """Tries to load the corrupt checkpoints that are listed in ``path``.
+
+    Replaces the content of ``path`` with the results.
+    """
     from megatron.adaptive import accelerator
 
     accelerator.install()

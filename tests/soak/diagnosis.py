@@ -31,14 +31,21 @@ MILLION = 1_000_000
 
 
 def of_detection(options: argparse.Namespace) -> Result:
-    """Runs the part ``detection`` with the settings ``options``."""
+    """Diagnoses synthetic runs, and returns the fraction of runs with a right diagnosis.
+
+    ``options`` contains the seed, and whether to make fewer runs.
+    """
     results = list(cases.outcomes(40 if options.quick else 200, options.seed))
     facts = {"detection": [vars(outcome) for outcome in results]}
     return Result(rows=_rates("made-up", results), facts=facts)
 
 
 def of_real(options: argparse.Namespace) -> Result:
-    """Runs the part ``real`` with the settings ``options``."""
+    """Diagnoses runs of processes that sleep instead of computing.
+
+    Returns the fraction of runs with a right diagnosis. ``options`` contains the seed, and whether
+    to make fewer runs.
+    """
     results = emulated.measure(7 if options.quick else 30, options.seed, limit_s=1800)
     facts = {"real": [vars(outcome) for outcome in results]}
     return Result(rows=_rates("real", results), facts=facts)
@@ -75,7 +82,10 @@ def _rates(kind: str, outcomes: list[Outcome]) -> list[Row]:
 
 
 def of_clock(options: argparse.Namespace) -> Result:
-    """Runs the part ``clock`` with the settings ``options``."""
+    """Measures the errors that remain after wrong clocks have been aligned.
+
+    With ``options.quick``, each wrong clock is measured once.
+    """
     result = clocks.measure(4.0 if options.quick else 10.0, 1 if options.quick else 4)
     rows = [
         measured(
@@ -90,7 +100,10 @@ def of_clock(options: argparse.Namespace) -> Result:
 
 
 def of_bubble(options: argparse.Namespace) -> Result:
-    """Runs the part ``bubble`` with the settings ``options``."""
+    """Compares the bubble that a trace shows with the true bubble of sleeping processes.
+
+    ``options`` contains the seed, and whether to make fewer runs.
+    """
     rows, facts = [], {}
     for title, half_s in emulated.HALF_S.items():
         errors = emulated.bubble_errors(2 if options.quick else 6, options.seed, half_s)
@@ -109,7 +122,10 @@ def of_bubble(options: argparse.Namespace) -> Result:
 
 
 def of_aggregate(options: argparse.Namespace) -> Result:
-    """Runs the part ``aggregate``. With ``--quick``, uses fewer spans and a lower limit."""
+    """Measures the time and memory for reading a large trace.
+
+    With ``options.quick``, the trace has fewer spans.
+    """
     spans = MILLION if options.quick else 10 * MILLION
     result = aggregate.measure(spans)
     note = f"{result['spans']:.0f} spans of {aggregate.RANKS} ranks"
@@ -122,7 +138,7 @@ def of_aggregate(options: argparse.Namespace) -> Result:
 
 
 def of_repairs(options: argparse.Namespace) -> Result:
-    """Runs the part ``repairs``, which ignores ``--quick``."""
+    """Compares the predicted step times of repaired jobs with real ones. Ignores ``options``."""
     done = list(repairs.measure())
     right, pairs = repairs.ordered_right(done)
     note = "; ".join(
@@ -166,7 +182,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measures and prints the results. Returns 1 if a goal is missed."""
+    """Measures the selected parts and prints the results. Returns 1 if a limit is missed."""
     options = parse()
     return measure({name: partial(part, options) for name, part in PARTS.items()}, options)
 

@@ -91,7 +91,7 @@ def compare(total: Result) -> None:
 
 
 def morphs(folder: Path, *, quick: bool) -> Result:
-    """Changes the shape of a job several times, and measures each change.
+    """Adds and removes machines of a job, and measures each change of the job's shape.
 
     The job writes its files to ``folder``. If ``quick``, its shape changes only twice.
     """
@@ -143,7 +143,7 @@ def morphs(folder: Path, *, quick: bool) -> Result:
 
 
 def shape_on(job: ElasticJob, names: str) -> None:
-    """Changes the machines of ``job`` to ``names``, and waits until ``job`` trains on these."""
+    """Changes the machines of ``job`` to ``names``, and waits until the job trains on them."""
     epoch = len(job.state()["epochs"]) + 1
     job.change(names)
     job.trained(epoch, 5)
@@ -176,7 +176,7 @@ def copies(folder: Path, *, quick: bool) -> Result:
 
 
 def _lose_nodes(folder: Path, *, times: int) -> Result:
-    """Kills ``times`` nodes at random moments, and replaces each node by a new node.
+    """Kills ``times`` nodes at random moments, and replaces each of them with a new node.
 
     The job writes its files to ``folder``.
     """

@@ -101,7 +101,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def look_for_secrets(seed: int) -> Result:
-    """Plants secrets that ``seed`` selects in jobs, and searches for them as a different user."""
+    """Plants random secrets in jobs, and searches for them as a different user.
+
+    ``seed`` selects the secrets.
+    """
     result = planted_secrets.measure(seed)
     if result["seen"] < 2 or result["arrived"] < result["jobs"]:
         raise RuntimeError(f"the jobs or the scanner did not work: {result}")

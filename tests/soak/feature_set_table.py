@@ -13,7 +13,7 @@ from pathlib import Path
 
 TABLE = Path(__file__).with_name("feature_sets.txt")
 _SEPARATOR = re.compile(r"\s+\|(?=\s|$)")
-"""Pattern of the column separator. The bars of a layout have no spaces around them."""
+"""Pattern of the bar between columns. The bars in a pipeline layout have no spaces around them."""
 _RANKS = "--ranks"
 
 
@@ -48,7 +48,11 @@ class FeatureSet:
 
     @property
     def is_v(self) -> bool:
-        """Returns whether the stages form a V, so that each rank sums different terms of a norm."""
+        """Returns whether the first rank has both the first and the last stage (a V placement).
+
+        A rank then holds different layers than in the reference run, so the terms of a norm are
+        summed in a different order.
+        """
         return "--first-weights" in self.flags
 
 
@@ -71,7 +75,7 @@ def read_rows(text: str) -> list[list[list[str]]]:
 
 
 def split_ranks(items: Sequence[str]) -> tuple[int, tuple[str, ...]]:
-    """Returns the number of ranks, and the flags without ``--ranks``."""
+    """Returns the number of ranks that ``items`` require, and the flags without ``--ranks``."""
     ranks, flags = 2, list[str]()
     remaining = iter(items)
     for word in remaining:

@@ -60,7 +60,7 @@ QUICK = (
 PLUGIN = ROOT / "tests" / "plugin"
 LIMIT_S = 180.0
 REL = 1e-6
-"""Maximum relative difference between the numbers of two runs whose stages form a V."""
+"""Maximum relative difference between the losses and norms of two runs with a V placement."""
 COMMON = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
     "--max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 3 "
@@ -85,7 +85,8 @@ class Run:
     Attributes:
         status: Exit status of the first rank that failed, 0 if no rank failed, or ``None`` after a
             timeout.
-        lines: List for each rank with the notes of all steps and evaluations.
+        lines: List for each rank, with the values that the rank noted after each step and
+            evaluation.
         reason: Log line that states why the run failed. Empty if the run succeeded.
         is_named: Whether this project, and not another library, raised the error.
     """
@@ -103,7 +104,7 @@ class Run:
 
 @dataclass
 class Tree:
-    """Runs the script of a Megatron-LM checkout.
+    """Runs ``pretrain_gpt.py`` of a Megatron-LM checkout.
 
     Attributes:
         folder: Folder for the logs and notes of all runs. A new run of a feature set replaces the
@@ -123,10 +124,10 @@ class Tree:
         self._compile_helpers()
 
     def run(self, feature_set: FeatureSet, kind: str) -> Run:
-        """Trains ``feature_set`` with the flags that ``kind`` selects.
+        """Trains ``feature_set`` with the schedule that ``kind`` selects.
 
         The kind ``own`` uses megatron-core's schedule, and ``engine`` uses this project's engine.
-        Feature sets with equal flags share the result of ``own``.
+        The result of ``own`` is reused for feature sets with the same flags.
         """
         if kind == "engine":
             return self._train(feature_set, kind, feature_set.engine_flags)
@@ -137,8 +138,7 @@ class Tree:
 
     def _train(self, feature_set: FeatureSet, kind: str, flags: Sequence[str]) -> Run:
         folder = self.folder / feature_set.name / kind
-        # Remove the folder, because ranks would append their notes to the notes of the previous
-        # run.
+        # Otherwise, ranks would append their notes to the notes of the previous run.
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         log = folder / "log.txt"
@@ -203,7 +203,7 @@ def reason_of(log: str) -> tuple[str, bool]:
 
 
 def compare(feature_set: FeatureSet, reference: Run, engine: Run) -> tuple[str, str]:
-    """Returns the result of a feature set, as printed in the table, and the reason for it."""
+    """Returns the word for the table that describes the result, and the reason for the result."""
     if reference.status != 0:
         return "own fails", reference.reason
     if engine.status != 0:

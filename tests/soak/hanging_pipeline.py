@@ -40,7 +40,9 @@ class Tower(torch.nn.Module):
 
 
 class Rows(Dataset[torch.Tensor]):
-    """Data set of random samples. If the hang is of kind ``reader``, reading one sample never ends.
+    """Data set of random samples.
+
+    If ``fault`` is a hang of the kind ``reader``, one sample can never be read completely.
 
     Args:
         fault: Description of the hang.

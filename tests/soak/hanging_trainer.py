@@ -38,7 +38,7 @@ class Fault:
     """Makes this rank hang if ``settings`` selects this rank.
 
     Args:
-        settings: Content of ``HANG``.
+        settings: Settings of the hang, from the environment variable ``HANG``.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -49,7 +49,7 @@ class Fault:
         self.pauses = Pauses(settings) if settings["kind"] == "quiet" else None
 
     def begins(self, iteration: int) -> None:
-        """Sleeps for ``step_s``, and then hangs if the hang must occur between steps.
+        """Sleeps for ``step_s`` seconds. Then hangs if the settings require a hang between steps.
 
         Called at the start of step ``iteration``.
         """
@@ -106,7 +106,7 @@ class Fault:
             os.fsync = sync
 
     def hang(self) -> None:
-        """Hangs within a step in the way that ``kind`` requires."""
+        """Makes this rank hang within a step, in the way that the hang's ``kind`` describes."""
         if self.kind == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
         elif self.kind == "lock":
@@ -127,7 +127,8 @@ class Pauses:
     that rank.
 
     Args:
-        settings: Content of ``HANG``. Its ``rank`` is the seed of the pauses.
+        settings: Settings from the environment variable ``HANG``. The setting ``rank`` is the seed
+            of the pauses.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -140,7 +141,7 @@ class Pauses:
     def begins(self, iteration: int) -> None:
         """Pauses for a random time before step ``iteration``.
 
-        The pause before the first step is long, as if kernels were compiled.
+        The pause before the first step is as long as a compilation of kernels.
         """
         time.sleep(min(4.0, self.draw.expovariate(0.6)))
         kinds = ["none", "slow action", "rest", "computes", "writes"]

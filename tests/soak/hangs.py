@@ -39,7 +39,7 @@ CAUSES = {
     "interpreter lock": r"holds the interpreter lock",
 }
 SHAPES = ((2, 2, 1), (2, 1, 1), (4, 2, 1), (4, 4, 1), (4, 2, 2), (8, 4, 1), (8, 2, 2))
-"""Numbers of ranks, pipeline stages and tensor-parallel ranks of the jobs."""
+"""Shapes of jobs: numbers of ranks, of pipeline stages and of tensor-parallel ranks."""
 TRAINER = Path(__file__).with_name("hanging_trainer.py")
 LIMIT_S = 240.0
 
@@ -53,7 +53,7 @@ class Case:
         shape: Shape of the job, an element of :data:`SHAPES`.
         rank: Rank that hangs.
         iteration: Index of the iteration in which the rank hangs.
-        action: Index of the action of the step in which the rank hangs.
+        action: Index of the action within the iteration in which the rank hangs.
         after_s: Value of ``--hang-after-s``, in seconds.
         machines: Number of machines to which the ranks are assigned.
         program: ``trainer``, or ``pipeline`` for a user's loop around a ``Pipeline``.
@@ -77,7 +77,7 @@ class Case:
 def cases(count: int, seed: int) -> list[Case]:
     """Returns ``count`` randomly drawn jobs that hang, cycling through all kinds of hangs.
 
-    ``seed`` is the seed of all draws.
+    ``seed`` is the seed of all random choices.
     """
     draw = random.Random(seed)
     hangs = []
@@ -89,7 +89,7 @@ def cases(count: int, seed: int) -> list[Case]:
         rank = draw.randrange(ranks)
         if kind == "reader":  # Only the first and the last stage read data.
             rank = draw.choice([rank % (ranks // stages), ranks - 1 - rank % (ranks // stages)])
-        # A different order on the first stage would not cause a deadlock.
+        # A different schedule on the first stage would not cause a deadlock.
         if kind == "schedule":
             shape = (ranks, stages, 1)
             rank = draw.randrange(ranks // stages, ranks)
@@ -211,7 +211,7 @@ def _until_said(log: Path, job: Ranks) -> tuple[str, float]:
 
 
 def _shares(job: Ranks) -> list[float]:
-    """Returns the fraction of a processor that each rank's hang detector has used."""
+    """Returns the fraction of a processor's time that each rank's hang detector has used."""
     shares = []
     for process in job.processes():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -341,7 +341,7 @@ class _Kept:
         self.rows: dict[str, dict[str, Any]] = {row["key"]: row for row in map(json.loads, lines)}
 
     def add(self, key: str, **row: Any) -> None:
-        """Stores the results of the job ``key`` as the dict ``row``."""
+        """Stores the results ``row`` of the job ``key``, in memory and in the file."""
         self.rows[key] = {"key": key, **row}
         with self._path.open("a") as file:
             file.write(json.dumps(self.rows[key]) + "\n")
@@ -353,9 +353,9 @@ QUIET_LIMITS_S = (8.0, 12.0, 20.0)
 
 
 def quiet(folder: Path, minutes: float, seed: int) -> tuple[float, list[str]]:
-    """Runs several jobs at a time that pause without hanging, with short hang timeouts.
+    """Runs jobs that pause without hanging, several at a time, with short hang timeouts.
 
-    ``seed`` is the seed of all draws.
+    ``seed`` is the seed of all random numbers.
 
     The jobs run for ``minutes`` minutes in total, and write to ``folder``. Two thirds of the jobs
     are loops around a ``Pipeline``. The other jobs run the trainer with evaluations and

@@ -42,21 +42,21 @@ STOPPED_S = (0.5, 4.0)
 SPAN = 1.6
 """Latest time of a signal, as a multiple of the duration of an undisturbed job.
 
-An undisturbed job consists of startup, a few steps and shutdown. Later signals would also arrive
-during steps, like many earlier signals. They would cost twice their processor time, because the
-reference job repeats all steps.
+An undisturbed job consists of startup, a few steps and shutdown. A later signal would also arrive
+during a step, as many of the earlier signals do. The additional steps would be computed twice,
+because the undisturbed reference job repeats all steps.
 """
 END_LIMIT_S = 240.0
 AGAIN_LIMIT_S = 6.0
 """Time in seconds after which a job that continues despite a signal gets SIGTERM."""
 LEFT_LIMIT_S = 20.0
 HITS_OF_A_CHAIN = 8
-"""Maximum number of signals per chain.
+"""Maximum number of signals per chain of jobs.
 
-The reference job repeats all steps of the chain, so a higher maximum would take too long.
+The undisturbed reference job repeats all steps of the chain, so more signals would take too long.
 """
 TOLERANCE, LEAST = 1e-5, 1e-6
-"""Maximum relative and absolute differences of losses, because elastic jobs change their shape."""
+"""Maximum relative and absolute differences of losses, which change with an elastic job's shape."""
 _BAD = re.compile(
     r"Traceback|InvalidStateError|did not prove|^frame #|C\+\+ CapturedTraceback|Fatal Python"
     r"|Exception ignored|Exception in|terminate called|Segmentation|\*\*\* "
@@ -153,7 +153,7 @@ class Chain:
         return [*start_words, "--nproc-per-node", "2", str(TRAINER), *arguments]
 
     def losses(self, number: int) -> list[tuple[int, float]]:
-        """Returns a (step, loss) pair for each step that job ``number`` completed, in order."""
+        """Returns the (step, loss) pairs of all steps that job ``number`` completed, in order."""
         files = [self.progress(number) / "progress.jsonl"]
         if self.kind == "pipeline":
             files = sorted(self.progress(number).glob("epoch-*-1.jsonl"))
@@ -204,9 +204,9 @@ class RunningJob:
         self._forks = variables.get("TESTS_NODE_FORKSERVERS")
 
     def processes(self) -> dict[int, str]:
-        """Returns a dict from the ID of each live process to the role of the process.
+        """Returns the role of each live process, keyed by the ID of the process.
 
-        Skips placeholder processes, which stand for a process that a fork server has forked.
+        Skips stand-ins, which only wait for a process that a fork server has forked.
         """
         roles: dict[int, str] = {}
         left = [(self.root.pid, 0)]
@@ -266,7 +266,7 @@ class RunningJob:
 
 
 def _role(process: psutil.Process) -> str:
-    """Returns a name for the task of ``process``, from its command line or from a fork's name."""
+    """Returns a name that describes what ``process`` does, such as the end of its command line."""
     name, text = process.name(), " ".join(process.cmdline()[1:5])
     if "rank_forkserver" in text:  # The command lines of forks also contain this text.
         return f"fork {name.rstrip('0123456789')}"
@@ -278,7 +278,8 @@ class Outcome:
     """Signal that a job received, and how the job then exited.
 
     Attributes:
-        description: Kind of job, signal, role, and time.
+        description: Text with the kind of the job, the signal, the process that got it, and the
+            time.
         faults: Descriptions of all faults.
         status: Exit status of the job.
         steps: Number of steps that the job completed.
@@ -357,7 +358,7 @@ def run_chains(chain: Chain, seed: int, hits: int, report: Callable[[str], None]
 
 
 def _undisturbed_end(chain: Chain, job: RunningJob, number: int) -> tuple[Outcome, float]:
-    """Stops ``job``, the job ``number`` of ``chain``, with SIGTERM after some steps.
+    """Stops ``job`` with SIGTERM after some steps. It is job number ``number`` of ``chain``.
 
     Returns the job's outcome, and the latest time at which later jobs get a signal, in seconds.
     """
@@ -407,7 +408,9 @@ def _judge(
     lines = job.log.read_text(errors="replace").splitlines()
     bad = [line for line in lines if _BAD.search(line)]
     if chain.kind == "pipeline" and any(_LOST in line for line in lines):
-        bad = []  # The errors come from a library, and a user's script does not catch them.
+        # These errors are allowed: they come from a library, and a user's script does not catch
+        # them.
+        bad = []
     is_early = not chain.losses(number) and any("KeyboardInterrupt" in line for line in lines)
     if chain.kind == "pipeline" and is_early and "SIGINT" in description:
         bad = []  # Python prints a traceback for SIGINT before the user's script trains.
@@ -423,7 +426,7 @@ def _judge(
     if len(reasons) > 5:
         faults.append(f"{len(reasons)} lines state a reason in {job.log}")
     is_ours = chain.kind != "torchrun" and "SIGKILL" not in description
-    # If a signal arrives before a program of this project runs, it stops the interpreter without a
+    # If a signal arrives before a program of this project runs, the interpreter exits without a
     # message.
     has_begun = bool(lines) or "to fork" in description
     if status not in (0, None, -signal.SIGKILL) and not reasons and is_ours and has_begun:

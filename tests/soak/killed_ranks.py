@@ -48,7 +48,7 @@ SLOT_BYTES, SLOTS = 256 << 10, 6
 SIZES = (0, 100, 1 << 10, 64 << 10, 256 << 10, 1 << 20)
 START_S, SURVIVE_S, END_S = 30.0, 20.0, 10.0
 MOST_S = 5.0
-"""Maximum time in seconds until a neighbour must detect that a rank was killed."""
+"""Time in seconds within which a neighbour must detect that a rank was killed."""
 # A rank sends about a hundred messages before the latest kill. Machines with RDMA need more time
 # for this.
 _LATEST_KILL_S = {"shm": 0.06, "tcp": 0.06, "rdma": 0.5}
@@ -97,7 +97,7 @@ def be_rank(rank: int, kind: str, connection: Connection, seed: int) -> None:
 def live(
     transport: NativeTransport, rank: int, draw: random.Random, connection: Connection
 ) -> None:
-    """Exchanges random messages over ``transport`` until ``connection`` delivers an order to stop.
+    """Exchanges random messages over ``transport`` until ``connection`` delivers a stop command.
 
     ``draw`` selects the messages that ``rank`` sends to its neighbours.
     """
@@ -225,7 +225,10 @@ def _open(fd: str) -> bool:
 
 
 def private() -> tuple[str, ...]:
-    """Returns a command prefix that hides other programs' objects, or ``()`` if not permitted."""
+    """Returns a command prefix that gives a program private shared memory and sockets.
+
+    Returns ``()`` if the system does not permit this.
+    """
     try:
         done = subprocess.run([*_PRIVATE, "true"], capture_output=True, check=False)
     except FileNotFoundError:

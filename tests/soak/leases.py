@@ -37,9 +37,9 @@ _NUMBERS = 4096  # Each tensor has this number of elements.
 _LIMIT_S = 90.0
 _EXIT_EXPECTED = 2
 _STATUSES = threading.Lock()
-"""Guards the exit statuses.
+"""Guards the exit statuses of child processes.
 
-Starting a process also collects the statuses of other children.
+Starting a process also collects the statuses of other children, so threads must take turns.
 """
 
 
@@ -116,7 +116,7 @@ class SmallJob:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def of(self, name: str) -> list[Any]:
-        """Returns all values that rank 0 has written under the key ``name``."""
+        """Returns all values that rank 0 has written to its log under the key ``name``."""
         return [line[name] for line in self.said() if name in line]
 
 
@@ -186,7 +186,7 @@ def run_rank(
 
 
 def _state(number: int, step: int, rank: int) -> Any:
-    """Returns a small state whose values encode ``number`` of the job, ``step`` and ``rank``."""
+    """Returns a small state whose values encode the job's ``number``, ``step`` and ``rank``."""
     import torch
 
     from megatron.adaptive.checkpoint.writer import Piece, TakenState, pickled
@@ -213,9 +213,9 @@ def _stamp(number: int, step: int, rank: int) -> int:
 
 
 def look(folder: Path, jobs: Sequence[SmallJob], seen: Seen) -> None:
-    """Checks that each checkpoint is from one job, and that no saved checkpoint is missing.
+    """Checks that each checkpoint in ``folder`` is from one job, and that no checkpoint is missing.
 
-    Adds faults to ``seen``.
+    ``jobs`` are the jobs that saved checkpoints. Faults are added to ``seen``.
     """
     checkpoints, owners = CheckpointFolder(folder), {}
     for step in checkpoints.steps():
@@ -240,7 +240,10 @@ def look(folder: Path, jobs: Sequence[SmallJob], seen: Seen) -> None:
 
 
 def _refused(job: SmallJob, seen: Seen) -> None:
-    """Checks the error message of ``job``, which was rejected, and adds the result to ``seen``."""
+    """Checks the error message of ``job``, which was not allowed to use a folder of another job.
+
+    Adds the time until the message, or a fault, to ``seen``.
+    """
     lines, after = job.of("error"), job.of("after")
     text = lines[0] if lines else "no line"
     if "is written by process" not in text or "since 20" not in text or "\n" in text:
@@ -250,9 +253,9 @@ def _refused(job: SmallJob, seen: Seen) -> None:
 
 
 def pair(folder: Path, seed: int) -> Seen:
-    """Runs two jobs that start at random times on ``folder``, and returns the observations.
+    """Starts two jobs at random times on the same ``folder``, and returns the observations.
 
-    ``seed`` selects the times.
+    ``seed`` selects the start times and the numbers of checkpoints.
     """
     chance, seen = random.Random(seed), Seen()
     is_far = chance.random() < 0.5
@@ -275,9 +278,9 @@ def pair(folder: Path, seed: int) -> Seen:
 
 
 def kill(folder: Path, seed: int) -> Seen:
-    """Kills a job that owns ``folder``, or only rank 0, and checks that a second job can start.
+    """Kills a job that owns ``folder``, or only its rank 0, and checks that a second job can start.
 
-    ``seed`` is the seed of all draws.
+    ``seed`` is the seed of all random numbers. Returns the observations.
     """
     chance, seen = random.Random(seed), Seen()
     is_far = chance.random() < 0.1
@@ -295,9 +298,9 @@ def kill(folder: Path, seed: int) -> Seen:
 def pause(folder: Path, seed: int) -> Seen:
     """Pauses a job that owns ``folder`` until a second job takes over the folder.
 
-    ``seed`` is the seed of all draws.
+    ``seed`` is the seed of all random numbers. Returns the observations.
 
-    The first job must then save nothing.
+    After the pause, the first job must not save any checkpoint.
     """
     chance, seen = random.Random(seed), Seen()
     first = SmallJob(folder, 1, 1000, chance.randrange(1 << 30), is_far=True)
@@ -335,11 +338,11 @@ def _succeeded(job: SmallJob, limit_s: float, seen: Seen) -> None:
 
 
 def trainers(folder: Path, seed: int) -> Seen:
-    """Starts two trainers with ``folder`` as ``--save``, kills one, and starts a third.
+    """Starts two trainers with ``folder`` as ``--save``, kills one, and starts a third trainer.
 
-    ``seed`` is the seed of all draws.
+    ``seed`` is the seed of all random numbers. Returns the observations.
 
-    The trainer that owns the folder is killed.
+    The trainer that is killed is the owner of the folder.
     """
     chance, seen = random.Random(seed), Seen()
     flags = [*FLAGS, "--pipeline-model-parallel-size", "1", "--save", str(folder)]
@@ -393,7 +396,7 @@ def trainers(folder: Path, seed: int) -> Seen:
 
 
 def measure(folder: Path, pairs: int, kills: int, seed: int, real: int = 3) -> Result:
-    """Runs jobs on shared folders, with a new folder for each test, and returns rows of a table.
+    """Tests jobs that share a folder, with a new folder for each test, and returns table rows.
 
     Args:
         folder: Empty folder.

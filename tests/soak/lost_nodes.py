@@ -36,7 +36,7 @@ BATCH, FIRST = 4, 10
 STEP_S = 0.4
 TOLERANCE = 1e-5
 DEADLINE_S, GONE_S = 450.0, 90.0
-"""Time limits in seconds.
+"""Time limits in seconds for the job to continue, and for the processes of a node to exit.
 
 The limits are three times the usual times, because other programs may run.
 """
@@ -44,7 +44,7 @@ _TOGETHER = 0.25
 """Probability that the next event begins before the job has recovered from the current event."""
 _LOOK_S = 0.2
 _MOST_ENDS = 3
-"""Maximum number of exits with a reason after an event, before the job must continue."""
+"""Maximum number of times that the job may exit with a reason before it recovers from an event."""
 _OURS = re.compile(
     r'File ".*/(cluster/(?!rank_forkserver)\w+|cli/run)\.py"|never retrieved|Exception in callback'
 )
@@ -54,7 +54,7 @@ _KILLED, _TERMINATED = 128 + signal.SIGKILL, 128 + signal.SIGTERM
 
 
 class SoakError(Exception):
-    """Raised if the job neither continued nor exited in time, or left processes behind."""
+    """Raised if the job does not continue or exit in time, or leaves processes behind."""
 
 
 @dataclass(kw_only=True)
@@ -67,11 +67,12 @@ class SoakResult:
         counts: Number of events by kind.
         ended: Reasons that the job stated when it exited.
         failures: Descriptions of all failures.
-        recoveries_s: Times until the job continued, in seconds, by kind of event. A time starts
-            when a lasting event ends. If several events overlap, only the last event is counted.
+        recoveries_s: Seconds until the job continued, by kind of event. If an event lasts for some
+            time, the seconds are counted from its end. If several events overlap, only the last
+            event is counted.
         figures: Values measured during the whole soak test, by name.
-        tracebacks: Last lines of tracebacks in the logs, most often of ranks whose peers were
-            killed.
+        tracebacks: Last lines of the tracebacks in the logs. Most of them are from ranks whose
+            peers were killed.
     """
 
     seed: int
@@ -124,11 +125,12 @@ class Soak:
         self._say = say
         self._kinds = list(kinds)
         self._draw = random.Random(seed)
-        self._told: set[str] = set()  # These are the nodes whose exit was noticed.
+        # This set contains the names of nodes whose exit was reported.
+        self._told: set[str] = set()
         self._start_s = time.monotonic()
-        # The moment is the Unix time of the last event, or of the end of this event.
+        # This is the Unix time at which the last event happened or, if the event lasts, was over.
         self._moment_ns = 0
-        self._last = "join"  # The last event was of this kind.
+        self._last = "join"  # This is the kind of the last event.
         self._nodes = Nodes(folder, SLOTS, SHARED_BYTES)
         self._checkpoints = self._nodes.shared / "checkpoints"
         self._events = Events(self._nodes, self._draw, self._note, self._checkpoints)
@@ -141,7 +143,7 @@ class Soak:
         self._nodes.close()
 
     def run(self, events: int, limit_s: float) -> SoakResult:
-        """Causes up to ``events`` events within ``limit_s`` seconds, and checks the results."""
+        """Causes up to ``events`` events within ``limit_s`` seconds, and returns the results."""
         self._first_checkpoint()
         for node in self._nodes.all:
             self._boot(node)
@@ -263,7 +265,7 @@ class Soak:
         return ""
 
     def _look_at_ended(self) -> None:
-        """Adds a note about each node that has exited, with the reason that the node printed."""
+        """Reports each node that has exited, with the reason that the node printed."""
         for node in self._nodes.all:
             if not node.is_on or node.status is None or node.name in self._told:
                 continue
@@ -273,7 +275,7 @@ class Soak:
             reasons = [line for line in node.said.splitlines() if _REASON.match(line)]
             reason = reasons[-1] if reasons else ""
             self._note(f"    {node.name} exited with status {node.status}: {reason}")
-            # A node that printed nothing exited before its program began.
+            # A node that printed nothing was terminated before its program began.
             is_early = node.status == _TERMINATED and not node.said
             if not reason and not is_early:
                 self._fail(f"{node.name} exited with status {node.status} and no reason")
@@ -281,7 +283,10 @@ class Soak:
                 self._fail(f"{node.name} exited with status 1: {_tail(node.said)}")
 
     def _all_ended(self) -> None:
-        """Stores the job's last reason after all nodes have exited, and restarts the nodes."""
+        """Stores the reason of the last node that exited, and restarts all nodes.
+
+        Must be called only after all nodes have exited.
+        """
         last = next((line for line in reversed(self.result.events) if "exited with" in line), "")
         self.result.ended.append(last.strip())
         self._gone()
@@ -321,7 +326,7 @@ class Soak:
         self._gone()
 
     def _judge(self) -> None:
-        """Checks the logs, progress files and checkpoints of the job, and adds any failures."""
+        """Checks the logs, progress files and checkpoints of the job, and stores any failures."""
         self._record.refresh()
         for node in self._nodes.all:
             node.off()
@@ -379,16 +384,19 @@ class Soak:
         return len(iterations)
 
     def _first_checkpoint(self) -> None:
-        """Trains some steps in a single process, because initial weights depend on the shape."""
+        """Trains some steps in a single process, and saves a checkpoint from which the job starts.
+
+        Without this checkpoint, the initial weights would depend on the shape of the job.
+        """
         arguments = ["--save", str(self._checkpoints), "--save-interval", "10"]
         arguments += ["--exit-interval", str(FIRST)]
         run_ranks([TRAINER, *self._alone, *arguments], 1, 1800.0)
         shutil.copytree(self._checkpoints, self._folder / "first")
 
     def _undisturbed(self, last: int) -> dict[int, float]:
-        """Returns the losses of a single process that continues from the first checkpoint.
+        """Trains in a single undisturbed process until iteration ``last``, and returns the losses.
 
-        The process exits after the iteration ``last``.
+        The process continues from the first checkpoint. The losses are keyed by iteration.
         """
         arguments = ["--load", str(self._folder / "first"), "--exit-interval", str(last)]
         arguments = [TRAINER, *self._alone, *arguments]
@@ -404,7 +412,7 @@ class Soak:
             self._events.end_due(all_of_them=True)
             for node in self._nodes.all:
                 self._boot(node)
-            self._settle()  # An error in this call stops the soak test.
+            self._settle()  # If this call raises an error, the soak test stops.
 
     def _out(self) -> list[Node]:
         return [node for node in self._nodes.all if not node.is_running]
@@ -480,7 +488,7 @@ def end_in_order(number: int, frame: object) -> None:
 
 
 def _say(text: str) -> None:
-    """Prints ``text`` at once, because a soak test takes hours."""
+    """Prints ``text`` immediately, because a soak test takes hours."""
     print(text, flush=True)
 
 

@@ -36,7 +36,7 @@ WORDS = (0, 1, 128, 1024, 8192)
 The payloads are empty, small, or fill a whole slot.
 """
 PIECES_WORDS = 40_000
-"""Payload size that is larger than a slot."""
+"""Payload size in elements of 8 bytes that exceeds the size of a slot."""
 LIMIT_S = 60.0
 MOST_GROWTH_MIB, MOST_MAPPED = 2.0, 1.05
 _LABEL = Label(0, Action(ActionKind.F, 0, 0))
@@ -83,9 +83,9 @@ class Link:
 
 
 def be_rank(rank: int, connection: Connection, messages: int) -> None:
-    """Runs rank ``rank`` until ``messages`` messages were sent or received.
+    """Sends or receives ``messages`` messages as rank ``rank``.
 
-    The rank then sends its measurements, or an error, to ``connection``.
+    Then sends the measurements of this process, or an error, to ``connection``.
     """
     try:
         link = Link(rank, connection)
@@ -148,7 +148,7 @@ def stream(messages: int, limit_s: float) -> list[dict[str, Any]]:
 
 
 def measure(messages: int) -> Result:
-    """Sends ``messages`` messages, and compares the memory of both processes with the limits."""
+    """Sends ``messages`` messages, and returns rows that compare the memory growth with limits."""
     figures = stream(messages, 60.0 + messages / 5e3)
     asked_bytes = 2 * SLOTS * SLOT_BYTES
     gains = [growth(end["looks"]) for end in figures]
@@ -188,13 +188,13 @@ def mapped_bytes() -> int:
 
 
 def look() -> tuple[int, int]:
-    """Returns the resident memory in bytes and the number of file descriptors of this process."""
+    """Returns the resident memory of this process in bytes, and its number of file descriptors."""
     process = psutil.Process()
     return process.memory_info().rss, process.num_fds()
 
 
 def words_of(number: int) -> int:
-    """Returns the number of elements of message ``number``. Both processes compute this number."""
+    """Returns the number of elements of message ``number``. Sender and receiver both compute it."""
     if number % 1009 == 1008:
         return PIECES_WORDS
     return WORDS[2] if number % 16 else WORDS[number // 16 % len(WORDS)]
@@ -257,11 +257,11 @@ def _check(payload: torch.Tensor, number: int) -> None:
 
 
 def growth(looks: list[tuple[int, int]]) -> tuple[int, int]:
-    """Returns how many bytes and file descriptors the process gained after the first fifth.
+    """Returns by how many bytes and file descriptors a process grew after the first fifth of a run.
 
     ``looks`` contains pairs (bytes, descriptors) that were measured at regular intervals. The
     minimum of the last fifth is compared with the minimum of the second fifth, because a process
-    that leaks never returns to its former size.
+    without a leak repeatedly returns to its former size.
     """
     fifth = max(1, len(looks) // 5)
     early, late = looks[fifth : 2 * fifth] or looks[:1], looks[-fifth:]
@@ -272,7 +272,7 @@ def growth(looks: list[tuple[int, int]]) -> tuple[int, int]:
 
 
 def main() -> int:
-    """Streams the messages and prints the results. Returns 1 if a limit is missed."""
+    """Sends the messages and prints the results. Returns 1 if a limit is missed."""
     parser = parser_of(__doc__, ("messages",), "send 200,000 messages")
     parser.add_argument("--messages", type=int, help="number of messages (10,000,000)")
     options = parser.parse_args()

@@ -23,7 +23,7 @@ from harness.report import Result, measure, measured, parser_of, ratios
 LIMIT_S = 240.0
 NODES = 64
 MOST_STATUS = 2.0
-"""Maximum ratio between the time of ``job status`` and the start time of the program."""
+"""Maximum duration of ``job status``, divided by the time that the program needs to start."""
 
 
 def of_status(options: argparse.Namespace) -> Result:
@@ -109,7 +109,7 @@ def write_logs(folder: Path, nbytes: int) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures and prints the results. Returns 1 if a goal is missed."""
+    """Measures the monitor and prints the results. Returns 1 if a goal is missed."""
     parser = parser_of(__doc__, (), "smaller logs")
     parser.add_argument("--gigabytes", type=float, help="size of the logs (1; 0.1)")
     options = parser.parse_args(arguments)

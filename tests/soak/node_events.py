@@ -36,7 +36,7 @@ WEIGHTS = {
 }
 """Relative probabilities of the kinds of events."""
 LASTS_S = ((1.0, 8.0), (22.0, 32.0))
-"""Ranges of event durations in seconds, shorter and longer than the timeout of a silent node."""
+"""Ranges of event durations in seconds, below and above the timeout for silent nodes."""
 
 
 class Events:
@@ -139,9 +139,9 @@ class Events:
         return f"{folder.name}/{path.name}: {damage(path, 'bit', self._draw)}"
 
     def end_due(self, *, all_of_them: bool = False) -> bool:
-        """Undoes lasting events whose duration has passed, and returns whether there were any.
+        """Undoes the lasting events whose duration has passed, and returns whether any was undone.
 
-        If ``all_of_them``, undoes all lasting events.
+        If ``all_of_them``, undoes all lasting events immediately.
         """
         now_s = time.monotonic()
         due = [event for event in self._undo if all_of_them or event[0] <= now_s]

@@ -39,12 +39,13 @@ LIMIT_S = 400.0
 ITERATIONS, INTERVAL, BATCH = 48, 6, 20
 PATIENCE = 2 * INTERVAL + 2
 AUTO_PATIENCE = 2 * (8 + 1) + 2
-"""Number of iterations within which a move without gain must be undone: two checks.
+"""Number of iterations within which a move of layers that gains nothing must be undone.
 
-Under ``auto``, the first checks are 8 measured iterations apart.
+This is the time of two checks. With ``--pipeline-schedule auto``, the first checks are 8 measured
+iterations apart.
 """
 MOST_MORE = 2
-"""Maximum deviation from equal shares in the median step, in microbatches."""
+"""Maximum deviation of a replica's median number of microbatches from an equal share."""
 COMMON = (
     "--hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
     "--micro-batch-size 1 --lr 1e-3 --mock-data --vocab-size 63 --tokenizer-type NullTokenizer "
@@ -61,7 +62,7 @@ AUTO = (
 ).split()
 DEALING = f"--num-layers 2 --global-batch-size {BATCH} --balance-replicas speed".split()
 LAYER_MS = ("4", "7", "10")
-"""Milliseconds per layer, of which one is drawn for each job.
+"""Possible durations of a layer in milliseconds, one of which is drawn for each job.
 
 Noise affects shorter layers more.
 """
@@ -86,7 +87,8 @@ class NoisyJob:
         name: Name of the kind of job.
         minutes: Duration in minutes.
         moves: Number of moves of layers, including moves back.
-        kept: Descriptions of moves that were not undone, and of uneven shares that remained.
+        kept: Descriptions of moves that were not undone, and of shares of microbatches that
+            remained uneven.
     """
 
     name: str
@@ -152,7 +154,7 @@ def kept_moves(log: str, patience: int = PATIENCE) -> tuple[int, tuple[str, ...]
 
 
 def _of_ranks(layers: list[int], *, is_v: bool) -> bool:
-    """Returns whether both ranks have the same number of layers.
+    """Returns whether the first rank has half of all layers.
 
     Args:
         layers: Number of layers of each stage.
@@ -217,7 +219,7 @@ KINDS: dict[str, Callable[[Path, int], tuple[int, tuple[str, ...]]]] = {
 
 
 def run_jobs(names: list[str], minutes: float, seed: int) -> list[NoisyJob]:
-    """Runs a job of each kind in ``names``, and more jobs until ``minutes`` have passed.
+    """Runs one job of each kind in ``names``, and repeats this until ``minutes`` have passed.
 
     ``seed`` is the seed of the first job. Later jobs use the next seeds.
     """
@@ -234,7 +236,10 @@ def run_jobs(names: list[str], minutes: float, seed: int) -> list[NoisyJob]:
 
 
 def of_noise(options: argparse.Namespace) -> Result:
-    """Runs the part ``noise``. With ``--quick``, trains one job of each kind."""
+    """Runs jobs at the same time as other programs, and returns the rows of the table.
+
+    With ``options.quick``, runs one job of each kind.
+    """
     names = options.only or list(KINDS)
     jobs = run_jobs(names, 0 if options.quick else options.minutes, options.seed)
     rows = []
@@ -253,7 +258,7 @@ def of_noise(options: argparse.Namespace) -> Result:
 
 
 def main() -> int:
-    """Measures and prints the results. Returns 1 if layers or shares stayed uneven without gain."""
+    """Runs the jobs and prints the results. Returns 1 if layers or shares stayed uneven."""
     parser = parser_of(__doc__, {"noise": of_noise}, "one job of each kind")
     parser.add_argument("--minutes", type=float, default=60, help="minimum minutes of all jobs")
     parser.add_argument("--only", nargs="+", choices=KINDS, help="kinds of jobs")

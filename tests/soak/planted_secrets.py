@@ -33,7 +33,7 @@ LIMIT_S = 120.0
 NOBODY = 65534
 NAMES = ("HF_TOKEN", "NCCL_LAB_PASSWORD", "TORCH_LAB_SECRET", "GLOO_API_KEY")
 PLAIN = {"HF_HOME": '/nowhere/it\'s "$HOME" & `x`'}
-"""Variable that is not secret, and that the job's processes must receive unchanged."""
+"""Variable without a secret, which the job's processes must receive unchanged."""
 _PERIOD_S = 0.05
 _LARGEST = 1 << 26
 _SERVER = """
@@ -64,7 +64,7 @@ class Scanner:
 
     If this process runs as root, the searching process drops all privileges. Otherwise, the
     searching process skips files that other users cannot read. The process is forked immediately,
-    so create the scanner before any threads.
+    so create the scanner before you start any threads.
 
     Args:
         secrets: Texts to search for.
@@ -80,7 +80,7 @@ class Scanner:
         scanner_end.close()
 
     def files(self) -> tuple[int, list[str]]:
-        """Searches the folders for secrets.
+        """Searches for secrets in the folders.
 
         Returns the number of files read, and the paths of files with secrets.
         """
@@ -90,9 +90,10 @@ class Scanner:
         return result
 
     def close(self) -> tuple[int, list[str]]:
-        """Stops the search for secrets in the command lines of all processes.
+        """Stops searching for secrets in the command lines of all processes.
 
-        Returns the number of different command lines, and the command lines that contain a secret.
+        Returns the number of different command lines that were read, and those that contain a
+        secret.
         """
         self._link.send("end")
         assert self._link.poll(LIMIT_S), "the scanner does not answer"
@@ -130,10 +131,10 @@ def _serve(link: Connection, secrets: list[bytes], folders: Sequence[Path]) -> N
 
 
 def _readable(folders: Sequence[Path], since_s: float, is_other: bool) -> Iterator[Path]:
-    """Yields files that were modified after ``since_s`` and that other users can read.
+    """Yields the files that were modified after ``since_s`` and that other users can read.
 
-    ``folders`` are searched recursively. ``is_other`` states whether this process runs as another
-    user.
+    ``folders`` are searched recursively. ``is_other`` states whether this process already runs as a
+    different user.
     """
     for folder in folders:
         for parent, below, names in os.walk(folder):
@@ -170,7 +171,7 @@ def measure(seed: int = 1) -> dict[str, Any]:
         folder = Path(name)
         folder.chmod(0o755)
         seen = _seen_in_sight(folder)
-        # The temporary files of the jobs are also in these folders.
+        # The jobs also write their temporary files to these folders.
         scanner = Scanner([*secrets.values()], [folder, Path("/dev/shm")])
         arrived, skipped, files, hits = 0, [], 0, list[str]()
 
@@ -206,7 +207,7 @@ class _CannotRunError(Exception):
 
 
 def _seen_in_sight(folder: Path) -> int:
-    """Returns in how many of two places, a file and a command line, the scanner finds a text.
+    """Puts a text into a file and into a command line, and returns how often the scanner finds it.
 
     The file is written to ``folder``.
     """
@@ -227,10 +228,10 @@ def _seen_in_sight(folder: Path) -> int:
 
 
 def _over_ssh(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]) -> bool:
-    """Runs a job whose only node is reached by ssh, and whose manager has the secrets.
+    """Runs a job with secrets, whose only node is reached by ssh.
 
-    Returns whether the processes of the node had all variables. ``planted`` contains the secrets,
-    and ``scan`` searches for them while the job runs.
+    The manager of the job gets the secrets ``planted`` as variables. ``scan`` searches for the
+    secrets while the job runs. Returns whether the processes of the node received all variables.
     """
     if reason := sshd.why_not():
         raise _CannotRunError(reason)
@@ -257,7 +258,7 @@ def _over_ssh(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]
         assert manager.pid not in {process.pid for process in agent.parents()}, (
             "the node was not reached by ssh"
         )
-        # Ranks are forked from the last process of ``far[:2]`` and inherit the variables.
+        # Ranks are not checked, because they inherit the variables of the process that forks them.
         arrived = len(far) > 1 and all(
             expected.items() <= process.environ().items() for process in far[:2]
         )
@@ -278,7 +279,7 @@ def _ssh_programs(folder: Path) -> Path:
     port = free_port()
     programs, command = sshd.prepare(folder, _SERVER.format(port=port), _CLIENT.format(port=port))
     if os.geteuid() == 0:
-        # sshd needs this folder if it runs as root, and has no option for another path.
+        # sshd requires this folder if it runs as root, and has no option to change the path.
         Path("/run/sshd").mkdir(exist_ok=True)
     subprocess.run(command, check=True)
     wait_until((folder / "sshd.pid").exists, lambda: "sshd", LIMIT_S)
@@ -298,10 +299,10 @@ def _conf(folder: Path, planted: Mapping[str, str]) -> Path:
 
 
 def _on_pods(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]) -> bool:
-    """Runs a job of one pod, and creates the report page and the status of the job.
+    """Runs a job of one pod with secrets, and creates the report page and the status of the job.
 
-    Returns whether a rank had all variables. ``planted`` contains the secrets, and ``scan``
-    searches for them while the job runs.
+    ``planted`` contains the secrets, and ``scan`` searches for them while the job runs. Returns
+    whether a rank received all variables.
     """
     conf = _conf(folder, planted)
     expected = {**planted, **PLAIN}
@@ -332,9 +333,10 @@ def _on_pods(folder: Path, planted: Mapping[str, str], scan: Callable[[], None])
 
 
 def _on_slurm(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]) -> bool:
-    """Submits a job to fake Slurm programs, and returns whether ``sbatch`` had all secrets.
+    """Submits a job with secrets to fake Slurm programs.
 
-    ``planted`` contains the secrets, and ``scan`` searches for them.
+    ``planted`` contains the secrets, and ``scan`` searches for them. Returns whether ``sbatch``
+    received all secrets.
     """
     programs = folder / "bin"
     programs.mkdir()

@@ -34,7 +34,7 @@ COMMON = (
 ).split()
 TIMED = (
     f"--num-layers {LAYERS} --hidden-size 32 --seq-length 16 --max-position-embeddings 16 "
-    # Disable clipping, because after a move the gradient norm would be summed in a different order.
+    # Disable clipping, because a move of layers changes the order in which the norm is summed.
     f"--global-batch-size {MICROBATCHES} --pipeline-schedule 1f1b --clip-grad 0"
 ).split()
 SMALL = (
@@ -46,9 +46,9 @@ AUTO = ["--repartition", "auto", "--repartition-interval", "8"]
 
 
 def repartition(folder: Path, *, quick: bool) -> Result:
-    """Measures how much of a slow rank's delay is recovered, and how long moves of layers take.
+    """Measures how much of a slow rank's delay is recovered, and how long a move of a layer takes.
 
-    All files are written to ``folder``. If ``quick`` is true, there are fewer rounds.
+    All files are written to ``folder``. If ``quick``, there are fewer repetitions.
     """
     figures = _regained(folder, rounds=3 if quick else 8) | _move(folder, moves=4 if quick else 12)
     loss = "repartition_loss_difference"
@@ -86,7 +86,7 @@ def _regained(folder: Path, *, rounds: int) -> dict[str, Any]:
     chosen = tuple(turns["chosen"])
     took = _took(lines, turns)
     lost = took[even] - took[best]
-    # Nothing is recovered if no layers were moved or other programs hid the slow rank.
+    # Nothing is recovered if no layers were moved, or if other programs hid the slow rank's delay.
     regained = (took[even] - took[chosen]) / lost if chosen != even and lost > 0 else 0.0
     first = turns["turns"][0][0] - 1
     named = {"even": even, "ideal": best, "auto": chosen}
@@ -106,9 +106,10 @@ def _regained(folder: Path, *, rounds: int) -> dict[str, Any]:
 
 
 def _took(lines: Sequence[dict[str, Any]], turns: dict[str, Any]) -> dict[tuple[int, ...], float]:
-    """Returns the median step time by partition, in ms, without the steps that moved layers.
+    """Returns the median step time in ms for each partition.
 
-    ``lines`` are lines of the progress file. ``turns`` contains the first step with each partition.
+    Steps in which layers moved are not counted. ``lines`` are lines of the progress file. ``turns``
+    contains the first step that was trained with each partition.
     """
     steps = {line["iteration"]: line["step_ms"] for line in lines if "iteration" in line}
     seconds: dict[tuple[int, ...], list[float]] = {}
@@ -137,9 +138,9 @@ def _ideal() -> tuple[int, ...]:
 
 
 def _move(folder: Path, *, moves: int) -> dict[str, Any]:
-    """Moves a layer to the next rank and back, and returns the measured times.
+    """Moves a layer to the next rank and back repeatedly, and returns the measured times.
 
-    The layer is moved ``moves`` times in total.
+    ``moves`` is the total number of moves. The files are in ``folder``.
     """
     partitions = itertools.cycle(("3-1-2-2", "2-2-2-2"))
     moved = [6 + 4 * number for number in range(moves)]
@@ -162,7 +163,7 @@ def _move(folder: Path, *, moves: int) -> dict[str, Any]:
 def _train(
     flags: Sequence[str], folder: Path, steps: int, settings: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """Trains a model for ``steps`` steps on four ranks, with the flags ``flags``.
+    """Trains a model for ``steps`` steps on four ranks with the flags ``flags``.
 
     Returns the lines of the progress file in ``folder`` as dicts. ``settings`` contains additional
     environment variables.

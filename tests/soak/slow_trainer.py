@@ -35,10 +35,10 @@ def slow_down(seconds: float) -> None:
 
 
 def reload(iterations: Sequence[int], arguments: Sequence[str]) -> None:
-    """Loads the checkpoints of ``iterations`` into one model, one after another.
+    """Loads the checkpoints of ``iterations`` into the same model, one after another.
 
-    ``arguments`` contains the flags of the trainer. Exits with a message if a checkpoint contains
-    wrong progress.
+    ``arguments`` contains the flags of the trainer. Exits with a message if the progress in a
+    checkpoint does not match its iteration.
     """
     rank = GptRank(arguments)
     batch = rank.config.batch.global_batch_size

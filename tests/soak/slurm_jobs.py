@@ -34,7 +34,7 @@ from tests.multiprocess.launch import ROOT, free_port, kill_tree, start
 
 LIMIT_S = 240.0
 LEFT_S = 20.0
-"""Time in seconds after the end of a job after which processes that still run count as orphans."""
+"""Time in seconds after the end of a job. Processes that still run then are orphans."""
 WAYS = ("crash", "poweroff", "unplug")
 CONF = """
 MODEL=tiny
@@ -61,9 +61,10 @@ def started_lab() -> Iterator[Lab]:
 
 
 def until(holds: Callable[[], object], name: str, limit_s: float = LIMIT_S) -> float:
-    """Waits until ``holds()`` is true, and returns how many seconds this took.
+    """Waits until ``holds()`` is true, and returns the waiting time in seconds.
 
-    Raises a TimeoutError that contains ``name`` after ``limit_s`` seconds.
+    Raises a TimeoutError after ``limit_s`` seconds. ``name`` describes the condition in the
+    message.
     """
     begin_s = time.perf_counter()
     while not holds():
@@ -88,7 +89,7 @@ def conf_in(folder: Path) -> LaunchConf:
 def submitted(lab: Lab, conf: LaunchConf) -> int:
     """Submits a job with the configuration ``conf`` to ``lab``, and returns the job's ID.
 
-    ``job submit`` would write the same batch script.
+    The batch script is the one that ``job submit`` would write.
     """
     settings = conf.folder / "settings.json"
     settings.write_text(settings_text(conf))
@@ -161,7 +162,10 @@ def torchrun_start(lab: Lab, folder: Path) -> float:
 
 
 def of_start(options: argparse.Namespace) -> Result:
-    """Runs the part ``start``, which starts jobs alternately by Slurm and by torchrun."""
+    """Compares the start of a job by Slurm with the start by torchrun, and returns table rows.
+
+    Jobs are started alternately in both ways.
+    """
     with started_lab() as lab, tempfile.TemporaryDirectory() as folder:
         alone, slurm = [], []
         for turn in range(options.repetitions):
@@ -184,7 +188,7 @@ def of_start(options: argparse.Namespace) -> Result:
 
 
 def of_crash(_: argparse.Namespace) -> Result:
-    """Runs the part ``crash``, in which a job loses a node in several ways."""
+    """Lets a job lose a node in several ways, and returns table rows about how this is reported."""
     named: dict[str, float] = {}
     ended: dict[str, float] = {}
     left: list[str] = []
@@ -212,7 +216,7 @@ def of_crash(_: argparse.Namespace) -> Result:
 
 
 def lost_node(lab: Lab, folder: Path, way: str) -> tuple[float, float, list[str]]:
-    """Makes a job lose a node by the method ``way`` of ``lab``.
+    """Makes a job lose a node by calling the method of ``lab`` that is named ``way``.
 
     Returns the seconds until the monitor reports the node, the seconds until the job ends, and
     descriptions of processes that are left. The files of the job are in ``folder``.
@@ -280,7 +284,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def result_of(part: str, options: argparse.Namespace) -> Result:
-    """Measures the part ``part``. If this is impossible here, returns a row with the reason."""
+    """Measures the part ``part``. If this machine cannot run it, returns a row with the reason."""
     reason = slurm_lab.why_not(accounting=True)
     if reason is not None:
         return Result(rows=[missing(part, reason)])
@@ -288,7 +292,7 @@ def result_of(part: str, options: argparse.Namespace) -> Result:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures and prints the results. Returns 1 if a goal is missed."""
+    """Measures the selected parts and prints the results. Returns 1 if a limit is missed."""
     options = parse(arguments)
     return measure({part: partial(result_of, part, options) for part in PARTS}, options)
 

@@ -21,13 +21,13 @@ from harness.processes import run_ranks
 from harness.report import Result, Row, measure, measured, parser_of, ratios
 
 MOST = 1.5
-"""Maximum duration of a start, divided by the duration of a start of ``transformers``."""
+"""Maximum duration of a pipeline's start, divided by the duration of a ``transformers`` start."""
 RANKS = (1, 2, 4)
 REPEATS = 3
 LIMIT_S = 600.0
 SAMPLES, TOKENS, VOCABULARY = 8, 64, 16000
 LAYERS = 23
-"""Number of layers of the model, whose parameters take 2 GB."""
+"""Number of layers of the model. Its parameters then take 2 GB."""
 ALONE = "alone"
 
 
@@ -92,17 +92,17 @@ def start_pipeline(folder: Path) -> tuple[float, float]:
 
 
 def be_rank(kind: str, folder: str, output: str) -> None:
-    """Runs one process of a start of the model in ``folder``, and writes the result to ``output``.
+    """Runs one process, which loads the model in ``folder`` and trains one step.
 
-    The result is the duration in seconds and the loss. ``kind`` selects ``transformers`` or a
-    pipeline.
+    ``kind`` selects ``transformers`` or a pipeline. The process writes the duration in seconds and
+    the loss to the folder ``output``.
     """
     import torch
     import transformers
 
     from megatron.adaptive import Pipeline
 
-    # transformers and this package import the module of a class when the class is first used.
+    # Access both classes, so that their modules are imported before the time is measured.
     assert transformers.LlamaForCausalLM is not None
     assert Pipeline is not None
     torch.set_num_threads(int(os.environ["THREADS"]))
@@ -127,9 +127,10 @@ def start(kind: str, folder: Path, ranks: int) -> tuple[float, float]:
 
 
 def starts(quick: bool) -> Result:
-    """Repeats all kinds of starts, and returns a table row for each number of processes.
+    """Starts the model several times with each library, and returns table rows about the durations.
 
-    If ``quick``, starts a small model once.
+    There is a row for each number of processes. If ``quick``, the model is small, and each start is
+    measured once.
     """
     rows: list[Row] = []
     seconds: dict[str, list[float]] = {}
@@ -152,7 +153,7 @@ def starts(quick: bool) -> Result:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures and prints the results. Returns 1 if a goal is missed."""
+    """Measures the starts and prints the results. Returns 1 if a goal is missed."""
     options = parser_of(__doc__, (), "a small model, once").parse_args(arguments)
     options.part = None
     return measure({"starts": lambda: starts(options.quick)}, options)

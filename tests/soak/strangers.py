@@ -53,10 +53,11 @@ _ANSWER_BYTES = 72
 _MOST_COMPARED = 300
 _TRAINER = Path(__file__).with_name("observed_trainer.py")
 _STEP_S = 0.1
-# This is IP_BIND_ADDRESS_NO_PORT of <linux/in.h>, with which the port is chosen on connect.
+# This is the socket option IP_BIND_ADDRESS_NO_PORT of <linux/in.h>. It delays the choice of a port
+# until the socket connects.
 _NO_PORT = 24
 _SHARES = {"elastic": 0.5, "pods": 0.15, "doctor": 0.13, "tcp": 0.16, "shm": 0.06}
-"""Fraction of the total time limit that each kind of program gets."""
+"""Fraction of the total time limit that is used for each kind of listener."""
 _WORDS = (
     {"what": "join", "secret": "guessed", "name": "a", "host": "h", "pid": 1, "slots": 1},
     {"what": "hello", "host": "h", "gpus": 0, "processes": None, "node_rank": [], "address": ""},
@@ -78,7 +79,7 @@ TRAINER_FLAGS='--vocab-size 255'
 
 @dataclass
 class Visit:
-    """Connection that a stranger opens.
+    """Connection that a stranger opens to a listener.
 
     Attributes:
         first: Bytes that are sent immediately.
@@ -91,7 +92,7 @@ class Visit:
 
 
 def visits(draw: random.Random) -> Iterator[Visit]:
-    """Yields connections of all kinds, drawn with ``draw``, without end."""
+    """Yields connections of all kinds without end. The values are drawn with ``draw``."""
     hello = Handshake("guessed", "manager", visiting=True).first
     wrong = Session(b"one", b"two")
     while True:
@@ -106,7 +107,7 @@ def visits(draw: random.Random) -> Iterator[Visit]:
             Visit(struct.pack("!I", 0xFFFFFFFF) + draw.randbytes(64)),
             Visit(shake.first[: draw.randrange(1, 40)]),
             Visit(shake.first + draw.randbytes(32) + sealed),
-            # The stranger returns the proof that the listener sent.
+            # Here the stranger sends the listener's proof back.
             Visit(shake.first, lambda answer: answer[-32:]),
             Visit(shake.first, lambda answer, shake=shake: _guess(shake, answer)),  # type: ignore[misc]
             Visit(hello, lambda answer, sealed=sealed: answer[:32] + sealed),  # type: ignore[misc]
@@ -115,7 +116,10 @@ def visits(draw: random.Random) -> Iterator[Visit]:
 
 
 def hellos(draw: random.Random) -> Iterator[Visit]:
-    """Yields connections to a rank that waits for its peers, drawn with ``draw``, without end."""
+    """Yields connections to a rank that waits for its peers, without end.
+
+    The values are drawn with ``draw``.
+    """
     while True:
         version, verdict, zero = draw.choice((0, 1, 2, 0xFFFF)), draw.choice((0, 1, 255)), 0
         token, purpose = draw.randbytes(16), draw.choice((b"tcp", b"shm", b"rdma", b"\xff" * 16))
@@ -204,7 +208,7 @@ class Crowd:
             connection.close()
 
     def _hold(self) -> None:
-        """Opens a new idle connection. If there are enough, sends a byte on one of them instead."""
+        """Opens an idle connection. If there are enough, sends a byte on one of these instead."""
         if len(self._held) >= HELD:
             connection = self._held.pop(self._draw.randrange(HELD))
             with contextlib.suppress(OSError):
@@ -224,7 +228,7 @@ class Crowd:
             return connection
         connection = socket.socket()
         connection.settimeout(_END_S)
-        # Reset connections on close. Otherwise the machine would run out of ports within seconds.
+        # Reset connections on close. Otherwise, the machine would run out of ports within seconds.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.setsockopt(socket.IPPROTO_IP, _NO_PORT, 1)
         try:
@@ -245,7 +249,7 @@ class Crowd:
                 connection.shutdown(socket.SHUT_WR)
 
     def _finish(self, connection: socket.socket, visit: Visit) -> None:
-        """Sends the rest of ``visit`` over ``connection``, and waits until the peer closes it."""
+        """Sends the rest of ``visit``, and waits until the listener closes the connection."""
         try:
             answer = connection.recv(4096)
             if visit.then is not None and len(answer) >= min(_ANSWER_BYTES, 48):
@@ -306,9 +310,9 @@ def crowds(
 def _speak(
     service: Place, messages: int, seed: int, counts: Any, is_over: Callable[[], bool]
 ) -> None:
-    """Runs a process in which strangers connect to the listener ``service``.
+    """Connects strangers to the listener ``service``. Runs in a separate process.
 
-    ``seed`` is the seed of all draws.
+    ``seed`` is the seed of all random numbers.
 
     The strangers send up to ``messages`` messages, and stop early if ``is_over`` returns true. The
     process adds its results to ``counts``.
@@ -344,7 +348,10 @@ def _unix_names(kind: int, pids: Sequence[int]) -> list[str]:
 
 
 def rows(messages: int, limit_s: float, seed: int) -> Result:
-    """Returns table rows with the results of :func:`measure`, which takes the same arguments."""
+    """Measures the effects of strangers on jobs, and returns table rows.
+
+    See :func:`measure` for the arguments.
+    """
     result = measure(messages, limit_s, seed)
     least = min(result["said"].values())
     said = ", ".join(
@@ -415,12 +422,12 @@ def _talk(
     is_over: Callable[[], object],
     then: Callable[[], object] = lambda: None,
 ) -> None:
-    """Lets strangers connect to ``places``, and calls ``then`` before the strangers stop.
+    """Lets strangers connect to ``places``, and calls ``then`` before it stops them.
 
-    ``seed`` is the seed of all draws.
+    ``seed`` is the seed of all random numbers.
 
-    The strangers stop after ``messages`` messages to each listener, after ``limit_s`` seconds, or
-    if ``is_over`` returns true. Their results are added to ``result``.
+    ``then`` is called after ``messages`` messages to each listener, after ``limit_s`` seconds, or
+    when ``is_over`` returns true. The numbers of messages are added to ``result``.
     """
     begun_s = time.monotonic()
     with crowds(places, messages, seed, result) as talking:
@@ -489,7 +496,7 @@ def _elastic(
         ]
         if "off" in now["copies"]:
             result["effects"].append(f"elastic: snapshots are {now['copies']}")
-        # Each listener may print one warning per minute.
+        # Each listener is allowed to print one warning per minute.
         lines = len(places) * (1 + int(time.monotonic() - begun_s) // 60)
         result["effects"] += _complaints(job.said(), lines)
         job.stop()
@@ -517,7 +524,7 @@ def _elastic(
 
 
 def _complaints(said: str, most: int) -> list[str]:
-    """Returns descriptions of tracebacks, and of more than ``most`` warnings, in ``said``."""
+    """Returns complaints if ``said`` has a traceback, or more than ``most`` warnings."""
     warnings = [line for line in said.splitlines() if "does not belong to this job and" in line]
     complaints = ["a traceback"] if "Traceback" in said else []
     return complaints + ([f"{len(warnings)} warnings"] if len(warnings) > most else [])
@@ -590,7 +597,8 @@ def _doctor(folder: Path, messages: int, limit_s: float, seed: int, result: dict
 
         service = Place(name="doctor", port=port)
         _talk([service], messages, limit_s, seed, result, lambda: doctor.poll() is not None, come)
-        doctor.wait(LIMIT_S)  # Ignore the exit status of doctor, because it depends on the machine.
+        # Ignore the exit status of ``doctor``, because it depends on the machine.
+        doctor.wait(LIMIT_S)
         said = log.read_text()
         result["effects"] += _complaints(said, 0)
         if "and this node can reach each other" not in said:

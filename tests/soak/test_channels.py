@@ -60,7 +60,7 @@ def test_a_stream_that_takes_too_long_is_ended() -> None:
 
 @contextlib.contextmanager
 def neighbour(name: str) -> Iterator[None]:
-    """Keeps creating sockets and shared memory with ``name`` in their names, like another job."""
+    """Repeatedly creates sockets and shared memory named after ``name``, like another job."""
     is_over = threading.Event()
     sockets: list[socket.socket] = []
     files: list[Path] = []

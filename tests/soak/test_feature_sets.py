@@ -29,7 +29,8 @@ def test_sets_are_what_their_lines_say() -> None:
     assert layout.own_flags == ("--pipeline-schedule", "megatron")
     assert [SETS[name].ranks for name in ("adaptive", "replicas", "pipeline-of-4")] == [2, 4, 4]
     assert "--ranks" not in SETS["replicas"].flags
-    # megatron-core's schedule would draw different random numbers for dropout.
+    # The schedule of megatron-core draws different random numbers for dropout. The reference run
+    # thus uses this project's engine, with the same flag.
     assert "--keyed-dropout" in SETS["keyed-dropout"].own_flags
 
 
@@ -114,7 +115,7 @@ def test_a_set_that_runs_again_replaces_its_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checks that a set can be trained again with the same ``--logs`` folder."""
-    # Running a checkout changes these variables, so restore them after the test.
+    # Creating a :class:`Tree` changes these variables, so restore them after the test.
     for name in ("PATH", "MAKEFLAGS"):
         monkeypatch.setenv(name, os.environ.get(name, ""))
     helpers = tmp_path / "tree" / "megatron" / "core" / "datasets"

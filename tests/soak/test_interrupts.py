@@ -15,9 +15,9 @@ HITS = int(os.environ.get("INTERRUPTS", "3"))
 
 
 def faults_of(chain: Chain, seed: int, hits: int) -> list[str]:
-    """Returns descriptions of all faults in ``chain``, each with the signal that caused it.
+    """Runs ``chain``, and returns descriptions of all faults, each with the signal that caused it.
 
-    ``hits`` is the number of signals, and ``seed`` is the seed of all draws.
+    ``hits`` is the number of signals, and ``seed`` is the seed of all random choices.
     """
     outcomes = run_chains(chain, seed, hits, print)
     return [f"{outcome.description}: {fault}" for outcome in outcomes for fault in outcome.faults]
@@ -34,6 +34,6 @@ def test_interrupted_jobs_go_on_from_the_newest_checkpoint(tmp_path: Path) -> No
 @pytest.mark.timeout(120 * HITS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_interrupts(kind: str, tmp_path: Path) -> None:
-    # The test above covers the kind "launch" with asynchronous checkpoints.
+    # Asynchronous checkpoints of the kind "launch" are already covered by the previous test.
     chain = Chain(kind=kind, folder=tmp_path / kind, is_async=kind in ("machines", "pipeline"))
     assert faults_of(chain, 7, HITS) == []

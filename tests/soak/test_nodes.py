@@ -22,9 +22,9 @@ Lines = list[dict[str, Any]]
 
 
 def told(start: int, stop: int, second: int) -> Lines:
-    """Returns the progress lines of an incarnation of a job that starts at the time ``second``.
+    """Returns the lines that a job writes to its progress file from the time ``second`` on.
 
-    The incarnation completes iterations ``start + 1`` to ``stop``, one per second.
+    The job begins after iteration ``start``, and completes one iteration per second until ``stop``.
     """
     lines: Lines = [{"total_iterations": 99, "start_iteration": start, "unix_ns": second * 10**9}]
     for iteration in range(start + 1, stop + 1):
@@ -43,9 +43,10 @@ def told(start: int, stop: int, second: int) -> Lines:
 
 
 def judged(folder: Path, *epochs: Lines, printed: list[Step] | None = None) -> list[str]:
-    """Returns the faults of a job whose incarnations wrote the progress lines ``epochs``.
+    """Checks a job that wrote the lines ``epochs``, and returns descriptions of its faults.
 
-    ``printed`` contains the steps that the job has printed.
+    Each element of ``epochs`` is from one start of the job. ``printed`` contains the steps that the
+    job has printed to its log.
     """
     record = Record(folder)
     for number, lines in enumerate(epochs, 1):
@@ -120,7 +121,8 @@ def test_nodes_are_cut_stopped_filled_and_switched_off(nodes: Nodes) -> None:
     until(lambda: second.status is not None)
     assert second.status == 7
     assert not second.is_running
-    (left,) = second.processes()  # The node's child process is still listed, and can be killed.
+    # The child process of the program is still running, and can be killed.
+    (left,) = second.processes()
     until(first.processes)
     (process,) = first.processes()
     send([process], signal.SIGSTOP)

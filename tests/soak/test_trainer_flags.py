@@ -21,7 +21,7 @@ def run(*numbers: tuple[str, ...], error: str = "") -> Run:
 
 
 class Recorded:
-    """Returns prepared results in place of a :class:`Trainer`."""
+    """Stand-in for :class:`Trainer` that returns prepared results."""
 
     def __init__(self, **runs: Run) -> None:
         self._runs = runs
@@ -61,7 +61,7 @@ def test_results(mark: str, engine: Run, core: Run, context: Run, result: str) -
 
 def test_every_flag_of_the_trainer_is_in_a_test() -> None:
     paths = [path for path in (ROOT / "tests").rglob("*") if path.suffix in {".py", ".txt"}]
-    # A list of flags of Megatron-LM's command line tests only names.
+    # The test of Megatron-LM's command line contains flags, but only tests their names.
     skipped = {"megatron_lm_flags.py", Path(__file__).name}
     texts = [path.read_text() for path in paths if path.name not in skipped]
     names_in_tests = set(re.findall(r"--[a-z0-9-]+|\b[a-z0-9_]+\b", "\n".join(texts)))

@@ -26,13 +26,13 @@ from megatron.adaptive.data.corpus import CorpusSpec, make_corpus
 from megatron.adaptive.data.tokenizer import build_tokenizer
 
 Kinds = dict[str, tuple[dict[str, Any], Callable[[str], Sequence[int]]]]
-"""Maps each kind of tokenizer to its settings and to the encoding function of a library."""
+"""Type of a dict from the kind of a tokenizer to its settings and a library's encoding function."""
 
 
 def compare(megabytes: float) -> Result:
     """Tokenizes ``megabytes`` of text with each tokenizer of this project and with its library.
 
-    Returns a row with the number of different documents for each tokenizer.
+    Returns a row for each tokenizer, with the number of documents whose tokens differ.
     """
     texts = mixed_text(megabytes)
     nbytes = sum(len(text.encode()) for text in texts)
@@ -103,7 +103,7 @@ def _make_tokenizers(folder: Path, texts: Sequence[str]) -> Kinds:
 
 
 def _write_ranks(path: Path, vocabulary: Mapping[str, int]) -> int:
-    """Writes ``vocabulary`` to ``path`` for tiktoken, and returns the number of tokens."""
+    """Writes ``vocabulary`` to ``path`` in tiktoken's format, and returns the number of tokens."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     letter_of: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]
@@ -122,7 +122,7 @@ def _write_ranks(path: Path, vocabulary: Mapping[str, int]) -> int:
 
 
 def _different_documents(kinds: Kinds, texts: Sequence[str], note: str) -> list[Row]:
-    """Returns a row for each tokenizer, with the number of ``texts`` whose tokens differ.
+    """Counts the texts in ``texts`` whose tokens differ, and returns a row for each tokenizer.
 
     ``kinds`` contains the tokenizers, and ``note`` is added to each row.
     """

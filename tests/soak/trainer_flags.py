@@ -53,15 +53,15 @@ _ERROR = re.compile(r"error: .*")
 
 @dataclass(frozen=True, kw_only=True)
 class FlagSet:
-    """Row of the table of flags.
+    """Row of the table ``trainer_flags.txt``.
 
     Attributes:
         name: Name in the table.
         ranks: Number of ranks.
         context: Flags without which the tested flags are invalid or have no effect.
         flags: Flags to test.
-        mark: ``same`` if the flags must not change numbers, ``refused`` if the run must end before
-            its first step, otherwise empty.
+        mark: ``same`` if the flags must not change the results, ``refused`` if the run must end
+            before its first step, and otherwise empty.
     """
 
     name: str
@@ -131,10 +131,10 @@ class Trainer:
         builder.finalize(f"{self._prefix}.idx")
 
     def run(self, flag_set: FlagSet, kind: str) -> Run:
-        """Trains with the flags that ``kind`` selects.
+        """Trains with the schedule and the flags that ``kind`` selects.
 
-        The kind ``own`` uses megatron-core's schedule, ``engine`` this project's engine, and
-        ``context`` this project's engine without the flags that are tested.
+        The kind ``own`` uses megatron-core's schedule. The kinds ``engine`` and ``context`` use
+        this project's engine, but ``context`` omits the flags that are tested.
         """
         core = ("--pipeline-schedule", "megatron")
         if kind != "context":
@@ -166,7 +166,7 @@ class Trainer:
 
 
 def judge(trainer: Trainer, flag_set: FlagSet) -> tuple[str, str]:
-    """Trains a row, and returns its result and a reason, as printed in the table."""
+    """Trains with ``flag_set``, and returns the result as a word of the table, and the reason."""
     engine = trainer.run(flag_set, "engine")
     reason = engine.errors[0] if engine.errors else "no line of the log contains an error"
     if flag_set.mark == "refused":
@@ -186,7 +186,7 @@ def judge(trainer: Trainer, flag_set: FlagSet) -> tuple[str, str]:
 
 
 def main() -> int:
-    """Trains the rows and prints the table. Returns 1 if a result is not as expected."""
+    """Trains all rows and prints the table. Returns 1 if a result is not as expected."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sets", help="names of rows, separated by commas (default: all)")
     parser.add_argument("--quick", action="store_true", help=f"train only {', '.join(QUICK)}")

@@ -31,9 +31,9 @@ RANKS = 2
 WARM_UP = 2
 """Number of initial steps whose times are ignored."""
 MOST_MEMORY = 0.05
-"""Maximum difference between a memory ratio and 1."""
+"""Maximum difference between 1 and the ratio of a tried rank's memory to the real memory."""
 MOST_STEP = 0.1
-"""Maximum difference between a step time ratio and 1."""
+"""Maximum difference between 1 and the ratio of a tried step time to the real step time."""
 PLAN: dict[str, Any] = {
     "format": 1,
     "degrees": {"tensor": 1, "pipeline": RANKS, "data": 1, "chunks": 1},
@@ -167,10 +167,10 @@ def of_vocabulary(options: argparse.Namespace, vocabulary: int) -> Result:
 
 
 def rows_of(title: str, quotients: list[float], goal: float, note: str = "") -> list[Row]:
-    """Returns a row with ``quotients`` of tried and real values, and a row with a distance.
+    """Returns a row with the ratios ``quotients`` of tried to real values, and a row for the goal.
 
-    The distance is the difference of the median from 1, and must be at most ``goal``. The rows have
-    the title ``title`` and the note ``note``.
+    The second row has the difference between 1 and the median ratio, which must be at most
+    ``goal``. Both rows have the title ``title`` and the note ``note``.
     """
     distance = abs(statistics.median(quotients) - 1)
     return [
@@ -180,7 +180,7 @@ def rows_of(title: str, quotients: list[float], goal: float, note: str = "") -> 
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures and prints the results. Returns 1 if a goal is missed."""
+    """Tries the ranks and prints the results. Returns 1 if a goal is missed."""
     parser = parser_of(__doc__, (), "one turn instead of five")
     parser.add_argument("--vocab-size", type=int, nargs="+", default=[16384, 32768], metavar="N")
     options = parser.parse_args(arguments)

@@ -53,7 +53,7 @@ def memory_size() -> Limit:
 
 @contextlib.contextmanager
 def limited_group(limit: Limit) -> Iterator[Path | None]:
-    """Yields a new control group's folder with ``limit``, or ``None`` if this is not possible."""
+    """Creates a control group with ``limit``, and yields its folder, or ``None`` if this fails."""
     name = f"megatron-adaptive-test-{os.getpid()}-{next(_NUMBERS)}"
     for root in (MOUNTED / limit.controller, MOUNTED):
         folder = root / name

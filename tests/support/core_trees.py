@@ -11,7 +11,7 @@ FETCHED = ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
 
 
 def trees_of_others() -> list[str]:
-    """Returns the names of trees that the user has added, such as a checkout of the main branch.
+    """Returns the names of megatron-core trees that the user has added, such as a checkout of main.
 
     A tree, or a link to a tree, at ``build/megatron-core/megatron-core==NAME`` has the name NAME.
     """

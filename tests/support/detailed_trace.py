@@ -13,15 +13,15 @@ NUMBER = 20
 """Number of collectives that each group calls in each iteration."""
 
 Times = Callable[[int, int], tuple[float, float]]
-"""Function of iteration and rank that returns arrival delay and transfer time, in ms."""
+"""Type of a function that maps iteration and rank to arrival delay and transfer time in ms."""
 
 _MARKER = '{"begin_iteration": '
 
 
 def _edit(folder: Path, rank: int, change: Callable[[dict[str, Any]], None]) -> None:
-    """Applies ``change`` to the marker of each iteration in the trace of ``rank``.
+    """Applies ``change`` to the first line of each iteration in the trace of ``rank``.
 
-    A marker is the line that begins an iteration. ``folder`` contains the traces.
+    This line is called the marker of the iteration. ``folder`` contains the traces.
     """
     path = folder / f"trace_rank_{rank:05d}.jsonl"
     lines = path.read_text().splitlines()
@@ -34,7 +34,7 @@ def _edit(folder: Path, rank: int, change: Callable[[dict[str, Any]], None]) -> 
 
 
 def _starts_ns(folder: Path, rank: int) -> dict[int, int]:
-    """Returns the start of each iteration in ns, from the trace of ``rank`` in ``folder``."""
+    """Returns the start time of each iteration in ns, from the trace of ``rank`` in ``folder``."""
     starts = {}
     path = folder / f"trace_rank_{rank:05d}.jsonl"
     for line in path.read_text().splitlines():
@@ -87,7 +87,7 @@ def add_collectives(
 def _add_group(
     kind: str, members: tuple[int, ...], rows: dict[int, list[list[int]]], marker: dict[str, Any]
 ) -> None:
-    """Adds ``rows``, a rank's collectives in one group, to the ``marker`` of their iteration.
+    """Adds a rank's collectives ``rows`` to ``marker``, the first line of their iteration.
 
     The group has the kind ``kind`` and the ranks ``members``.
     """
@@ -109,7 +109,8 @@ def add_layers(folder: Path, rank: int, times_ms: Sequence[float], seed: int = 5
     Args:
         folder: Folder of the traces.
         rank: Global rank.
-        times_ms: Time that each layer takes in a step, in ms. A third of it is the forward pass.
+        times_ms: Time that each layer takes in a step, in ms. A third of this time is the forward
+            pass.
         seed: Seed of the random deviations.
     """
     numbers = random.Random(seed)

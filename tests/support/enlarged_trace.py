@@ -66,10 +66,11 @@ def write_enlarged(
 def _blocks(
     lines: list[str], old: int, new: int, dp_rank: int, factor: float
 ) -> list[tuple[dict[str, int], list[str]]]:
-    """Returns each marker in the trace ``lines`` with its spans, changed for replica ``dp_rank``.
+    """Adapts the trace ``lines`` of a rank to replica ``dp_rank``.
 
     The number of replicas changes from ``old`` to ``new``, which changes the ranks of peers. The
-    durations of passes are multiplied by ``factor``.
+    durations of passes are multiplied by ``factor``. Returns a pair for each iteration: the object
+    in the iteration's first line, and the lines of its spans.
     """
     blocks: list[tuple[dict[str, int], list[str]]] = []
     for line in lines:

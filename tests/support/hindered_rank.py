@@ -66,9 +66,9 @@ def read_from_disk(path: str) -> None:
 
 
 def read_mapped(path: str, group: Path) -> None:
-    """Makes each forward pass read the mapped file ``path``.
+    """Makes each forward pass read the file ``path``, which is mapped into memory.
 
-    The control group ``group`` has too little memory for the whole file.
+    The control group ``group`` limits memory, so that only a part of the file fits.
     """
     forward = MegatronStages.forward
     with open(path, "rb") as file:

@@ -52,7 +52,7 @@ _NUMBERS = {
     "--clock-drift": ("clock_drift_ppm", "largest drift of a clock, in parts per million"),
     "--seed": ("seed", "seed of all random numbers"),
 }
-"""Options that set a field of the run. A value contains the field's name and the help text."""
+"""Maps each option that sets a field of the run to the name of the field and the help text."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -124,7 +124,7 @@ def parse_fault(text: str) -> Fault:
 
 
 def _iterations(run: SyntheticRun, spans: int) -> int:
-    """Returns the number of iterations with which ``run`` has approximately ``spans`` spans."""
+    """Returns the number of iterations of ``run`` that gives approximately ``spans`` spans."""
     with TemporaryDirectory() as folder:
         # Simulate one replica, because all replicas have the same number of spans.
         probe = replace(run, replicas=1, iterations=1, faults=(), hosts=1)

@@ -76,7 +76,7 @@ class Node:
         self.log = folder / f"{self.name}.txt"
         self.space = f"{switch}n{number}"
         self.is_cut = False
-        self.begun_at = 0  # The output since the last start begins at this offset in the log.
+        self.begun_at = 0  # The output since the last start begins at this offset in the log file.
         self._folder = folder
         self._status = folder / f"{self.name}.status"
         self._switch = switch
@@ -132,7 +132,8 @@ class Node:
     def cut(self, *, silently: bool) -> None:
         """Disconnects the node from the switch.
 
-        Unless ``silently`` is true, the node's network interface also loses its carrier.
+        If ``silently``, the node's network interface keeps its carrier, so that the node does not
+        notice.
         """
         self.is_cut = True
         state = ("nomaster",) if silently else ("down",)

@@ -19,8 +19,8 @@ class Collector:
     Attributes:
         url: URL of the collector.
         requests: Requests that were answered with status 200, as parsed JSON.
-        answer: Status and body with which requests are answered.
-        held: Event without which requests are not answered.
+        answer: Status and body of the answers to requests.
+        held: Event that must be set before requests are answered.
         logins: Logins of requests with basic authentication, as ``user:password``.
         gets: Number of GET requests.
     """

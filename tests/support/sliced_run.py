@@ -60,13 +60,13 @@ class SlicedRun:
 
     @property
     def rows(self) -> list[list[int]]:
-        """Returns the lengths of the documents in each row."""
+        """Returns a list for each row, with the lengths of the documents in the row."""
         packed = first_fit(self.documents, self.tokens)
         return [[self.documents[number] for number in row] for row in packed]
 
     @property
     def cuts(self) -> list[Cut]:
-        """Returns objects that describe how each row is cut into slices."""
+        """Returns an object for each row that describes how the row is cut into slices."""
         return [self._cut(row) for row in self.rows]
 
     def _cut(self, row: Sequence[int]) -> Cut:
@@ -107,7 +107,10 @@ class SlicedRun:
         return result.makespan_s
 
     def _simulated(self, cuts: Sequence[Cut]) -> tuple[SimResult, Sequence[Policy]]:
-        """Simulates a step with rows that are cut as ``cuts``. Also returns the ranks' policies."""
+        """Simulates a step with the rows that ``cuts`` describes.
+
+        Returns the result of the simulation, and the policy of each rank.
+        """
         counts = tuple(len(cut.ends) for cut in cuts)
         work = [cut.work(n) for cut in cuts for n in range(len(cut.ends))]
         slice_s = [self.fixed_s + t * TOKEN_S + p * PAIR_S for t, p in work]

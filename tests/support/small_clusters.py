@@ -19,7 +19,7 @@ from megatron.adaptive.planner.search_options import SearchOptions, SearchResult
 
 @dataclass(frozen=True, kw_only=True)
 class Problem(PlanInputs):
-    """Inputs and options of a search for a plan."""
+    """Inputs and options of a search for the best plan."""
 
     global_batch: int
     options: SearchOptions
@@ -28,7 +28,7 @@ class Problem(PlanInputs):
 def random_problem(seed: int) -> Problem:
     """Returns a random problem with at most four nodes, three node types and seven layers.
 
-    ``seed`` is the seed of all draws.
+    ``seed`` is the seed of all random numbers.
     """
     rng, more = random.Random(seed), random.Random(-seed - 1)
     kinds = {
@@ -161,7 +161,8 @@ def _plans(problem: Problem) -> Iterator[Plan]:
 def _orders(cluster: Cluster) -> Iterator[tuple[int, ...]]:
     """Yields all orders of all subsets of the nodes of ``cluster``.
 
-    Nodes of the same type are interchangeable, so each order of types occurs once.
+    Nodes of the same type are interchangeable, so orders with the same sequence of types occur
+    once.
     """
     seen = set()
     numbers = range(len(cluster.nodes))
@@ -176,7 +177,7 @@ def _orders(cluster: Cluster) -> Iterator[tuple[int, ...]]:
 def better(problem: Problem, seed: int) -> Problem:
     """Returns a copy of ``problem`` with more memory, a faster link or a faster type of GPU.
 
-    ``seed`` selects the change.
+    ``seed`` selects which of these changes is made.
     """
     rng = random.Random(seed)
     groups = list(problem.cluster.groups)

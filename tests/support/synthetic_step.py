@@ -26,7 +26,7 @@ ACTIVATION_BYTES = 64 << 20
 
 PS_PER_NS = 1000
 Place = tuple[int, int, int]
-"""Kind (F or B), stage and microbatch of an action."""
+"""Identifies an action by its kind (F or B), its stage and its microbatch."""
 _USUAL = {"chunk": -1, "microbatch": -1, "peer": -1, "of": -1}
 
 
@@ -149,7 +149,7 @@ class _Step:
             action = {"chunk": chunk, "microbatch": microbatch, "piece": piece}
             source, arrived = self._messages.get((kind, stage, microbatch), (-1, -1))
             if start > free:
-                # The cause of a wait is the input if the action starts when its input arrives.
+                # If an action starts when its input arrives, it has waited for this input.
                 cause = "input" if source >= 0 and arrived >= start - 2 else "order"
                 if kind == F and cause != "input":
                     cause = "memory"

@@ -41,7 +41,7 @@ FaultKind = Literal["slow-rank", "slow-link", "spikes", "slow-data"]
 FAULTS: tuple[FaultKind, ...] = ("slow-rank", "slow-link", "spikes", "slow-data")
 
 COMPILE_FROM = 200_000
-"""For runs with more actions than this, the compiled simulator is faster despite its startup."""
+"""Number of actions above which the compiled simulator is used, although it starts slowly."""
 
 BOOT_UNIX_NS = 1_700_000_000_000_000_000
 START_NS = 5_000_000_000_000
@@ -64,7 +64,7 @@ class Fault:
         rank: Global rank that has the fault.
         to: Global rank that receives on a slow link.
         factor: Factor by which durations are multiplied, at least 1.
-        seconds: Time in seconds that is added to a duration; non-negative.
+        seconds: Non-negative time in seconds that is added to a duration.
         probability: Probability that an action is slow if the kind is ``spikes``.
         first: First iteration that has the fault.
         last: Last iteration that has the fault. If it is ``None``, the fault lasts until the end.
@@ -136,7 +136,7 @@ class SyntheticRun:
             seconds.
         clock_drift_ppm: Maximum drift of a clock, in parts per million.
         faults: Faults of the run.
-        is_dealt: Whether microbatches are distributed over replicas by cost; used only in real
+        is_dealt: Whether microbatches are distributed over replicas by cost. Used only in real
             runs.
         num_slices: Number of equal-cost slices of each microbatch.
         seed: Seed of all random numbers.
@@ -317,7 +317,10 @@ class _Writer:
         return tuple(work)
 
     def _step(self, iteration: int, replica: int) -> tuple[SimResult, list[Ints]]:
-        """Simulates step ``iteration`` of ``replica``. In the rows, peers are global ranks."""
+        """Simulates step ``iteration`` of ``replica``, and returns the result and the trace rows.
+
+        The peers in the rows are global ranks.
+        """
         run, seed = self._run, int(self._rng.integers(2**31))
         work, data_s = draw_step(run, self._candidate.placement, iteration, replica, seed)
         work.durations_ps[F, 0, :: run.num_slices] += np.rint(data_s * PS_PER_S).astype(np.int64)

@@ -58,7 +58,7 @@ from megatron.adaptive.schedule.action import Action, ActionKind  # noqa: E402
 _STEPS = itertools.count(1)
 _of_step: list[Any] = []
 _ADDED = "backward" if "EACH_LAYER" in os.environ else ""
-"""Name of the pass whose real work is added to the time of the layers."""
+"""Name of the pass that sleeps for the whole time of its layers after computing, or ``""``."""
 _PATIENCE = 20  # After this number of steps without a move, the job keeps the current partition.
 
 
@@ -83,7 +83,10 @@ def is_slow(stages: Any) -> bool:
 
 
 def time_each_layer(seconds: float) -> None:
-    """Makes the forward pass of each layer take ``seconds`` times its :func:`factor_of`."""
+    """Makes each layer's forward pass take ``seconds``, multiplied by the layer's factor.
+
+    The factor is the result of :func:`factor_of`.
+    """
     work = TransformerLayer.forward
 
     @functools.wraps(work)
@@ -97,10 +100,10 @@ def time_each_layer(seconds: float) -> None:
 
 
 def report_exact_times(layer_s: float) -> None:
-    """Makes ``auto`` use the times that the test chose for actions, not the measured times.
+    """Makes ``--pipeline-schedule auto`` use the times that the test has set for actions.
 
-    On a busy machine, some actions take many times as long as chosen. The job fails if a measured
-    time is shorter than a chosen time.
+    Measured times are not used, because some actions take many times longer on a busy machine. The
+    job fails if a measured time is shorter than the set time.
 
     Args:
         layer_s: Time of a layer's forward pass, in seconds.
@@ -121,7 +124,7 @@ def report_exact_times(layer_s: float) -> None:
 
 
 def factor_of(module: Any) -> float:
-    """Returns the time of ``module`` relative to a layer without experts; 0 if it is no layer."""
+    """Returns the time of a layer relative to a layer without experts, or 0 for other modules."""
     if not isinstance(module, TransformerLayer):
         return 0.0
     return float(os.environ.get("EXPERT_FACTOR", 1)) if isinstance(module.mlp, MoELayer) else 1.0
@@ -150,13 +153,14 @@ def share_of(microbatch: int) -> float:
 def _timed(
     work: Callable[..., Any], layer_s: float, slow: float, *, adds: bool
 ) -> Callable[..., Any]:
-    """Returns ``work``, a pass through a stage, with the times of the stage's layers.
+    """Returns a function that runs ``work``, and sleeps until its layers' time has passed.
 
     Args:
         work: Method of :class:`MegatronStages`.
         layer_s: Time of a layer in seconds.
         slow: Factor of the time during ``SLOW_STEPS``.
-        adds: Whether to sleep for the whole time after the work, instead of the rest of the time.
+        adds: Whether the time of the layers starts after ``work``. Otherwise, it starts with
+            ``work``.
     """
 
     @functools.wraps(work)
@@ -176,7 +180,10 @@ def _timed(
 
 
 def force_moves(moves: dict[int, tuple[int, ...]]) -> None:
-    """Makes the job move layers only after the iterations in ``moves``, to the partitions there."""
+    """Makes the job move layers after the iterations in ``moves``, and at no other time.
+
+    ``moves`` maps iterations to partitions.
+    """
     done = 0
 
     def after_step(
@@ -190,7 +197,7 @@ def force_moves(moves: dict[int, tuple[int, ...]]) -> None:
 
 
 def compare(others: list[tuple[int, ...]], steps: int, rounds: int, moves_file: Path) -> None:
-    """Makes the job alternate between ``others`` and the first partition that it chooses.
+    """Makes the job alternate between the partition that it chooses first and those in ``others``.
 
     Args:
         others: Partitions to compare with the chosen partition.

@@ -161,7 +161,7 @@ def write_image_data(folder: Path, count: int = 20) -> Path:
 def loss_of_transformers(
     model: Path, data: Path, indices: Sequence[int], *, adapters: Path | None = None
 ) -> float:
-    """Returns the mean loss of transformers over all tokens to learn in some samples.
+    """Returns the mean loss that ``transformers`` computes over all learned tokens of some samples.
 
     Args:
         model: Folder of the model.

@@ -13,7 +13,7 @@ from .packages import LabError
 __all__ = ["prepare", "why_not"]
 
 SOURCE = "linux-source-6.12"
-"""Debian package that contains the kernel's source, in the version that Debian currently has."""
+"""Debian package that contains the source code of Debian's current kernel."""
 CONFIG = Path(__file__).with_name("kernel.config")
 
 # An arriving packet interrupts the processor of the node, but does not preempt a program that polls
@@ -25,16 +25,15 @@ _TAKE = """\
 		os_alarm_process(current->mm->context.id.pid);
 """
 # Reserve space for the registers of any processor. On a host with AMX tiles, either all 11,008
-# bytes of registers can be restored, or no registers at all. The registers are saved on the
-# kernel's stacks, which kernel.config enlarges.
+# bytes of registers can be restored, or no registers at all. The kernel saves registers on its
+# stacks, which kernel.config enlarges.
 _REGISTERS = "DEFINE_LONGS(HOST_FP_SIZE, {});\n".format
 CHANGES = (
     ("arch/um/kernel/irq.c", _HANDLED, _HANDLED + _TAKE),
     ("arch/um/Kconfig", "default 100\n", "default 1000\n"),
     ("arch/x86/um/user-offsets.c", _REGISTERS(2696), _REGISTERS(12288)),
 )
-"""Each change consists of a file's path, a string that occurs exactly once in it, and its
-replacement.
+"""Changes of the source code, each as (file, text that occurs once in the file, replacement).
 """
 
 
@@ -73,7 +72,7 @@ def _lacking(kernel: Path) -> list[str]:
 
 
 def _kernel() -> Path:
-    """Returns the path of the kernel for these settings. The file may not exist yet."""
+    """Returns the path of the kernel with these settings, even if it is not compiled yet."""
     return packages.cache_path("", (SOURCE, CONFIG.read_text(), CHANGES)) / "linux"
 
 

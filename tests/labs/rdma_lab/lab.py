@@ -28,7 +28,7 @@ MACHINES = ("uml", "qemu")
 TIMED_OUT = 124
 """Exit status of the lab after a timeout."""
 DIED = 125
-"""Exit status that stands for a node whose kernel has exited."""
+"""Exit status of a node whose kernel has exited."""
 
 _SCRIPTS = Path(__file__).parent
 _GRACE_S = 10.0  # If a node fails, the other nodes have this number of seconds to finish.
@@ -89,7 +89,7 @@ class _Boot:
 
 @dataclass
 class _Node:
-    """Tracks a running node."""
+    """Tracks the process, the output and the exit status of a running node."""
 
     rank: int
     process: subprocess.Popen[bytes]
@@ -112,7 +112,7 @@ class _Node:
     def read(self, *, last: bool = False) -> None:
         """Reads the complete lines that the node has written since the last call.
 
-        If ``last`` is true, this also reads an incomplete last line.
+        If ``last``, also reads an incomplete last line.
         """
         with (self.folder / f"output.{self.rank}").open("rb") as output:
             output.seek(self.read_bytes)
@@ -136,7 +136,7 @@ class _Node:
         self.process.wait()
 
     def conclude(self) -> None:
-        """Reads the remaining output. Adds the console's output if the node did not finish."""
+        """Reads the remaining output, and adds the console's output if the node did not finish."""
         self.read(last=True)
         if self.status in (None, DIED):
             console = (self.folder / f"console.{self.rank}").read_text(errors="replace")
@@ -204,7 +204,7 @@ def run(
 
 
 def _watch(nodes: list[_Node], deadline_s: float) -> int:
-    """Waits for ``nodes`` until ``deadline_s``. Returns the first nonzero exit status or 0."""
+    """Waits for ``nodes`` until ``deadline_s``, and returns the first nonzero exit status, or 0."""
     failure = 0
     while any(node.status is None for node in nodes) and time.monotonic() < deadline_s:
         time.sleep(_POLL_S)
@@ -257,15 +257,15 @@ def _write_files(boot: _Boot, nodes: int, command: Sequence[str], env: Mapping[s
 def _links(nodes: int, stack: contextlib.ExitStack) -> list[list[socket.socket]]:
     """Connects node 0 to each of the other ``nodes - 1`` nodes.
 
-    Returns the sockets of each node's links.
+    Returns a list for each node with the sockets of its links. ``stack`` closes the sockets.
 
-    ``stack`` closes the sockets.
+    Each link is a pair of sockets, one of which belongs to node 0.
     """
     first: list[socket.socket] = []
     rest: list[list[socket.socket]] = []
     for _ in range(1, nodes):
         pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-        # The links stay open until the run ends. So for other nodes, a dead node is only silent.
+        # All links stay open until the run ends, so other nodes do not notice if a node dies.
         for end in pair:
             stack.enter_context(end)
         first.append(pair[0])
@@ -274,7 +274,7 @@ def _links(nodes: int, stack: contextlib.ExitStack) -> list[list[socket.socket]]
 
 
 def _processors(machine: str) -> list[set[int]]:
-    """Returns sets of processors. Nodes of the kind ``machine`` are bound to them in rotation.
+    """Returns sets of processors, to which nodes of the kind ``machine`` are bound in rotation.
 
     User-mode Linux has one processor, but consists of two processes on the host: the kernel and its
     programs. Only one of these processes runs at a time. On different processors, system calls
@@ -291,7 +291,7 @@ def _processors(machine: str) -> list[set[int]]:
 def _start(
     boot: _Boot, rank: int, nodes: int, links: list[socket.socket], processors: set[int]
 ) -> subprocess.Popen[bytes]:
-    """Starts node ``rank`` on ``processors``. The node dies when the calling thread exits.
+    """Starts node ``rank`` on ``processors``. The node is killed if the calling thread exits.
 
     ``boot`` describes how nodes are started, and ``links`` contains the sockets of this node's
     links.
@@ -313,7 +313,7 @@ def _start(
         )
     else:
         command = _user_mode_linux(boot, variables, links)
-    # The memory of a node is a file in this folder. The file system must allow execution.
+    # The memory of a node is a file in this folder, whose file system must allow execution.
     shm = os.statvfs("/dev/shm")
     free_mib = 0 if shm.f_flag & os.ST_NOEXEC else shm.f_bavail * shm.f_frsize >> 20
     memory = Path("/dev/shm") if free_mib > nodes * boot.memory_mib else boot.folder

@@ -34,7 +34,7 @@ RUNNING: Mapping[str, str] = {
     "ib_write_lat": "perftest",
     "/etc/libibverbs.d/rxe.driver": "ibverbs-providers",
 }
-"""Programs and files that nodes need, with the packages that contain them."""
+"""Maps each program and file that nodes need to the package that contains it."""
 
 BUILDING: Mapping[str, str] = {
     "gcc": "gcc",
@@ -45,13 +45,13 @@ BUILDING: Mapping[str, str] = {
     "bc": "bc",
     "xz": "xz-utils",
 }
-"""Programs and files that compiling the kernel needs, with the packages that contain them."""
+"""Maps each program and file that is needed to compile the kernel to its package."""
 
 _SYSTEM = "/usr/sbin:/sbin"
 
 
 class LabError(Exception):
-    """Raised if the lab cannot run here; the message says why and what to do, in one line."""
+    """Raised if the lab cannot run on this machine. The message states the reason and a remedy."""
 
 
 def why_not_here() -> str | None:
@@ -62,7 +62,7 @@ def why_not_here() -> str | None:
 
 
 def cache_path(kind: str, choices: object) -> Path:
-    """Returns the path in the cache for the settings ``choices``. The path may not exist yet."""
+    """Returns the path in the cache for the settings ``choices``, even if it does not exist yet."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     digest = hashlib.sha256(repr(choices).encode()).hexdigest()[:16]
     return cache / "megatron-adaptive" / "rdma-lab" / f"{kind}{digest}"
@@ -79,7 +79,7 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> None:
 
 
 def missing(*needs: Mapping[str, str]) -> list[str]:
-    """Returns the Debian packages of the programs and files in ``needs`` that are missing."""
+    """Returns the Debian packages that contain the missing programs and files of ``needs``."""
     path = f"{os.environ.get('PATH', os.defpath)}:{_SYSTEM}"
     lacking = {
         package: None
@@ -91,12 +91,12 @@ def missing(*needs: Mapping[str, str]) -> list[str]:
 
 
 def can_install() -> bool:
-    """Returns whether this process can install Debian packages."""
+    """Returns whether this process is able to install Debian packages."""
     return os.geteuid() == 0 and shutil.which("apt-get") is not None
 
 
 def install(packages: list[str]) -> None:
-    """Installs the Debian packages ``packages``. See :func:`can_install`.
+    """Installs the Debian packages ``packages``, which requires that :func:`can_install` is true.
 
     Raises:
         LabError: The installation failed.

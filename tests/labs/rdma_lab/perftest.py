@@ -28,7 +28,7 @@ _MIB = 1 << 20
 
 
 class PerftestError(Exception):
-    """Raised if perftest produced no measurement; the message is its output."""
+    """Raised if perftest measured nothing. The message is the output of perftest."""
 
 
 def bandwidth(size_bytes: int, *, total_bytes: int = 64 * _MIB, timeout_s: float = 60.0) -> float:
@@ -53,8 +53,8 @@ def bandwidth(size_bytes: int, *, total_bytes: int = 64 * _MIB, timeout_s: float
 def latencies(size_bytes: int, *, count: int = 500, timeout_s: float = 60.0) -> tuple[float, float]:
     """Returns the median and the mean one-way latency of an RDMA write, in microseconds.
 
-    If other programs use the processors, the mean is several times the median. The reason is that
-    some writes wait for a whole time slice.
+    If other programs use the processors, some writes wait for a whole time slice. The mean is then
+    several times the median.
 
     Args:
         size_bytes: Size of a write, in bytes.
@@ -73,7 +73,7 @@ def latencies(size_bytes: int, *, count: int = 500, timeout_s: float = 60.0) -> 
 
 
 def _measure(tool: str, size_bytes: int, count: int, timeout_s: float) -> list[float]:
-    """Runs ``tool``, and returns the numbers that follow size and count in its table.
+    """Runs ``tool``, and returns the measured numbers of the row that it prints.
 
     ``tool`` makes ``count`` transfers of ``size_bytes`` bytes within ``timeout_s`` seconds.
     """
@@ -81,8 +81,8 @@ def _measure(tool: str, size_bytes: int, count: int, timeout_s: float) -> list[f
     if rank > 1:
         raise PerftestError(f"{tool} runs only on nodes 0 and 1, but this is node {rank}")
     deadline_s = time.monotonic() + timeout_s
-    # If other programs use the processors, perftest may fail to measure the processor frequency,
-    # and then prints invalid numbers. So try again in this case.
+    # If other programs use the processors, perftest may fail to measure the processor frequency and
+    # print invalid numbers. So try again in this case.
     for _ in range(_TRIES):
         row = _run(tool, size_bytes, count, deadline_s)
         if rank == 1:
@@ -102,7 +102,7 @@ def _measure(tool: str, size_bytes: int, count: int, timeout_s: float) -> list[f
 
 
 def _run(tool: str, size_bytes: int, count: int, deadline_s: float) -> list[str]:
-    """Runs ``tool`` as soon as node 0 listens, and returns the values in its table.
+    """Runs ``tool`` as soon as node 0 listens, and returns the values in the printed table.
 
     The other arguments are those of :func:`_measure`.
     """

@@ -24,13 +24,13 @@ PACKAGES: Mapping[str, str] = {
     "depmod": "kmod",
     "xz": "xz-utils",
 }
-"""Programs that the lab does not install itself, with the packages that contain them."""
+"""Maps each program that the lab does not install itself to the package that contains it."""
 
 KERNEL = "linux-image-6.12-amd64"
-"""Package that depends on the newest kernel. Kernels for clouds lack soft-RoCE and 9p."""
+"""Package that depends on the newest kernel. Cloud kernels are unsuitable: they lack soft-RoCE."""
 MODULES = (
     *("virtio_pci", "virtio_net", "9p", "9pnet_virtio", "overlay", "sch_netem"),
-    # Soft-RoCE requests the first of these modules, which computes checksums, by its name.
+    # Soft-RoCE requests the first of these modules by name, to compute checksums.
     *("crc32_generic", "rdma_rxe"),
 )
 INIT = Path(__file__).with_name("init-qemu.sh")
@@ -104,9 +104,10 @@ def _fetch(work: Path, tree: Path) -> None:
 
 
 def _copy_modules(tree: Path, version: str, target: Path) -> None:
-    """Copies modules and their dependencies to ``target``, with names in the order of loading.
+    """Copies kernel modules to ``target``, with numbered names in the order of loading.
 
-    ``tree`` is the unpacked package of the kernel ``version``.
+    Modules that are required by these modules are also copied. ``tree`` is the unpacked package of
+    the kernel ``version``.
     """
     files: dict[str, None] = {}
     for module in MODULES:

@@ -85,7 +85,7 @@ class Kind:
 def why_not(*, accounting: bool = False) -> str | None:
     """Returns the reason why the lab cannot run on this machine, or ``None`` if it can run.
 
-    If ``accounting`` is true, the lab also needs the programs for accounting.
+    If ``accounting``, the programs for accounting must also be installed.
     """
     if os.geteuid() != 0:
         return "the Slurm lab needs root for its namespaces"
@@ -177,17 +177,17 @@ class Lab:
         return done.stdout.strip()
 
     def crash(self, name: str) -> None:
-        """Kills all processes of the node ``name`` at once. The kernel closes their connections."""
+        """Kills all processes of the node ``name``, so that the kernel closes their connections."""
         os.kill(self._init(name), signal.SIGKILL)
         self._hosts.pop(name).wait()
 
     def poweroff(self, name: str) -> None:
-        """Simulates a power loss of the node ``name``. Other nodes get no notification."""
+        """Simulates a power loss of the node ``name``, of which other nodes are not notified."""
         self.unplug(name)
         self.crash(name)
 
     def unplug(self, name: str) -> None:
-        """Disconnects the node ``name`` from the network. Its processes continue."""
+        """Disconnects the node ``name`` from the network, while its processes continue to run."""
         self._in_ctl("ip", "link", "set", name, "down")
 
     def plug(self, name: str) -> None:
@@ -199,7 +199,7 @@ class Lab:
         if name in self._hosts:
             self.crash(name)
         number = int(name[1:])
-        # Remember the time without fractions, because Slurm prints whole seconds.
+        # Keep only whole seconds, because Slurm prints times without fractions.
         self._booted_s[name] = int(time.time())
         inside = [*_NAMESPACES, "bash", str(_HERE / "node.sh"), str(self.folder), name]
         address = f"10.66.0.{10 + number}"
@@ -240,7 +240,7 @@ class Lab:
         ]
 
     def processes(self, name: str) -> list[psutil.Process]:
-        """Returns the processes of ``name``, except its first process and those of Slurm."""
+        """Returns the processes on the node ``name``, without its first process and Slurm's."""
         init, processes = self._init(name), []
         space = os.readlink(f"/proc/{init}/ns/pid")
         for process in psutil.process_iter():
@@ -332,7 +332,7 @@ class Lab:
         )
 
     def _init(self, name: str) -> int:
-        """Returns the process ID of the bash that ``unshare`` starts on the host ``name``."""
+        """Returns the ID of the first process (bash) in the namespaces of the host ``name``."""
         end_s = time.monotonic() + _UP_S
         while time.monotonic() < end_s:
             with contextlib.suppress(psutil.Error):
@@ -345,7 +345,7 @@ class Lab:
         raise LabError(f"{name} of the Slurm lab did not start")
 
     def _in_ctl(self, *command: str) -> None:
-        """Runs a command in the network of the login host, but not among its processes."""
+        """Runs ``command`` in the network of the login host, but as a process of this machine."""
         subprocess.run(
             ["nsenter", "-t", str(self._init("ctl")), "-n", "--", *command],
             check=True,

@@ -77,10 +77,9 @@ def ask(files: list[int], command: list[str]) -> None:
 
 
 def started(pid: int | str) -> str:
-    """Returns the start time of process ``pid`` in clock ticks since boot, or "" without a process.
+    """Returns the start time of process ``pid`` in clock ticks since boot, or "" if it is gone.
 
-    Process IDs are reused. So an ID that was read earlier identifies a process only together with
-    its start time.
+    Process IDs are reused, so only the ID and the start time together identify a process.
     """
     try:
         with open(f"/proc/{pid}/stat") as file:
@@ -131,8 +130,8 @@ def is_launcher(command: list[str]) -> bool:
 def is_program(command: list[str]) -> bool:
     """Returns whether ``command`` runs a module, a script or inline code.
 
-    Returns false for processes of ``multiprocessing``, because a fork would not have the file
-    descriptors that these inherit.
+    Returns false for processes of ``multiprocessing``, because a fork would not inherit their file
+    descriptors.
     """
     if not command:
         return False
@@ -151,7 +150,7 @@ def serve(path: str, *modules: str) -> None:
         importlib.import_module(module)
     # Without this call, garbage collection in a forked process would copy shared memory pages.
     gc.freeze()
-    # Each process has two keys: its pidfd and its socket.
+    # Each forked process has two keys in this dict: its pidfd and the socket of its request.
     forked: dict[Any, tuple[int, socket.socket]] = {}
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
@@ -213,10 +212,10 @@ def _fork(listener: socket.socket) -> tuple[int, socket.socket]:
 
 
 def _enter(peer: int) -> None:
-    """Moves this process into the namespaces of the process ``peer``, if these differ.
+    """Makes this process enter all namespaces of the process ``peer``.
 
-    A PID namespace applies only to children. Therefore, this function returns in a child, and this
-    process exits with the status of the child.
+    A new PID namespace applies only to children of this process. If it differs, this function
+    returns in a child, and this process exits with the status of the child.
     """
     import ctypes
 
@@ -255,7 +254,7 @@ def _become(peer: int, request: dict[str, Any], first: int, output: int, error: 
             os.close(file)
         for name, limit in request["limits"].items():
             resource.setrlimit(int(name), limit)
-        # Torch renames launchers, so tests find the forked process with this file.
+        # Torch renames launchers, so tests use this file to find the forked process.
         with open(f"{request['variables'][SOCKET]}-{request['pid']}", "w") as record:
             record.write(f"{request['started']} {os.getpid()} {started('self')}")
         os.environ.clear()

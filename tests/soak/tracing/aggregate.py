@@ -58,8 +58,7 @@ def main() -> int:
     run = read_run(sys.argv[1])
     run_figures(run)
     read_s = time.perf_counter() - start
-    # The system reports only the largest memory of a single child, for all children that have
-    # exited.
+    # For children that have exited, the system reports only the largest memory of a single child.
     children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     workers = len(os.sched_getaffinity(0))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss + workers * children

@@ -73,7 +73,7 @@ def sample(
 
 
 def wrong(true: Any, start_ns: int, offset_s: float, drift_ppm: float) -> Any:
-    """Returns what a wrong clock shows at the times ``true``, in nanoseconds.
+    """Returns the times that a wrong clock shows at the true times ``true``, in nanoseconds.
 
     The clock is off by ``offset_s`` at ``start_ns``, and then drifts by ``drift_ppm``.
     """

@@ -71,7 +71,7 @@ def _dealt(run: SyntheticRun, _: Repair) -> SyntheticRun:
 
 
 def _moved(run: SyntheticRun, repair: Repair) -> SyntheticRun:
-    """Returns ``run`` with the numbers of layers per stage that ``repair`` suggests."""
+    """Returns ``run`` with the layers per stage that ``repair`` suggests."""
     match = re.search(r"--partition ([\d-]+)", repair.flag)
     assert match is not None, repair.flag
     work = np.array([float(layers) for layers in match[1].split("-")])
@@ -90,7 +90,7 @@ _MENDS: dict[str, Mend] = {
 
 
 def _jobs() -> dict[str, tuple[SyntheticRun, tuple[str, ...]]]:
-    """Returns a dict from the name of each job with a fault to the run and the repairs to try."""
+    """Returns the jobs with a fault by name, each with its run and the repairs to try."""
 
     def make(**options: Any) -> SyntheticRun:
         return real_run(HALF_S, iterations=ITERATIONS, **options)
@@ -152,9 +152,9 @@ def _run(run: SyntheticRun) -> tuple[float, Any]:
 
 
 def ordered_right(done: list[Done]) -> tuple[int, int]:
-    """Compares the repairs in ``done`` of each job in pairs.
+    """Counts the pairs of repairs of the same job that the prediction orders correctly.
 
-    Returns the number of pairs whose predicted order is the actual order, and the number of pairs.
+    Returns this number, and the number of all pairs. ``done`` contains the repairs of all jobs.
     """
     pairs = [
         (first, other) for first, other in itertools.combinations(done, 2) if first.job == other.job

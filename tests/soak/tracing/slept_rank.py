@@ -36,7 +36,9 @@ LAYERS = 4
 
 
 class Stages(EmulatedStages):
-    """Simulates the chunks of a rank by sleeping. The first stage reads its data in forward passes.
+    """Simulates the chunks of a rank by sleeping.
+
+    The first stage also reads its data in each forward pass.
 
     Args:
         work: Durations of the actions of this rank in the step.
@@ -192,7 +194,7 @@ class Rank:
 def draw_dealt(
     run: SyntheticRun, placement: Placement, iteration: int, replica: int
 ) -> tuple[Workload, Any]:
-    """Draws the durations of the step ``iteration`` of ``replica``.
+    """Draws the durations of all actions in the step ``iteration`` of ``replica``.
 
     ``placement`` is the placement of the stages.
 
@@ -224,7 +226,7 @@ def draw_dealt(
 
 
 def run_rank(rank: int, plan: dict[str, Any]) -> list[Any]:
-    """Runs rank ``rank`` of ``plan``, and returns each rank's action times in each iteration."""
+    """Runs rank ``rank`` of ``plan``, and returns the action times of all ranks by iteration."""
     sharpen_timers()
     faults = tuple(Fault(**fault) for fault in plan["run"]["faults"])
     run = SyntheticRun(**{**plan["run"], "faults": faults})

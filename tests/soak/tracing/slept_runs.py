@@ -19,7 +19,8 @@ from tests.soak.tracing.cases import RANKS, Outcome, draw_fault, judge
 from tests.support.synthetic_trace import SyntheticRun
 
 GROUPS = ("rank x1.3", "rank x2", "link delay", "spikes", "slow data", "rank x1.1", "quiet")
-"""Faults of the runs, in rotation. Every seventh run has no fault."""
+"""Faults of successive runs, in rotation. The name ``quiet`` stands for a run without a fault.
+"""
 
 HALF_S = {"F 50 ms, B 100 ms": 0.025, "F 20 ms, B 40 ms": 0.010}
 """Time in seconds that each kind of pass takes for half of a rank's layers.
@@ -33,7 +34,7 @@ def measure(runs: int, seed: int, limit_s: float) -> list[Outcome]:
 
     Args:
         runs: Number of jobs. Jobs have one or two replicas.
-        seed: Seed of all draws.
+        seed: Seed of all random numbers.
         limit_s: Timeout in seconds, after which all processes are killed.
 
     Raises:
@@ -55,7 +56,7 @@ def bubble_errors(runs: int, seed: int, half_s: float) -> list[float]:
 
     Args:
         runs: Number of runs.
-        seed: Seed of all draws.
+        seed: Seed of all random numbers.
         half_s: Time in seconds that a forward pass, an input gradient and a weight gradient each
             take for half of a rank's layers.
 
@@ -99,7 +100,7 @@ def bubble_error(folder: Path, truths: Sequence[Any]) -> float:
 
     ``truths`` contains the true times of the actions of each rank, by iteration.
 
-    This is the median over iterations of the mean over ranks.
+    The difference is averaged over ranks. The result is the median over iterations.
     """
     figures = run_figures(read_run(folder))
     errors = []
