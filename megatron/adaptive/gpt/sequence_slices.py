@@ -224,7 +224,7 @@ class SequenceSlices:
         rule: Rule for cutting microbatches; ``None`` if all microbatches are cut in the same way.
 
     Attributes:
-        count: Number of slices of each microbatch of the current step.
+        count: Number of slices of each microbatch in the current step.
     """
 
     def __init__(self, ends: Sequence[int], rule: SliceRule | None = None) -> None:
@@ -245,8 +245,8 @@ class SequenceSlices:
         """Cuts the microbatches of a step, unless all microbatches are cut in the same way.
 
         Args:
-            contents: Number of token positions of each microbatch, including padding, followed by
-                the number of tokens of each of its documents.
+            contents: For each microbatch, the number of token positions, including padding,
+                followed by the number of tokens of each document.
         """
         if (rule := self._rule) is None:
             return

@@ -115,11 +115,11 @@ def make_recording(run: Run, after_step: int) -> Recording | None:
     """Creates the object that records the actions of all steps for ``--record-schedule``.
 
     Args:
-        after_step: Number of steps that the job had done before this start; 0 at the first start.
+        run: Run whose model has been built.
         after_step: Number of steps that the job did before this start; 0 at the first start.
 
     Returns:
-        Object that records orders; ``None`` without ``--record-schedule``.
+        Object that records actions, or ``None`` without ``--record-schedule``.
     """
     job = run.job
     path = job.config.schedule.record_schedule

@@ -294,7 +294,7 @@ class Step:
                 round-robin. If it is given, there must be a single step.
 
         Returns:
-            Mean losses by name on ranks of the last stage; empty on other ranks.
+            Mean losses, keyed by name, on ranks of the last stage; empty on other ranks.
         """
         reported = [losses for step in steps for losses in step]
         if not reported:
