@@ -1,7 +1,7 @@
 """Measures the cost of a simulated action, of a decision, and of an action in the executor.
 
-This module implements the part ``costs`` of ``benchmarks/schedules.py`` in a single process,
-without computation or messages.
+Implements part ``costs`` of ``benchmarks/schedules.py``, in a single process, without computation
+or messages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compiles ``copies.c`` with the system's compiler when a run starts, and calls the functions."""
+"""Compiles ``copies.c`` with the system compiler when a run starts, and calls its functions."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Measures links between two processes, each pinned to a CPU, and memory copies in between.
+"""Measures links between two processes, each pinned to a CPU, alternating with memory copies.
 
-The first process sends and measures. ``run_rank`` runs in a process with torch, and measures gloo
-and this project's transports. If ``mpiexec`` runs this module as a script, it acts as one process
-of an MPI library.
+The first process sends and measures. ``run_rank`` runs in a process with torch, for gloo and this
+project's transports. Run as a script by ``mpiexec``, this module acts as a process of an MPI
+library.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Measures by how much messages prolong a 1F1B step of two computing ranks.
+"""Measures the time that messages add to a 1F1B step of two computing ranks.
 
 The executor of this project runs the step. Its chunks multiply matrices for a few milliseconds,
 read the received tensor and write the tensor to send. In the *alone* step, each rank works
 independently, and its inputs are immediately available in its own memory. If messages took no time,
-a step of the pipeline would be longer than the *alone* step by one microbatch, for filling and
-draining the pipeline::
+the pipeline's step would take as long, plus one microbatch for filling and draining::
 
     rank 0   F0 F1 B0 F2 B1 F3 B2 ...      alone: m (F + B)
     rank 1      F0 B0 F1 B1 F2 B2 ...      ideal: (m + 1) (F + B), of the slower rank

@@ -1,4 +1,4 @@
-"""Defines the competitors. Each of them combines a schedule, a runtime and a memory limit."""
+"""Defines the competitors. Each combines a schedule or rule, a runtime, and a memory limit."""
 
 from __future__ import annotations
 

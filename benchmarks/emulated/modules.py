@@ -7,9 +7,9 @@
     weight ─> _Weight ──┘
 
 The backward pass of ``_Join`` checks the gradient, the backward pass of ``_Input`` sleeps for B,
-and the backward pass of ``_Weight`` sleeps for W. So a runtime that first asks autograd only for
-the gradients of inputs runs B, and later runs W, starting at ``_Join``. A backward pass that is not
-split runs W first, so that the gradient is sent at its end.
+and the backward pass of ``_Weight`` sleeps for W. So a runtime that first requests only the
+gradients of inputs from autograd runs B, and runs W later, starting at ``_Join``. An unsplit
+backward pass runs W first, so that the gradient is sent at its end.
 """
 
 from __future__ import annotations

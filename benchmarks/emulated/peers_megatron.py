@@ -4,9 +4,8 @@ The communication settings are safe with gloo: outputs are kept until they have 
 several chunks, messages are not batched but overlap with computation, as in Megatron-LM's
 configuration.
 
-megatron-core waits for its sends, and gloo completes a send only when the peer requests the
-message. Therefore a rank may have to wait for an action of a peer although it does not need the
-result.
+megatron-core waits for its sends, and gloo completes a send when the peer requests the message.
+Therefore a rank may wait for an action of a peer although it does not need the result.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Runs the plug-in's engine on emulated stages in a V, like in an unmodified Megatron-LM.
+"""Runs the plug-in's engine on emulated stages in a V, as in an unmodified Megatron-LM.
 
-Steps are called like steps of megatron-core. Backward passes are split with the same objects that
-store the weight gradients of real layers. The plug-in chooses the transport. As in every V of the
+Steps are called like steps of megatron-core. Backward passes are split with the same stores that
+contain the weight gradients of real layers. The plug-in chooses the transport. As in every V of the
 plug-in, position 0 of the pipeline is on the last rank.
 """
 

@@ -1,17 +1,16 @@
 """Defines the durations of emulated actions, and which rank or link is slow.
 
-All durations of a step are drawn at random before the step, and are the same for every competitor.
-They are durations of *half-stages*: the pipeline is split into two halves per rank, in pipeline
-order. A competitor with two chunks per rank runs a half-stage as one stage. A competitor with one
-chunk runs two neighbouring halves as one stage, which takes their total time::
+All durations of a step are drawn from a seed before the step, and are the same for every
+competitor. They are durations of *half-stages*: the pipeline is split into two halves per rank, in
+pipeline order. A competitor with two chunks per rank runs a half-stage as one stage. A competitor
+with one chunk runs two neighbouring halves as one stage, which takes their total time::
 
     half-stage          0   1   2   3   4   5   6   7
     1 chunk, 4 ranks    └ 0 ┘   └ 1 ┘   └ 2 ┘   └ 3 ┘     stage and rank
     2 chunks, loop      0   1   2   3   0   1   2   3     rank of each stage
     2 chunks, V         0   1   2   3   3   2   1   0     rank of each stage
 
-If a rank is slow or fast, the durations of all actions of this rank are multiplied by a factor,
-regardless of their stages.
+The factor of a slow or fast rank multiplies all actions of that rank, regardless of their stages.
 """
 
 from __future__ import annotations

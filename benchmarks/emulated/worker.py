@@ -1,7 +1,7 @@
-"""Runs the ranks of the emulated pipeline, in which all competitors take turns.
+"""Runs the ranks of the emulated pipeline, in which all competitors alternate.
 
-A step begins on all ranks at the same time on the machine's clock. The makespan of the step is the
-time until the last rank has finished.
+A step begins on all ranks at the same time of the machine's clock. Its makespan is the time until
+the last rank has finished.
 """
 
 from __future__ import annotations
