@@ -107,7 +107,7 @@ class _Chunk(StepChunk):
         """Sets the work of the next step to ``work``, and clears the gradients."""
         self.work = work
         for weight in self._weights():
-            # In megatron-core's data-parallel wrapper, parameters have this attribute.
+            # Parameters in megatron-core's data-parallel wrapper have this attribute.
             weight.main_grad = torch.zeros_like(weight)
 
     def check_gradient(self, num_microbatches: int) -> None:

@@ -64,7 +64,7 @@ _MOST_DRIFT_NS = 2_000_000
 """Largest plausible drift, in nanoseconds, of the device's clock while one anchor is in use."""
 _NO_DELAY_NS = 1 << 62
 
-# With the flag cudaHostRegisterPortable, pages are locked for all CUDA contexts of the process.
+# The flag cudaHostRegisterPortable locks pages for all CUDA contexts of the process.
 _PORTABLE = 1
 
 

@@ -202,8 +202,8 @@ class LocalAttention(DotProductAttention):
         count = max(1, len(query) // SCORE_BLOCK)
         mask = self._own_mask if attention_mask is None else Mask.GIVEN
         stores_scores = kernel_for(self._case_of(query, value, mask)) is Kernel.SCORES
-        # With a window, blocks have no advantage, because the window already limits the scores. If
-        # several heads share keys, the keys would be copied and kept for each block.
+        # Blocks have no advantage with a window, which already limits the scores. If several heads
+        # share keys, the keys would be copied and kept for each block.
         is_shared = query.shape[2] != key.shape[2]
         if count == 1 or not stores_scores or self._window is not None or is_shared:
             return self._attend(query, key, value, attention_mask, *more, **options)

@@ -166,8 +166,7 @@ class KeyedTransformerLayer(TransformerLayer):
         **kwargs: Any,
     ) -> None:
         init: KeyedInit = config.keyed_init
-        # In megatron-core 0.17 and later, the numbers of multi-token prediction layers start again
-        # at 1.
+        # Since megatron-core 0.17, the numbers of multi-token prediction layers start again at 1.
         is_prediction = kwargs.get("is_mtp_layer", False)
         before = (
             config.num_layers if is_prediction else get_transformer_layer_offset(config, vp_stage)

@@ -249,7 +249,7 @@ def finalize_gradients(
 
     Args:
         chunks: Model chunks of this rank, in the data-parallel wrapper.
-        num_tokens: On a rank of the last stage, number of tokens in the loss; otherwise 0.
+        num_tokens: Number of tokens in the loss on a rank of the last stage; 0 on other ranks.
             Gradients are divided by the sum of these numbers over all ranks, or not divided if the
             argument is ``None``. megatron-core would use the number of the last pipeline rank,
             which may not have the last stage.

@@ -234,7 +234,7 @@ class Engine:
         return arguments
 
     def _by_chunk(self, forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps ``forward_step_func`` so that it tells ``placed`` which chunk is running."""
+        """Wraps ``forward_step_func`` so that ``placed`` knows which chunk is running."""
         numbers = {id(chunk): number for number, chunk in enumerate(self._chunks)}
         placed = self._placed
 
