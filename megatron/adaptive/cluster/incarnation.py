@@ -201,7 +201,7 @@ def model_file(checkpoints: Path) -> Path:
 
 
 def is_trainer(script: Path) -> bool:
-    """Returns whether ``script`` is the trainer itself, or contains the trainer's name."""
+    """Returns whether ``script`` is the trainer itself, or mentions the trainer in its code."""
     if script.stem == _TRAINER:
         return True
     try:
@@ -211,7 +211,7 @@ def is_trainer(script: Path) -> bool:
 
 
 Policy = Literal["ignore", "replan", "exclude"]
-"""Reaction to a node that stays slow: nothing, move layers away, or exclude the node."""
+"""Reaction to a node that stays slow: ignore it, give it fewer layers, or exclude it."""
 
 ProbePolicy = Literal["report", "exclude"]
 """Reaction to a node that fails its probe: report it, or exclude it until it passes."""
@@ -224,7 +224,7 @@ failed its probe."""
 CHECK_S = 120.0
 """Time in seconds for which a manager waits for a node to measure a device."""
 _CHECK_LIMIT_S = 110
-"""Time in seconds after which the node kills a measurement of a device."""
+"""Timeout in seconds after which the node itself ends the measurement of a device."""
 _CHECK = Path(__file__).resolve().parents[1] / "profiling" / "node_check.py"
 
 NODE_VARIABLE = "MEGATRON_ADAPTIVE_NODE"
@@ -452,7 +452,7 @@ class RunningRanks:
 
 
 def earliest(*moments: float | None) -> float | None:
-    """Returns the earliest of the deadlines ``moments`` in seconds; ``None`` is no deadline."""
+    """Returns the earliest deadline of ``moments`` in seconds. ``None`` stands for no deadline."""
     return min((moment for moment in moments if moment is not None), default=None)
 
 

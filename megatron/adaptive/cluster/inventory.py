@@ -200,7 +200,7 @@ def count_gpus(visible: str | None) -> int:
 
 
 class ResourceSampler:
-    """Samples the usage of this node's GPUs and of a process's descendants, in a thread.
+    """Runs a thread that samples the usage of this node's GPUs and of some processes.
 
     The sampler must be closed after use.
 
@@ -240,7 +240,7 @@ class ResourceSampler:
         file.append((json.dumps({**self.sample(), **extra}) + "\n").encode())
 
     def sample(self) -> dict[str, Any]:
-        """Measures the usage, and returns it as a dict that fills a line of the file."""
+        """Takes a sample, and returns the dictionary that is written as a line of the file."""
         processes = self._processes()
         return {"unix_s": round(time.time(), 1), "gpus": self._gpus(), "processes": processes}
 

@@ -49,7 +49,7 @@ _NAMED = 8
 
 
 def some_names(names: Iterable[str]) -> str:
-    """Joins ``names`` with commas. If there are many, only counts the names at the end."""
+    """Joins ``names`` with commas. If there are many names, only counts the last ones."""
     listed = list(names)
     more = len(listed) - _NAMED
     return ", ".join(listed) if more < _NAMED else f"{', '.join(listed[:_NAMED])} and {more} more"

@@ -623,7 +623,7 @@ class Manager:
         return self._holds()
 
     def _nodes_in_use(self) -> Sequence[str]:
-        """Returns the names of the nodes that were used last."""
+        """Returns the names of the nodes on which ranks run now, or ran last."""
         return self._incarnations[-1].nodes if self._incarnations else ()
 
     def _latest(self) -> int:
