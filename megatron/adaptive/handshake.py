@@ -104,7 +104,7 @@ class Session:
         return _LENGTH.pack(len(payload)) + _mac(self._sending, self._sent, payload)
 
     def seal(self, payload: bytes) -> bytes:
-        """Returns ``payload`` after its header. Raises the same errors as :meth:`head`."""
+        """Returns the header and the payload as bytes. Raises the same errors as :meth:`head`."""
         return self.head(payload) + payload
 
     @staticmethod

@@ -348,7 +348,7 @@ class Membership:
         return any(node.status == "starting" for node in self.nodes.values())
 
     def address_of(self, node: Node) -> str:
-        """Signals all ranks among the descendants of process ``pid``, but not their children."""
+        """Returns the address at which other nodes can reach ``node``."""
         assert node.link is not None
         peer = node.link.peer
         return self.address if peer in ("127.0.0.1", "::1") else peer

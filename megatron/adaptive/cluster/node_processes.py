@@ -218,7 +218,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE_S = 1.0
 _OUTPUTS = ("out", "err")
 _SHORTEST_SECRET = 8
-"""Minimum length of secrets that are masked. Shorter values, such as 1, are also common words.
+"""Minimum length of secrets that are masked. Shorter values, such as 1, also occur elsewhere.
 """
 
 

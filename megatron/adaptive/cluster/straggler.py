@@ -27,7 +27,7 @@ from megatron.adaptive.cluster.membership import Node
 
 _IN_A_ROW = 2
 _LEAST = 1.1
-"""Ratio of measured to expected computing time from which a node counts as slow."""
+"""Minimum ratio of measured to expected computing time at which a node counts as slow."""
 _MOST_SLOW = 8.0
 _LEFT_OUT = "left out: slow"
 
@@ -211,7 +211,10 @@ class Stragglers:
 
 
 def _slow_down(running: RunningRanks, name: str, times: float) -> None:
-    """Increases the predicted step time in ``running``: the node ``name`` is ``times`` as slow."""
+    """Increases the predicted step time in ``running``, because a node is slow.
+
+    The node ``name`` takes ``times`` times as long as before.
+    """
     layout = running.layout
     nodes = running.where.values()
     if layout.step_s is None:

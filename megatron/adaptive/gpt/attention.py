@@ -80,7 +80,7 @@ class Documents(PackedSeqParams):
     def of(
         cls, lengths: torch.Tensor, to_device: Callable[[torch.Tensor], torch.Tensor]
     ) -> Documents:
-        """Returns the parameters for documents with ``lengths [n]``, a tensor in host memory.
+        """Returns the parameters for documents whose lengths are in the CPU tensor ``lengths [n]``.
 
         ``to_device`` copies a tensor to the device.
         """
@@ -501,7 +501,7 @@ class _AttendToEarlier(torch.autograd.Function):
 
 
 def _parts_of(query: torch.Tensor, key: torch.Tensor) -> tuple[tuple[slice, bool], ...]:
-    """Returns the ranges of the earlier and the recent keys, and whether the range is causal.
+    """Returns the ranges of earlier and of recent keys, and whether a causal mask applies to each.
 
     The recent keys, at the end of ``key``, belong to the same tokens as ``query``.
     """

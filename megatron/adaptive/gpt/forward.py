@@ -292,8 +292,8 @@ class DropoutKeys:
             step: Index of the iteration, which becomes part of the seed.
             numbers: Index of each microbatch over all replicas; ``None`` if the microbatches are
                 distributed round-robin over the replicas.
-            slices: Cuts the step's microbatches into slices, for which the function must be called
-                in ascending order; ``None`` for whole microbatches.
+            slices: Object that cuts the step's microbatches into slices, for which the function
+                must be called in ascending order; ``None`` for whole microbatches.
         """
         if not self._enabled:
             return forward_step_func

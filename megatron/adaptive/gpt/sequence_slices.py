@@ -266,7 +266,7 @@ class SequenceSlices:
 
     @property
     def sizes(self) -> list[int] | None:
-        """Returns the tokens of each slice, or ``None`` if all microbatches are cut equally."""
+        """Returns each slice's token count, or ``None`` if all microbatches are cut equally."""
         if self._rule is None:
             return None
         return [self.tokens(item) for item in range(item_count(len(self._cuts), self.count))]

@@ -155,7 +155,7 @@ class Seam:
         return self._settings.overridden(megatron_arguments())
 
     def _settings_of_model(self) -> Settings:
-        """Returns the settings of models without separate settings, overridden by given flags.
+        """Returns the settings of models without separate settings, after applying flags.
 
         The result is cached for each set of parsed arguments.
         """

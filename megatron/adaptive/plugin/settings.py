@@ -41,7 +41,7 @@ OF_MEGATRON = ("profile_ranks", "profile_step_start", "profile_step_end")
 
 @dataclass(frozen=True, kw_only=True)
 class _PluginFlags:
-    """Contains flags that exist only in the plugin, and settings of the model for joint checks."""
+    """Contains flags of the plugin, and a model setting that is checked together with them."""
 
     moe_token_dispatcher_type: str = flag("How tokens get to their experts.", "allgather")
 
@@ -238,14 +238,14 @@ class Settings:
 
     @property
     def splits(self) -> bool | None:
-        """Returns whether weight gradients are separate actions, or ``None`` if undecided."""
+        """Returns whether weight gradients are separate actions, or ``None`` if not decided yet."""
         splits = schedule_spec(self.schedule).splits_backward
         if self.split_backward is None and splits == "by default":
             return None
         return splits == "always" or bool(self.split_backward)
 
     def in_process_of(self, shared: Settings) -> Settings:
-        """Returns a copy of these settings that takes the settings of the process from ``shared``.
+        """Returns a copy of these settings, with the process-wide settings taken from ``shared``.
 
         Args:
             shared: Settings of all models that have no separate settings.

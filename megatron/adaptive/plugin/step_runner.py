@@ -217,7 +217,7 @@ class Engine:
             self._runs = False
 
     def _begin_training_step(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Counts the step, and returns ``arguments`` with added dropout keys and data tracing."""
+        """Counts the step, and adds seeding of dropout and tracing of reads to ``arguments``."""
         current = getattr(megatron_arguments(), "curr_iteration", None)
         # Use Megatron-LM's iteration if there is one, because Megatron-LM may repeat a step to
         # check that the results are the same.
