@@ -41,7 +41,7 @@ DETAILS = ("layers", "collectives", "evidence")
 RANKS = {"traced": 4, "collectives": 4}
 """Number of ranks for some kinds of steps. All other kinds have 2 ranks."""
 WINDOW = 10
-"""Number of steps in each run, which either has or lacks the feature."""
+"""Number of steps in each run. A run either uses the feature or does not use it."""
 SHORT_WINDOW = 3
 """Number of steps in each run with details of traces."""
 _LIMIT_S = 1200.0

@@ -146,7 +146,7 @@ def memory_bytes(name: str) -> int:
 
 
 def _copy(files: Sequence[Path], target: Path) -> float:
-    """Copies ``files`` to the file ``target``, writes it to disk, and returns the seconds."""
+    """Copies ``files`` to the file ``target`` on disk, and returns the duration in seconds."""
     begin_s = time.perf_counter()
     with target.open("wb", buffering=0) as out:
         for path in files:
@@ -160,7 +160,7 @@ def _copy(files: Sequence[Path], target: Path) -> float:
 
 
 def _generate_model(folder: Path, gigabytes: float) -> int:
-    """Writes a random Llama of about ``gigabytes`` GB to ``folder``, and returns its bytes."""
+    """Writes a random Llama of about ``gigabytes`` GB to ``folder``. Returns its size in bytes."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -244,7 +244,7 @@ class GptTorchRunner:
     def _batch(
         self, microbatches: Sequence[Microbatch] | None
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None, dict[str, torch.Tensor]]:
-        """Concatenates all ``microbatches`` to positional inputs, a target and keyword inputs.
+        """Concatenates ``microbatches`` into positional inputs, a target and keyword inputs.
 
         The schedules of torch split these tensors into microbatches again.
         """

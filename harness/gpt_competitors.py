@@ -171,7 +171,7 @@ class CompetingRank(TrainingRank):
 
         Args:
             schedule: Name of the schedule.
-            transport: Fields of ``TransportConfig``, by name.
+            transport: Fields of ``TransportConfig``, keyed by name.
         """
         from megatron.core import parallel_state
 

@@ -271,7 +271,7 @@ def append_results(page: Path, total: Result, command: Sequence[str]) -> None:
 
 
 def commit_of(folder: Path = ROOT) -> str:
-    """Returns the commit ID of the checkout ``folder``, and notes if files have changed since.
+    """Returns the commit ID of the checkout ``folder``, with a note if files have been changed.
 
     Returns "unknown" if ``folder`` is not a checkout.
     """

@@ -252,7 +252,7 @@ class Rank:
                 )
 
     def step(self, name: str, scenario: str, seed: int) -> tuple[float, float]:
-        """Runs a step. Returns its duration in seconds, and the hidden fraction of exchanges."""
+        """Runs a step. Returns its seconds and the fraction of exchange time that was hidden."""
         candidate = self.candidates[name]
         stages = ExpertStages(self, candidate, seed, scenario)
         policy = candidate.policies(MICROBATCHES)[self.position]

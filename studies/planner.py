@@ -75,7 +75,7 @@ def own(options: argparse.Namespace, *, experts: bool) -> Result:
 
 
 def published(folder: Path | None, read: Callable[[Path], list[Row]]) -> Result:
-    """Returns the rows that ``read`` returns for ``folder``, or no rows without the folder."""
+    """Returns the rows of ``read(folder)``, or no rows if the folder does not exist."""
     return Result(rows=read(folder) if folder is not None and folder.is_dir() else [])
 
 

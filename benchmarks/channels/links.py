@@ -40,7 +40,7 @@ class Posted:
         """Starts to receive the first of ``count`` messages of ``nbytes`` bytes (see ``Link``)."""
         assert not self._receives
         if nbytes not in self._buffers:
-            # The caller holds a buffer, so allocate one buffer more than are used for receiving.
+            # The caller holds one buffer, so allocate one more than there are pending receives.
             self._buffers = {nbytes: [self._make_buffer(nbytes) for _ in range(WINDOW + 1)]}
         self._nbytes, self._left, self._next = nbytes, count, 0
         for _ in range(WINDOW):

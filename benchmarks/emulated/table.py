@@ -125,7 +125,7 @@ def ratio(slower: Mapping[int, float], faster: Mapping[int, float]) -> float:
 
 
 def speedup(table: Table, name: str, scenario: str) -> float | None:
-    """Returns how many times faster than the baseline the competitor ``name`` is.
+    """Returns the speed of the competitor ``name`` as a multiple of the baseline's speed.
 
     The result is the median over all repetitions of ``scenario``, or ``None`` if ``table`` lacks
     the steps.

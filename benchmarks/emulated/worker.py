@@ -30,7 +30,7 @@ from harness.sleeping_ranks import Channels, Sleeper, sharpen_timers  # noqa: E4
 from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 
 _LEAD_S = 0.006
-"""Seconds between agreeing on a start time and this time, so that all ranks learn it in advance."""
+"""Seconds from choosing a start time until the start, which is enough to inform all ranks."""
 Runner = MegatronRunner | EmulatedTorchRunner | PluggedRunner | OurRunner
 """Runner of a competitor on one rank. Only its method ``run`` is timed."""
 

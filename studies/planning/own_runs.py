@@ -168,7 +168,7 @@ class BusyError(RuntimeError):
 
 
 def run(shape: Shape, folder: Path, iterations: int) -> Outcome:
-    """Trains until other programs have not disturbed enough iterations.
+    """Trains until there are enough iterations that other programs did not disturb.
 
     Training is repeated at most ``ROUNDS`` times. The results are stored in ``folder``, from which
     :func:`reload` can read them.

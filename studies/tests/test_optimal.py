@@ -45,7 +45,7 @@ State = dict[Any, int]
 
 
 def least_by_trying_all(case: Any) -> int:
-    """Returns the minimum makespan, which an exhaustive search finds without dominated states."""
+    """Returns the minimum makespan, found by an exhaustive search that drops dominated states."""
     before = {cell: case.before(cell) for cell in case.cells()}
     layer: dict[frozenset[Any], list[State]] = {frozenset(): [dict.fromkeys(range(2), 0)]}
     for _ in before:

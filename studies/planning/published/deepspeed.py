@@ -46,8 +46,8 @@ def _pipeline(gradients_first: bool, plan: Plan, stages: StageSums) -> ScheduleT
     """Returns the times of the pipeline of ``plan``, or ``None`` if its schedule is not 1F1B.
 
     With tensor parallelism, each rank sends its slice of the stage's output, and the sizes of the
-    output. The receiver's CPU must read the sizes before it launches kernels, so a part of the
-    stage's duration that launches kernels is not hidden.
+    output. The receiver's CPU must read the sizes before it launches kernels, so launching does not
+    overlap with waiting for the message.
     """
     if plan.schedule != "1f1b":
         return None
