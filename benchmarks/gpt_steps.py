@@ -49,13 +49,13 @@ ALL_JOBS = {**JOBS, OVER_TRANSPORTS: Job("--pipeline-schedule megatron", TRANSPO
 
 @dataclass(frozen=True)
 class Duel:
-    """Two competitors that are compared in one row of the table.
+    """Comparison of two competitors in one row of the table.
 
     Attributes:
-        job: Name of the job that runs both.
+        job: Name of the job that runs both competitors.
         name: Name of the competitor of this project.
-        rival: Name of the competitor that it is compared with.
-        goal: Maximum of the ratio of its step time to the rival's step time, or ``None`` if there
+        rival: Name of the competitor with which ``name`` is compared.
+        goal: Maximum ratio of the step time of ``name`` to that of ``rival``, or ``None`` if there
             is no goal.
     """
 
@@ -85,7 +85,8 @@ DUELS = (
 def takes_part(job: str, name: str, index: int) -> bool:
     """Returns whether the competitor ``name`` of ``job`` runs in round ``index``.
 
-    Only competitors with a goal run in odd rounds, except in the job that compares transports.
+    Only competitors with a goal run in rounds with an odd index, except in the job that compares
+    transports.
     """
     if index % 2 == 0 or job == OVER_TRANSPORTS:
         return True
@@ -142,11 +143,11 @@ class Rank(CompetingRank):
 
 
 def measure(job: str, rounds: int, limit_s: float = 900.0, width: int = 256) -> dict[str, Any]:
-    """Runs the ranks of the job ``job``, and returns the result of :meth:`Rank.measure`.
+    """Runs the ranks of the job ``job``, and returns the measurements of :meth:`Rank.measure`.
 
     Args:
         job: Name of the job in ``ALL_JOBS``.
-        rounds: Number of steps of each competitor that has a goal.
+        rounds: Number of rounds. Competitors with a goal run in every round.
         limit_s: Time in seconds after which all processes are killed.
         width: Hidden size of the model.
 
@@ -158,7 +159,7 @@ def measure(job: str, rounds: int, limit_s: float = 900.0, width: int = 256) -> 
 
 
 def make_rows(results: Mapping[str, dict[str, Any]]) -> list[Row]:
-    """Returns the rows of the table. ``results`` are results of :func:`measure`, by job."""
+    """Returns the rows of the table. ``results`` are results of :func:`measure`, keyed by job."""
     rows = []
     for duel in DUELS:
         times = results[duel.job]["times"]
@@ -186,9 +187,10 @@ def make_rows(results: Mapping[str, dict[str, Any]]) -> list[Row]:
 
 
 def disagreements(results: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Returns lines about competitors whose losses or gradients differ from the first competitor's.
+    """Describes each competitor whose losses or gradients differ from the first competitor's.
 
-    ``results`` contains the results of :func:`measure`, by job.
+    ``results`` contains the results of :func:`measure`, keyed by job. The result has a line per
+    difference.
     """
     return [
         f"{job}: the {quantity} of {name} differs from that of {JOBS[job].competitors[0]} by "
@@ -196,7 +198,7 @@ def disagreements(results: Mapping[str, dict[str, Any]]) -> list[str]:
         for job, result in results.items()
         for name, difference in result["differences"].items()
         for quantity, limit in MOST_DIFFERENCE.items()
-        # This condition is also true for NaN.
+        # The negation makes this condition true for NaN, too.
         if not difference[quantity] <= limit
     ]
 

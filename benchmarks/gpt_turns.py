@@ -39,30 +39,31 @@ from harness.report import ratios
 
 DETAILS = ("layers", "collectives", "evidence")
 RANKS = {"traced": 4, "collectives": 4}
-"""Number of ranks for each kind of steps. Other kinds have 2 ranks."""
+"""Number of ranks for some kinds of steps. All other kinds have 2 ranks."""
 WINDOW = 10
-"""Number of steps in each run."""
+"""Number of steps in each run. A run either uses the feature or does not use it."""
 SHORT_WINDOW = 3
-"""Number of steps in each run that measures details of traces."""
+"""Number of steps in each run with details of traces."""
 _LIMIT_S = 1200.0
 _SECRET = "of the benchmark"
 
 
 def measure(kind: str, rounds: int) -> dict[str, Any]:
-    """Measures runs of steps, which alternate with and without the feature.
+    """Measures runs of several steps, which alternate with and without a feature.
 
     Args:
-        kind: Kind of steps.
+        kind: Kind of steps, which selects the feature. The module's docstring lists the kinds.
         rounds: Number of rounds. Each round has two runs with the feature and two runs without it.
 
     Returns:
-        Seconds per step in each round (``on_s`` and ``plain_s``), and processor seconds per step
-        over all ranks (``on_cpu_s`` and ``plain_cpu_s``). ``step_s`` is the median time of a step
-        without the feature. Traces add ``spans``, the number of spans per step. Details of traces
-        add ``marker_bytes``, the bytes per rank and step with the detail. Counters of the machine
-        add ``read_share``, the time to read the counters relative to a step. Checkpoints add
-        ``size_bytes``, and ``waited_s``, the seconds that training waited for each checkpoint.
-        Copies add ``notice``, a text that describes the copies.
+        Seconds per step in each round (``on_s`` with the feature, ``plain_s`` without it), and CPU
+        seconds per step over all ranks (``on_cpu_s`` and ``plain_cpu_s``). ``step_s`` is the median
+        duration of a step without the feature. Some kinds add entries: traces add ``spans``, the
+        number of spans per step. Details of traces add ``marker_bytes``, the size of the detail per
+        rank and step. Counters of the machine add ``read_share``, the time to read the counters
+        relative to the duration of a step. Checkpoints add ``size_bytes``, and ``waited_s``, the
+        seconds for which each checkpoint blocked training. Copies add ``notice``, a text that
+        describes the copies.
 
     Raises:
         RuntimeError: A rank failed, or the timeout passed.
@@ -73,7 +74,7 @@ def measure(kind: str, rounds: int) -> dict[str, Any]:
 
 
 def costs(result: dict[str, Any], unit: str) -> list[float]:
-    """Returns the relative increase of the step time that the feature causes, for each round.
+    """Returns the relative increase of the step time due to the feature in each round.
 
     Args:
         result: Result of :func:`measure`.
@@ -83,10 +84,10 @@ def costs(result: dict[str, Any], unit: str) -> list[float]:
 
 
 class FeatureRank(TrainingRank):
-    """Runs one rank, whose steps alternate with and without a feature.
+    """Runs one rank whose steps alternate with and without a feature.
 
     Args:
-        kind: Kind of steps.
+        kind: Kind of steps, which selects the feature.
         flags: Additional flags of the trainer.
         width: Hidden size of the model.
 
@@ -111,7 +112,7 @@ class FeatureRank(TrainingRank):
         return self.turns(rounds, self.turn, "on")
 
     def turn(self, is_on: bool) -> tuple[float, float]:
-        """Runs some steps, with the feature if ``is_on`` is true.
+        """Runs the steps of one run, with the feature if ``is_on`` is true, and measures them.
 
         Returns the elapsed seconds and the CPU seconds per step.
         """
@@ -122,7 +123,7 @@ class FeatureRank(TrainingRank):
         raise NotImplementedError
 
     def processor_s(self) -> float:
-        """Returns the CPU seconds of this rank and of the process that belongs to the feature."""
+        """Returns the CPU seconds of this rank and of the feature's process, if there is one."""
         return time.process_time()
 
     def traced_steps(self, is_traced: bool) -> None:
@@ -139,7 +140,7 @@ class TracedRank(FeatureRank):
 
     Args:
         folder: Folder for the traces.
-        kind: Kind of steps.
+        kind: Kind of steps, which selects the feature.
     """
 
     steps = 1
@@ -158,13 +159,13 @@ class TracedRank(FeatureRank):
     def work(self, is_on: bool) -> None:
         self.traced_steps(is_on)
         recorder: Any = self._run.tracing.recorder
-        # Wait for the writer. Otherwise, its remaining work would slow down the next step.
+        # The remaining work of the writer would slow down the next step, so wait for the writer.
         while not recorder._queue.empty():
             time.sleep(0.0002)
 
 
 class DetailedRank(FeatureRank):
-    """Runs one rank that traces all steps, and traces some of them in more detail.
+    """Runs one rank that traces all steps, but only some of them with a certain detail.
 
     Args:
         folder: Folder for the traces.
@@ -178,7 +179,7 @@ class DetailedRank(FeatureRank):
         super().__init__(kind, *flags, str(folder))
         self._traces = folder
         tracing = self._run.tracing
-        # The baseline is a trace that does not contain the counters of the machine.
+        # The baseline is a trace without the counters of the machine.
         self._attribute = "_counters" if kind == "evidence" else kind
         self._detail = getattr(tracing, self._attribute)
         self._reads_s: list[float] = []
@@ -206,13 +207,14 @@ class DetailedRank(FeatureRank):
         ]
         facts: dict[str, Any] = {"marker_bytes": max(sizes)}
         if self._reads_s:
-            # The counters are read at the start and at the end of each step.
+            # The counters are read at the start and at the end of each step, so count each read
+            # twice.
             read_s = 2 * statistics.mean(self._reads_s)
             facts["read_share"] = read_s / statistics.median(result["plain_s"])
         return facts
 
     def _timed(self, read: Callable[[], Any]) -> Callable[[], Any]:
-        """Returns a function that calls ``read``, and also records how long each call takes."""
+        """Returns a function that calls ``read`` and records how long the call takes."""
 
         def timed_read() -> Any:
             start = time.perf_counter()
@@ -233,7 +235,7 @@ class SavingRank(FeatureRank):
 
     Args:
         folder: Folder for the checkpoints.
-        kind: Kind of steps.
+        kind: Kind of steps, which selects the feature.
     """
 
     def __init__(self, folder: Path, kind: str) -> None:
@@ -265,7 +267,7 @@ class SavingRank(FeatureRank):
 
 
 class CopyingRank(FeatureRank):
-    """Runs one rank that sends copies of its state. Its keeper is a separate process."""
+    """Runs one rank that sends copies of its state. A separate process stores received copies."""
 
     def __init__(self, _: Path, kind: str) -> None:
         super().__init__(kind, width=128)
@@ -333,7 +335,7 @@ class WatchedRank(FeatureRank):
         self._guard: Any = None
 
     def turn(self, is_on: bool) -> tuple[float, float]:
-        """Runs some steps, with the hang detector if ``is_on``. Returns elapsed and CPU seconds."""
+        """Runs some steps, with the hang detector if ``is_on`` is true, and measures them."""
         from megatron.adaptive.engine.hang_guard import HangGuard
 
         run = self._run
@@ -363,10 +365,10 @@ class WatchedRank(FeatureRank):
 
 
 def keep(link: Connection) -> None:
-    """Runs a keeper of copies until the connection ``link`` is closed.
+    """Runs a process that stores copies, until the connection ``link`` is closed.
 
-    A message is the peer whose copies are kept, or ``None``. The reply to a message is the keeper's
-    CPU time.
+    Each message is either the peer whose copies are stored from now on, or ``None``. The reply is
+    the CPU time of this process.
     """
     from megatron.adaptive.checkpoint.snapshot_keeper import Buddy, SnapshotKeeper
 

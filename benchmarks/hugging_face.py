@@ -29,7 +29,7 @@ from harness.processes import environment, run_ranks  # noqa: E402
 from harness.report import Result, Row, measure, parser_of  # noqa: E402
 
 HIDDEN, INNER, VOCABULARY = 2048, 5632, 32000
-"""Sizes of the generated model."""
+"""Hidden size, feed-forward size and vocabulary size of the generated model."""
 LARGEST_BYTES = VOCABULARY * HIDDEN * 2
 """Size of the largest tensor in the generated model, in bytes."""
 MOST_TENSORS = 4.0
@@ -67,7 +67,7 @@ print(time.perf_counter() - begin)
 
 
 def size(gigabytes: float) -> Result:
-    """Measures import, export and loading. This is the part ``size``.
+    """Measures import, export and loading of models, for the part ``size``.
 
     Args:
         gigabytes: Approximate size of the model.
@@ -105,9 +105,10 @@ def size(gigabytes: float) -> Result:
 
 
 def _run_command(function: str, arguments: Sequence[str]) -> tuple[float, float]:
-    """Runs ``function`` of ``cli.checkpoint`` in a new process with the command line ``arguments``.
+    """Runs ``function`` of the module ``cli.checkpoint`` in a new process, and measures the run.
 
-    Returns the duration in seconds, and the increase of the maximum memory in bytes.
+    ``arguments`` are the arguments on the command line. Returns the duration in seconds and the
+    increase of the maximum memory in bytes.
     """
     command = [sys.executable, "-c", _CHILD, function, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment())
@@ -119,17 +120,17 @@ def _run_command(function: str, arguments: Sequence[str]) -> tuple[float, float]
 
 
 def load_as_rank(model: Path, output: Path) -> None:
-    """Loads a model like a rank of a job, and writes how much memory this adds at most.
+    """Loads a model like a rank of a job, and writes the peak of the memory that this adds.
 
     Args:
         model: Folder of the model.
-        output: Folder for the results of all ranks.
+        output: Folder to which each rank writes its result.
     """
     from megatron.adaptive import accelerator
 
     accelerator.install()
     rank = GptRank([*_RUN.split(), "--load-hf", str(model)])
-    Path("/proc/self/clear_refs").write_text("5")  # Writing 5 to this file resets the maximum.
+    Path("/proc/self/clear_refs").write_text("5")  # Writing 5 resets the maximum.
     before = memory_bytes("VmRSS")
     rank.load()
     peak = memory_bytes("VmHWM") - before
@@ -145,7 +146,7 @@ def memory_bytes(name: str) -> int:
 
 
 def _copy(files: Sequence[Path], target: Path) -> float:
-    """Copies ``files`` to the file ``target``, syncs it to disk, and returns the seconds."""
+    """Copies ``files`` to the file ``target`` on disk, and returns the duration in seconds."""
     begin_s = time.perf_counter()
     with target.open("wb", buffering=0) as out:
         for path in files:
@@ -191,10 +192,10 @@ def _generate_model(folder: Path, gigabytes: float) -> int:
 
 
 def preprocessing(megabytes: float) -> Result:
-    """Measures ``data preprocess`` relative to ``tokenizers``. This is the part ``preprocess``.
+    """Measures ``data preprocess`` relative to ``tokenizers``, for the part ``preprocess``.
 
     Args:
-        megabytes: Size of the text, which is written three times.
+        megabytes: Approximate size of the text before it is repeated three times.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -243,7 +244,8 @@ def _preprocess_speeds(folder: Path, texts: Sequence[str], nbytes: int) -> list[
         return time.perf_counter() - begin_s
 
     (folder / "line.jsonl").write_text('{"text": "one"}\n')
-    # This call imports the token writer, so that later calls do not include the import.
+    # This call imports the module that writes tokens, so that later calls do not include the
+    # import.
     preprocess_s(folder / "line.jsonl", 1)
     rows = []
     for workers in sorted({1, os.cpu_count() or 1}):
@@ -265,7 +267,7 @@ def _preprocess_speeds(folder: Path, texts: Sequence[str], nbytes: int) -> list[
 
 
 def main() -> int:
-    """Measures the parts and prints the results. Returns 1 if a goal is missed, else 0."""
+    """Measures the parts and prints the results. Returns 1 if a goal is missed, otherwise 0."""
     parser = parser_of(__doc__, ("size", "preprocess", "rank"), "a smaller model and less text")
     parser.add_argument(
         "--gigabytes", type=float, help="size of the model in GB (default 2, or 0.5 with --quick)"
@@ -276,7 +278,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="folder of the model, for part rank")
     parser.add_argument("--output", type=Path, help="folder of the result, for part rank")
     options = parser.parse_args()
-    if options.part == ["rank"]:  # This process was started by the part size.
+    if options.part == ["rank"]:  # The part "size" has started this process.
         load_as_rank(options.model, options.output)
         return 0
     gigabytes = options.gigabytes or (0.5 if options.quick else 2.0)

@@ -27,7 +27,7 @@ from harness.report import Result, measure, measured, parser_of, ratios  # noqa:
 
 LIMIT_S = 240.0
 MOST_START = 1.1
-"""Maximum startup time, relative to torchrun."""
+"""Maximum ratio of the startup time to that of torchrun."""
 COMMANDS = {
     "launch": "-m megatron.adaptive job launch --standalone --nproc-per-node 2",
     "torchrun": "-m torch.distributed.run --standalone --nproc-per-node 2",
@@ -66,7 +66,7 @@ def start_s(name: str, log: Path) -> float:
 
 
 def of_start(options: argparse.Namespace) -> Result:
-    """Compares the startup times of a job that the two commands start alternately."""
+    """Compares the startup times of a job that is started alternately by the two commands."""
     elapsed_s: dict[str, list[float]] = {name: [] for name in COMMANDS}
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(3 if options.quick else 7):
@@ -79,7 +79,7 @@ def of_start(options: argparse.Namespace) -> Result:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures the commands and prints the results. Returns 1 if the goal is missed, else 0."""
+    """Measures the commands and prints the results. Returns 1 if a goal is missed, otherwise 0."""
     options = parser_of(__doc__, (), "fewer turns").parse_args(arguments)
     options.part = None
     return measure({"start": partial(of_start, options)}, options)

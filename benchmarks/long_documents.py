@@ -44,14 +44,14 @@ MODEL = (
 )
 MEMORY_GOAL = 0.6
 STEP_GOALS = {2: 0.8, 1: 1.05}
-"""Maximum ratio of a sliced step's time to a whole step's time, by number of pipeline ranks."""
+"""Maximum ratio of the step time with slices to that without, keyed by number of pipeline ranks."""
 RANKS = 8
 FORWARD_S = 0.8
 """Duration in seconds of the forward pass of a whole sequence on an emulated rank."""
 OVER_WHOLE = {4: 1.9, 8: 1.22, 16: 1.1}
 OVER_INTERLEAVED = {8: 1.3, 16: 1.15}
 EFFICIENCY = {8: 0.95, 16: 0.97, 32: 0.98}
-"""Minimum efficiency of sliced steps, by number of sequences per step."""
+"""Minimum efficiency of steps with slices, keyed by the number of sequences per step."""
 ATTENTION = 0.6
 WHOLE, SLICED, INTERLEAVED = "whole", "slices", "interleaved"
 
@@ -76,7 +76,7 @@ def training(options: Any) -> Result:
 
 
 class TrainedJob(NamedTuple):
-    """Measurements of a job.
+    """Measurements of one training job.
 
     Attributes:
         steps_s: Duration of each step after the first, in seconds.
@@ -90,10 +90,10 @@ class TrainedJob(NamedTuple):
 
 
 def _train(ranks: int, slices: int, tokens: int, steps: int) -> TrainedJob:
-    """Trains a warm-up step and ``steps`` measured steps. Returns the measurements.
+    """Trains one warm-up step and ``steps`` measured steps, and returns the measurements.
 
-    ``ranks`` is the number of pipeline ranks. A step has a sequence of ``tokens`` tokens, which is
-    cut into ``slices`` slices.
+    ``ranks`` is the number of pipeline ranks. The batch of a step is one sequence of ``tokens``
+    tokens, which is cut into ``slices`` slices.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [str(ROOT / "pretrain_gpt.py"), *MODEL.split()]
@@ -116,7 +116,7 @@ def _train(ranks: int, slices: int, tokens: int, steps: int) -> TrainedJob:
 def profile_of(ranks: int) -> StageProfile:
     """Returns a profile of equal stages, two for each of ``ranks`` ranks.
 
-    Most of the work in a forward pass is attention.
+    In a forward pass, most of the work is attention.
     """
     # A weight gradient takes as long as the linear part of a forward pass.
     linear, attention = FORWARD_S * (1 - ATTENTION) / 2, FORWARD_S * ATTENTION / 2
@@ -127,9 +127,9 @@ def profile_of(ranks: int) -> StageProfile:
 
 
 def candidates(ranks: int, count: int) -> dict[str, Candidate]:
-    """Returns the orders that are compared for ``count`` sequences per step, by name.
+    """Returns the schedules that are compared, keyed by name.
 
-    The pipeline has ``ranks`` ranks.
+    The pipeline has ``ranks`` ranks, and a step has ``count`` sequences.
     """
     v = Placement(num_ranks=ranks, num_chunks=2, kind="v")
     whole = [
@@ -151,9 +151,10 @@ def candidates(ranks: int, count: int) -> dict[str, Candidate]:
 
 
 def run_rank(rank: int, counts: list[int], repeats: int) -> list[dict[str, Any]]:
-    """Runs each order ``repeats`` times for each number in ``counts``, on rank ``rank``.
+    """Runs emulated steps of all schedules on rank ``rank``, and returns a record per step.
 
-    Returns durations and maximum memory.
+    Each schedule runs ``repeats`` times for each number of sequences in ``counts``. A record
+    contains the duration and the maximum memory of a step.
     """
     member = EmulatedRank(rank)
     records = []
@@ -177,7 +178,7 @@ def run_rank(rank: int, counts: list[int], repeats: int) -> list[dict[str, Any]]
 
 
 def emulated(options: Any) -> Result:
-    """Compares the sliced schedule with the best and the interleaved schedule of sequences."""
+    """Compares slices with the best and with the interleaved schedule of whole sequences."""
     counts = [4] if options.quick else list(OVER_WHOLE)
     repeats = 1 if options.quick else 3
     records = fork_ranks("benchmarks.long_documents", RANKS, LIMIT_S, counts, repeats)
@@ -208,7 +209,7 @@ def _rows(records: list[dict[str, Any]], count: int) -> Iterator[Row]:
 
 
 def simulated(options: Any) -> Result:
-    """Simulates how efficient 16 ranks are with 16 slices and memory for 4 sequences."""
+    """Simulates the efficiency of 16 ranks with 16 slices and memory for 4 sequences."""
     del options
     v = Placement(num_ranks=16, num_chunks=2, kind="v")
     sliced = Candidate(name="adaptive", placement=v, weight_pieces=4, cap=4.0, num_slices=16)
@@ -230,7 +231,7 @@ PARTS = {"training": training, "emulated": emulated, "simulated": simulated}
 
 
 def main() -> int:
-    """Measures the parts and prints the results. Returns 1 if a goal is missed, else 0."""
+    """Measures the parts and prints the results. Returns 1 if a goal is missed, otherwise 0."""
     options = parser_of(__doc__, tuple(PARTS)).parse_args()
     parts = options.part or tuple(PARTS)
     return measure({name: partial(PARTS[name], options) for name in parts}, options)

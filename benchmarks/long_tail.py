@@ -35,26 +35,26 @@ from megatron.adaptive.schedule.memory_caps import default_cap  # noqa: E402
 from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 
 RANKS = 4
-MEDIAN = 64  # The lengths are numbers of tokens.
+MEDIAN = 64  # Lengths are numbers of tokens.
 LONGEST = 32 * MEDIAN
 SLICE_TOKENS = 2 * MEDIAN
 DOCUMENTS = 64
 PAIR_COST = 0.4 / LONGEST
-"""Cost of attention per pair of tokens of a document, relative to the other work per token."""
+"""Cost of attention for each pair of tokens of a document, relative to the other work per token."""
 TOKEN_S = 2e-5
-"""Seconds of the forward pass of a token through half of a rank's layers, without attention."""
+"""Seconds that the forward pass of a token takes in half of a rank's layers, without attention."""
 GOALS = {"packing, 1f1b": 1.3, "padding, 1f1b": 3.0}
 SLICED = "slices, adaptive in a V"
 LIMIT_S = 900.0
 
 
 class Way(NamedTuple):
-    """Method to run the documents of a step: its schedule, its microbatches and their slices.
+    """Method to train on the documents of a step: schedule, microbatches and their slices.
 
     Attributes:
         schedule: Name of the schedule.
         in_v: Whether each rank has two chunks in a V, and weight gradients are separate actions.
-        cuts: Documents of each microbatch, and the positions at which the microbatch is cut.
+        cuts: For each microbatch, its documents and the positions at which it is cut into slices.
     """
 
     schedule: str
@@ -63,14 +63,14 @@ class Way(NamedTuple):
 
     @property
     def placement(self) -> Placement:
-        """Returns the assignment of stages to ranks."""
+        """Returns the placement, which assigns stages to ranks."""
         return Placement(
             num_ranks=RANKS, num_chunks=1 + self.in_v, kind="v" if self.in_v else "loop"
         )
 
     @property
     def items(self) -> list[tuple[int, float]]:
-        """Returns the number of tokens and attention cost of each item, a slice or a whole row."""
+        """Returns the number of tokens and the attention cost of each item (slice or whole row)."""
         return [
             (
                 sum(part.end - part.start for part in parts),
@@ -84,9 +84,10 @@ class Way(NamedTuple):
         ]
 
     def seconds(self) -> dict[ActionKind, list[list[float]]]:
-        """Returns the durations of all actions in seconds, for each stage and item.
+        """Returns the durations in seconds of each kind of action, indexed by ``[stage][item]``.
 
-        Attention takes twice as long in B as in F, and is not a part of W.
+        Attention takes twice as long in the backward pass for inputs (B) as in the forward pass
+        (F). It is not a part of the backward pass for weights (W).
         """
         tokens, attention = np.array(self.items).T
         halves = 2 // self.placement.num_chunks
@@ -99,7 +100,7 @@ class Way(NamedTuple):
 
 
 def ways(seed: int) -> tuple[int, dict[str, Way]]:
-    """Returns the number of tokens in a step, and the methods to run the step by name.
+    """Returns the number of tokens in a step, and the compared methods, keyed by name.
 
     ``seed`` determines the lengths of the documents.
     """
@@ -125,9 +126,9 @@ def ways(seed: int) -> tuple[int, dict[str, Way]]:
 
 
 def run_rank(rank: int, seeds: list[int]) -> list[dict[str, Any]]:
-    """Runs each method once for each of ``seeds``, on rank ``rank``.
+    """Runs a step with each method for each of ``seeds`` on rank ``rank``.
 
-    Returns the durations, and the maximum memory in tokens.
+    Returns a record per step with its duration, and its maximum memory in tokens.
     """
     member = EmulatedRank(rank)
     records = []
@@ -163,7 +164,7 @@ def run_rank(rank: int, seeds: list[int]) -> list[dict[str, Any]]:
 
 
 def long_tail(options: Any) -> Result:
-    """Runs all methods, and compares their steps."""
+    """Runs steps with all methods, and compares their speed and memory."""
     seeds = list(range(1 if options.quick else 3))
     records = fork_ranks("benchmarks.long_tail", RANKS, LIMIT_S, seeds)
     by_way = {name: [record for record in records if record["way"] == name] for name in ways(0)[1]}
@@ -181,7 +182,7 @@ def long_tail(options: Any) -> Result:
 
 
 def main() -> int:
-    """Measures the methods and prints the results. Returns 1 if a goal is missed, else 0."""
+    """Measures the methods and prints the results. Returns 1 if a goal is missed, otherwise 0."""
     options = parser_of(__doc__, ("long tail",)).parse_args()
     return measure({"long tail": partial(long_tail, options)}, options)
 

@@ -31,10 +31,10 @@ class Feature:
     """Feature whose cost is measured.
 
     Attributes:
-        kind: Kind of steps, as in :mod:`gpt_turns`.
+        kind: Kind of steps, which are described in :mod:`gpt_turns`.
         title: Name of the feature in the rows.
-        most: Maximum of the added time, relative to a step without the feature. If it is ``None``,
-            the added time is only reported.
+        most: Maximum of the added time, relative to a step without the feature. ``None`` means that
+            there is no limit.
         rounds: Number of rounds with ``--quick``, and number of rounds without it.
         unit: ``s`` if the limit applies to elapsed time, ``cpu_s`` if it applies to CPU time.
     """
@@ -54,8 +54,7 @@ FEATURES = {
     "trace": [Feature(kind="traced", title="trace", most=0.01, rounds=(40, 240))],
     "layers": [_detail("layers", "times of layers", 0.03)],
     "collectives": [_detail("collectives", "times of collectives", 0.03)],
-    # The time of a step varies by more than the permitted cost. So the limit applies to the time of
-    # the reads.
+    # The step time varies by more than the permitted cost, so limit the time of the reads instead.
     "evidence": [_detail("evidence", "counters of the machine", None)],
     "watch": [Feature(kind="watched", title="watch for hangs", most=0.01, rounds=(3, 12))],
     "checkpoint": [
@@ -74,14 +73,14 @@ FEATURES = {
     ],
 }
 MOST_READ_SHARE = 0.005
-"""Maximum time to read the counters of the machine, relative to the step time."""
+"""Maximum ratio of the time to read the counters of the machine to the step time."""
 MOST_BYTES = 3000
-"""Maximum number of bytes that details add to the trace of a rank in each step."""
+"""Maximum number of bytes that details of traces add per rank and step."""
 UNITS = {"s": "longer steps", "cpu_s": "more processor time"}
 
 
 def costs(features: Sequence[Feature], quick: bool) -> Result:
-    """Returns the rows of ``features``, with fewer rounds if ``quick`` is true."""
+    """Measures the costs of ``features``, in fewer rounds if ``quick`` is true."""
     total = Result()
     for feature in features:
         result = gpt_turns.measure(feature.kind, feature.rounds[0 if quick else 1])
@@ -105,7 +104,7 @@ def costs(features: Sequence[Feature], quick: bool) -> Result:
 
 
 def note_of(feature: Feature, result: dict[str, Any]) -> str:
-    """Returns a summary of ``result``, the measurement of ``feature``, for the note of a row."""
+    """Returns a summary of the measurements ``result`` of ``feature``, for the note of a row."""
     ranks = gpt_turns.RANKS.get(feature.kind, 2)
     note = f"steps of {1e3 * result['step_s']:.0f} ms on {ranks} processes"
     if "spans" in result:
@@ -116,7 +115,7 @@ def note_of(feature: Feature, result: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Measures the features and prints the results. Returns 1 if a goal is missed, else 0."""
+    """Measures the features and prints the results. Returns 1 if a goal is missed, otherwise 0."""
     options = parser_of(__doc__, tuple(FEATURES), "fewer rounds").parse_args()
     return measure(
         {name: partial(costs, features, options.quick) for name, features in FEATURES.items()},

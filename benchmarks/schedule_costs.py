@@ -25,7 +25,7 @@ from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 RANKS, MICROBATCHES, PIECES = 8, 32, 4
 ROUNDS, CALLS = 15, 100_000
 MOST_SIMULATED, MOST_PICK, MOST_EXECUTOR = 40.0, 400.0, 1000.0
-"""Upper limits of a simulated action, a decision and an action in the executor, in Python calls."""
+"""Maximum costs of a simulated action, a decision and an executed action, in Python calls."""
 _PROFILE = StageProfile(
     times=StageTimes.equal(2 * RANKS, forward_s=1.0, backward_s=1.0, weight_s=1.0), action_sigma=0.3
 )
@@ -47,7 +47,7 @@ class _Timed:
 
 
 def measure() -> list[Row]:
-    """Returns a row for each cost, relative to a call of an empty function on this machine."""
+    """Returns a row for each cost, relative to a call of an empty Python function."""
     call_s = _median(_call_s)
     times_s = {"simulated action": (1 / _simulated_per_s(), MOST_SIMULATED)}
     for name in ("adaptive", "hinted", "zb-v"):
@@ -65,7 +65,7 @@ def measure() -> list[Row]:
 
 
 def _call_s() -> float:
-    """Returns the seconds that a call of an empty function takes."""
+    """Returns the duration in seconds of a call of an empty function."""
 
     def nothing() -> None:
         return None
@@ -82,7 +82,7 @@ def _median(measure_once: Callable[[], float]) -> float:
 
 
 def _simulated_per_s() -> float:
-    """Returns the number of simulated actions per second."""
+    """Returns how many actions the compiled simulator simulates per second."""
     placement = Placement(num_ranks=RANKS, num_chunks=2, kind="v")
     policies = make_policies("adaptive", placement, MICROBATCHES)
 
@@ -104,7 +104,7 @@ def _simulated_per_s() -> float:
 
 
 def _picks_s(name: str) -> float:
-    """Returns the median seconds of a decision of the rule ``name`` in a simulation in Python."""
+    """Returns the median duration in seconds of a decision of the rule ``name``."""
     placement = Placement(num_ranks=RANKS, num_chunks=2, kind="v")
     pieces = 1 if name == "zb-v" else PIECES
     policies = [
@@ -120,7 +120,7 @@ def _picks_s(name: str) -> float:
 
 
 def _executor_s() -> float:
-    """Returns the seconds per action of a whole step on one rank, including all decisions."""
+    """Returns the duration of a step on one rank in seconds, divided by the number of actions."""
     placement = Placement(num_ranks=1, num_chunks=2)
     executor = Executor(placement=placement, pp_rank=0, transport=None, timeout_s=10.0)
     state = RankState(

@@ -28,12 +28,12 @@ from harness.report import Result, measure, parser_of  # noqa: E402
 
 REPETITIONS = {"jitter 0.3": 3, "lengths": 3, "quiet": 3, "slow link": 1, "straggler": 2}
 QUICK_REPETITIONS = {"jitter 0.3": 2, "lengths": 1, "quiet": 1}
-"""Number of steps of each competitor by scenario. Each step has its own random draws."""
+"""Number of steps of each competitor, keyed by scenario. Each step has new random durations."""
 LIMIT_S = 3600.0
 
 
 def emulated(options: argparse.Namespace) -> Result:
-    """Measures processes that sleep instead of computing. This is the part ``emulated``."""
+    """Measures processes that sleep instead of computing, for the part ``emulated``."""
     mean_s = options.chunk_ms / 1e3
     times = Times(forward_s=mean_s, backward_s=mean_s, weight_s=mean_s)
     repetitions = QUICK_REPETITIONS if options.quick else REPETITIONS
@@ -56,14 +56,14 @@ def emulated(options: argparse.Namespace) -> Result:
 
 
 def gpt(options: argparse.Namespace) -> Result:
-    """Measures steps of a small GPT. This is the part ``gpt``."""
+    """Measures steps of a small GPT, for the part ``gpt``."""
     rounds = options.rounds or (6 if options.quick else 60)
     results = {job: gpt_steps.measure(job, rounds) for job in gpt_steps.JOBS}
     return Result(rows=gpt_steps.make_rows(results), facts={"gpt": results})
 
 
 def costs(_: argparse.Namespace) -> Result:
-    """Measures the cost of decisions. This is the part ``costs``."""
+    """Measures the cost of decisions, for the part ``costs``."""
     return Result(rows=schedule_costs.measure())
 
 
@@ -71,7 +71,7 @@ PARTS = {"costs": costs, "emulated": emulated, "gpt": gpt}
 
 
 def main() -> int:
-    """Measures the parts and prints the results. Returns 1 if a goal is missed, else 0."""
+    """Measures the parts and prints the results. Returns 1 if a goal is missed, otherwise 0."""
     parser = parser_of(
         __doc__, tuple(PARTS), ("run fewer cases and competitors, within three minutes")
     )

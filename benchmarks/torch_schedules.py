@@ -58,9 +58,10 @@ SCHEDULES: dict[str, Any] = {
 def make_schedule(
     name: str, stages: list[PipelineStage], num_microbatches: int, loss: Callable[..., Any]
 ) -> Any:
-    """Returns the schedule ``name`` of torch for ``stages``, the stages of this rank.
+    """Returns torch's schedule ``name`` for ``stages``, the stages of this rank.
 
-    A step has ``num_microbatches`` microbatches. ``loss`` computes the loss of a microbatch.
+    A step has ``num_microbatches`` microbatches. ``loss`` is a function that computes the loss of a
+    microbatch.
     """
     kind = SCHEDULES[name]
     return kind(
@@ -72,7 +73,7 @@ def make_schedule(
 
 
 class EmulatedTorchRunner(PeerRunner):
-    """Runs a schedule of torch on emulated stages (see ``PeerRunner``)."""
+    """Runs a schedule of torch on emulated stages. See ``PeerRunner`` for the arguments."""
 
     def __init__(self, competitor: Competitor, rank: int, num_ranks: int) -> None:
         super().__init__(competitor, rank, num_ranks)
@@ -93,7 +94,7 @@ class EmulatedTorchRunner(PeerRunner):
             self._target = torch.zeros(count, 1)
 
     def run(self) -> None:
-        """Runs the prepared step, which is the only work that is measured."""
+        """Runs the prepared step. Only this call is timed."""
         schedule = self._schedules[self.num_microbatches]
         schedule.step(*self._inputs, target=self._target, return_outputs=False)
 
@@ -117,19 +118,19 @@ class EmulatedTorchRunner(PeerRunner):
 
 
 class StageModule(torch.nn.Module):
-    """Wraps a GPT chunk so that the stages of torch can call it.
+    """Wraps a GPT chunk so that a stage of torch can call it.
 
     Args:
-        chunk: Chunk in its data-parallel wrapper.
-        first: Whether the inputs of the chunk are tokens.
+        chunk: Model chunk in its data-parallel wrapper.
+        first: Whether the chunk is the first stage, whose inputs are tokens.
     """
 
     def __init__(self, chunk: torch.nn.Module, *, first: bool) -> None:
         super().__init__()
         self.chunk = chunk
         self._first = first
-        # Store a bound method. If the module were an attribute, its parameters would be listed
-        # twice.
+        # Store a bound method, because the parameters of a module would be listed twice if the
+        # module were an attribute.
         self._set_input: Callable[[list[torch.Tensor]], None] = unwrap_model(chunk).set_input_tensor
 
     def forward(
@@ -141,7 +142,8 @@ class StageModule(torch.nn.Module):
         """Runs the forward pass of the chunk on a microbatch.
 
         Args:
-            received: Tokens ``[b, s] int64`` on the first stage, else activations ``[s, b, h]``.
+            received: Tokens ``[b, s] int64`` on the first stage, otherwise activations ``[s, b,
+                h]``.
             position_ids: Positions of the tokens, ``[b, s] int64``, if this rank gets data.
             labels: Next tokens, ``[b, s] int64``, if this rank gets data.
 
@@ -156,10 +158,11 @@ class StageModule(torch.nn.Module):
 
 
 class StoreStage(PipelineStage):
-    """A stage whose layers put their weight gradients into a store.
+    """Stage whose layers put their weight gradients into a store, to compute them later.
 
     Args:
-        store: Store of the chunk, which is attached to the chunk's layers.
+        store: Object that stores weight gradients to compute, and that is attached to the layers of
+            the chunk.
         arguments: Positional arguments of ``PipelineStage``.
         options: Keyword arguments of ``PipelineStage``.
     """
@@ -170,7 +173,7 @@ class StoreStage(PipelineStage):
         self._microbatch = -1
 
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> None:
-        """Runs B of microbatch ``bwd_chunk_id``, and defers W (see ``PipelineStage``)."""
+        """Runs B of the microbatch ``bwd_chunk_id``, and defers W. See ``PipelineStage``."""
         self._microbatch = bwd_chunk_id
         with self._store.collect(bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, *arguments, **options)
@@ -181,14 +184,14 @@ class StoreStage(PipelineStage):
 
 
 class GptTorchRunner:
-    """Runs a torch schedule on GPT chunks. All ranks must create their runners at the same time.
+    """Runs a schedule of torch on GPT chunks. All ranks must create their runners together.
 
     Args:
-        run: Run whose model is built, and its settings.
+        run: Run with a built model.
         schedule: Name of the schedule: ``1f1b``, ``interleaved`` or ``zb-v``.
         num_microbatches: Number of microbatches per step.
-        stores: Stores of deferred weight gradients, one for each chunk, attached to its layers. The
-            list is empty if backward passes are not split.
+        stores: Objects that store deferred weight gradients, one for each chunk. They must be
+            attached to the layers. The list is empty if backward passes are not split.
     """
 
     def __init__(
@@ -212,13 +215,13 @@ class GptTorchRunner:
         self._schedule = make_schedule(schedule, stages, num_microbatches, self._loss)
 
     def __call__(self, microbatches: Sequence[Microbatch] | None) -> list[dict[str, torch.Tensor]]:
-        """Runs the forward and backward passes of a step, until all gradients are complete.
+        """Runs the forward and backward passes of a step, and completes the gradients.
 
         Args:
             microbatches: Microbatches of the step, or ``None`` on a rank that does not need data.
 
         Returns:
-            Losses of the microbatches on the last stage, or an empty list on other stages.
+            Losses of all microbatches on the last stage; an empty list on other stages.
         """
         for store in self._stores:
             store.clear()
@@ -241,9 +244,9 @@ class GptTorchRunner:
     def _batch(
         self, microbatches: Sequence[Microbatch] | None
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None, dict[str, torch.Tensor]]:
-        """Returns input, target and keyword inputs of all ``microbatches`` as whole tensors.
+        """Concatenates ``microbatches`` into positional inputs, a target and keyword inputs.
 
-        The schedules of torch split these tensors again.
+        The schedules of torch split these tensors into microbatches again.
         """
         if microbatches is None:
             return (), None, {}

@@ -41,27 +41,28 @@ SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 COMPARED = (MIB, 4 * MIB, 16 * MIB)
 LEAST_OF_MEMCPY = 0.9
 MOST_OF_WAKE = 1.0
-"""Maximum time of a small message, as a multiple of the time to wake a sleeping thread.
+"""Maximum ratio of the time of a small message to the time to wake a sleeping thread.
 """
 MOST_COPIES = 4.0
-"""Maximum time that messages add to a microbatch, as a multiple of the time to copy a message."""
+"""Maximum ratio of the time that messages add to a microbatch to the time to copy a message."""
 MOST_OVER_GLOO = 1.02
-"""Maximum step time with more ranks than CPUs, divided by the step time with gloo."""
+"""Maximum ratio of the step time to that with gloo, if there are more ranks than CPUs."""
 MICROBATCHES = 32
 STREAMS = ("memcpy plain", "memcpy streaming", "shm", "tcp", "gloo")
 LIMIT_S = 900.0
 # Without the value `any`, Open MPI uses UCX only if there is an RDMA device.
 _UCX = "--mca opal_common_ucx_tls any --mca opal_common_ucx_devices any"
 LIBRARIES = {"mpi": "--mca pml ob1 --mca btl self,vader", "ucx": f"--mca pml ucx {_UCX}"}
-"""Options that make Open MPI use its own shared memory transport, or that of UCX."""
+"""Options that make Open MPI use either its own shared-memory transport or that of UCX."""
 
 Samples = Mapping[str, Sequence[float]]
 
 
 def measure_mpi(plan: dict[str, Any]) -> tuple[dict[str, Samples], str]:
-    """Returns the samples of MPI and UCX, and the reason why samples are missing.
+    """Runs MPI and UCX, and returns their samples and the reason why samples are missing.
 
-    ``plan`` contains the settings of the processes.
+    ``plan`` contains the settings of the processes. The samples are keyed by library. The reason is
+    empty if no samples are missing.
     """
     mpiexec = shutil.which("mpiexec")
     if mpiexec is None or importlib.util.find_spec("mpi4py") is None:
@@ -90,7 +91,7 @@ def measure_mpi(plan: dict[str, Any]) -> tuple[dict[str, Samples], str]:
 
 
 def messages(options: argparse.Namespace, library: Path, cpus: Sequence[int]) -> Result:
-    """Compares streams and round trips. This is the part ``messages``.
+    """Compares the speed of streams and round trips, for the part ``messages``.
 
     Args:
         options: Parsed command line.
@@ -121,7 +122,7 @@ def messages(options: argparse.Namespace, library: Path, cpus: Sequence[int]) ->
 
 
 def _memcpy(samples: Samples, nbytes: int) -> Sequence[float]:
-    """Returns the times in ``samples`` of the fastest method to copy ``nbytes`` bytes."""
+    """Returns the seconds per copy of the fastest method to copy ``nbytes`` bytes."""
     kinds = [samples[f"memcpy {kind} {nbytes}"] for kind in ("plain", "streaming")]
     return min(kinds, key=statistics.median)
 
@@ -140,10 +141,10 @@ def _of_memcpy(samples: Samples) -> list[Row]:
 
 
 def _over_peers(own_samples: Samples, peers: Mapping[str, Samples], reason: str) -> list[Row]:
-    """Returns rows that compare this project's transports with other libraries.
+    """Returns rows that compare this project's transport ``shm`` with other libraries.
 
     ``own_samples`` and ``peers`` contain the samples of this project and of the libraries.
-    ``reason`` says why libraries are missing.
+    ``reason`` states why libraries are missing.
     """
     rows = []
     for nbytes in COMPARED:
@@ -154,7 +155,7 @@ def _over_peers(own_samples: Samples, peers: Mapping[str, Samples], reason: str)
         if not peers:
             rows.append(missing(title, reason, goal=1.0, least=True))
             continue
-        # Each library ran in other processes, so compare it with the copies in those processes.
+        # Each library ran in different processes, so compare it with the copies in those processes.
         speed = {
             name: statistics.median(samples[f"{name} {nbytes}"])
             / statistics.median(_memcpy(samples, nbytes))
@@ -177,7 +178,7 @@ def _pings(own_samples: Samples, peers: Mapping[str, Samples]) -> list[Row]:
 
 
 def one_f_one_b(options: argparse.Namespace, library: Path, cpus: Sequence[int]) -> Result:
-    """Measures the time that messages add to a microbatch. This is the part ``1f1b``.
+    """Measures by how much messages prolong a microbatch, for the part ``1f1b``.
 
     Args:
         options: Parsed command line.
@@ -207,7 +208,7 @@ def one_f_one_b(options: argparse.Namespace, library: Path, cpus: Sequence[int])
 
 
 def more_ranks(options: argparse.Namespace) -> Result:
-    """Measures steps with more ranks than CPUs. This is the part ``ranks``."""
+    """Measures steps with more ranks than CPUs, for the part ``ranks``."""
     job = gpt_steps.OVER_TRANSPORTS
     count, processors = gpt_steps.ALL_JOBS[job].ranks, len(os.sched_getaffinity(0))
     times = gpt_steps.measure(job, 10 if options.quick else 30, limit_s=600.0)["times"]
@@ -220,15 +221,15 @@ def more_ranks(options: argparse.Namespace) -> Result:
 
 
 def size_text(nbytes: int) -> str:
-    """Returns ``nbytes`` with its unit, such as ``64 KiB``."""
+    """Returns the size ``nbytes`` as text with a unit, such as ``64 KiB``."""
     return f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes // KIB} KiB"
 
 
 def bandwidths(series: Mapping[str, Samples]) -> str:
     """Returns bandwidths in GB/s as a Markdown table with a row per link and a column per size.
 
-    ``series`` contains the samples of each library. The samples of this project and of gloo have an
-    empty name.
+    ``series`` contains samples, keyed by library. The key of the samples of this project and of
+    gloo is an empty string.
     """
     lines = [
         f"| stream, GB/s | {' | '.join(map(size_text, SIZES))} |",
@@ -242,7 +243,7 @@ def bandwidths(series: Mapping[str, Samples]) -> str:
 
 
 def draw(samples: Samples, path: Path) -> None:
-    """Plots the bandwidth over the message size in ``samples``, and saves the chart to ``path``."""
+    """Draws the bandwidth for each message size as a chart, and saves the chart to ``path``."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -6,9 +6,9 @@ tensors ``[16] float64``::
 
     [0] microbatch   [1] sum of (stage + 1) over all stages so far   [2] time at which it was sent
 
-Forward and backward messages both carry such a sum. Therefore an error is raised if a stage is
-skipped, runs twice or receives the tensor of a different microbatch. Such a fault cannot make a
-step look faster.
+Both forward and backward messages carry such a sum. Therefore an error is raised if a stage is
+skipped, runs twice or receives the tensor of a different microbatch. Such an error cannot make a
+step look faster than it is.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.workload import PS_PER_S, Workload
 
 Seconds = Mapping[ActionKind, Sequence[Sequence[float]]]
-"""Durations in seconds of all actions, ``[kind][stage][microbatch or slice]``."""
+"""Durations in seconds of all actions, indexed by ``[kind][stage][microbatch or slice]``."""
 _AT_ONCE_S = 0.001
 
 
@@ -43,7 +43,7 @@ def number_of(tensor: torch.Tensor) -> int:
 
 
 def seconds_of(work: Workload) -> Seconds:
-    """Returns the duration in seconds of each action in ``work``, ``[kind][stage][microbatch]``."""
+    """Returns the durations in ``work`` in seconds, indexed by ``[kind][stage][microbatch]``."""
     return dict(zip(ActionKind, (work.durations_ps / PS_PER_S).tolist(), strict=True))
 
 
@@ -64,18 +64,18 @@ class RankWork:
     Args:
         placement: Placement of the stages.
         rank: Position of this rank in the pipeline.
-        seconds: Durations of all actions, ``[kind][stage][microbatch]``.
+        seconds: Durations of all actions in seconds, indexed by ``[kind][stage][microbatch]``.
         sleeper: Object that makes this rank sleep.
         delay_s: Function that takes the sender's and the receiver's rank, and returns how many
             seconds a message between them takes. A stage waits until its input would have arrived.
-            ``None`` if the transport itself delays messages.
+            If it is ``None``, the transport itself delays messages.
         frozen_stages: Number of stages at the start of the pipeline that run only forward passes
             and keep no activations.
 
     Attributes:
         spans: Actions of this rank, in the order in which they ran.
-        peak: Largest amount of activations that this rank held at once. The activations of one
-            microbatch on all trained stages of this rank count as 1.
+        peak: Largest amount of activations that this rank held at the same time. The activations of
+            one microbatch on all trained stages of this rank count as 1.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class RankWork:
         trained = sum(stage >= frozen_stages for stage in self._stages)
         self._unit = 1 / max(1, trained)
         self._held = 0.0
-        self._due_s = 0.0  # The last action should end at this time.
+        self._due_s = 0.0  # Time at which the last action was planned to end.
         self._seconds = seconds
         self._delays: dict[tuple[ActionKind, int], float] = {}
         if delay_s is None:
@@ -107,7 +107,7 @@ class RankWork:
                     self._delays[kind, stage] = delay_s(placement.locate(sender)[0], rank)
 
     def forward(self, stage: int, received: torch.Tensor | None, microbatch: int) -> torch.Tensor:
-        """Runs a forward pass. Returns the next stage's input, with the shape of ``received``.
+        """Runs a forward pass, and returns the input of the next stage.
 
         Args:
             stage: Index of a stage of this rank.
@@ -151,9 +151,9 @@ class RankWork:
         return self.input_gradient(stage, microbatch, gradient)
 
     def take_gradient(self, stage: int, microbatch: int, gradient: torch.Tensor) -> None:
-        """Waits until ``gradient`` would have arrived, and checks that it belongs to this pass.
+        """Waits until ``gradient`` would have arrived, and checks that it is the expected gradient.
 
-        The pass is the backward pass of ``stage`` for ``microbatch``.
+        The expected gradient is that of the output of ``stage`` for ``microbatch``.
 
         Raises:
             WorkError: The gradient belongs to a different stage or microbatch.
@@ -171,12 +171,12 @@ class RankWork:
         return self._stamped(output)
 
     def weights(self, stage: int, microbatch: int, fraction: float = 1.0) -> None:
-        """Runs the share ``fraction`` of the backward pass for weights.
+        """Runs the fraction ``fraction`` of the backward pass for weights.
 
         If the previous action was a part of the same pass, this part starts at the planned end of
-        the previous part. Otherwise the small delays of all sleeps would add up, although they are
-        not work. A GPU has no such delays, because the next part is already queued when the
-        previous part ends.
+        that part. Otherwise the small delays of all sleeps would add up, although they are not
+        work. A GPU has no such delays, because the next part is already queued when the previous
+        part ends.
         """
         start_s = time.monotonic()
         last = self.spans[-1] if self.spans else None
@@ -187,7 +187,7 @@ class RankWork:
 
     @staticmethod
     def fresh(microbatch: int, like: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor like ``like``, the input of the first stage that runs ``microbatch``."""
+        """Returns the first message for ``microbatch``, a tensor with the shape of ``like``."""
         tensor = torch.zeros_like(like)
         tensor.view(-1)[0] = microbatch
         return tensor
@@ -218,10 +218,10 @@ class RankWork:
     def _take(
         self, kind: ActionKind, stage: int, microbatch: int, received: torch.Tensor, start_s: float
     ) -> float:
-        """Waits until the message ``received`` would have arrived, and checks it.
+        """Waits until the message ``received`` would have arrived, and checks its content.
 
-        The message is the input of the action ``kind`` of ``stage`` for ``microbatch``. Returns the
-        time at which the action starts, which is at least ``start_s``.
+        The message is the input of the action of kind ``kind`` on ``stage`` for ``microbatch``.
+        Returns the time at which the action starts, which is at least ``start_s``.
         """
         number, total, sent_s = received.detach().numpy().reshape(-1)[:3].tolist()
         # Earlier stages have added to the sum in a forward message, and later stages have added to
@@ -245,7 +245,8 @@ class RankWork:
     ) -> None:
         """Sleeps until the end of an action that started at ``start_s``, and records the action.
 
-        The action is the share ``fraction`` of the action ``kind`` of ``stage`` for ``microbatch``.
+        The action is the fraction ``fraction`` of the action of kind ``kind`` on ``stage`` for
+        ``microbatch``.
         """
         self._due_s = start_s + self._seconds[kind][stage][microbatch] * fraction
         self._sleeper.until(self._due_s)
@@ -286,9 +287,10 @@ class EmulatedStages(IdleStages):
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Sleeps for a backward pass: for B, and also for W unless W is a separate action.
+        """Sleeps for the backward pass for inputs (B) and, unless it is a separate action, for W.
 
-        Returns the gradient of the chunk's input, or ``None`` on the first stage.
+        W is the backward pass for weights. Returns the gradient of the chunk's input, or ``None``
+        on the first stage.
         """
         stage = self._stages[chunk]
         result = self._work.backward(stage, gradient, microbatch, whole=not self._split)
@@ -304,7 +306,8 @@ class EmulatedStep(NamedTuple):
 
     Attributes:
         seconds: Duration of the step in seconds, which is the same on all ranks.
-        peak: Largest size of the activations that any rank held at the same time.
+        peak: Largest size of the activations that any rank held at the same time, in the unit of
+            the argument ``unit``.
         times: Times of the actions of this rank.
     """
 
@@ -314,7 +317,7 @@ class EmulatedStep(NamedTuple):
 
 
 class EmulatedRank:
-    """Runs one rank through steps of several schedules, with separate channels for each placement.
+    """Runs one rank through steps of several schedules. Each placement has separate channels.
 
     Args:
         position: Rank of this process in its pipeline. If there are several replicas, the processes
@@ -357,8 +360,8 @@ class EmulatedRank:
                 ``candidate``.
             sizes: Activation size of each microbatch or slice, relative to the mean. ``None`` if
                 all sizes are equal.
-            unit: Activation size of an average microbatch. The result's ``peak`` is in the same
-                unit.
+            unit: Activation size of an average microbatch, which determines the unit of ``peak`` in
+                the result.
         """
         placement = candidate.placement
         if placement not in self._channels:

@@ -51,7 +51,7 @@ def ending_all() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    # This import is here because the GPU check also runs on machines without psutil.
+    # Import psutil only here, because the GPU check also runs on machines without psutil.
     import psutil
 
     family: list[psutil.Process] = []
@@ -67,7 +67,7 @@ def ending_all() -> Iterator[None]:
                 family.append(psutil.Process(pid))
         raise SystemExit(128 + number)
 
-    # A program that was started by nohup must continue to ignore SIGHUP.
+    # A program that was started with nohup must continue to ignore SIGHUP.
     handled = [each for each in _SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
     former = {each: signal.signal(each, stop) for each in handled}
     try:

@@ -1,8 +1,8 @@
 """Compares several pipeline runtimes on the same chunks of a small GPT.
 
-The compared runtimes (competitors) take steps alternately within one job, so that other load on the
-machine slows all of them equally. At the end, every competitor runs the same microbatches with the
-same weights, and their losses and gradients are compared.
+The compared runtimes (competitors) take turns within one job, so that other load on the machine
+slows all of them equally. At the end, every competitor runs the same microbatches with the same
+weights, and their losses and gradients are compared.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Job:
     """Settings of a job whose ranks run several competitors alternately.
 
     Attributes:
-        flags: Trainer flags that determine the model chunks, without the flags for the model's
-            size.
-        competitors: Names of the competitors. The losses and gradients of the others are compared
-            with those of the first.
+        flags: Trainer flags that determine the model chunks, without the flags for the size of the
+            model.
+        competitors: Names of the competitors. The losses and gradients of the first competitor are
+            the reference for all others.
         ranks: Number of ranks.
     """
 
@@ -171,7 +171,7 @@ class CompetingRank(TrainingRank):
 
         Args:
             schedule: Name of the schedule.
-            transport: Fields of ``TransportConfig``, by name.
+            transport: Fields of ``TransportConfig``, keyed by name.
         """
         from megatron.core import parallel_state
 

@@ -24,7 +24,7 @@ MICROBATCHES = 8
 """Number of microbatches per step with the flags in :data:`GPT`."""
 
 _ORDERS = ((True, False, False, True), (False, True, True, False))
-"""Order of runs with and without the feature per round. A constant drift affects both equally."""
+"""Whether each run of a round uses the feature. A constant drift affects both kinds equally."""
 
 
 class MeasuringRank(Protocol):
@@ -69,7 +69,7 @@ def measure(
 
 
 def rank_main(make: Callable[..., MeasuringRank]) -> None:
-    """Creates one rank by ``make``, and runs it with the arguments that :func:`measure` passed.
+    """Creates one rank with ``make``, and runs it with the arguments that :func:`measure` passed.
 
     The first rank writes the result to a JSON file.
 
@@ -169,7 +169,7 @@ class TrainingRank(GptRank):
         raise NotImplementedError
 
     def facts(self, result: dict[str, Any]) -> dict[str, Any]:
-        """Returns additional entries for ``result``, which the first rank adds after closing."""
+        """Returns entries that the first rank adds to ``result`` after the job has ended."""
         return {}
 
     def close(self) -> None:
@@ -182,7 +182,7 @@ class TrainingRank(GptRank):
         return None if self._loader is None else self._loader.step(self._microbatches)
 
     def train(self, before_update: Callable[[], None] = lambda: None) -> None:
-        """Runs one training step.
+        """Runs one training step on this rank.
 
         Args:
             before_update: Function that is called right before the parameters are updated.
@@ -195,10 +195,10 @@ class TrainingRank(GptRank):
         processor_s: Callable[[], float] = time.process_time,
         steps: int = 1,
     ) -> tuple[float, float]:
-        """Runs ``work`` on all ranks at once.
+        """Runs ``work`` on all ranks at the same time, and measures the run.
 
         Returns the elapsed seconds and the CPU seconds, both divided by ``steps``. ``processor_s``
-        returns the CPU seconds used so far.
+        is a function that returns the CPU seconds used so far.
         """
         import torch.distributed as dist
 
@@ -213,7 +213,7 @@ class TrainingRank(GptRank):
     def turns(
         self, rounds: int, turn: Callable[[bool], tuple[float, float]], name: str
     ) -> dict[str, Any]:
-        """Alternates timed runs with and without a feature, after one warm-up run of each.
+        """Measures runs with and without a feature in turn, after one warm-up run of each kind.
 
         Args:
             rounds: Number of rounds. Each round has two runs with the feature and two runs without
@@ -246,7 +246,7 @@ class TrainingRank(GptRank):
         }
 
     def progress(self, iteration: int) -> Any:
-        """Returns the progress that a checkpoint would contain if saved after ``iteration``."""
+        """Returns the progress that a checkpoint saved after ``iteration`` would contain."""
         from megatron.adaptive.checkpoint.trainer_checkpoints import Progress
 
         return Progress(

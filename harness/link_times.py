@@ -14,13 +14,13 @@ class Link(Protocol):
         """Prepares to receive ``count`` messages of ``nbytes`` bytes, for example posts buffers."""
 
     def send(self, payload: Any) -> None:
-        """Starts sending ``payload``. May wait until previous messages have been sent."""
+        """Starts to send ``payload``. May wait until previous messages have been sent."""
 
     def settle(self) -> None:
         """Waits until the buffers of all sent messages may be reused."""
 
     def receive(self) -> Any:
-        """Waits for the next message and returns it. Its buffer is valid until the next call."""
+        """Waits for the next message and returns it. The message is valid until the next call."""
 
     def close(self) -> None:
         """Closes the link. Both processes must call this together."""
@@ -29,9 +29,9 @@ class Link(Protocol):
 def stream_s(
     link: Link, sources: Sequence[Any], messages: int, *, token: Any, sends: bool
 ) -> float | None:
-    """Measures a stream of messages in one direction. Returns the seconds per message.
+    """Measures a stream of messages in one direction, and returns the seconds per message.
 
-    Returns ``None`` on the receiver.
+    The result is ``None`` on the receiver.
 
     Args:
         link: Link between the two processes.
@@ -61,7 +61,7 @@ def stream_s(
 
 
 def half_round_trip_s(link: Link, payload: Any, *, rounds: int, warmups: int, sends: bool) -> float:
-    """Returns the mean duration in seconds of half a round trip, that is, of one message.
+    """Returns the duration of one message, which is half of a mean round trip, in seconds.
 
     Args:
         link: Link between the two processes.

@@ -1,4 +1,4 @@
-"""Runs programs and ranks with a time limit, and ensures that none of their processes remain."""
+"""Runs programs and ranks with a time limit, and ensures that all of their processes end."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from harness.report import ROOT
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Returns the environment for programs of this checkout, with ``variables`` added."""
+    """Returns the environment for programs of this checkout, including the given ``variables``."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     fixed = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-    # Without this variable, the C++ part of torch prints warnings when an elastic job stops ranks.
+    # Without this variable, torch's C++ code prints warnings when an elastic job stops ranks.
     fixed["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     return {**os.environ, **fixed, **variables}
 
 
 def kill_tree(process: subprocess.Popen[Any]) -> None:
-    """Kills ``process`` and all its descendants, including ranks that have separate sessions."""
-    # This import is here because the GPU check also runs on machines without psutil.
+    """Kills ``process`` and all its descendants, even ranks in separate sessions."""
+    # Import psutil only here, because the GPU check also runs on machines without psutil.
     import psutil
 
     try:
@@ -85,10 +85,10 @@ def train(
     limit_s: float,
     variables: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Runs a training job, and returns its parsed progress file.
+    """Runs a training job, and returns the lines of its progress file as dictionaries.
 
-    The arguments are those of :func:`run_ranks`. The job writes the file to ``folder``. The result
-    has one dictionary for each line.
+    The arguments are those of :func:`run_ranks`, and ``folder`` is the folder to which the job
+    writes the file.
     """
     run_ranks([*command, "--progress-dir", str(folder)], ranks, limit_s, variables)
     return [json.loads(line) for line in (folder / "progress.jsonl").read_text().splitlines()]
@@ -158,7 +158,7 @@ def fork_ranks(module: str, ranks: int, limit_s: float, *arguments: Any) -> Any:
             process.start()
         end_s = time.monotonic() + limit_s
         try:
-            # If one rank fails, the other ranks would wait forever.
+            # If one rank fails, the other ranks would wait forever, so stop waiting.
             while any(process.exitcode != 0 for process in processes):
                 if any(process.exitcode for process in processes):
                     statuses = [process.exitcode for process in processes]

@@ -22,7 +22,7 @@ from harness.families import ending_all
 
 ROOT = Path(__file__).resolve().parents[1]
 BUSY = 0.1
-"""Share of the CPU time. If other programs use more than this, times are unreliable.
+"""Fraction of the CPU time. If other programs use more than this fraction, times are unreliable.
 """
 
 
@@ -32,7 +32,7 @@ class Row:
 
     Attributes:
         what: Name of the measured value.
-        value: Median of the samples, or ``None`` if there is no measurement.
+        value: Median of the samples, or ``None`` if nothing was measured.
         unit: Unit of the value, or an empty string for counts and ratios.
         goal: Limit for the value, or ``None`` if there is no limit.
         least: Whether the goal is a lower limit. Otherwise the goal is an upper limit.
@@ -86,7 +86,7 @@ class Result:
 
     Attributes:
         rows: Rows of the table.
-        facts: Additional values for the JSON file, by name.
+        facts: Additional values for the JSON file, keyed by name.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -99,16 +99,16 @@ class Result:
 
 
 def measured(what: str, samples: Sequence[float], **fields: Any) -> Row:
-    """Returns a row for ``what`` with the median of ``samples``.
+    """Returns a row named ``what`` whose value is the median of ``samples``.
 
-    ``fields`` are further fields of :class:`Row`. Without samples, the row has no value.
+    ``fields`` are further fields of :class:`Row`. If there are no samples, the row has no value.
     """
     value = statistics.median(samples) if samples else None
     return Row(what=what, value=value, samples=tuple(samples), **fields)
 
 
 def missing(what: str, reason: str, **fields: Any) -> Row:
-    """Returns a row named ``what`` that has no value, but has the note ``reason``.
+    """Returns a row named ``what`` that has the note ``reason`` instead of a value.
 
     ``fields`` are further fields of :class:`Row`.
     """
@@ -116,7 +116,7 @@ def missing(what: str, reason: str, **fields: Any) -> Row:
 
 
 def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
-    """Returns each element of ``numerators`` divided by the same element of ``denominators``."""
+    """Divides each element of ``numerators`` by the same element of ``denominators``."""
     return [a / b for a, b in zip(numerators, denominators, strict=True)]
 
 
@@ -133,7 +133,7 @@ def markdown(rows: Iterable[Row]) -> str:
 
 
 def one_line(error: object) -> str:
-    """Returns the message of ``error`` as one line that fits into a cell of the table."""
+    """Returns the message of ``error`` as one line that fits into a cell of a table."""
     return " ".join(str(error).split()).replace("|", "/")[:300]
 
 
@@ -184,17 +184,17 @@ def describe_machine() -> dict[str, Any]:
 
 
 def others_busy(seconds: float = 1.0) -> float:
-    """Sleeps for ``seconds``, and returns the CPU usage (0 to 1) of the machine in that time."""
-    # This import is here because the GPU check also runs on machines without psutil.
+    """Sleeps for ``seconds``, and returns the machine's CPU usage (0 to 1) during this time."""
+    # Import psutil only here, because the GPU check also runs on machines without psutil.
     import psutil
 
     return psutil.cpu_percent(seconds) / 100
 
 
 def attempt(name: str, part: Callable[[], Result]) -> Result:
-    """Runs ``part``, which has the name ``name``, and returns its result.
+    """Runs ``part``, which is named ``name``, and returns its result.
 
-    If the part raises an error, the result is a row that contains the error and misses its goal.
+    If the part raises an error, the result has one row with the error, which misses its goal.
     """
     try:
         return part()
@@ -214,12 +214,13 @@ def measure(
 
     Prints the table of each part as soon as the part is done, and the missed goals at the end. The
     JSON file is written after every part, because a later part may hang. If SIGTERM or SIGHUP stops
-    a part, all processes that the part started are killed.
+    a part, all processes that the part has started are killed.
 
     Args:
-        parts: Functions that run the parts, by the name of the part.
+        parts: Functions that run the parts, keyed by the name of the part.
         options: Options that a parser from :func:`parser_of` has parsed.
-        finish: Function that is called with the total result after the last part. It may add rows.
+        finish: Function that is called with the total result after the last part, and that may add
+            rows.
         facts: Additional values for the JSON file.
 
     Returns:
@@ -270,7 +271,7 @@ def append_results(page: Path, total: Result, command: Sequence[str]) -> None:
 
 
 def commit_of(folder: Path = ROOT) -> str:
-    """Returns the commit ID of the checkout ``folder``, with a note if files have changed since.
+    """Returns the commit ID of the checkout ``folder``, with a note if files have been changed.
 
     Returns "unknown" if ``folder`` is not a checkout.
     """

@@ -35,11 +35,11 @@ _PR_SET_TIMERSLACK = 29
 def sharpen_timers() -> bool:
     """Makes sleeps of this thread end within microseconds of the requested time.
 
-    Ranks also get real-time priority if the system allows it. Without this priority, a rank that
-    wakes up may wait for milliseconds until the time slice of a different program ends.
+    The thread also gets real-time priority if the system allows it. Without this priority, a rank
+    that wakes up may wait for milliseconds until the time slice of another program ends.
 
     Returns:
-        Whether ranks have real-time priority.
+        Whether the system allowed real-time priority.
     """
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)
     try:
@@ -50,7 +50,7 @@ def sharpen_timers() -> bool:
 
 
 class Sleeper:
-    """Sleeps until a little before a given time, and then runs a busy loop until that time."""
+    """Sleeps until shortly before a given time, and then runs a busy loop until that time."""
 
     def __init__(self) -> None:
         self._late_s = 100e-6
@@ -62,15 +62,15 @@ class Sleeper:
             wake_s = moment_s - self._late_s
             time.sleep(left_s - self._late_s)
             late_s = time.monotonic() - wake_s
-            # Adjust the estimate of the usual delay slowly, so that a single long delay on a busy
-            # core has little effect.
+            # A single long delay on a busy core should have little effect, so adjust the estimate
+            # of the usual delay slowly.
             self._late_s += 5e-6 if late_s > self._late_s else -1e-6
         while time.monotonic() < moment_s:
             pass
 
 
 class IdleStages:
-    """Chunks that neither compute nor store anything. They implement the interface ``Stages``."""
+    """Implements the interface ``Stages`` with chunks that neither compute nor store anything."""
 
     _nothing = torch.zeros(1)
 
@@ -109,8 +109,8 @@ class Channels:
         replica: Index of the pipeline replica to which this rank belongs.
         replicas: Number of pipeline replicas.
         recorder: Object that records the executor's actions for a trace, or ``None``.
-        agree: Function that takes this rank's completion queue, and returns the object by which
-            ranks agree on decisions.
+        agree: Function that takes this rank's completion queue, and returns the object with which
+            the ranks agree on decisions.
         varies: Whether messages differ in shape. If true, each message takes two sends.
     """
 
@@ -151,9 +151,10 @@ class Channels:
         )
 
     def delay(self, delays_s: dict[int, float]) -> None:
-        """Delays each message by the seconds in ``delays_s`` for its sender's rank.
+        """Delays each message by a time that depends on the rank of the sender.
 
-        Call this only while no message is in flight.
+        ``delays_s`` maps global ranks to seconds. Call this method only while no message is in
+        flight.
         """
         is_slow = any(delays_s.values())
         self._transport.completions = DelayedQueue(delays_s) if is_slow else self._plain
@@ -168,7 +169,7 @@ class DelayedQueue(CompletionQueue):
     """Queue that delivers each message after a delay that depends on the sender of the message.
 
     Args:
-        delays_s: Delays in seconds, by the sender's global rank.
+        delays_s: Delays in seconds, keyed by the sender's global rank.
     """
 
     def __init__(self, delays_s: dict[int, float]) -> None:
@@ -179,7 +180,7 @@ class DelayedQueue(CompletionQueue):
         self._changed = threading.Condition()
 
     def put(self, item: Item | Exception) -> None:
-        """Adds ``item``, which leaves the queue after its delay. See :class:`CompletionQueue`."""
+        """Adds ``item``, which can be taken after its delay. See :class:`CompletionQueue`."""
         due_s = time.monotonic()
         if isinstance(item, Arrival):
             payload = item.take()
@@ -193,16 +194,16 @@ class DelayedQueue(CompletionQueue):
             self._changed.notify()
 
     def poll(self) -> Item | None:
-        """Returns a message whose delay has passed, or ``None`` if there is none.
+        """Returns a message whose delay has passed, or ``None`` if there is no such message.
 
         See :class:`CompletionQueue`.
         """
         return self.wait(0.0)
 
     def wait(self, deadline_s: float) -> Item | None:
-        """Waits until ``deadline_s`` for a message whose delay has passed. Returns it, or ``None``.
+        """Returns the next message whose delay has passed, or ``None`` if there is none in time.
 
-        See :class:`CompletionQueue`.
+        Waits until ``deadline_s`` at most. See :class:`CompletionQueue`.
         """
         with self._changed:
             while True:

@@ -22,12 +22,13 @@ _LABEL = Label(0, Action(ActionKind.F, 0, 0))
 
 
 class TransportLink:
-    """Implements ``Link`` by one transport. Both processes must create this object together.
+    """Implements ``Link`` with one transport. Both processes must create this object together.
 
     Args:
-        name: Name of the transport, such as ``shm``.
+        name: Name of the transport, such as ``shm`` (shared memory).
         rank: Rank of this process, 0 or 1.
-        slot_bytes: Size of a slot in bytes. Each message must fit into one slot.
+        slot_bytes: Size in bytes of a slot, which is a buffer for one message. A message must not
+            be larger than a slot.
         slots: Number of slots.
         fixed: Whether all messages have exactly the size of a slot, which makes gloo faster.
         address: Address at which the other process can reach this process.
@@ -75,7 +76,7 @@ class TransportLink:
         """
 
     def send(self, payload: torch.Tensor) -> None:
-        """Starts sending the tensor ``payload``."""
+        """Starts to send the tensor ``payload``."""
         self.transport.send(self._peer, _LABEL, payload)
 
     def settle(self) -> None:
@@ -83,7 +84,7 @@ class TransportLink:
         self.transport.flush(LIMIT_S)
 
     def receive(self) -> torch.Tensor:
-        """Waits for the next tensor and returns it. Its memory is valid until the next call."""
+        """Waits for the next tensor and returns it. The tensor is valid until the next call."""
         arrival: Any = self.transport.completions.wait(time.monotonic() + LIMIT_S)
         if arrival is None:
             raise TimeoutError(f"no message arrived within {LIMIT_S:g} s")

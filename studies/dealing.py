@@ -19,8 +19,8 @@ from harness.report import Result, Row, measured, ratios
 WORKER = Path(__file__).parents[1] / "tests" / "support" / "timed_layers.py"
 LIMIT_S = 600.0
 SEQ_LENGTH, SAMPLES, LAYER_MS = 128, 48, 16.0
-# This is the fraction of a layer's time that grows with the number of token pairs, for a document
-# of maximum length.
+# Fraction of a layer's time that grows with the number of token pairs, for a document of maximum
+# length.
 PAIRS = 0.5
 FACTOR, WARM_UP = 1.5, 6
 COMMON = (
@@ -43,7 +43,7 @@ def dealing(*, quick: bool) -> Result:
         fixed = _steps_ms([*GRID, "--pipeline-schedule", "1f1b"], folder / "fixed", 4, steps)
         turns = _steps_ms([*GRID, *PACKED, *OFF], folder / "turns", 4, steps)
         dealt = _steps_ms([*GRID, *PACKED], folder / "dealt", 4, steps)
-        # All jobs train on the same documents. So the ratio of their step times is also the ratio
+        # All jobs train on the same documents, so the ratio of their step times is also the ratio
         # of tokens per second.
         lengths = [
             measured(
@@ -86,7 +86,7 @@ def dealing(*, quick: bool) -> Result:
 def _steps_ms(
     words: Sequence[str], folder: Path, ranks: int, steps: int, **settings: str
 ) -> list[float]:
-    """Returns the step times of a job in milliseconds, without those of the warm-up steps."""
+    """Returns the step times of a job in milliseconds, except those of the warm-up steps."""
     words = [str(WORKER), *COMMON, *words, "--train-iters", str(steps)]
     variables = {"LAYER_MS": str(LAYER_MS), "LAYER_PAIRS": f"{PAIRS}/{SEQ_LENGTH}", **settings}
     lines = train(words, folder, ranks, LIMIT_S, variables)

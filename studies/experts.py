@@ -38,7 +38,7 @@ REPLICAS, STAGES, MICROBATCHES, CUTS = 4, 2, 32, 4
 SCHEDULES = ("interleaved", "combined-1f1b", "adaptive")
 SHARE, WEIGHTS, SLOW, SIGMA = 0.4, 0.6, 1.3, 0.3
 GOALS = {"quiet": 0.99, f"jitter {SIGMA}": 1.08, f"an expert rank {SLOW} times slower": 1.05}
-"""Minimum gain of the rule ``adaptive`` over the combined order, by scenario."""
+"""Minimum speed of the rule ``adaptive`` relative to the combined order, keyed by scenario."""
 LEAST_HIDDEN, LEAST_GAIN, MOST_AGREEMENT_US = 0.9, 1.24, 20.0
 _LIMIT_S = 900.0
 _LEAD_S = 0.01
@@ -119,12 +119,12 @@ def _simulated(
 
 
 def sleep_until(moment_s: float) -> None:
-    """Sleeps until ``moment_s`` without spinning, because there are more processes than CPUs."""
+    """Sleeps until ``moment_s`` without a busy loop, because processes must share CPUs."""
     time.sleep(max(0.0, moment_s - time.monotonic()))
 
 
 class SlowExchange:
-    """All-to-all that takes ``takes_s`` seconds after all ranks have begun. Exchanges run in order.
+    """All-to-all that ends ``takes_s`` seconds after all ranks have begun.
 
     Attributes:
         takes_s: Duration of the next exchange, in seconds.
@@ -146,7 +146,7 @@ class SlowExchange:
         group: Any = None,
         async_op: bool = False,
     ) -> Any:
-        # All ranks run on one machine and share its clock. So each rank sends the time at which it
+        # All ranks run on one machine and share its clock, so each rank sends the time at which it
         # begins.
         given.fill_(time.monotonic())
         work = self._plain(output, given, out, parts, group, True)
@@ -157,9 +157,10 @@ class SlowExchange:
         return None
 
     def end(self, begun_s: float, all_began_s: float, takes_s: float) -> None:
-        """Waits until an exchange ends, which takes ``takes_s`` seconds from ``all_began_s``.
+        """Waits until the end of an exchange, ``takes_s`` seconds after ``all_began_s``.
 
-        This rank has waited since the time ``begun_s``. All times are in seconds.
+        An exchange begins only after the previous exchange has ended. This rank has waited since
+        the time ``begun_s``. All times are in seconds.
         """
         self._free_s = max(self._free_s, all_began_s) + takes_s
         sleep_until(self._free_s)
@@ -168,7 +169,7 @@ class SlowExchange:
 
 
 class _Pending(NamedTuple):
-    """Exchange that has begun but not ended."""
+    """Exchange that has begun, but that may not have ended yet."""
 
     of: SlowExchange
     work: Any
@@ -176,14 +177,14 @@ class _Pending(NamedTuple):
     takes_s: float
 
     def wait(self) -> None:
-        """Waits until the delayed exchange has ended."""
+        """Waits until the exchange has ended, including its delay."""
         begun_s = time.monotonic()
         self.work.wait()
         self.of.end(begun_s, float(self.output.max()), self.takes_s)
 
 
 class ExpertStages(IdleStages):
-    """Chunks that sleep instead of computing, and exchange tokens with the other replicas."""
+    """Chunks that sleep instead of computing, and that exchange tokens with the other replicas."""
 
     def __init__(self, rank: Rank, candidate: Candidate, seed: int, scenario: str) -> None:
         self._rank = rank
@@ -200,15 +201,15 @@ class ExpertStages(IdleStages):
         self._pace = SLOW if is_slow else 1.0
 
     def forward(self, chunk: int, microbatch: int, received: Any) -> torch.Tensor:
-        """Sleeps for the duration of the forward pass (F) of ``microbatch``."""
+        """Runs the forward pass (F) of ``microbatch``, which sleeps and exchanges tokens."""
         return self._run(0, chunk, microbatch)
 
     def backward(self, chunk: int, microbatch: int, gradient: Any) -> torch.Tensor | None:
-        """Sleeps for the duration of B, and of W if W is not a separate action."""
+        """Runs the backward pass for inputs (B), and also W unless W is a separate action."""
         return self._run(1, chunk, microbatch)
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
-        """Sleeps for the duration of one of the ``pieces`` pieces of W."""
+        """Sleeps for one of ``pieces`` equal parts of the backward pass for weights (W)."""
         self._sleep(self._seconds[2, self._stages[chunk], microbatch] / pieces)
 
     def _run(self, kind: int, chunk: int, microbatch: int) -> torch.Tensor:
@@ -228,7 +229,7 @@ class ExpertStages(IdleStages):
 
 
 class Rank:
-    """A rank of the emulated pipeline."""
+    """One rank of the emulated pipeline."""
 
     def __init__(self, rank: int, chunk_s: float) -> None:
         self.rank, self.chunk_s = rank, chunk_s
@@ -251,7 +252,7 @@ class Rank:
                 )
 
     def step(self, name: str, scenario: str, seed: int) -> tuple[float, float]:
-        """Runs a step. Returns its seconds, and the fraction of hidden exchange time."""
+        """Runs a step. Returns its seconds and the fraction of exchange time that was hidden."""
         candidate = self.candidates[name]
         stages = ExpertStages(self, candidate, seed, scenario)
         policy = candidate.policies(MICROBATCHES)[self.position]
@@ -277,7 +278,7 @@ class Rank:
         return float(end - start), hidden
 
     def close(self) -> None:
-        """Closes the channels. All ranks must make this call."""
+        """Closes the channels. All ranks must call this together."""
         for channels in self._channels.values():
             channels.close()
 
@@ -307,8 +308,8 @@ def run_rank(rank: int, plan: dict[str, Any] | None) -> Any:
     for scenario in GOALS:
         seconds[scenario] = {name: [] for name in SCHEDULES}
         for seed in range(plan["repetitions"]):
-            # The interleaved schedule without overlap is compared only in the scenario without slow
-            # ranks.
+            # The interleaved schedule has no overlap. It is compared only in the scenario without
+            # slow ranks.
             for name in SCHEDULES if scenario == "quiet" else SCHEDULES[1:]:
                 taken, share = own.step(name, scenario, seed)
                 seconds[scenario][name].append(taken)
@@ -319,7 +320,7 @@ def run_rank(rank: int, plan: dict[str, Any] | None) -> Any:
 
 
 def _agreement_us(rank: int) -> list[float]:
-    """Returns the additional CPU time per action that agreement causes, in microseconds."""
+    """Returns the CPU time in microseconds that agreement between ranks adds to each action."""
     placement = Placement(num_ranks=2, num_chunks=2)
     policy = make_policies("adaptive", placement, MICROBATCHES, cap=8.0, weight_pieces=4)[1]
 

@@ -70,10 +70,10 @@ UNIFORM = {
     "less-forward": (8, 12, 12),
     "recompute": (12, 24, 12),
 }
-"""Durations of F, B and W that are equal on all stages. In ``recompute``, B repeats F."""
+"""Durations of F, B and W, which are equal on all stages. In ``recompute``, B repeats F."""
 _ALL = "even less-weight less-forward recompute ends fast random"
 GRID = (
-    # The columns are the number of ranks, numbers of microbatches, profiles, whether messages have
+    # The columns are: number of ranks, numbers of microbatches, profiles, whether messages have
     # latency, and the cap in units per rank.
     (2, (4, 8), "less-weight fast random", True, 2),
     (3, (4, 5, 7), _ALL, True, 2),
@@ -84,7 +84,7 @@ GRID = (
     (4, (5, 6, 7), "less-weight", False, 2),
     (4, (4, 5, 6), "random", False, 2),
     (4, (8,), "even", False, 2),
-    # The cap of these cases is the memory that 1F1B needs.
+    # The cap of the following cases is the memory that 1F1B needs.
     (2, (4, 8), "even less-weight recompute random", True, 1),
     (3, (4,), "even less-weight recompute random", True, 1),
     (3, (5,), "less-weight less-forward", True, 1),
@@ -92,13 +92,13 @@ GRID = (
 )
 
 Cell = tuple[str, int, int, int]
-"""Kind, stage, microbatch and piece of an action. The piece is 0 for F and B."""
+"""Action or part of an action: kind, stage, microbatch and piece. The piece is 0 for F and B."""
 Starts = dict[Cell, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Pipeline and its batch. All times are integers in an arbitrary unit.
+    """Pipeline and batch whose schedule is optimized. Times are integers in an arbitrary unit.
 
     Attributes:
         id: Unique name of the case in the file.
@@ -109,7 +109,8 @@ class Case:
         weight: Duration of W, the backward pass for weight gradients, for each stage. It must be
             divisible by ``weight_pieces``.
         latency: Time from the end of an action to the arrival of its result on another rank.
-        cap: Maximum number of units that a rank may store, or ``None`` if memory is unlimited.
+        cap: Maximum number of units (microbatches on a whole rank) that a rank may store, or
+            ``None`` if memory is unlimited.
         weight_pieces: Number of equal pieces into which W is divided.
     """
 
@@ -138,31 +139,31 @@ class Case:
         return self.ranks * CHUNKS
 
     def rank_of(self, stage: int) -> int:
-        """Returns the rank of ``stage``. Stages are assigned to ranks in order, then in reverse."""
+        """Returns the rank of ``stage`` in a V: stages go forth over the ranks, and then back."""
         return min(stage, self.stages - 1 - stage)
 
     def hop(self, stage: int) -> int:
-        """Returns the latency of a message from ``stage`` to the next stage, or back."""
+        """Returns the latency of a message from ``stage`` to the next stage, or vice versa."""
         return 0 if self.rank_of(stage) == self.rank_of(stage + 1) else self.latency
 
     def duration(self, cell: Cell) -> int:
-        """Returns the duration of ``cell``."""
+        """Returns the duration of ``cell``, which is an action or a part of an action."""
         kind, stage, _, _ = cell
         if kind == "W":
             return self.weight[stage] // self.weight_pieces
         return (self.forward if kind == "F" else self.backward)[stage]
 
     def held_change(self, cell: Cell) -> int:
-        """Returns by how much ``cell`` changes the number of stored chunks.
+        """Returns by how much ``cell`` changes the number of chunks whose activations are stored.
 
-        F adds a chunk, and the last piece of W removes it.
+        F adds a chunk, and the last piece of W removes a chunk.
         """
         if cell[0] == "W":
             return -1 if cell[3] == self.weight_pieces - 1 else 0
         return 1 if cell[0] == "F" else 0
 
     def cells(self) -> Iterator[Cell]:
-        """Yields all cells. Each cell comes after the cells that it depends on."""
+        """Yields all cells in an order in which each cell follows the cells that it depends on."""
         for j in range(self.microbatches):
             for s in range(self.stages):
                 yield ("F", s, j, 0)
@@ -192,7 +193,7 @@ class Case:
 
 
 def heads_and_tails(case: Case) -> tuple[Starts, Starts]:
-    """Returns the longest chains before the start and after the end of each cell, keyed by cell."""
+    """Returns the longest chains before the start and after the end of each cell."""
     heads: Starts = {}
     cells = list(case.cells())
     tails = dict.fromkeys(cells, 0)
@@ -208,13 +209,13 @@ def heads_and_tails(case: Case) -> tuple[Starts, Starts]:
 
 
 def lower_bound(case: Case) -> int:
-    """Returns the lower bound on the makespan, which the module's docstring defines."""
+    """Returns a lower bound on the makespan. The docstring of the module defines the bound."""
     heads, tails = heads_and_tails(case)
     best = 0
     for rank in range(case.ranks):
         own = [cell for cell in case.cells() if case.rank_of(cell[1]) == rank]
-        # The cells are sorted by descending tail. So the sum covers all cells whose tail is at
-        # least as long as the current tail.
+        # The cells are in descending order of their tails, so the sum includes all cells whose tail
+        # is at least as long as the current tail.
         own.sort(key=lambda cell: -tails[cell])
         for head in {heads[cell] for cell in own}:
             work = 0
@@ -226,14 +227,14 @@ def lower_bound(case: Case) -> int:
 
 
 def makespan(case: Case, starts: Starts) -> int:
-    """Returns the time at which the last cell of the schedule ``starts`` ends."""
+    """Returns the time at which the last cell ends. ``starts`` contains the start of each cell."""
     return max(start + case.duration(cell) for cell, start in starts.items())
 
 
 def check(case: Case, starts: Starts) -> None:
-    """Checks that the schedule ``starts`` follows the rules.
+    """Checks that the schedule ``starts`` follows the rules in the docstring of the module.
 
-    The check shares only :meth:`Case.before` with the solver.
+    The only code that this check shares with the solver is :meth:`Case.before`.
 
     Raises:
         ValueError: A cell is missing, starts too early or overlaps with another cell, or a rank
@@ -299,17 +300,17 @@ def by_rule(case: Case, rule: str, cap: float | None = None) -> Starts:
 
 
 def best_known(case: Case) -> Starts:
-    """Returns the shortest schedule that any of the rules in ``RULES`` produces."""
+    """Returns the shortest of the schedules that the rules in ``RULES`` produce."""
     return min((by_rule(case, rule) for rule in RULES), key=lambda one: makespan(case, one))
 
 
 def _model(
     case: Case, bound: int, known: Starts, unit: int
 ) -> tuple[cp_model.CpModel, dict[Cell, cp_model.IntVar]]:
-    """Returns a model for the solver, and the variables of the starts, keyed by cell.
+    """Returns a model for the solver, and the variables for the starts of cells, keyed by cell.
 
     Times in the model are multiples of ``unit``. ``bound`` is a lower bound on the makespan, and
-    the search begins with the schedule ``known``.
+    ``known`` is a schedule from which the search starts.
     """
     model = cp_model.CpModel()
     best = makespan(case, known)
@@ -342,7 +343,7 @@ def _model(
 
 
 def _search(case: Case, bound: int, known: Starts, limit_s: float, workers: int) -> Starts | None:
-    """Returns an optimal schedule, or ``None`` if the search takes longer than ``limit_s``."""
+    """Returns a schedule that is proven optimal within ``limit_s`` seconds, or ``None``."""
     unit = math.gcd(case.latency, *(case.duration(cell) for cell in case.cells()))
     model, variables = _model(case, bound, known, unit)
     solver = cp_model.CpSolver()
@@ -384,12 +385,13 @@ def solve(case: Case, *, limit_s: float = 60.0, workers: int = 1) -> dict[str, A
 
 
 def make_case(profile: str, ranks: int, microbatches: int, *, latency: bool, cap: int) -> Case:
-    """Returns a case with the profile ``profile``. Its latency is a quarter of a usual F, or 0.
+    """Returns a case with the durations of the profile ``profile``.
 
-    Profiles are the keys of ``UNIFORM``, and ``ends``, ``fast`` and ``random``. With ``ends``, the
-    first stage takes 3/4 and the last stage 5/4 of the time of any other stage. With ``fast``, the
-    middle rank is 1.43 times as fast as the others. With ``random``, durations differ by at most a
-    quarter.
+    The latency of messages is a quarter of the usual duration of F if ``latency`` is true,
+    otherwise 0. Profiles are the keys of ``UNIFORM``, and ``ends``, ``fast`` and ``random``. With
+    ``ends``, the first stage takes 3/4 and the last stage 5/4 of the time of any other stage. With
+    ``fast``, the middle rank is 1.43 times as fast as the others. With ``random``, durations differ
+    by at most a quarter from the mean.
     """
     stages = range(CHUNKS * ranks)
     if profile in UNIFORM:
@@ -431,7 +433,7 @@ def candidates() -> list[Case]:
 
 
 def load(path: Path) -> dict[str, dict[str, Any]]:
-    """Returns the records of an earlier run, keyed by case ID, or ``{}`` if there is no file."""
+    """Returns the records of earlier runs, keyed by case ID, or ``{}`` if there is no file."""
     if not path.exists():
         return {}
     content = json.loads(path.read_text(encoding="utf-8"))
@@ -441,7 +443,7 @@ def load(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def save(path: Path, ids: list[str], records: dict[str, dict[str, Any]]) -> None:
-    """Writes the records of the cases with the IDs ``ids``, and lists the IDs without a record."""
+    """Writes the records of the cases ``ids`` to ``path``, and lists the cases without a record."""
     head = {
         "version": VERSION,
         "made_by": "python -m studies.optimal; its docstring states the model and the bound",

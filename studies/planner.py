@@ -41,7 +41,10 @@ PARTS = ("fasop", "measured", "literature", "large", "small", "memory", "own", "
 
 
 def small_rows(quick: bool) -> list[Row]:
-    """Compares plans for small random problems with brute force and plans for faster clusters."""
+    """Compares plans for small random problems with the optimum that brute force finds.
+
+    Also checks that a better cluster never gets a slower plan.
+    """
     number, pairs = (50, 100) if quick else (500, 1000)
     unlike = worse = 0
     for seed in range(pairs):
@@ -63,7 +66,7 @@ def _seconds(problem: Any) -> float:
 
 
 def own(options: argparse.Namespace, *, experts: bool) -> Result:
-    """Runs plans on this machine, or predicts the plans of stored runs again."""
+    """Runs plans of a small GPT on this machine, or predicts the plans of stored runs again."""
     with tempfile.TemporaryDirectory() as temporary:
         place = options.keep or options.kept or Path(temporary)
         place = place / "experts" if experts else place
@@ -72,7 +75,7 @@ def own(options: argparse.Namespace, *, experts: bool) -> Result:
 
 
 def published(folder: Path | None, read: Callable[[Path], list[Row]]) -> Result:
-    """Returns the rows that ``read`` finds in ``folder``, or no rows if there is no such folder."""
+    """Returns the rows of ``read(folder)``, or no rows if the folder does not exist."""
     return Result(rows=read(folder) if folder is not None and folder.is_dir() else [])
 
 

@@ -59,7 +59,7 @@ WORK: dict[str, dict[str, float]] = {
     "long backwards": {"backward_s": 1.5},
 }
 LATENCIES = (0.0, 0.2, 0.5, 1.0)
-"""Latencies of a message, as multiples of the forward time of a stage."""
+"""Latencies of messages, as multiples of the duration of a stage's forward pass."""
 SEEDS, FRESH = (0, 1), range(100, 104)
 _SETTINGS: tuple[tuple[PlacementKind, float], ...] = (
     ("v", 1),
@@ -71,7 +71,7 @@ _SETTINGS: tuple[tuple[PlacementKind, float], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """Pipeline whose schedules are compared."""
+    """Pipeline, batch and durations for which schedules are compared."""
 
     ranks: int
     microbatches: int
@@ -80,14 +80,14 @@ class Cell:
 
     @property
     def profile(self) -> StageProfile:
-        """Returns the durations and the latency of the pipeline."""
+        """Returns the durations of actions and the latency of messages in the pipeline."""
         given = dict(WORK[self.work])
         backward_s = given.pop("backward_s", 1.0)
         times = StageTimes.equal(2 * self.ranks, forward_s=1.0, backward_s=backward_s, weight_s=1.0)
         return StageProfile(times=times, link=Link(latency_s=self.latency), **given)
 
     def bound_s(self, placement: Placement, seeds: Sequence[int]) -> float:
-        """Returns the lower bound in seconds, as a mean over the random draws ``seeds``."""
+        """Returns the lower bound in seconds, averaged over the random draws with ``seeds``."""
         return statistics.fmean(
             lower_bound_s(placement, draw(placement, self.microbatches, self.profile, seed=seed))
             for seed in seeds
@@ -95,15 +95,16 @@ class Cell:
 
 
 def cells(latency: float) -> Iterator[Cell]:
-    """Yields all cells whose latency is ``latency``."""
+    """Yields all cells with the latency ``latency``."""
     for ranks, per_rank, work in product(RANKS, PER_RANK, WORK):
         yield Cell(ranks=ranks, microbatches=per_rank * ranks, work=work, latency=latency)
 
 
 def lower_bound_s(placement: Placement, work: Workload) -> float:
-    """Returns the lower bound on the step time in seconds, which the module's docstring defines.
+    """Returns a lower bound on the step time in seconds. The module's docstring defines the bound.
 
-    The arrays of B and W are in the order of execution: the last slice of a microbatch runs first.
+    In the arrays below, B and W are in the order of execution: the last slice of a microbatch comes
+    first.
     """
     times: Any = work.durations_ps.copy()
     stages, items = times.shape[1:]
@@ -111,11 +112,12 @@ def lower_bound_s(placement: Placement, work: Workload) -> float:
     turned = np.arange(items).reshape(-1, slices)[:, ::-1].ravel()
     times[B:] = times[B:, :, turned]
     ranks = np.array([placement.locate(stage)[0] for stage in range(stages)])
-    # These arrays contain the delays of messages from each stage to the next stage, and back.
+    # Delays of messages from each stage to the next stage (``forth``), and in the other direction.
     forth, back = work.delays_ps[0, :-1].copy(), work.delays_ps[1, 1:, turned].T.copy()
     forth[ranks[1:] == ranks[:-1]] = back[ranks[1:] == ranks[:-1]] = 0
     heads = _starts(times, forth, back, slices)
-    # Paths to the end are computed like paths from the start, with reversed time and microbatches.
+    # The longest paths to the end are computed like those from the start, but with reversed time
+    # and with reversed order of microbatches.
     reverse = times[:, :, ::-1]
     tails = np.zeros_like(times)
     none = np.zeros(items, dtype=np.int64)
@@ -142,12 +144,12 @@ def lower_bound_s(placement: Placement, work: Workload) -> float:
 
 
 def _latest(ends: Any, slices: int) -> Any:
-    """Returns the latest end of any slice in the same microbatch, for each slice."""
+    """Returns, for each slice, the latest end of all slices of the same microbatch."""
     return np.repeat(ends.reshape(-1, slices).max(axis=1), slices)
 
 
 def _starts(times: Any, forth: Any, back: Any, slices: int) -> Any:
-    """Returns the earliest starts in picoseconds if ranks could run all actions in parallel.
+    """Returns the earliest starts in picoseconds if each rank could run its actions in parallel.
 
     The result has the shape ``[kind, stage, item]``.
     """
@@ -170,13 +172,13 @@ def _starts(times: Any, forth: Any, back: Any, slices: int) -> Any:
 
 
 def _in_turn(ready: Any, durations: Any) -> Any:
-    """Returns the starts of actions that run one after another, as soon as each is ready."""
+    """Returns the starts of actions that run one after the other, each as soon as it is ready."""
     before = durations.cumsum() - durations
     return before + np.maximum.accumulate(ready - before)
 
 
 def _one_machine(heads: Any, durations: Any, tails: Any) -> int:
-    """Returns the earliest end of all actions of a rank if actions may be interrupted."""
+    """Returns the earliest end of a step for one rank, if actions may be interrupted."""
     order = np.argsort(heads, kind="stable")
     coming = deque(zip(*(each[order].tolist() for each in (heads, durations, tails)), strict=True))
     waiting: list[tuple[int, int]] = []
@@ -213,7 +215,7 @@ def _step_s(candidate: Candidate, cell: Cell, seeds: Sequence[int]) -> float:
 
 
 def best_fixed_s(cell: Cell, cap: float, seeds: Sequence[int]) -> float:
-    """Returns the step time of the fastest fixed order within ``cap``, over all placements."""
+    """Returns the step time in seconds of the fastest fixed order that fits in ``cap``."""
     found = []
     for name in STATIC:
         candidate = make_candidate(name, cell.ranks, 2, cell.microbatches)
@@ -227,9 +229,9 @@ def best_fixed_s(cell: Cell, cap: float, seeds: Sequence[int]) -> float:
 
 
 def shares() -> list[Row]:
-    """Compares mean step times of ``adaptive`` and ``hinted`` with the lower bound.
+    """Compares the mean step times of ``adaptive`` and ``hinted`` to the lower bound.
 
-    The rule ``adaptive`` is simulated with and without shares.
+    The rule ``adaptive`` is simulated with and without its option ``shares``.
     """
     rows = []
     for (kind, per_rank), latency in product(_SETTINGS, LATENCIES):
@@ -247,7 +249,7 @@ def shares() -> list[Row]:
 
 
 def worst_cells() -> list[Row]:
-    """Compares ``auto`` and ``hinted`` with the best fixed order, and returns the worst cell."""
+    """Compares ``auto`` and ``hinted`` to the best fixed order, and returns the worst results."""
     rows = []
     for latency, goal in ((0.0, 1.01), (0.2, 1.01), (1.0, 1.05)):
         chosen, hinted = [], []
@@ -278,15 +280,14 @@ def worst_cells() -> list[Row]:
 
 
 def worst_draws() -> list[Row]:
-    """Compares ``adaptive`` with a cap of 2p to the lower bound, and returns the worst draw."""
+    """Compares ``adaptive`` with a cap of 2p to the lower bound, and returns the worst result."""
     found = []
     for latency, work in product((0.0, 0.2), ("jitter 0.1", "jitter 0.3")):
         for cell in cells(latency):
             if cell.work != work or cell.microbatches < 2 * cell.ranks:
                 continue
             rule = _rule("adaptive", "v", cell, 2, True)
-            # Results of small pipelines vary most between draws, so simulate more draws of small
-            # pipelines.
+            # Draws affect small pipelines most, so simulate more draws of small pipelines.
             for seed in range(FRESH.start, FRESH.start + max(4, 800 // cell.ranks)):
                 bound_s = cell.bound_s(rule.placement, (seed,))
                 found.append((_step_s(rule, cell, (seed,)) / bound_s, seed, cell))
@@ -297,7 +298,7 @@ def worst_draws() -> list[Row]:
 
 
 def optimal_gaps() -> list[Row]:
-    """Compares the choice of ``auto`` with the proven optima of ``studies/optimal.py``."""
+    """Compares the schedules that ``auto`` chooses to the optima of ``studies.optimal``."""
     gaps = []
     known = json.loads(Path(__file__).with_name("optimal.json").read_text(encoding="utf-8"))
     for case in known["cases"]:
@@ -328,12 +329,12 @@ UNEQUAL: dict[str, tuple[float, float, float]] = {
     "slow rank": (0.0, 0.0, 1.5),
     "heavy loss and slow rank": (0.0, 2.0, 1.5),
 }
-"""Work of embedding and loss in multiples of a layer, and the slowdown factor of rank 1."""
+"""Work of the embedding and of the loss as multiples of a layer, and slowdown factor of rank 1."""
 LAYERS_PER_RANK, GAIN = 4, 0.03
 
 
 def joint_choice() -> list[Row]:
-    """Compares choosing layers and schedule together with choosing layers after the schedule."""
+    """Compares two ways to choose layers and schedule: together, or the schedule first."""
     rows, all_ratios = [], []
     for ranks, chunks, (name, of) in product((4, 8), (1, 2), UNEQUAL.items()):
         loads, profile = unequal_pipeline(ranks, chunks, *of)
@@ -366,12 +367,12 @@ def joint_choice() -> list[Row]:
 def unequal_pipeline(
     ranks: int, chunks: int, embedding: float, loss: float, slowness: float
 ) -> tuple[Loads, StageProfile]:
-    """Returns a pipeline with layers of 1 ms, an embedding, a loss, and a slow rank 1."""
+    """Returns a pipeline with layers of 1 ms, an embedding, a loss and a slow rank 1."""
     kind: PlacementKind = "v" if chunks == 2 else "loop"
     placement = Placement(num_ranks=ranks, num_chunks=chunks, kind=kind)
     stages, layer_s = placement.num_stages, 1e-3
     each = [layer_s * (slowness if rank == 1 else 1.0) for rank in range(ranks)]
-    # The embedding look-up takes little time, and has no input gradient.
+    # The look-up in the embedding takes little time, and there is no input gradient.
     first = (0.1 * embedding * layer_s, 0.0, embedding * layer_s)
     loads = Loads(
         placement=placement,
@@ -386,5 +387,5 @@ def unequal_pipeline(
 
 
 def measure() -> list[Row]:
-    """Runs all simulations of the study, and returns their table rows."""
+    """Runs all simulations of the study, and returns the rows of the table."""
     return [*optimal_gaps(), *joint_choice(), *worst_draws(), *shares(), *worst_cells()]

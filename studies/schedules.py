@@ -36,40 +36,41 @@ from studies.dealing import dealing
 
 
 def study(_: argparse.Namespace) -> Result:
-    """Simulates schedules on many pipelines. This is the part ``study``."""
+    """Simulates schedules on many pipelines, for the part ``study``."""
     return Result(rows=schedule_study.measure())
 
 
 def trading(options: argparse.Namespace) -> Result:
-    """Emulates a pipeline with token exchanges. This is the part ``experts``."""
-    # There is little work between exchanges. So chunks must be long enough to make delayed wake-ups
-    # negligible.
+    """Emulates a pipeline with token exchanges, for the part ``experts``."""
+    # A chunk has little work between two exchanges, so it must take long enough to make the delay
+    # of waking up negligible.
     return Result(rows=experts.measure(quick=options.quick, chunk_ms=40.0))
 
 
 def content(options: argparse.Namespace) -> Result:
-    """Trains on different numbers of images. This is the part ``content``."""
-    from studies import unequal_content  # This import prepares torch for a machine without CUDA.
+    """Trains with different numbers of images per microbatch, for the part ``content``."""
+    # Importing this module prepares torch for machines without CUDA.
+    from studies import unequal_content
 
     return unequal_content.measure(quick=options.quick)
 
 
 def traces(options: argparse.Namespace) -> Result:
-    """Replays recorded jobs under other schedules. This is the part ``traces``."""
+    """Replays recorded jobs under other schedules, for the part ``traces``."""
     if options.folder is None:
         return Result(rows=[missing("recorded jobs", "no folder given")])
     return Result(rows=[row for path in jobs_in(options.folder) for row in replayed(path)])
 
 
 def jobs_in(folder: Path) -> list[Path]:
-    """Returns the operation tables and trace folders in ``folder``, or ``folder`` if none exist."""
+    """Returns the recorded jobs in ``folder``, or only ``folder`` if it does not contain any."""
     tables = sorted(path for path in folder.iterdir() if path.suffix in ENDINGS)
     runs = sorted(path for path in folder.iterdir() if path.is_dir())
     return [*tables, *runs] or [folder]
 
 
 def replayed(path: Path) -> list[Row]:
-    """Returns rows with speed-ups over 1F1B, from the recorded times of microbatches."""
+    """Replays the job ``path``, and returns rows with the speed-ups over 1F1B."""
     run_read = load_run(path)
     where = pipelines_of(run_read)
     times = recorded_times([read_operations(run_read, where, run_read.iterations)])
@@ -96,7 +97,7 @@ def replayed(path: Path) -> list[Row]:
 
 
 TRACE_GOALS = {"AR": 1.85, "ST": 1.57, "SE": 1.60}
-"""Minimum speed-ups over 1F1B, keyed by the suffix of a published trace's name."""
+"""Minimum speed-ups over 1F1B, keyed by the end of the name of a published trace."""
 
 
 PARTS = {
@@ -109,7 +110,7 @@ PARTS = {
 
 
 def main() -> int:
-    """Runs the selected parts. Returns 1 if a limit is missed, else 0."""
+    """Runs the selected parts. Returns 1 if a limit is missed, otherwise 0."""
     parser = parser_of(__doc__, tuple(PARTS))
     parser.add_argument("--folder", type=Path, help="folder of recorded jobs, for part traces")
     options = parser.parse_args()

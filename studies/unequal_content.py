@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from megatron.adaptive import accelerator
 
-# The ranks are forked from a process that has already imported this module.
+# Ranks are forked from a process that has already imported this module, so prepare torch here.
 accelerator.install()
 with accelerator.quiet_imports():
     from megatron.adaptive.modules.content import ContentBalance, Declared, digest_of
@@ -51,13 +51,13 @@ MEDIAN_IMAGES = 2.0
 SIGMA = 1.0
 ENCODER_LAYERS = 24
 DECODER_LAYERS = 32
-"""Number of layer pairs in the language model. Partitions count pairs instead of layers."""
+"""Number of layer pairs in the language model. Partitions count such pairs instead of layers."""
 ENCODER_WORK = 5.0 * IMAGE_PATCHES / ENCODER_LAYERS
-"""Billions of multiplications in the forward pass of one image through one layer."""
+"""Work of the forward pass of one image through one layer, in billions of multiplications."""
 DECODER_WORK = 32.0 / DECODER_LAYERS
-"""Billions of multiplications in the forward pass of one token through one layer."""
+"""Work of the forward pass of one token through one layer, in billions of multiplications."""
 FORWARD_S = 0.08
-"""Mean duration of a microbatch's forward pass through the whole model, in seconds."""
+"""Mean duration in seconds of the forward pass of a microbatch through the whole model."""
 WARM_STEPS = 4
 LIMIT_S = 900.0
 SEED = 20_000
@@ -65,12 +65,12 @@ SEED = 20_000
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """Configuration to measure.
+    """Configuration that is measured.
 
     Attributes:
         schedule: Name of the schedule.
         chunks: Number of stages on each rank.
-        replicas: Number of data-parallel pipelines.
+        replicas: Number of data-parallel replicas of the pipeline.
         rule: Values of the arguments ``order`` and ``dealing`` of ``Pipeline``.
         frozen: Whether the encoder is frozen, so that it has no backward passes.
     """
@@ -83,12 +83,12 @@ class Way:
 
     @property
     def placement(self) -> Placement:
-        """Returns the assignment of stages to ranks."""
+        """Returns the placement, which assigns stages to ranks."""
         return Placement(num_ranks=RANKS, num_chunks=self.chunks, kind="loop")
 
     @property
     def is_rule(self) -> bool:
-        """Returns whether ranks choose their actions at run time and run W as a separate action."""
+        """Returns whether ranks choose their actions at run time, with W as a separate action."""
         return self.schedule == "adaptive"
 
 
@@ -126,14 +126,14 @@ GOALS = {
 
 
 def images_of(seed: int, count: int) -> list[int]:
-    """Returns the number of images in each microbatch of a step, drawn with ``seed``."""
+    """Returns the number of images in each of ``count`` microbatches, drawn with ``seed``."""
     drawn = np.random.default_rng(seed).lognormal(np.log(MEDIAN_IMAGES), SIGMA, count)
     return [int(number) for number in np.clip(np.rint(drawn), 0, 8)]
 
 
 @functools.cache
 def _second() -> float:
-    """Returns the time of a billion multiplications in seconds."""
+    """Returns the duration of a billion multiplications in seconds."""
     images = np.mean(images_of(SEED, 4096))
     tokens = TEXT_TOKENS + IMAGE_TOKENS * images
     work = ENCODER_WORK * ENCODER_LAYERS * images + DECODER_WORK * DECODER_LAYERS * tokens
@@ -141,7 +141,7 @@ def _second() -> float:
 
 
 def layer_seconds(images: list[int]) -> Any:
-    """Returns the forward time of each layer in seconds, ``[layers, microbatches]``."""
+    """Returns the forward time of each layer in seconds, with shape ``[layers, microbatches]``."""
     counts = np.array(images, dtype=float)
     seen = np.tile(ENCODER_WORK * counts, (ENCODER_LAYERS, 1))
     read = np.tile(DECODER_WORK * (TEXT_TOKENS + IMAGE_TOKENS * counts), (DECODER_LAYERS, 1))
@@ -149,9 +149,9 @@ def layer_seconds(images: list[int]) -> Any:
 
 
 def stage_seconds(partition: tuple[int, ...], images: list[int], *, frozen: bool = False) -> Any:
-    """Returns the forward time of each stage in seconds, ``[stages, microbatches]``.
+    """Returns the forward time of each stage in seconds, with shape ``[stages, microbatches]``.
 
-    If ``frozen`` is true, the layers of the encoder take no time.
+    If ``frozen`` is true, the frozen layers of the encoder are not counted.
     """
     layers = layer_seconds(images)
     if frozen:
@@ -161,7 +161,7 @@ def stage_seconds(partition: tuple[int, ...], images: list[int], *, frozen: bool
 
 
 def candidate_of(way: Way, partition: tuple[int, ...], sizes: list[float]) -> Candidate:
-    """Returns the schedule for a step whose microbatches have the relative sizes ``sizes``."""
+    """Returns the schedule of ``way`` for microbatches with the relative sizes ``sizes``."""
     placement = way.placement
     cap = max(default_cap(placement, len(sizes)), *sizes) if way.is_rule else None
     pieces = 4 if way.is_rule else 0
@@ -175,13 +175,13 @@ def candidate_of(way: Way, partition: tuple[int, ...], sizes: list[float]) -> Ca
 
 
 def relative_sizes(images: list[int]) -> list[float]:
-    """Returns the size of each microbatch's activations, relative to the mean."""
+    """Returns the size of the activations of each microbatch, relative to the mean."""
     sizes = layer_seconds(images).sum(axis=0)
     return [float(size) for size in sizes / sizes.mean()]
 
 
 def simulated(way: Way, partition: tuple[int, ...], images: list[int]) -> float:
-    """Returns the simulated step time in seconds, without messages."""
+    """Returns the simulated step time in seconds. Messages take no time in the simulation."""
     placement = way.placement
     count = len(images)
     forward = stage_seconds(partition, images)
@@ -212,8 +212,9 @@ def simulated(way: Way, partition: tuple[int, ...], images: list[int]) -> float:
 def partition_of(way: Way) -> tuple[int, ...]:
     """Returns the number of layers of each stage for the configuration ``way``.
 
-    The largest stage is as small as possible for the mean microbatch. For a fixed order or a frozen
-    encoder, a search then moves one layer at a time until simulated steps do not get shorter.
+    For the mean microbatch, the largest stage is as small as possible. For a fixed order or a
+    frozen encoder, a search then moves single layers until this no longer makes the simulated steps
+    shorter.
     """
     steps = [images_of(SEED + number, MICROBATCHES) for number in range(6)]
 
@@ -242,7 +243,7 @@ def partition_of(way: Way) -> tuple[int, ...]:
 
 
 def microbatch(images: int) -> dict[str, Any]:
-    """Returns a microbatch with ``images`` images, as tensors keyed by name."""
+    """Returns a microbatch with ``images`` images, as a dictionary of tensors."""
     part = {"ids": torch.zeros(1, TEXT_TOKENS + IMAGE_TOKENS * images, dtype=torch.int64)}
     if images:
         part["patches"] = torch.zeros(IMAGE_PATCHES * images, 1)
@@ -250,12 +251,12 @@ def microbatch(images: int) -> dict[str, Any]:
 
 
 class Job:
-    """Runs one configuration in this process, with the decisions that ``Pipeline`` makes.
+    """Runs one configuration in this process, and makes the same decisions as ``Pipeline``.
 
     Args:
         way: Configuration to run.
         partition: Number of layers of each stage.
-        rank: Rank of this process. Replicas of the same pipeline position have consecutive ranks.
+        rank: Rank of this process. Ranks with the same position in their pipelines are consecutive.
     """
 
     def __init__(self, way: Way, partition: tuple[int, ...], rank: int) -> None:
@@ -274,7 +275,7 @@ class Job:
             gather=gather,
         )
         order, dealing = way.rule
-        # The costs are unknown at first, so all microbatches start with the same cost.
+        # The costs are unknown at first, so start with the same cost for all microbatches.
         kinds = [Signature.of(microbatch(images)) for images in (0, 2)]
         self._balance = ContentBalance(
             order=order,
@@ -287,7 +288,7 @@ class Job:
         self._partition = partition
 
     def step(self, number: int) -> tuple[float, float]:
-        """Runs a step. Returns its duration in seconds, and the maximum of stored activations."""
+        """Runs a step, and returns its duration in seconds and the peak of stored activations."""
         way = self._way
         whole = [microbatch(count) for count in images_of(number, MICROBATCHES * way.replicas)]
         passed = self._balance.share(whole)
@@ -319,16 +320,17 @@ class Job:
         return step.seconds, step.peak
 
     def close(self) -> None:
-        """Closes the channels. All ranks must make this call."""
+        """Closes the channels. All ranks must call this together."""
         self._member.close()
 
 
 def run_rank(
     rank: int, partitions: dict[str, tuple[int, ...]], steps: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Runs the configurations in ``partitions`` for ``steps`` steps after the warm-up steps.
+    """Runs ``steps`` steps of each configuration in ``partitions``, after warm-up steps.
 
-    Returns the duration in seconds and the stored activations of each step, keyed by configuration.
+    Returns the duration in seconds and the peak of stored activations of each step, keyed by
+    configuration.
     """
     jobs = {name: Job(WAYS[name], parts, rank) for name, parts in partitions.items()}
     results: dict[str, list[tuple[float, float]]] = {name: [] for name in jobs}
@@ -345,7 +347,7 @@ def run_rank(
 def rows_of(
     results: dict[str, list[tuple[float, float]]], partitions: dict[str, tuple[int, ...]]
 ) -> list[Row]:
-    """Returns the table rows for the ``results`` of several configurations.
+    """Returns the table rows for ``results``, the measurements of several configurations.
 
     ``partitions`` contains the number of layers of each stage, keyed by configuration.
     """
@@ -371,7 +373,7 @@ def rows_of(
 
 
 def measure(*, quick: bool) -> Result:
-    """Measures all configurations: with one replica, two replicas, and a frozen encoder."""
+    """Measures all configurations with one replica, two replicas, and a frozen encoder."""
     steps = 3 if quick else 12
     result = Result()
     for ways in (ONE, TWO, FROZEN):

@@ -67,15 +67,15 @@ class Copies:
         self._round_trip_ns.restype = ctypes.c_double
 
     def cache_line_s(self, first: int, second: int) -> float:
-        """Returns the seconds that a cache line takes from CPU ``first`` to CPU ``second``.
+        """Returns how many seconds a cache line takes to get from CPU ``first`` to CPU ``second``.
 
         The result is the minimum of many attempts, because other programs can only increase the
-        time.
+        duration.
         """
         return float(min(self._round_trip_ns(first, second, 2000, 0) for _ in range(40))) / 2e9
 
     def wake_s(self, first: int, second: int) -> float:
-        """Returns the seconds that a thread on CPU ``first`` needs to wake one on ``second``."""
+        """Returns the seconds in which CPU ``first`` wakes a thread that sleeps on ``second``."""
         samples = [self._round_trip_ns(first, second, 200, 1) for _ in range(15)]
         return float(statistics.median(samples)) / 2e9
 

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 WINDOW = 4
-"""Number of messages in flight with gloo or MPI. Larger numbers were not faster."""
+"""Number of messages in flight with gloo or MPI. With larger numbers, messages were not faster."""
 
 
 class Posted:
-    """A link over gloo or MPI, which starts to receive before messages arrive.
+    """Link over gloo or MPI, which starts to receive messages before they arrive.
 
     Args:
-        make_buffer: Function that allocates a payload with the given number of bytes.
+        make_buffer: Function that allocates a buffer with the given number of bytes.
         start_send: Function that starts sending a payload, and returns a request.
         start_receive: Function that starts receiving into a buffer, and returns a request.
         wait: Function that waits for a request.
@@ -40,8 +40,7 @@ class Posted:
         """Starts to receive the first of ``count`` messages of ``nbytes`` bytes (see ``Link``)."""
         assert not self._receives
         if nbytes not in self._buffers:
-            # Allocate one more buffer than there are posted receives, because the caller holds a
-            # buffer.
+            # The caller holds one buffer, so allocate one more than there are pending receives.
             self._buffers = {nbytes: [self._make_buffer(nbytes) for _ in range(WINDOW + 1)]}
         self._nbytes, self._left, self._next = nbytes, count, 0
         for _ in range(WINDOW):
@@ -78,7 +77,7 @@ class Posted:
 
 
 def open_mpi(peer: int, make_buffer: Callable[[int], Any]) -> Posted:
-    """Opens a link to the process ``peer`` with the MPI library that ``mpiexec`` uses.
+    """Opens a link to the process ``peer`` over MPI, with the MPI library of ``mpiexec``.
 
     ``make_buffer`` allocates a buffer with the given number of bytes.
     """

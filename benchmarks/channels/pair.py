@@ -22,24 +22,25 @@ from .copies import Copies
 from .links import open_gloo, open_mpi
 
 POOL_BYTES = 128 << 20
-"""Total size of the payloads of one size in bytes, which exceeds the size of the caches."""
+"""Total size in bytes of all payloads of one size. It exceeds the size of the caches."""
 PING_BYTES = 1 << 10
 ROUNDS, WARMUPS = 2000, 20
 _TOKEN_BYTES = 8
 _CHANNEL_BYTES = 256 << 20
 _LEAST_MESSAGES = 16
-"""Minimum number of messages in a stream. With fewer, its start and end would affect the result."""
+"""Minimum number of messages in a stream, so that its start and end hardly affect the result."""
 COPIES = ("plain", "streaming")
 
 
 class Process:
-    """One of the two processes, which measures the links.
+    """One of the two processes that measure the links.
 
     Args:
         rank: Index of the process. Process 0 sends.
         make_buffer: Function that allocates a payload with the given number of bytes.
         address: Function that returns the address of a payload.
-        plan: Sizes, repetitions, CPUs, and the path of the compiled copy functions.
+        plan: Settings of the run: sizes, repetitions, CPUs, and the path of the compiled copy
+            functions.
     """
 
     def __init__(
@@ -58,11 +59,11 @@ class Process:
         self.samples: dict[str, list[float]] = defaultdict(list)
 
     def measure(self, open_links: Callable[[int], dict[str, Link]]) -> dict[str, list[float]]:
-        """Measures all sizes. Returns the seconds per message of each repetition, by name and size.
+        """Measures all sizes, and returns seconds per message, keyed by link and size.
 
         Args:
-            open_links: Function that takes the size of messages, and returns the opened links by
-                name.
+            open_links: Function that takes the size of messages, and returns the opened links,
+                keyed by name.
         """
         sends = not self._rank
         for nbytes in self._plan["sizes"]:
@@ -92,7 +93,8 @@ class Process:
         return self.samples
 
     def _keep(self, name: str, repetition: int, seconds: float | None) -> None:
-        # The first repetition is a warm-up that touches memory and opens connections.
+        # The first repetition is a warm-up, which touches memory and opens connections, so ignore
+        # it.
         if repetition >= 0 and seconds is not None:
             self.samples[name].append(seconds)
 
@@ -102,10 +104,10 @@ class Process:
             link.close()
 
     def _copy(self, kind: str, targets: Sequence[Any], sources: Sequence[Any]) -> float:
-        """Returns the mean time of a copy of uncached memory within this process, in seconds.
+        """Returns the mean duration in seconds of a copy of uncached memory within this process.
 
-        Each of ``sources`` is copied to the same element of ``targets``. ``kind`` is ``plain`` or
-        ``streaming``.
+        Each element of ``sources`` is copied to the same element of ``targets``. ``kind`` is
+        ``plain`` or ``streaming``, the name of a method of :class:`Copies`.
         """
         function, nbytes = getattr(self._copies, kind), sources[0].nbytes
         addresses = [
@@ -119,7 +121,7 @@ class Process:
 
 
 def run_rank(rank: int, plan: dict[str, Any]) -> dict[str, list[float]]:
-    """Runs process ``rank`` with torch, and returns the measured seconds by name.
+    """Runs process ``rank`` with torch, and returns the measured seconds, keyed by name.
 
     ``plan`` contains the settings of the run (see :class:`Process`).
     """
@@ -133,7 +135,7 @@ def run_rank(rank: int, plan: dict[str, Any]) -> dict[str, list[float]]:
         return torch.ones(nbytes, dtype=torch.uint8)
 
     def open_links(nbytes: int) -> dict[str, Link]:
-        # Each slot can hold a whole message.
+        # Each slot can contain a whole message.
         slots = max(2, min(8, _CHANNEL_BYTES // nbytes))
         links: dict[str, Link] = {
             name: TransportLink(name, rank, slot_bytes=max(4096, nbytes), slots=slots)

@@ -36,7 +36,7 @@ _MATRIX = 256
 
 
 class WorkingStages(IdleStages):
-    """A chunk that multiplies matrices to simulate computation.
+    """Chunk that multiplies matrices to simulate computation.
 
     Args:
         rank: Rank of this process, which is 0 for the first stage and 1 for the last stage.
@@ -70,7 +70,7 @@ class WorkingStages(IdleStages):
 
 
 class InstantTransport:
-    """Simulates a transport within one process. Every input arrives before it is needed.
+    """Simulates a transport within one process, where every input arrives before it is needed.
 
     Args:
         rank: Rank of this process, 0 or 1.
@@ -82,8 +82,8 @@ class InstantTransport:
     def __init__(self, rank: int, nbytes: int) -> None:
         self.completions = CompletionQueue()
         self._rank = rank
-        # Use four buffers, so that an activation is no longer in the cache when its backward pass
-        # begins.
+        # An activation must no longer be in the cache when its backward pass begins, so use four
+        # buffers.
         self._inputs = [torch.rand(nbytes // 4) for _ in range(4)]
 
     def begin(self, step: int, microbatches: int) -> None:
@@ -95,10 +95,10 @@ class InstantTransport:
             self._put(Label(step, Action(ActionKind.F, 0, microbatch)))
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Delivers the gradient of each activation that the first stage sends.
+        """Delivers the gradient for each activation that the first stage sends.
 
-        The ``label`` of the activation identifies its microbatch. Gradients that are sent are
-        discarded.
+        ``label`` identifies the microbatch of the activation. Gradients that the last stage sends
+        are discarded.
         """
         if self._rank == 0:
             self._put(Label(label.step, Action(ActionKind.B, 0, label.action.microbatch)))
@@ -124,7 +124,7 @@ class Pipeline:
         self._executors: dict[str, Executor] = {}
 
     def step_s(self, name: str, transport: Any, microbatches: int) -> float:
-        """Returns the seconds of this rank's step, from a start time that both ranks agree on.
+        """Runs a step, and returns its duration in seconds on this rank.
 
         Args:
             name: Name of the transport.
@@ -155,7 +155,7 @@ class Pipeline:
 
 
 def run_rank(rank: int, plan: dict[str, Any]) -> dict[str, list[float]]:
-    """Runs one rank. Returns the duration of each step on the slower rank, by transport.
+    """Runs one rank, and returns the durations of the steps on the slower rank, keyed by transport.
 
     Args:
         rank: Rank of this process.

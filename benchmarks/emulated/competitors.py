@@ -15,7 +15,7 @@ Engine = Literal["megatron", "torch", "ours", "plug-in"]
 
 @dataclass(frozen=True, kw_only=True)
 class Competitor:
-    """A competitor, which has a row in the table.
+    """One of the compared combinations, which has a row in the table.
 
     Attributes:
         name: Title of the row.
@@ -28,9 +28,9 @@ class Competitor:
         weight_pieces: Number of W actions into which each weight gradient is split. If it is 0,
             backward passes are not split into B and W.
         cap: Memory limit of a rank, as a number of activations divided by the number of pipeline
-            ranks. Activations are counted in microbatches of a whole rank. ``None`` stands for the
-            schedule's default. Only run-time rules of this project have a limit.
-        is_policy: Whether the order is chosen at run time.
+            ranks. The activations of one microbatch on a whole rank count as 1. ``None`` stands for
+            the default of the schedule. Only run-time rules of this project have a limit.
+        is_policy: Whether the order of actions is chosen at run time.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Competitor:
     def policies(self, num_ranks: int, num_microbatches: int) -> tuple[Policy, ...]:
         """Returns a policy for each of ``num_ranks`` ranks.
 
-        This project's executor and simulator use the policies.
+        The policies choose actions in this project's executor and simulator.
 
         A step has ``num_microbatches`` microbatches.
         """
@@ -80,17 +80,17 @@ def _ours(name: str, schedule: str, **options: Any) -> Competitor:
 _LOOP: dict[str, Any] = {"num_chunks": 2}
 _V: dict[str, Any] = {"num_chunks": 2, "kind": "v", "weight_pieces": 1}
 _RULE: dict[str, Any] = {"is_policy": True}
-# A rule may split weight gradients into pieces. An emulated rank sleeps once more for each
-# additional piece.
+# A rule may split weight gradients into pieces, but an emulated rank has to sleep once more for
+# each additional piece, so use only two.
 _V_RULE: dict[str, Any] = {**_V, **_RULE, "weight_pieces": 2}
 
 BASELINE = "megatron 1f1b"
 """Competitor with which the speed of all other competitors is compared."""
 INTERLEAVED = "megatron interleaved"
 ADAPTIVE = "adaptive, V"
-"""Rule that must reach the speed goals."""
+"""Competitor that must reach the goals for the speed of rules."""
 TIGHT = "hinted, V, memory p"
-"""Rule whose memory limit is the memory that 1F1B needs."""
+"""Competitor whose memory limit is the memory that 1F1B needs."""
 PLUG_IN = "plug-in: adaptive, V"
 
 COMPETITORS: dict[str, Competitor] = {

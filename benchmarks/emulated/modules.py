@@ -27,7 +27,7 @@ from .scenarios import Draws
 
 
 class EmulatedChunk(torch.nn.Module):
-    """An emulated stage. ``work`` must be set before each step.
+    """Emulated stage. The attribute ``work`` must be set before each step.
 
     Args:
         stage: Index of the stage, in pipeline order.
@@ -55,11 +55,12 @@ class EmulatedChunk(torch.nn.Module):
         """
         if not received.requires_grad:
             # A real first stage computes gradients of its inner layers, but not of its input.
+            # Compute the gradient here, so that this stage runs B, too.
             received = received.detach().requires_grad_()
         microbatch = number_of(received)
         output = _apply(_Input, received, self, microbatch)
         # Autograd first runs the node that was created last. This node must not depend on the
-        # input. Otherwise, the gradient of the input would require W.
+        # input, because the gradient of the input would then require W.
         side = _apply(_Weight, self.weight, received.shape, self, microbatch)
         return _apply(_Join, output, side, self, microbatch)
 
@@ -69,17 +70,17 @@ class EmulatedChunk(torch.nn.Module):
         self.weight.grad = None
 
     def check_gradient(self, num_microbatches: int) -> None:
-        """Checks that all ``num_microbatches`` have contributed to the gradient of the weight.
+        """Checks that all microbatches have contributed to the gradient of the weight.
 
         Raises:
-            WorkError: The gradient has a wrong sum.
+            WorkError: The gradient is not the sum for ``num_microbatches`` microbatches.
         """
         self.check_sum(self.weight.grad, num_microbatches)
 
     def check_sum(self, gradient: torch.Tensor | None, num_microbatches: int) -> None:
         """Checks that ``num_microbatches`` microbatches have contributed to ``gradient``.
 
-        This is the gradient of a weight (see :meth:`check_gradient`).
+        ``gradient`` is the gradient of a weight, as in :meth:`check_gradient`.
         """
         if gradient is None or not bool((gradient == num_microbatches).all()):
             raise WorkError(
@@ -88,7 +89,7 @@ class EmulatedChunk(torch.nn.Module):
             )
 
     def loss(self, output: torch.Tensor) -> torch.Tensor:
-        """Returns a scalar for ``output`` from which the backward pass of the last stage starts."""
+        """Returns a scalar for ``output`` with which the last stage's backward pass starts."""
         return _apply(_Loss, output)
 
 
@@ -99,8 +100,8 @@ class PeerRunner:
         competitor: Competitor to run.
         rank: Pipeline rank of this process.
         num_ranks: Number of ranks in the pipeline.
-        make: Function that takes the index of a stage and the number of stages, and returns a
-            stage.
+        make: Function that takes the index of a stage and the number of stages, and returns an
+            emulated stage.
     """
 
     delays_in_transport = False
@@ -121,18 +122,18 @@ class PeerRunner:
         ]
 
     def prepare(self, work: RankWork, draws: Draws) -> None:
-        """Prepares a step for ``work`` and ``draws``. The time of this call is not measured."""
+        """Prepares a step with the durations ``draws``. This call is not timed."""
         self.num_microbatches = draws.num_microbatches
         for chunk in self.chunks:
             chunk.prepare(work)
 
     def inputs(self, shape: Sequence[int]) -> list[torch.Tensor]:
-        """Returns the inputs of the first stage for all microbatches, each with shape ``shape``."""
+        """Returns the inputs of the first stage for all microbatches, each of shape ``shape``."""
         like = torch.empty(*shape, dtype=DTYPE)
         return [RankWork.fresh(number, like) for number in range(self.num_microbatches)]
 
     def finish(self) -> None:
-        """Checks the gradients of the weights. The time of this call is not measured."""
+        """Checks the gradients of the weights. This call is not timed."""
         for chunk in self.chunks:
             chunk.check_gradient(self.num_microbatches)
 
@@ -183,8 +184,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        # A split backward pass calls this method twice, for B and for W. The second call has no
-        # effect.
+        # A split backward pass calls this method twice: for B, and for W, where it has no effect.
         chunk = ctx.chunk
         chunk.work.take_gradient(chunk.stage, ctx.microbatch, gradient)
         return gradient, gradient, None, None

@@ -34,7 +34,7 @@ class OurRunner:
         self._step: tuple[EmulatedStages, Policy, RankState] | None = None
 
     def prepare(self, work: RankWork, draws: Draws) -> None:
-        """Prepares a step for ``work`` and ``draws``. The time of this call is not measured."""
+        """Prepares a step with the durations ``draws``. This call is not timed."""
         competitor, count = self._competitor, draws.num_microbatches
         ranks = self.placement.num_ranks
         if count not in self._policies:
@@ -52,10 +52,10 @@ class OurRunner:
         self._step = stages, self._policies[count], state
 
     def run(self) -> None:
-        """Runs the prepared step, which is the only work that is measured."""
+        """Runs the prepared step. Only this call is timed."""
         assert self._step is not None
         self._channels.executor.run(*self._step)
 
     def finish(self) -> None:
-        """Ends the step. The time of this call is not measured."""
+        """Ends the step. This call is not timed."""
         self._channels.executor.finish_step()

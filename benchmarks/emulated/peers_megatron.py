@@ -31,7 +31,7 @@ from .scenarios import Draws
 
 
 class StepChunk(EmulatedChunk):
-    """An emulated stage with the attributes that megatron-core requires of a model chunk."""
+    """Emulated stage with the attributes that megatron-core requires of a model chunk."""
 
     model_type = ModelType.encoder_or_decoder
 
@@ -41,12 +41,12 @@ class StepChunk(EmulatedChunk):
         self.received: torch.Tensor | None = None
 
     def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
-        """Sets the stage's input to the output of the previous stage, which is in ``tensors``."""
+        """Sets the input of the stage, which is the only element of ``tensors``."""
         self.received = tensors[0]
 
 
 def config_of(competitor: Competitor, num_ranks: int, **more: Any) -> TransformerConfig:
-    """Returns megatron-core's configuration of ``competitor`` in a pipeline of ``num_ranks`` ranks.
+    """Returns megatron-core's configuration for ``competitor`` on ``num_ranks`` ranks.
 
     ``more`` contains additional settings.
     """
@@ -58,13 +58,13 @@ def config_of(competitor: Competitor, num_ranks: int, **more: Any) -> Transforme
         pipeline_model_parallel_size=num_ranks,
         virtual_pipeline_model_parallel_size=competitor.num_chunks if several else None,
         pipeline_dtype=DTYPE,
-        calculate_per_token_loss=True,  # This setting makes megatron-core leave the loss unchanged.
+        calculate_per_token_loss=True,  # This makes megatron-core leave the loss unchanged.
         **more,
     )
 
 
 class StepRunner(PeerRunner):
-    """Calls a step function with the arguments that megatron-core's step functions take.
+    """Base class of runners that call a step function with the arguments of megatron-core.
 
     Attributes:
         call: Keyword arguments of the next step.
@@ -86,7 +86,7 @@ class StepRunner(PeerRunner):
 
 
 class MegatronRunner(StepRunner):
-    """Runs 1F1B or interleaved 1F1B of megatron-core (see ``PeerRunner``)."""
+    """Runs megatron-core's 1F1B or interleaved 1F1B. See ``PeerRunner`` for the arguments."""
 
     def __init__(self, competitor: Competitor, rank: int, num_ranks: int) -> None:
         several = competitor.num_chunks > 1
@@ -107,15 +107,15 @@ class MegatronRunner(StepRunner):
         )
 
     def run(self) -> None:
-        """Runs the prepared step, which is the only work that is measured."""
+        """Runs the prepared step. Only this call is timed."""
         groups = {"p2p_communicator": self._communicator, "pg_collection": self._groups}
         self._function(**self.call, **groups)
 
 
 def forward_step(iterator: Iterator[torch.Tensor], chunk: StepChunk) -> tuple[torch.Tensor, Any]:
-    """Runs a forward pass of ``chunk`` as a user's script would.
+    """Runs a forward pass of ``chunk``, like the forward step function of a user's script.
 
-    ``iterator`` returns the data of the first stage. Returns the output and the loss function.
+    ``iterator`` yields the inputs of the first stage. Returns the output and the loss function.
     """
     received = next(iterator) if chunk.is_first else chunk.received
     assert received is not None

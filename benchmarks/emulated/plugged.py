@@ -29,27 +29,27 @@ from .modules import EmulatedChunk
 from .peers_megatron import StepChunk, StepRunner, config_of
 
 _PARTS = 2
-"""Number of calls of a chunk. A rule may split a weight gradient between two calls."""
+"""Number of layers in a chunk. A rule may split the chunk's weight gradient between them."""
 _SHARE = torch.ones(WIDTH, dtype=DTYPE)
 """Gradient that one microbatch adds to each weight."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call(LayerCall):
-    """A call of a layer in a chunk. The first call runs F and B, and each call runs a part of W."""
+    """Call of a layer. The first layer of a chunk runs F and B, and each layer runs a part of W."""
 
     chunk: EmulatedChunk
     weight: torch.nn.Parameter
     is_first: bool
 
     def output(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Runs F on ``inputs`` if this is the first call. Returns the output."""
+        """Runs F on ``inputs`` if this is the first layer, and returns the output."""
         if not self.is_first:
             return inputs.clone()
         return self._work.forward(self.chunk.stage, inputs, number_of(inputs))
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Runs B on ``gradient`` if this is the first call. Returns the gradient of the input."""
+        """Runs B on ``gradient`` if this is the first layer. Returns the gradient of the input."""
         if not self.is_first:
             return gradient
         stage, number = self.chunk.stage, number_of(gradient)
@@ -59,12 +59,12 @@ class _Call(LayerCall):
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Runs the part of W that belongs to this call. Yields the weight and its gradient."""
+        """Runs this layer's part of W, and yields the weight and its gradient."""
         self._work.weights(self.chunk.stage, number_of(gradient), 1 / _PARTS)
         yield self.weight, _SHARE
 
     def flops(self, gradient: torch.Tensor) -> float:
-        """Returns the same number for all calls, because all parts of W are equal."""
+        """Returns the same number for all layers, because all parts of W are equal."""
         return 1.0
 
     @property
@@ -74,7 +74,7 @@ class _Call(LayerCall):
 
 
 class _Layer(DeferringRowParallelLinear):
-    """Defers its weight gradient like a linear layer of a real model."""
+    """Layer that defers its weight gradient like a linear layer of a real model."""
 
     def __init__(self, chunk: EmulatedChunk, number: int) -> None:
         torch.nn.Module.__init__(self)
@@ -82,7 +82,7 @@ class _Layer(DeferringRowParallelLinear):
         self._call = _Call(chunk, self.weight, number == 0)
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
-        """Runs the call that belongs to this layer on ``received``. Returns the output."""
+        """Runs the call of this layer on ``received``, and returns the output."""
         assert self.weight_gradient_store is not None
         return defer(self._call, received, self.weight_gradient_store)
 
@@ -96,7 +96,7 @@ class _Chunk(StepChunk):
         self.layers = torch.nn.ModuleList(_Layer(self, number) for number in range(_PARTS))
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
-        """Runs the calls of all layers in order, first on ``received``. Returns the output."""
+        """Runs all layers one after the other on ``received``, and returns the output."""
         if not received.requires_grad:
             received = received.detach().requires_grad_()
         for layer in self.layers:
@@ -107,11 +107,11 @@ class _Chunk(StepChunk):
         """Sets the work of the next step to ``work``, and clears the gradients."""
         self.work = work
         for weight in self._weights():
-            # Chunks in the data-parallel wrapper of megatron-core have this attribute.
+            # Parameters in megatron-core's data-parallel wrapper have this attribute.
             weight.main_grad = torch.zeros_like(weight)
 
     def check_gradient(self, num_microbatches: int) -> None:
-        """Checks that the gradient of each call has contributions of all microbatches.
+        """Checks that all microbatches have contributed to the gradient of each layer.
 
         There are ``num_microbatches`` microbatches.
         """
@@ -123,14 +123,14 @@ class _Chunk(StepChunk):
 
 
 class PluggedRunner(StepRunner):
-    """Runs a rule through the plug-in, with stages in a V (see ``PeerRunner``)."""
+    """Runs a rule through the plug-in, with stages in a V. See ``PeerRunner`` for the arguments."""
 
     def __init__(self, competitor: Competitor, rank: int, num_ranks: int) -> None:
         placed = Placed(lambda: competitor.kind)
         placed.put()
         try:
             parallel_state.initialize_model_parallel(1, num_ranks, competitor.num_chunks)
-            # Free each stage's output after it was sent, as Megatron-LM does.
+            # Free the output of each stage after sending it, as Megatron-LM does.
             dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
             config = config_of(competitor, num_ranks, deallocate_pipeline_outputs=True, **dropout)
         finally:
@@ -146,7 +146,7 @@ class PluggedRunner(StepRunner):
         self._engines = Engines(placed)
 
     def run(self) -> None:
-        """Runs the prepared step, which is the only work that is measured."""
+        """Runs the prepared step. Only this call is timed."""
         engine = self._engines.engine_of(self.call["model"], self._settings, None)
         engine.run(self.call)
 

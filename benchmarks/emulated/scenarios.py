@@ -38,16 +38,16 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """Kind of variation in the durations of actions and messages.
+    """Description of how the durations of actions and messages vary.
 
     Attributes:
         name: Title of the scenario in the table.
-        jitter_sigma: Standard deviation of the logarithm of a random factor with mean 1, which
-            differs between actions.
-        length_sigma: Standard deviation of the logarithm of a random factor, which differs between
-            microbatches. All actions of a microbatch have the same factor.
-        length_mix: Probabilities and lengths of microbatches, which replace ``length_sigma``. The
-            mean length is 1.
+        jitter_sigma: Standard deviation of the logarithm of a random factor with mean 1. Each
+            action has a separate factor.
+        length_sigma: Standard deviation of the logarithm of a random factor. All actions of a
+            microbatch have the same factor.
+        length_mix: Pairs of a probability and a length of microbatches, which replace
+            ``length_sigma``. The mean length is 1.
         rank_factor: Factor by which durations on the middle rank are multiplied.
         link_delay: Delay of messages on the middle link in both directions, as a multiple of the
             time of one forward pass through all stages of a rank.
@@ -69,7 +69,7 @@ SCENARIOS: dict[str, Scenario] = {
         Scenario(name="jitter 0.3", jitter_sigma=0.3),
         Scenario(name="jitter 0.5", jitter_sigma=0.5),
         Scenario(name="lengths", length_sigma=0.5),
-        # Packed conversations have such lengths: most are short, and a few are as long as the
+        # Packed conversations have such lengths: most are short, and a few are as long as a
         # sequence.
         Scenario(name="long tail", length_mix=((0.75, 0.5), (0.15, 1.5), (0.1, 4.0))),
         Scenario(name="slow link", link_delay=1.0),
@@ -81,14 +81,14 @@ SCENARIOS: dict[str, Scenario] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Draws:
-    """All durations of a step. Equal attributes give equal durations in every process.
+    """Durations of all actions of a step, which depend only on the attributes of this object.
 
     Attributes:
         scenario: Scenario of the step.
         num_ranks: Number of ranks in the pipeline.
         num_microbatches: Number of microbatches in the step.
         times: Mean durations.
-        seed: Seed of all draws.
+        seed: Seed of all random numbers.
         repetition: Index of the step.
     """
 
@@ -100,9 +100,10 @@ class Draws:
     repetition: int
 
     def workload(self, placement: Placement) -> Workload:
-        """Returns the durations for ``placement``, which has one or two chunks per rank.
+        """Returns all durations for ``placement``, which has one or two chunks per rank.
 
-        ``B`` is the part of the backward pass that computes the gradients of the inputs.
+        In the result, ``B`` is the part of the backward pass that computes the gradients of the
+        inputs.
         """
         scenario, times, middle = self.scenario, self.times, self.num_ranks // 2
         factors = [1.0] * self.num_ranks

@@ -16,7 +16,7 @@ from .scenarios import SCENARIOS, Draws, Times
 
 Record = Mapping[str, Any]
 LEAST_OF_BOUND = 0.9
-"""Minimum simulated time of a step with only the drawn work, divided by the measured time.
+"""Minimum ratio of a step's simulated duration to its measured duration.
 """
 LEAST_OF_GAIN = 0.97
 """Minimum ratio of the measured gain over another order to the simulated gain."""
@@ -26,7 +26,7 @@ GAINS = (
     (PLUG_IN, INTERLEAVED, "jitter 0.3"),
     (ADAPTIVE, BASELINE, "lengths"),
 )
-"""Rule, competing order and scenario of each gain that has a goal."""
+"""Rule, competitor and scenario of each comparison whose gain has a goal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,9 @@ class Steps:
         competitor: Competitor that ran the steps.
         scenario: Name of the scenario.
         peak: Maximum number of activations that a rank stored, in microbatches of a whole rank.
-        measured_s: Duration of each step in seconds, by repetition.
-        simulated_s: Simulated duration in seconds of each step, by repetition. Only the drawn work
-            takes time.
+        measured_s: Duration of each step in seconds, keyed by the index of the repetition.
+        simulated_s: Simulated duration of each step in seconds, keyed by the index of the
+            repetition. In the simulation, only actions and messages take time.
     """
 
     competitor: Competitor
@@ -50,20 +50,20 @@ class Steps:
 
     @property
     def of_bound(self) -> float:
-        """Returns the median ratio of the simulated time to the measured time."""
+        """Returns the median over all steps of the ratio of simulated to measured duration."""
         return statistics.median(
             self.simulated_s[number] / seconds for number, seconds in self.measured_s.items()
         )
 
 
 Table = Mapping[tuple[str, str], Steps]
-"""Steps of each pair of competitor and scenario, by their names."""
+"""Measured steps, keyed by the names of the competitor and of the scenario."""
 
 
 def simulated_s(competitor: Competitor, draws: Draws) -> float:
-    """Returns the simulated seconds of a step of ``competitor`` with the durations ``draws``.
+    """Returns the simulated duration in seconds of a step of ``competitor``.
 
-    Only the drawn work takes time.
+    ``draws`` contains the durations of actions and messages. Nothing else takes time.
     """
     ranks, microbatches = draws.num_ranks, draws.num_microbatches
     result = simulate(
@@ -81,14 +81,14 @@ def simulated_s(competitor: Competitor, draws: Draws) -> float:
 def make_table(
     records: Sequence[Record], *, ranks: int, microbatches: int, times: Times, seed: int
 ) -> dict[tuple[str, str], Steps]:
-    """Returns the steps of a run, by the names of competitor and scenario.
+    """Returns the steps of a run, keyed by the names of the competitor and of the scenario.
 
     Args:
-        records: Records that ``worker.Rank`` returned.
+        records: Records of steps, as returned by ``worker.Rank.measure``.
         ranks: Number of ranks in the pipeline.
         microbatches: Number of microbatches per step.
         times: Mean durations of the run.
-        seed: Seed of all random draws in the run.
+        seed: Seed of all random numbers in the run.
     """
     table = {}
     for name, scenario in dict.fromkeys((r["competitor"], r["scenario"]) for r in records):
@@ -120,14 +120,15 @@ def make_table(
 
 
 def ratio(slower: Mapping[int, float], faster: Mapping[int, float]) -> float:
-    """Returns the median over all repetitions of ``slower`` divided by ``faster``."""
+    """Returns the median over all repetitions of the ratio of ``slower`` to ``faster``."""
     return statistics.median(slower[number] / seconds for number, seconds in faster.items())
 
 
 def speedup(table: Table, name: str, scenario: str) -> float | None:
-    """Returns how many times as fast as the baseline the competitor ``name`` is in ``scenario``.
+    """Returns the speed of the competitor ``name`` as a multiple of the baseline's speed.
 
-    The result is the median over all repetitions, or ``None`` if ``table`` lacks these steps.
+    The result is the median over all repetitions of ``scenario``, or ``None`` if ``table`` lacks
+    the steps.
     """
     steps, base = table.get((name, scenario)), table.get((BASELINE, scenario))
     if steps is None or base is None:
@@ -136,7 +137,7 @@ def speedup(table: Table, name: str, scenario: str) -> float | None:
 
 
 def markdown(table: Table) -> str:
-    """Returns the speed-ups in ``table`` as a Markdown table with a row for each competitor."""
+    """Returns the speed-ups in ``table`` as a Markdown table with one row per competitor."""
     scenarios = list(dict.fromkeys(scenario for _, scenario in table))
     lines = [
         f"| | memory | {' | '.join(scenarios)} | simulated / measured |",
@@ -155,7 +156,7 @@ def markdown(table: Table) -> str:
 
 
 def goals(table: Table, *, ranks: int, microbatches: int) -> list[Row]:
-    """Returns rows that compare steps with simulated bounds, and rules with fixed orders.
+    """Returns rows that compare steps with their simulations, and rules with fixed orders.
 
     ``table`` contains the steps of a pipeline with ``ranks`` ranks and ``microbatches``
     microbatches per step.
@@ -184,9 +185,9 @@ def goals(table: Table, *, ranks: int, microbatches: int) -> list[Row]:
 
 
 def _gain(table: Table, policy: str, rival: str, scenario: str) -> Row:
-    """Returns a row with the measured gain of ``policy`` divided by its simulated gain.
+    """Returns a row with the ratio of the measured to the simulated gain of ``policy``.
 
-    The gain is relative to the competitor ``rival`` in ``scenario``.
+    The gain is the speed relative to the competitor ``rival`` in ``scenario``.
     """
     fast, slow = table[policy, scenario], table[rival, scenario]
     measured = ratio(slow.measured_s, fast.measured_s)
@@ -197,9 +198,10 @@ def _gain(table: Table, policy: str, rival: str, scenario: str) -> Row:
 
 
 def _over_fixed(table: Table, policy: str, cap: float) -> Iterator[tuple[float, str]]:
-    """Yields the gain of ``policy`` over each fixed order that holds at most ``cap`` microbatches.
+    """Yields the gain of ``policy`` over each fixed order that needs no more memory.
 
-    Each gain is yielded with the names of the order and the scenario.
+    A fixed order needs no more memory if it holds at most ``cap`` microbatches. Each gain is
+    yielded with the names of the order and the scenario.
     """
     for (name, scenario), steps in table.items():
         if steps.competitor.is_policy or steps.peak > cap + 1e-6:
@@ -214,9 +216,10 @@ def _least(title: str, value: float, goal: float, note: str) -> Row:
 
 
 def chart(table: Table, title: str, path: Path) -> None:
-    """Draws the speed-ups in ``table`` as bars titled ``title``, and saves them to ``path``.
+    """Draws the speed-ups in ``table`` as a bar chart with the title ``title``.
 
-    The bars are grouped by scenario. The bars of rules have an outline.
+    The chart is saved to ``path``. Bars are grouped by scenario, and the bars of rules have an
+    outline.
     """
     import matplotlib
 

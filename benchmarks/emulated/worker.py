@@ -30,9 +30,9 @@ from harness.sleeping_ranks import Channels, Sleeper, sharpen_timers  # noqa: E4
 from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 
 _LEAD_S = 0.006
-"""Seconds from agreeing on a start time until that time, which is enough to inform all ranks."""
+"""Seconds from choosing a start time until the start, which is enough to inform all ranks."""
 Runner = MegatronRunner | EmulatedTorchRunner | PluggedRunner | OurRunner
-"""A competitor on one rank. Only ``run`` is timed, not ``prepare`` and ``finish``."""
+"""Runner of a competitor on one rank. Only its method ``run`` is timed."""
 
 
 class Rank:
@@ -41,9 +41,9 @@ class Rank:
     Args:
         rank: Rank of this process.
         plan: Description of the run. ``cases`` are tuples of a scenario, a number of microbatches,
-            and a number of steps of each competitor. ``competitors`` alternate. ``times`` are mean
-            durations, ``seed`` is the seed of all draws, and ``num_ranks`` is the number of ranks.
-            Each step has new random durations.
+            and a number of steps of each competitor. ``competitors`` are the names of the
+            competitors, which take turns. ``times`` are mean durations, ``seed`` is the seed of all
+            random durations, and ``num_ranks`` is the number of ranks.
     """
 
     def __init__(self, rank: int, plan: dict[str, Any]) -> None:
@@ -62,14 +62,14 @@ class Rank:
         """Runs all cases, and returns a record of each step.
 
         Returns:
-            Records, which are the same on every rank. A record contains the competitor, scenario
-            and repetition of a step, ``makespan_s``, and ``peak``, the maximum number of
-            activations that a rank stored, in microbatches of a whole rank.
+            Records, which are the same on every rank. A record contains the competitor, the
+            scenario, the repetition and the makespan (``makespan_s``) of a step. ``peak`` is the
+            maximum number of activations that a rank stored, in microbatches of a whole rank.
         """
         records: list[dict[str, Any]] = []
         warm: set[int] = set()
         for scenario, count, repetitions in self._plan["cases"]:
-            # Some runtimes open channels in their first step with a new number of microbatches. So
+            # Some runtimes open channels in their first step with a new number of microbatches, so
             # add a step that is not counted.
             first = 0 if count in warm else -1
             warm.add(count)
@@ -99,9 +99,10 @@ class Rank:
         return OurRunner(competitor, self._channels[placement], self._rank, self._num_ranks)
 
     def _round(self, scenario: str, num_microbatches: int, repetition: int) -> list[dict[str, Any]]:
-        """Runs a step of each competitor with equal durations, and returns a record of each.
+        """Runs a step of each competitor with the same durations, and returns a record per step.
 
-        The step ``repetition`` of the scenario ``scenario`` has ``num_microbatches`` microbatches.
+        This is step ``repetition`` of the scenario ``scenario``, with ``num_microbatches``
+        microbatches.
         """
         draws = Draws(
             scenario=SCENARIOS[scenario],
@@ -112,8 +113,7 @@ class Rank:
             repetition=repetition,
         )
         names = list(self._runners)
-        # Rotate the order, so that a competitor does not follow the same slow competitor in every
-        # round.
+        # Rotate the order, so that no competitor follows the same slow competitor in every round.
         turn = repetition % len(names)
         return [
             {
@@ -152,7 +152,7 @@ class Rank:
         return {"makespan_s": last_end - start, "peak": peak}
 
     def _latest(self, *values: float) -> list[float]:
-        """Returns the maximum of each value over all ranks. This call is also a barrier."""
+        """Returns the maximum of each value over all ranks. All ranks must call this together."""
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._control)
         result: list[float] = tensor.tolist()

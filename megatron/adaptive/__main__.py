@@ -202,17 +202,17 @@ SECTIONS: dict[str, tuple[Subcommand, ...]] = {
         ),
     ),
 }
-"""Subcommands that each section of ``--help`` lists, by the title of the section."""
+"""Maps the title of each section of ``--help`` to the subcommands in this section."""
 
 SUBCOMMANDS: Mapping[str, Subcommand] = {
     subcommand.name: subcommand for section in SECTIONS.values() for subcommand in section
 }
-"""Descriptions of all subcommands and modes, by name."""
+"""Descriptions of all subcommands and modes, keyed by name."""
 
 FORMER: Mapping[str, Subcommand] = {
     subcommand.former: subcommand for subcommand in SUBCOMMANDS.values() if subcommand.former
 }
-"""Renamed subcommands, by the name that they had in earlier versions."""
+"""Descriptions of renamed subcommands, keyed by their names in earlier versions."""
 
 
 _ADVICE = {
@@ -230,11 +230,11 @@ which one to take:
 
 train recipe, elastic and rank run the same trainer; train flags lists its flags."""
 }
-"""Text that the help of a subcommand prints after the list of modes, by the subcommand's name."""
+"""Text after the list of modes in the help of a subcommand, keyed by the subcommand."""
 
 
 def _modes(group: str) -> list[Subcommand]:
-    """Returns the modes of the subcommand ``group``, or an empty list if it has no modes."""
+    """Returns the modes of the subcommand ``group``. The list is empty if it has no modes."""
     return [mode for mode in SUBCOMMANDS.values() if mode.name.startswith(f"{group} ")]
 
 
@@ -278,7 +278,7 @@ def program() -> int:
     """Runs :func:`main` as the whole program, and returns the exit status.
 
     Python needs some time to exit, in particular if torch has been imported. If a signal arrives
-    during this time, the program ends with one line that states the signal.
+    during this time, the program prints one line that names the signal, and ends.
     """
     status = main()
     from_now_end_at_once()
@@ -340,9 +340,9 @@ def _unknown_mode(group: str, arguments: Sequence[str]) -> ConfigError:
 
 
 def _nearest_mode(modes: Iterable[Subcommand], word: str) -> str:
-    """Returns the full name of the mode most similar to ``word``, or ``""`` if no mode is similar.
+    """Returns the full name of the mode most similar to ``word``, or ``""`` if none is similar.
 
-    The current and the former names of ``modes`` are compared with ``word``.
+    ``word`` is compared with the current and the former names of ``modes``.
     """
     targets = {}
     for mode in modes:

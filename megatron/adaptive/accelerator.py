@@ -51,12 +51,12 @@ __all__ = [
 
 _CPU = torch.device("cpu")
 
-# Parameter numbers and values for mallopt, from <malloc.h>.
+# These are parameter numbers and values for the function mallopt, from <malloc.h>.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _HEAP_KEPT_BYTES = 1 << 30
 MAPPED_FROM_BYTES = 32 << 20
-"""Size in bytes from which a CPU tensor is not on the heap. glibc allows no larger value."""
+"""Size in bytes from which a CPU tensor is outside of the heap. glibc allows no larger value."""
 
 _ANCHOR_FOR_NS = 1_000_000_000
 """Nanoseconds after which :class:`CudaClock` uses a newer CUDA event as its reference (anchor)."""
@@ -64,7 +64,7 @@ _MOST_DRIFT_NS = 2_000_000
 """Largest plausible drift, in nanoseconds, of the device's clock while one anchor is in use."""
 _NO_DELAY_NS = 1 << 62
 
-# The flag cudaHostRegisterPortable locks the pages for all CUDA contexts of the process.
+# The flag cudaHostRegisterPortable locks pages for all CUDA contexts of the process.
 _PORTABLE = 1
 
 
@@ -118,15 +118,16 @@ class Accelerator:
             torch.cuda.synchronize(self.device)
 
     def memory_in_use_bytes(self) -> int:
-        """Returns how many bytes all tensors on the GPU use, or the whole process uses on a CPU."""
+        """Returns the size of all tensors on the GPU, or of the process on a CPU, in bytes."""
         if self.is_cuda:
             return torch.cuda.memory_allocated(self.device)
         return int(psutil.Process().memory_info().rss)
 
     def peak_memory_bytes(self) -> int:
-        """Returns the largest number of bytes that were in use at once.
+        """Returns the largest value, in bytes, that :meth:`memory_in_use_bytes` has had so far.
 
-        These are the bytes that :meth:`memory_in_use_bytes` counts.
+        On a GPU, this is the peak of the memory of all tensors. On a CPU, it is the peak of the
+        process.
         """
         if self.is_cuda:
             return torch.cuda.max_memory_allocated(self.device)
@@ -147,7 +148,7 @@ class Accelerator:
 
 def _peak_resident_bytes() -> int:
     """Returns the peak resident memory of this process, in bytes."""
-    # The value ru_maxrss also includes the memory of the program that started this process.
+    # ru_maxrss also includes the memory of the program that started this process, so read VmHWM.
     for line in lines_of(Path("/proc/self/status")):
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -157,8 +158,8 @@ def _peak_resident_bytes() -> int:
 class CpuClock:
     """Measures when CPU work was completed, with the same methods as :class:`CudaClock`.
 
-    A mark (a point in the sequence of work) is the time that ``time.monotonic_ns`` returns, because
-    CPU work is complete as soon as its call returns.
+    A mark is a point in the sequence of work. On a CPU, it is the time that ``time.monotonic_ns``
+    returns, because CPU work is complete as soon as its call returns.
     """
 
     def mark(self) -> int:
@@ -185,12 +186,12 @@ class CudaMark(NamedTuple):
 
 
 class CudaClock:
-    """Measures when GPU work was completed, by events in the current CUDA stream.
+    """Measures when GPU work was completed, using events in the current CUDA stream.
 
     The host does not wait for the GPU.
 
-    A mark is such an event. The host time of a mark is computed from a reference event (the
-    anchor), whose host time is known: CUDA measures the time between the two events. The first
+    The events are called marks. The host time of a mark is computed from a reference event (the
+    anchor), whose host time is known, because CUDA measures the time between two events. The first
     anchor is recorded while the device is idle. CUDA returns elapsed times as 32-bit floats in
     milliseconds. After some minutes, such a float is too coarse to time a kernel. Therefore, about
     once a second, a mark becomes the new anchor.
@@ -210,8 +211,7 @@ class CudaClock:
 
     def mark(self) -> CudaMark:
         """Records an event in the current stream and returns it as a mark."""
-        # Waiting for a blocking event lets the thread sleep, so that receiver threads can use its
-        # CPU core.
+        # A thread that waits for a blocking event sleeps, so receiver threads can use its CPU core.
         event = torch.cuda.Event(enable_timing=True, blocking=True)
         host_ns = time.monotonic_ns()
         event.record()
@@ -220,14 +220,14 @@ class CudaClock:
     def resolve_ns(self, mark: CudaMark) -> int:
         """Returns the host time in nanoseconds at which the device passed ``mark``.
 
-        Call this method only after the device has passed the mark.
+        This method may only be called after the device has passed the mark.
         """
         passed_ns = int(self._anchor.elapsed_time(mark.event) * 1e6)
         time_ns = self._anchor_ns + passed_ns
         self._least_delay_ns = min(self._least_delay_ns, time_ns - mark.host_ns)
         if passed_ns > _ANCHOR_FOR_NS:
-            # A larger delay does not come from drift. The device was always busy, so that every
-            # mark had to wait.
+            # A larger delay is not caused by drift: every mark had to wait, because the device was
+            # always busy.
             if abs(self._least_delay_ns) < _MOST_DRIFT_NS:
                 time_ns -= self._least_delay_ns
             self._anchor = mark.event
@@ -241,7 +241,7 @@ class CudaClock:
         return is_passed
 
     def wait(self, mark: CudaMark) -> None:
-        """Sleeps, without the GIL, until the device has completed all work before ``mark``."""
+        """Sleeps until the device has completed all work before ``mark``. Other threads may run."""
         mark.event.synchronize()
 
 
@@ -421,10 +421,10 @@ def _identity(device: torch.device) -> str:
 
 
 def _require_devices(backend: str | None, ranks: int) -> None:
-    """Checks that this machine has the GPUs that the user requested for the ``ranks`` ranks on it.
+    """Checks that this machine has enough GPUs for its ranks, if the user requested GPUs.
 
     Args:
-        backend: Backend that the user selected, ``nccl`` or ``gloo``. ``None`` if the user selected
+        backend: Backend that the user selected, ``nccl`` or ``gloo``; ``None`` if the user selected
             no backend.
         ranks: Number of ranks on this node.
 
@@ -440,7 +440,7 @@ def _require_devices(backend: str | None, ranks: int) -> None:
             setting = "--distributed-backend nccl"
         raise SetupError(f"{setting}: no GPU can be used here, because {reason}")
     count = torch.cuda.device_count() if reason is None else 0
-    # If the variable is unset, every rank sees all GPUs of the node.
+    # If the variable is not set, every rank sees all GPUs of the node.
     if backend == "nccl" and ranks > count and visible is None:
         raise SetupError(
             f"--distributed-backend nccl: {ranks} ranks on this node have {count} "
@@ -488,8 +488,8 @@ def keep_freed_memory() -> None:
     """Lets the C library keep freed memory for later tensors. Does nothing if there is a GPU.
 
     By default, the C library returns the top of the heap to the system in nearly every backward
-    pass, and then gets the memory back page by page. In a GPT of hidden size 256, this causes 2,000
-    page faults per backward pass, which take 3-5% of the backward pass's time.
+    pass, and then gets the memory back page by page. In a GPT with hidden size 256, this causes
+    2,000 page faults per backward pass, which take 3-5% of its duration.
 
     The setting applies to the whole process. Therefore, call this function when training begins,
     not when a module is imported.
@@ -503,12 +503,12 @@ def keep_freed_memory() -> None:
 
 
 def quiet_libraries() -> None:
-    """Silences warnings of libraries about which users can do nothing.
+    """Silences warnings of libraries that users cannot do anything about.
 
-    These warnings are about missing optional GPU packages and about internals of torch. Use this
-    function in processes of this project, such as the trainer, and use :func:`quiet_imports` in a
-    user's process. Call the function before megatron-core is imported, because that import causes
-    most of these warnings.
+    These warnings concern missing optional GPU packages and internals of torch. Use this function
+    in processes of this project, such as the trainer, and use :func:`quiet_imports` in a user's
+    process. Call the function before megatron-core is imported, because that import causes most of
+    the warnings.
     """
     warnings.filterwarnings("ignore", module=r"megatron\.core\..*")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\..*")

@@ -2,9 +2,9 @@
 
 Ranks that share a GPU communicate over gloo, because NCCL does not support two ranks on one device.
 gloo has three kinds of collectives. The first kind copies GPU tensors through host memory, which
-works. The second kind rejects GPU tensors. The third kind passes the tensors' GPU addresses to
-sockets, which wrongly read host memory at those addresses. :data:`TREATMENTS` lists all
-collectives, and :func:`install` replaces those of the second and third kind.
+works. The second kind rejects GPU tensors. The third kind treats the addresses of GPU tensors as
+addresses in host memory, and sends wrong data. :data:`TREATMENTS` lists all collectives, and
+:func:`install` replaces those of the second and third kind.
 
 The replaced functions are methods of ``torch.distributed.ProcessGroup``. All functions of
 ``torch.distributed`` call these methods, so it does not matter how megatron-core has imported the
@@ -25,7 +25,7 @@ _Method = Callable[..., Any]
 
 
 class _AllWorks:
-    """Handle for several collectives that together replace a single collective.
+    """Handle for several collectives that replace a single collective.
 
     Args:
         works: ``torch.distributed`` handles of the collectives.
@@ -35,7 +35,7 @@ class _AllWorks:
         self._works = works
 
     def wait(self, *limit: datetime.timedelta) -> bool:
-        """Waits until all collectives are complete. Each of them may take as long as ``limit``."""
+        """Waits until all collectives are complete, up to ``limit`` for each collective."""
         for work in self._works:
             work.wait(*limit)
         return True
@@ -46,7 +46,7 @@ class _AllWorks:
 
 
 class _Receive:
-    """Handle for receiving a message into host memory. :meth:`wait` copies the message to the GPU.
+    """Handle for receiving a message in host memory. :meth:`wait` copies the message to the GPU.
 
     Args:
         work: ``torch.distributed`` handle for receiving the message into ``host``.
@@ -64,7 +64,7 @@ class _Receive:
         answer = bool(self._work.wait(*limit))
         for tensor, host in zip(self._tensors, self._host, strict=True):
             tensor.copy_(host)
-        # Release the tensors, so that a second call does not copy the message again.
+        # A second call must not copy the message again, so release the tensors.
         self._host = []
         self._tensors = []
         return answer
@@ -110,14 +110,14 @@ def _gather_lists_one_by_one(
     inputs: Sequence[torch.Tensor],
     *options: Any,
 ) -> _AllWorks:
-    # Each element of this list contains the output tensors of one input, ordered by rank.
+    # Each element of ``lists`` contains the output tensors of one input, ordered by rank.
     lists = zip(*outputs, strict=True)
     pairs = zip(lists, inputs, strict=True)
     return _AllWorks([group.allgather([list(parts)], [part], *options) for parts, part in pairs])
 
 
 def _gather_unequal(group: Any, original: _Method, outputs: Any, inputs: Any, *options: Any) -> Any:
-    """Gathers tensors of different sizes, which all-gather rejects, by one broadcast per rank."""
+    """Gathers tensors of different sizes with one broadcast per rank."""
     if not isinstance(inputs, Sequence) or len(inputs) != 1 or not _differ(outputs[0]):
         return original(group, outputs, inputs, *options)
     parts = outputs[0]
@@ -134,9 +134,9 @@ def _gather_unequal(group: Any, original: _Method, outputs: Any, inputs: Any, *o
 def _scatter_unequal_sums(
     group: Any, original: _Method, outputs: Any, inputs: Any, *options: Any
 ) -> Any:
-    """Reduces and scatters tensors of different sizes by one reduce per rank.
+    """Reduces and scatters tensors of different sizes with one reduce per rank.
 
-    gloo's reduce-scatter rejects tensors of different sizes.
+    This replaces gloo's reduce-scatter, which rejects tensors of different sizes.
     """
     if not isinstance(inputs, Sequence) or len(inputs) != 1 or not _differ(inputs[0]):
         return original(group, outputs, inputs, *options)
@@ -180,11 +180,11 @@ TREATMENTS: Mapping[str, Callable[..., Any] | None] = {
     "alltoall": None,
     "alltoall_base": None,
     "all_to_all_single": None,
-    # gloo also copies the tensors of these methods, but only if all parts have the same size.
+    # gloo copies the tensors of these methods itself, but only if all parts have the same size.
     "allgather": _gather_unequal,
     "_allgather_base": None,
     "all_gather_single": None,
-    # gloo implements these methods by all-reduce, which accepts GPU tensors, but not parts of
+    # gloo implements these methods with all-reduce, which accepts GPU tensors, but not parts of
     # different sizes.
     "reduce_scatter": _scatter_unequal_sums,
     "_reduce_scatter_base": None,
@@ -193,19 +193,18 @@ TREATMENTS: Mapping[str, Callable[..., Any] | None] = {
     "reduce_scatter_single_coalesced": None,
     # This method of gloo rejects GPU tensors with the error "unsupported device type cuda".
     "allreduce_coalesced": _reduce_one_by_one,
-    # These methods of gloo wrongly use the GPU addresses of the tensors as addresses in host
-    # memory.
+    # gloo wrongly treats the addresses of these methods' GPU tensors as addresses in host memory.
     "allgather_coalesced": _gather_lists_one_by_one,
     "allgather_into_tensor_coalesced": _gather_one_by_one,
     "all_gather_single_coalesced": _gather_one_by_one,
     "send": _send_from_host,
     "recv": _receive_on_host,
     "recv_anysource": _receive_on_host,
-    # These methods take no tensors.
+    # These methods have no tensor arguments.
     "barrier": None,
     "monitored_barrier": None,
 }
-"""Functions that replace process group methods if a gloo group gets GPU tensors, by method name.
+"""Functions that replace methods of a gloo process group for GPU tensors, by method name.
 
 ``None`` means that the method works and is not replaced. The methods are those of
 ``ProcessGroupGloo.cpp`` in torch 2.6 to 2.11, and those that torch 2.13 also offers under

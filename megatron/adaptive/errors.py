@@ -54,7 +54,7 @@ class ScheduleError(AdaptiveError):
 
 
 class TraceError(AdaptiveError):
-    """Trace files are missing or truncated, belong to several runs, or have a newer format."""
+    """Trace files are missing or truncated, belong to several runs, or use a newer format."""
 
 
 class DeviceMemoryError(AdaptiveError):

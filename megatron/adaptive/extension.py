@@ -16,7 +16,7 @@ from types import ModuleType
 from megatron.adaptive.errors import SetupError
 
 _NAME = "megatron.adaptive._C"
-# This is the version of the interface between Python and C++. It must equal the number in
+# Version of the interface between Python and C++. It must equal the number in
 # csrc/bindings/module.cc. Increase both numbers if the Python code no longer works with an older
 # build of the extension.
 _INTERFACE = 6
@@ -55,7 +55,7 @@ def require(purpose: str) -> ModuleType:
 
 @functools.cache
 def _attempt() -> tuple[ModuleType | None, str | None]:
-    # Cache the result, because callers ask often, and because a failed import would fail again.
+    # Callers ask often, and a failed import would fail again, so cache the result.
     try:
         module = importlib.import_module(_NAME)
     except ModuleNotFoundError as error:
@@ -74,7 +74,7 @@ def _attempt() -> tuple[ModuleType | None, str | None]:
 
 
 def _builds_for_others() -> str:
-    """Returns a note that lists builds for other Python versions, or ``""`` if there are none."""
+    """Returns a note about builds for other Python versions, or ``""`` if there are none."""
     names = sorted(path.name for path in Path(__file__).parent.glob("_C.*.so"))
     names = [name for name in names if name[2:] not in EXTENSION_SUFFIXES]
     if not names:

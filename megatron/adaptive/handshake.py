@@ -9,15 +9,15 @@ a message before it has checked the other side's proof::
       the visitor's proof    ────────────────────>
       length, MAC, payload   <───────────────────>  length, MAC, payload
 
-Proofs and keys are computed by HMAC-SHA256, with the secret as key, from the purpose of the
-connection and both nonces. Therefore a proof is useless in any other connection, and an attacker
-who sends the received proof back proves nothing. The MAC (message authentication code) of a message
+Proofs and keys are computed with HMAC-SHA256 from the purpose of the connection and both nonces,
+with the secret as key. Therefore a proof is useless in any other connection, and an attacker who
+sends the received proof back proves nothing. The MAC (message authentication code) of a message
 also covers the index of the message, so no message can be repeated, dropped or reordered. Nothing
 is encrypted, so messages must not contain secrets.
 
-:class:`Handshake` and :class:`Session` only compute bytes; their callers send and receive these
-bytes. In this package's Python code, only :class:`Gate` accepts TCP connections. It passes a
-connection on only after the peer has proved that it knows the secret.
+:class:`Handshake` and :class:`Session` only compute bytes, which their callers send and receive. In
+this package's Python code, only :class:`Gate` accepts TCP connections. It passes a connection on
+only after the peer has proved that it knows the secret.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Session:
         return _LENGTH.pack(len(payload)) + _mac(self._sending, self._sent, payload)
 
     def seal(self, payload: bytes) -> bytes:
-        """Returns ``payload`` with its header. Raises ``ValueError`` like :meth:`head`."""
+        """Returns the header and the payload as bytes. Raises the same errors as :meth:`head`."""
         return self.head(payload) + payload
 
     @staticmethod
@@ -336,7 +336,7 @@ _NO_PROOF = "the listener did not prove the job's secret"
 
 
 def bind(host: str, port: int, *, backlog: int = 4096) -> socket.socket:
-    """Returns a socket that listens on one address of this machine, or on all of its addresses.
+    """Returns a socket that listens on one address of this machine, or on all addresses.
 
     Args:
         host: Address or host name of this machine, to which the socket is bound. If the value is
@@ -351,7 +351,7 @@ def bind(host: str, port: int, *, backlog: int = 4096) -> socket.socket:
         family, address = local
         return socket.create_server((address, port), family=family, backlog=backlog)
     if socket.has_dualstack_ipv6():
-        # The administrator may have turned IPv6 off at run time.
+        # The administrator may have disabled IPv6 at run time.
         with contextlib.suppress(OSError):
             return socket.create_server(
                 ("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
@@ -362,7 +362,7 @@ def bind(host: str, port: int, *, backlog: int = 4096) -> socket.socket:
 def _local_address(host: str) -> tuple[socket.AddressFamily, str] | None:
     """Returns the address family and the address of ``host``, or ``None``.
 
-    ``None`` means that ``host`` is a different machine, or that the name has several addresses.
+    The result is ``None`` if ``host`` is a different machine or a name with several addresses.
     """
     with contextlib.suppress(OSError):
         entries = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
@@ -380,7 +380,7 @@ def _local_address(host: str) -> tuple[socket.AddressFamily, str] | None:
 
 _MOST_WAITING = 4096
 _SHARE = 4
-"""Limit on open files, divided by the largest allowed number of unauthenticated peers.
+"""Divisor of the limit on open files, which gives the largest number of unauthenticated peers.
 """
 _PROVE_S = 5.0
 _CLOSE_S = 1.0
@@ -423,10 +423,11 @@ class Gate:
         self._purpose = purpose
         self._admit = admit
         self._report = report
-        # Each key is a task that waits for a visitor's proof, and each value is the visitor's
-        # address. The oldest visitor comes first.
+        # The keys are tasks that wait for a visitor's proof, and the values are the addresses of
+        # the visitors. The oldest visitor comes first.
         self._waiting: dict[asyncio.Task[Session | None], str] = {}
-        # These tasks were cancelled to make room, but have not yet closed their connections.
+        # These tasks were cancelled to make room for new visitors, but have not closed their
+        # connections yet.
         self._dropped: set[asyncio.Task[Session | None]] = set()
         self._is_closed = False
         self._refused = 0
@@ -436,7 +437,7 @@ class Gate:
         self.most = _MOST_WAITING if unlimited else max(1, min(_MOST_WAITING, files // _SHARE))
         self.port = int(listening.getsockname()[1])
         self._accepting: asyncio.Task[None]  # The gate's thread creates this task.
-        # Creating the event loop or starting the thread may fail, so undo everything in that case.
+        # If creating the event loop or starting the thread fails, undo everything.
         with contextlib.ExitStack() as undo:
             undo.callback(listening.close)
             self._loop = asyncio.new_event_loop()
@@ -451,7 +452,7 @@ class Gate:
         Visitors that have not been admitted yet are disconnected.
         """
         self._is_closed = True
-        # The event loop raises this error if it is already closed.
+        # If the event loop is already closed, it raises this error.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._stop)
         if threading.current_thread() is not self._thread:
@@ -490,7 +491,7 @@ class Gate:
             visitors = [*self._waiting, *self._dropped]
             for task in visitors:
                 task.cancel()
-            # Wait until all tasks have ended, because a task closes its connection when it ends.
+            # A task closes its connection when it ends, so wait for all tasks.
             await asyncio.gather(*visitors, return_exceptions=True)
 
     async def _next_visitor(self) -> tuple[socket.socket, Any]:
@@ -528,7 +529,7 @@ class Gate:
         return None
 
     def _end(self, connection: socket.socket, task: asyncio.Task[Session | None]) -> None:
-        """Admits the visitor of ``task`` if it proved the secret. Else closes ``connection``."""
+        """Admits the visitor of ``task`` if it proved the secret, or closes ``connection``."""
         self._waiting.pop(task, None)
         self._dropped.discard(task)
         is_admitted = False
@@ -545,8 +546,8 @@ class Gate:
     async def _prove(self, connection: socket.socket) -> Session | None:
         """Completes the handshake with the visitor on ``connection``, and returns the session.
 
-        Returns ``None`` if the visitor sent nothing, for example because the visitor only tested
-        whether the port is open.
+        Returns ``None`` if the visitor sent nothing, for example because it only tested whether the
+        port is open.
         """
         shake = Handshake(self._secret(), self._purpose, visiting=False)
         while shake.wanted:
@@ -564,8 +565,8 @@ class Gate:
     def _make_room(self) -> None:
         """Drops the oldest visitor from the address with the most visitors.
 
-        An attacker's address usually has the most visitors, so this seldom drops a process of the
-        job.
+        An attacker's address usually has the most visitors, so a process of the job is seldom
+        dropped.
         """
         if self._waiting:
             crowd = Counter(self._waiting.values()).most_common(1)[0][0]

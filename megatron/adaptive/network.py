@@ -9,8 +9,8 @@ import psutil
 
 from megatron.adaptive.errors import ConfigError, SetupError
 
-# This address is reserved for documentation, so no machine has it. Connecting a UDP socket to it
-# sends nothing, but makes the kernel choose the source address of the default route.
+# This address is reserved for documentation, so no machine has it. Connecting a UDP socket to this
+# address sends nothing, but makes the kernel choose the source address of the default route.
 _ANYWHERE = "192.0.2.1"
 _PORT = 9
 
@@ -21,7 +21,7 @@ def is_loopback(address: str) -> bool:
 
 
 def addresses() -> dict[str, list[str]]:
-    """Returns the addresses of each active network interface, by the name of the interface.
+    """Returns the addresses of each active network interface, keyed by the interface's name.
 
     IPv4 addresses come first. Addresses that require a scope (``fe80::1%eth0``) are omitted.
     """

@@ -3,22 +3,22 @@
 megatron-core passes the device ``"cuda"`` to tensor factories such as ``torch.zeros``, asks
 ``torch.cuda`` for the current device and its random state, and compares ``Tensor.type()`` with
 ``torch.cuda.*`` names. This module gives megatron-core's modules a stand-in for the module
-``torch``, which has a substitute for each of these functions. All other names of the stand-in are
-looked up in torch itself when they are used::
+``torch``, which has a substitute for each of these functions. The stand-in looks up all other names
+in torch itself, when they are used::
 
     megatron.core.x    import torch ──> stand-in ── torch.zeros ──> substitute ──> torch.zeros
                                             └────── torch.matmul ────────────────> torch.matmul
     transformers, ...  import torch ─────────────────────────────────────────────> torch
 
 An import hook (a finder at the head of ``sys.meta_path``) gives modules of Megatron-LM an
-``__import__`` that returns the stand-ins. torch is unchanged for all other libraries, so a program
-may use both in one process. The methods ``Tensor.cuda()`` and ``Module.cuda()`` belong to classes
-that all libraries share. Therefore they are replaced for all libraries, but they check their
-caller, and differ from torch's methods only if a module of Megatron-LM calls them.
+``__import__`` that returns the stand-ins. torch is unchanged for all other libraries, so one
+process may use both torch and the stand-ins. The methods ``Tensor.cuda()`` and ``Module.cuda()``
+belong to classes that all libraries share. Therefore they are replaced for all libraries, but they
+check their caller, and differ from torch's methods only if a module of Megatron-LM calls them.
 
-Each function ``_substitute_*`` makes one substitution, and has one test that fails without the
-substitution. So the tests show which substitution a new release of torch or megatron-core breaks.
-With CUDA, this module changes nothing.
+Each function ``_substitute_*`` makes one substitution, and a test fails without this substitution.
+So the tests show which substitution a new release of torch or megatron-core breaks. With CUDA, this
+module changes nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from megatron.adaptive.errors import SetupError
 _CPU = torch.device("cpu")
 _OWN_PACKAGE = "megatron.adaptive"
 _SUBSTITUTED = ("megatron.", "emerging_optimizers")
-"""Beginnings of the names of modules that use the substitutes.
+"""Beginnings of the names of modules that get the substitutes.
 
 megatron-core imports the package ``emerging_optimizers`` if it is installed. This package compiles
 functions when it is imported.
@@ -71,8 +71,8 @@ _FACTORIES = (
     "zeros",
     "zeros_like",
 )
-# Each key is the result of ``Tensor.type()`` for a GPU tensor, and each value is the result for a
-# CPU tensor.
+# The keys are results of ``Tensor.type()`` for GPU tensors, and the values are the results for CPU
+# tensors.
 _TYPE_NAMES = {
     f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("BFloat16", "Float", "Half")
 }
@@ -117,9 +117,9 @@ def install() -> bool:
 
 
 def install_for_trainer() -> bool:
-    """Lets Megatron-LM's own trainer also run without CUDA. Does nothing if there is a GPU.
+    """Lets Megatron-LM's own trainer run without CUDA, too. Does nothing if there is a GPU.
 
-    Importing ``megatron.training.initialize`` after :func:`install` calls this function.
+    This function is called when ``megatron.training.initialize`` is imported after :func:`install`.
 
     Returns:
         Whether the substitutes are installed.
@@ -128,8 +128,8 @@ def install_for_trainer() -> bool:
         return False
     finder = _installed()
     assert finder is not None
-    # The trainer requires the setting CUDA_DEVICE_MAX_CONNECTIONS=1 for GPUs with a compute
-    # capability below 10. Report 10, so that the setting is not required.
+    # For GPUs with a compute capability below 10, the trainer requires the setting
+    # CUDA_DEVICE_MAX_CONNECTIONS=1. Report 10, so that this setting is not required.
     properties = types.SimpleNamespace(name="CPU", major=10, minor=0)
     # The trainer creates process groups and seeds only if there is at least one device.
     finder.substitutes("torch.cuda").update(
@@ -141,12 +141,12 @@ def install_for_trainer() -> bool:
 
 
 def include_program(namespace: dict[str, Any]) -> None:
-    """Gives the substitutes also to the modules of a program that uses Megatron-LM.
+    """Also gives the substitutes to the modules of a program that uses Megatron-LM.
 
     The program consists of the calling module, the modules in the same folder, and the modules in
     the folder that contains Megatron-LM (such as ``gpt_builders.py``). A module gets the
-    substitutes only if it has imported something from Megatron-LM. Modules that are imported later
-    get the substitutes from :func:`renew_program`. This function does nothing unless
+    substitutes only if it has imported something from Megatron-LM. :func:`renew_program` gives the
+    substitutes to modules that are imported later. This function does nothing unless
     :func:`install` has installed the substitutes.
 
     Args:
@@ -171,8 +171,8 @@ def renew_program() -> None:
 def _as_part_of_import(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a copy of ``function`` whose stack frames look like those of the import system.
 
-    The module ``warnings`` skips such frames. Without the copy, a warning about code that imports a
-    module would refer to this file.
+    The module ``warnings`` skips such stack frames. Without the copy, a warning about code that
+    imports a module would refer to this file.
     """
     code = function.__code__.replace(co_filename="<importlib._bootstrap of megatron.adaptive>")
     return types.FunctionType(
@@ -181,14 +181,14 @@ def _as_part_of_import(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Names(dict[str, Any]):
-    """Dictionary of substitutes by name. Any other name is looked up in the original module.
+    """Dictionary of substitutes, keyed by name. Looks up other names in the original module.
 
     A dictionary is used because looking up a key runs no Python code, and megatron-core looks up
     names of torch a hundred times in each layer.
     """
 
-    # Each original module gets its own subclass, because Python looks up special methods in the
-    # class, not in the instance.
+    # Python looks up special methods in the class, not in the instance, so each original module
+    # needs a separate subclass.
     __missing__: Callable[[str], Any]
 
 
@@ -210,10 +210,10 @@ class Finder(importlib.abc.MetaPathFinder):
     Attributes:
         builtins: Built-in names for modules of Megatron-LM, with an ``__import__`` that returns
             stand-ins. A module uses the substitutes if its ``__builtins__`` is this dictionary.
-        constants: Replacements for string constants in the code of Megatron-LM, by the original
-            string.
-        adaptations: Functions that change a module of Megatron-LM immediately after its import, by
-            the name of the module.
+        constants: Replacements for string constants in the code of Megatron-LM, keyed by the
+            original string.
+        adaptations: Functions that change a module of Megatron-LM immediately after its import,
+            keyed by the name of the module.
     """
 
     def __init__(self) -> None:
@@ -231,7 +231,7 @@ class Finder(importlib.abc.MetaPathFinder):
         self.substitutes("torch")["distributed"] = self._modules["torch.distributed"]
 
     def substitutes(self, module: str) -> dict[str, Any]:
-        """Returns the substitutes in torch's ``module``, by name. Callers may add substitutes."""
+        """Returns the substitutes in torch's ``module``, keyed by name. Callers may add some."""
         return self._substitutes[module]
 
     def add_module(self, module: types.ModuleType) -> None:
@@ -252,7 +252,7 @@ class Finder(importlib.abc.MetaPathFinder):
         """Returns the import spec of ``fullname``, or ``None`` if it is not part of Megatron-LM."""
         if not fullname.startswith(_SUBSTITUTED) or _is_own(fullname):
             return None
-        # Do this at every import, because the program may use torch between two imports.
+        # The program may use torch between two imports, so do this at every import.
         self._replace_in(self._programs)
         spec = None
         for finder in sys.meta_path:
@@ -287,7 +287,7 @@ class Finder(importlib.abc.MetaPathFinder):
                     namespace[name] = replaced[id(value)]
 
     def _replacements(self) -> dict[int, Any]:
-        """Returns all stand-ins and substitutes, by the ``id`` of the torch object they replace."""
+        """Returns all stand-ins and substitutes, keyed by the ``id`` of the torch object."""
         replaced: dict[int, Any] = {}
         for name, names in self._substitutes.items():
             module = sys.modules[name]
@@ -326,7 +326,8 @@ class Finder(importlib.abc.MetaPathFinder):
         level: int = 0,
     ) -> Any:
         """Works like ``__import__``, but returns the stand-in of ``name`` if there is one."""
-        # For "import a.b", __import__ returns a. For "from a.b import c", it returns a.b.
+        # The statement "import a.b" expects that __import__ returns a, and "from a.b import c"
+        # expects a.b.
         returned = name if fromlist else name.partition(".")[0]
         stand_in = None if level else self._modules.get(returned)
         if stand_in is not None and returned not in self._substitutes:
@@ -363,7 +364,7 @@ class _Loader(SourceFileLoader):
 
 
 def _with_constants(constant: Any, replacements: dict[Any, Any]) -> Any:
-    """Returns ``constant`` of a code object with all strings replaced, also in nested constants."""
+    """Returns ``constant`` with its strings replaced, including strings in nested constants."""
     if isinstance(constant, str):
         return replacements.get(constant, constant)
     if isinstance(constant, types.CodeType):
@@ -385,8 +386,7 @@ def _is_own(name: str) -> bool:
 
 
 def _is_installed(file: str) -> bool:
-    # This compares strings, because pathlib would take 0.25 s for the thousands of modules of a
-    # program.
+    # Compare strings, because pathlib would take 0.25 s for the thousands of modules of a program.
     return f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file
 
 
@@ -558,8 +558,8 @@ def _substitute_exchanged_parts(finder: Finder) -> None:
     @functools.wraps(dist.all_to_all_single)
     def exchange(output: torch.Tensor, input: torch.Tensor, *rest: Any, **options: Any) -> Any:
         named = {name: number(value) for name, value in options.items()}
-        # The function is looked up at each call, because this package replaces the function while a
-        # pair of microbatches runs at the same time.
+        # Look up the function at each call, because this package replaces it while a pair of
+        # microbatches runs at the same time.
         return dist.all_to_all_single(output, input, *map(number, rest), **named)
 
     finder.substitutes("torch.distributed")["all_to_all_single"] = exchange
@@ -593,8 +593,8 @@ def _substitute_unequal_parts(finder: Finder) -> None:
     def reduce_scatter(
         output: torch.Tensor, parts: list[torch.Tensor], *args: Any, **options: Any
     ) -> Any:
-        # A positional argument may select an operation that is not the sum, which is computed
-        # below.
+        # A positional argument may select an operation other than the sum, but the code below
+        # computes the sum.
         if args or not differ(parts, options):
             return dist.reduce_scatter(output, parts, *args, **options)
         received = output.new_empty(len(parts), *output.shape)
@@ -644,7 +644,7 @@ def _allowing_no_cuda(start: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _AnyIndex(tuple[Any, ...]):
-    """Tuple of one element, which it returns for every index, even for a ``torch.device``."""
+    """Tuple of one element that is returned for every index, even for a ``torch.device``."""
 
     def __new__(cls, element: Any) -> _AnyIndex:
         return super().__new__(cls, (element,))

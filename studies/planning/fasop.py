@@ -30,11 +30,11 @@ _SPACE = SearchOptions(
     all_nodes=True,
     schedules=("1f1b", "interleaved"),
 )
-"""Options of FASOP's search, with the interleaved schedule in addition."""
+"""Options of FASOP's search, to which the interleaved schedule is added."""
 
 
 def neutral_s(run: FasopRun, plan: Plan) -> float:
-    """Returns the step time of ``plan`` in seconds, simulated under this project's schedules."""
+    """Simulates ``plan`` under this project's schedules, and returns the step time in seconds."""
     placement = catalog.placement_for(plan.schedule, plan.pp, plan.chunks)
     begin, forward, backward = 0, [], []
     held = [0.0] * plan.pp
@@ -70,7 +70,7 @@ def neutral_s(run: FasopRun, plan: Plan) -> float:
 
 
 def _links(run: FasopRun, plan: Plan) -> dict[tuple[int, int], Link]:
-    """Returns a link for each pair of adjacent ranks. The last rank is adjacent to the first."""
+    """Returns the links between adjacent ranks, where the last rank is adjacent to the first."""
     size = run.model.layer(1).output_elements * run.model.precision.element_bytes
     links = {}
     for one in range(plan.pp):
@@ -83,21 +83,21 @@ def _links(run: FasopRun, plan: Plan) -> dict[tuple[int, int], Link]:
 
 
 def rows(folder: Path) -> list[Row]:
-    """Returns the rows of both comparisons with FASOP.
+    """Returns the rows of the two comparisons with FASOP.
 
     Args:
-        folder: Folder of the data set of FASOP.
+        folder: Folder with FASOP's data set.
     """
     data = Fasop(folder)
     return [*neutral_rows(data), *_front(data, folder)]
 
 
 def neutral_rows(data: Fasop) -> list[Row]:
-    """Compares the best plans of both planners for FASOP's six cases in the same simulation."""
+    """Compares the best plans of both planners in the same simulation, for FASOP's six cases."""
     found, gains, slowest = [], [], 0.0
     for name in data.runs:
         run = data.run(name)
-        # The first search loads compiled code. The measured time includes neither this nor imports.
+        # The first search loads compiled code, so run it before the measured search.
         run.searcher(_SPACE).search()
         began = time.process_time()
         ours = run.searcher(_SPACE).search().plans[0].plan

@@ -18,9 +18,9 @@ _CLUSTER = Path(__file__).with_name("large.yaml")
 
 
 def rows(quick: bool = False) -> list[Row]:
-    """Returns rows with the CPU time and the gap of the search.
+    """Searches a plan, and returns a row with the CPU time of the search.
 
-    With ``quick``, the cluster has a quarter of the nodes.
+    If ``quick`` is true, the cluster has only a quarter of the nodes.
     """
     cluster = read_cluster(_CLUSTER)
     if quick:

@@ -26,9 +26,9 @@ _FORMS: dict[str, Callable[[Path, str], list[MeasuredRun]]] = {
     ".csv": read_rows,
     ".json": read_staged,
 }
-"""Functions that read ``measured_NAME`` files, keyed by suffix.
+"""Functions that read files named ``measured_NAME``, keyed by the suffix of the file.
 
-Their modules describe the file formats.
+The modules of these functions describe the file formats.
 """
 
 
@@ -36,7 +36,7 @@ def read_sets(folder: Path) -> dict[str, list[MeasuredRun]]:
     """Reads all data sets in ``folder`` and in its direct subfolders.
 
     Args:
-        folder: Folder of a data set, or folder whose subfolders are data sets.
+        folder: Folder with a data set, or folder whose subfolders contain data sets.
 
     Raises:
         ConfigError: The folder does not exist or contains no data set, or a file in it is invalid.
@@ -69,16 +69,16 @@ def _read(file: Path, name: str) -> list[MeasuredRun]:
 
 
 def rows(data: Path) -> list[Row]:
-    """Returns the table rows for all data sets in ``data``.
+    """Compares predictions with the runs of all data sets in ``data``, and returns table rows.
 
     Args:
-        data: Folder of the published data sets. Missing data sets have no rows.
+        data: Folder of the published data sets. There are no rows for missing data sets.
     """
     return [row for name, runs in read_sets(data).items() for row in _set(name, runs)]
 
 
 def errors_of(runs: Sequence[MeasuredRun]) -> tuple[dict[str, float], list[float]]:
-    """Returns the accuracy of predicted times, and the signed relative errors of memory."""
+    """Compares predictions with measured runs, and returns the accuracy of times and memory."""
     pairs = [(run.predicted(), run) for run in runs]
     timed = [(seen.seconds, run.seconds) for seen, run in pairs if run.seconds is not None]
     if not timed:
@@ -104,7 +104,7 @@ def _set(name: str, runs: Sequence[MeasuredRun]) -> Iterator[Row]:
 
 
 def literature_rows() -> list[Row]:
-    """Predicts the runs in ``literature.yaml`` from the data sheets of their GPUs."""
+    """Predicts the runs in ``literature.yaml`` from data sheets, and returns the errors."""
     document = yaml.safe_load(Path(__file__).with_name("literature.yaml").read_text("utf-8"))
     errors, unfit, rows = [], 0, []
     for run in document["runs"]:
@@ -129,7 +129,7 @@ def literature_rows() -> list[Row]:
 def literature_run(
     cluster: Mapping[str, Any], run: Mapping[str, Any], recompute: str
 ) -> tuple[PlanInputs, Prediction]:
-    """Predicts a run whose layers are divided evenly, with sequence parallelism."""
+    """Predicts a run in which layers are divided evenly. Returns the inputs and the prediction."""
     tp, dp, pp, chunks = run["tp"], run["dp"], run["pp"], run["chunks"]
     count = tp * dp * pp // 8
     node = {"gpu": cluster["gpu"], "count": count, "gpus_per_node": 8, "link": cluster["link"]}
@@ -139,8 +139,8 @@ def literature_run(
     words = run["model"].split()
     attention = "fused" if "--use-flash-attn" in words else "unfused"
     model = arguments_model(words, run["name"], run["precision"], attention=attention)
-    # The first and last stages have fewer layers, because they also have the embedding and the
-    # head.
+    # The first and the last stage have fewer layers, because they also contain the embedding and
+    # the output layer.
     each, more = divmod(model.num_counted, pp * chunks)
     full = range((pp * chunks - more) // 2, (pp * chunks - more) // 2 + more)
     layers = [each + (stage in full) for stage in range(pp * chunks)]

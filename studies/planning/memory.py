@@ -34,7 +34,7 @@ _RECOMPUTE = {
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRun(Shape):
-    """Run of the trainer with two steps."""
+    """Run of the trainer with two steps, whose memory is predicted and measured."""
 
     sequence: int = 1024
 
@@ -52,7 +52,7 @@ class MemoryRun(Shape):
         ).split()
 
     def flags(self) -> list[str]:
-        """Returns the flags of the trainer, including the model's flags."""
+        """Returns all flags of the trainer, including the flags that describe the model."""
         words = (
             f"--lr 1e-4 --mock-data --eval-iters 0 --global-batch-size {BATCH * self.dp}"
             f" --train-iters 2 {_RECOMPUTE[self.recompute]}"
@@ -61,7 +61,7 @@ class MemoryRun(Shape):
         return [*self.model_flags(), *words, *self.parallel_flags()]
 
     def planned(self, context_bytes: float = 0.0) -> tuple[Plan, PlanInputs]:
-        """Returns the plan of this run, and the inputs of the planner."""
+        """Returns the plan that corresponds to this run, and the inputs of the planner."""
         model = arguments_model(self.model_flags(), "small gpt", attention="unfused")
         plan, cluster = self.plan(model, BATCH * self.dp)
         # Only memory is compared, so the durations do not matter.
@@ -75,7 +75,7 @@ class MemoryRun(Shape):
 
 
 class PeakWatch(Watch):
-    """Records the maximum memory of each rank process, as the kernel reports it.
+    """Samples the maximum memory of each rank's process, as reported by the kernel.
 
     Attributes:
         peaks: Maximum memory of each rank in bytes, keyed by rank.
@@ -99,11 +99,11 @@ class PeakWatch(Watch):
                         peak = int(line.split()[1]) * 1024
                         self.peaks[rank] = max(self.peaks.get(rank, 0), peak)
             except (psutil.Error, OSError, ValueError):
-                continue  # Skip this process, because it has exited.
+                continue  # The process has exited, so skip it.
 
 
 def measured_bytes(run: MemoryRun) -> int:
-    """Returns the maximum memory in bytes of the rank of ``run`` that needs the most."""
+    """Runs the trainer, and returns the maximum memory of a rank in bytes."""
     with tempfile.TemporaryDirectory() as traces:
         return max(train(run, ["--trace-dir", traces], PeakWatch()).peaks.values())
 
@@ -120,7 +120,7 @@ _SPREADS: tuple[tuple[dict[str, Any], ...], ...] = (
 
 
 def runs() -> list[MemoryRun]:
-    """Returns all 24 runs of the study."""
+    """Returns the 24 runs of the study."""
     return [
         MemoryRun(recompute=recompute, sequence=sequence, layers=_even(spread), **spread)
         for sequence, spreads in zip((2048, 1024), _SPREADS, strict=True)
@@ -130,13 +130,13 @@ def runs() -> list[MemoryRun]:
 
 
 def _even(spread: dict[str, Any]) -> tuple[int, ...]:
-    """Returns the number of layers of each stage if the layers are divided evenly."""
+    """Returns the number of layers of each stage if layers are divided evenly."""
     stages = spread.get("pp", 1) * spread.get("chunks", 1)
     return (LAYERS // stages,) * stages
 
 
 def measure(quick: bool) -> Result:
-    """Compares planned and measured memory of all runs, or of every fifth run if ``quick``."""
+    """Compares planned with measured memory of all runs, or of every fifth if ``quick`` is true."""
     tiny = MemoryRun(sequence=64, layers=(1,))
     context = measured_bytes(tiny) - predict(*tiny.planned()).peak_bytes
     ratios, facts = [], []

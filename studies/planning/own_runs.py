@@ -56,7 +56,7 @@ EXPERT_FLAGS = [
     *"--disable-bias-linear --position-embedding-type rope".split(),
 ]
 QUIET = 0.06
-"""Maximum fraction of the machine that other programs may use during an evaluated iteration."""
+"""Maximum CPU use of other programs, as a fraction of the machine, in an evaluated iteration."""
 ITERATIONS, FEWEST, ROUNDS, DEADLINE_S = 10, 4, 3, 400.0
 KEPT = "kept.json"
 NODE = NodeType(name="node", gpu="cpu", gpus=4, memory_bytes=4e9, intra=LinkSpeed(bytes_per_s=2e9))
@@ -65,7 +65,7 @@ NODE = NodeType(name="node", gpu="cpu", gpus=4, memory_bytes=4e9, intra=LinkSpee
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Configuration of a small GPT. The model has experts if ``expert_ranks`` is above 0."""
+    """Configuration of a small GPT. The model has experts if ``expert_ranks`` is positive."""
 
     tp: int = 1
     dp: int = 1
@@ -91,11 +91,11 @@ class Shape:
         )
 
     def flags(self) -> list[str]:
-        """Returns the flags of the trainer, including those that describe the model."""
+        """Returns all flags of the trainer, including the flags that describe the model."""
         return [*(EXPERT_FLAGS if self.expert_ranks else MODEL_FLAGS), *self.parallel_flags()]
 
     def parallel_flags(self) -> list[str]:
-        """Returns the flags of the trainer except those that describe the model."""
+        """Returns all flags of the trainer except the flags that describe the model."""
         flags = ["--tensor-model-parallel-size", str(self.tp)]
         flags += ["--pipeline-model-parallel-size", str(self.pp)]
         flags += ["--micro-batch-size", str(self.micro_batch), "--pipeline-schedule", self.schedule]
@@ -155,7 +155,7 @@ EXPERT_PLANS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Traced run, and its iterations that other programs did not disturb."""
+    """Result of a traced run, and its iterations that other programs did not disturb."""
 
     trace: RunTrace
     iterations: tuple[int, ...]
@@ -164,17 +164,18 @@ class Outcome:
 
 
 class BusyError(RuntimeError):
-    """Raised if other programs have disturbed the runs too much."""
+    """Raised if other programs have disturbed too many iterations of the runs."""
 
 
 def run(shape: Shape, folder: Path, iterations: int) -> Outcome:
-    """Trains until enough iterations were undisturbed by other programs, at most ``ROUNDS`` times.
+    """Trains until there are enough iterations that other programs did not disturb.
 
-    The results are stored in ``folder``. :func:`reload` can read them.
+    Training is repeated at most ``ROUNDS`` times. The results are stored in ``folder``, from which
+    :func:`reload` can read them.
 
     Raises:
-        BusyError: Other programs used too much processor time in all rounds.
-        RuntimeError: The trainer has failed.
+        BusyError: Other programs used too much CPU time in all rounds.
+        RuntimeError: The trainer exited with an error.
     """
     seen = []
     for number in range(ROUNDS):
@@ -205,10 +206,10 @@ def run(shape: Shape, folder: Path, iterations: int) -> Outcome:
 
 
 def reload(shape: Shape, folder: Path) -> Outcome:
-    """Returns the run that :func:`run` has stored in ``folder``.
+    """Returns the results that :func:`run` has stored in ``folder``.
 
     Raises:
-        RuntimeError: The stored run has a different configuration.
+        RuntimeError: The stored run has a different configuration than ``shape``.
     """
     kept = json.loads((folder / KEPT).read_text(encoding="utf-8"))
     if kept["shape"] != str(shape):
@@ -224,10 +225,10 @@ def reload(shape: Shape, folder: Path) -> Outcome:
 
 
 def train(shape: Shape, words: Sequence[str], watch: AnyWatch) -> AnyWatch:
-    """Runs the trainer while ``watch`` takes samples, and returns ``watch``.
+    """Runs the trainer with the additional arguments ``words``, while ``watch`` takes samples.
 
     Raises:
-        RuntimeError: The trainer has failed.
+        RuntimeError: The trainer exited with an error.
     """
     command = ["-m", "megatron.adaptive", "job", "launch", "--standalone"]
     command += ["--nproc-per-node", str(shape.processes), str(ROOT / "pretrain_gpt.py")]
@@ -235,13 +236,13 @@ def train(shape: Shape, words: Sequence[str], watch: AnyWatch) -> AnyWatch:
 
 
 def profiled(folder: Path) -> Profile:
-    """Returns the profile of the model with experts, which two processes measure.
+    """Measures the profile of the model with experts with two processes, and returns the profile.
 
-    The profile is stored in ``folder``. A stored profile is not measured again.
+    The profile is stored in ``folder``. If ``folder`` already contains a profile, it is only read.
 
     Raises:
-        BusyError: Other programs used too much processor time in all rounds.
-        RuntimeError: The command has failed.
+        BusyError: Other programs used too much CPU time in all rounds.
+        RuntimeError: The command that measures the profile exited with an error.
     """
     path = folder / "profile.json"
     for _ in range(0 if path.is_file() else ROUNDS):
@@ -252,8 +253,8 @@ def profiled(folder: Path) -> Profile:
         command += ["--output", str(trial), *"--tp 1 --micro-batch-sizes 1".split()]
         command += ["--node-type", NODE.name]
         watch = _watched(command, "profile", Watch(os.getpid()))
-        # Ignore later samples. After a process has exited, its CPU time counts as that of other
-        # programs.
+        # After a process has exited, its CPU time counts as that of other programs. So ignore the
+        # samples after the one with the largest CPU time of this process and its descendants.
         end = max(watch.samples, key=lambda sample: sample[-1])
         if watch.others(watch.samples[0][0], end[0]) < QUIET:
             trial.rename(path)
@@ -265,7 +266,7 @@ def profiled(folder: Path) -> Profile:
 
 
 def _watched(command: Sequence[str], what: str, watch: AnyWatch) -> AnyWatch:
-    """Runs Python with the arguments ``command`` while ``watch`` samples. Returns ``watch``."""
+    """Runs Python with the arguments ``command`` while ``watch`` takes samples."""
     child = subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,
@@ -294,7 +295,7 @@ def predicted_s(shape: Shape, model: Model, profile: Profile) -> float:
 
 
 class Watch:
-    """Samples the CPU use of this machine, and of a process with its descendants.
+    """Samples the CPU use of the machine, and of the process ``first`` and its descendants.
 
     Samples are taken at the start and at the end of the ``with`` block, and every 250 ms within it.
     """
@@ -321,7 +322,7 @@ class Watch:
             self._sample()
 
     def _sample(self) -> None:
-        """Records the CPU seconds of all programs, and of the process with its descendants."""
+        """Records the CPU seconds of all programs, and of the process and its descendants."""
         whole, family = psutil.cpu_times(), 0.0
         busy = whole.user + whole.nice + whole.system + whole.irq + whole.softirq + whole.steal
         for one in (self._first, *self._first.children(recursive=True)):
@@ -331,7 +332,7 @@ class Watch:
         self.samples.append((time.monotonic_ns(), busy, family))
 
     def others(self, start_ns: int, end_ns: int) -> float:
-        """Returns the fraction of the machine that other programs used between the two times."""
+        """Returns the CPU use of other programs between two times, as a fraction of the machine."""
         at = np.array([sample[0] for sample in self.samples])
         low = max(int(np.searchsorted(at, start_ns)) - 1, 0)
         high = min(int(np.searchsorted(at, end_ns)), len(at) - 1)
@@ -349,14 +350,14 @@ AnyWatch = TypeVar("AnyWatch", bound=Watch)
 def measure(
     folder: Path, quick: bool = False, *, again: bool = True, experts: bool = False
 ) -> Result:
-    """Runs all configurations. Returns the results with their goals, and a record for each plan.
+    """Runs all configurations, and returns rows with goals and a record for each plan.
 
     Args:
-        folder: Folder in which the runs are stored. They take about 6 MB.
-        quick: Whether to run one round of every third plan.
-        again: Whether to run plans that are not stored. Otherwise, all runs are read from the
-            folder.
-        experts: Whether to run the plans of the model with experts.
+        folder: Folder in which the runs are stored, with about 6 MB.
+        quick: Whether to run only every third plan, in a single round.
+        again: Whether to run plans that are not stored. If false, all runs are read from
+            ``folder``.
+        experts: Whether to use the model with experts and its plans.
     """
     plans = EXPERT_PLANS if experts else PLANS
     plans = plans[::3] if quick else plans
@@ -409,7 +410,7 @@ def measure(
 
 
 def taught(done: Mapping[Shape, Outcome], model: Model) -> Profile:
-    """Returns a profile that is fitted to the traces of the runs of ``TEACHERS``."""
+    """Returns a profile that is fitted to the traces in ``done``, the runs of ``TEACHERS``."""
     runs = [
         TracedRun(
             trace=outcome.trace,
@@ -429,9 +430,10 @@ def taught(done: Mapping[Shape, Outcome], model: Model) -> Profile:
 
 
 def in_turn(teachers: Sequence[Shape], plans: Sequence[Shape]) -> list[Shape]:
-    """Returns the plans, with the teachers distributed among the plans.
+    """Returns ``plans``, among which ``teachers`` are distributed evenly.
 
-    Both alternate, because the speed of the machine varies over minutes.
+    The speed of the machine varies over minutes, so the runs of plans and of teachers must
+    alternate.
     """
     order: list[Shape] = []
     for i, teacher in enumerate(teachers):
@@ -443,8 +445,8 @@ def in_turn(teachers: Sequence[Shape], plans: Sequence[Shape]) -> list[Shape]:
 def _record(shape: Shape, pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
     """Returns the medians over all rounds of the configuration ``shape``.
 
-    ``pairs`` contains the measured and the predicted step time of each round in seconds. Errors are
-    computed for each round, because the speed of the machine varies.
+    ``pairs`` contains the measured and the predicted step time in seconds for each round. The error
+    is computed per round, because the speed of the machine varies.
     """
     return {
         "plan": str(shape),
@@ -455,7 +457,7 @@ def _record(shape: Shape, pairs: Sequence[tuple[float, float]]) -> dict[str, Any
 
 
 def summary(records: Sequence[dict[str, Any]], name: str, goal: float) -> list[Row]:
-    """Returns the results of the runs with their goals. ``goal`` applies to the median error."""
+    """Returns rows with the accuracy of predictions. ``goal`` applies to the median error."""
     measured = [record["measured_s"] for record in records]
     predicted = [record["predicted_s"] for record in records]
     found = accuracy(predicted, measured)

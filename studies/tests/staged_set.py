@@ -12,10 +12,10 @@ LAYERS = ("embedding", "transformer", "transformer", "head")
 
 
 def write_staged_set(folder: Path, plans: Sequence[dict[str, Any]]) -> None:
-    """Writes files that describe a cluster, a model and its runs.
+    """Writes files that describe a cluster, a model and the model's runs to ``folder``.
 
-    The cluster has two nodes with one GPU each, and the model has four layers. ``plans`` are the
-    runs.
+    The cluster has two nodes with one GPU each, and the model has four layers. ``plans`` contains
+    the runs.
     """
     types = [{"gpu": "V100", "nodes": 2, "gpus_per_node": 1, "memory_bytes_per_gpu": 16e9}]
     links = [
@@ -73,7 +73,7 @@ def write_staged_set(folder: Path, plans: Sequence[dict[str, Any]]) -> None:
 
 
 def staged_plan(measured_s: float, **more: Any) -> dict[str, Any]:
-    """Returns a run with two stages, whose measured step time is ``measured_s`` seconds."""
+    """Returns a run with two stages and a measured step time of ``measured_s`` seconds."""
     return {
         "model": "small",
         "tp": 1,

@@ -24,7 +24,7 @@ CANDIDATES = {case.id: case for case in optimal.candidates()}
 
 
 def tiny(seed: int, *, microbatches: int = 2, cap: int | None = None) -> Any:
-    """Returns a random case with two ranks, durations from 1 to 4, and W in one piece."""
+    """Returns a random case with two ranks, durations from 1 to 4, and an undivided W."""
     rng = random.Random(seed)
     times = [tuple(rng.randint(1, 4) for _ in range(4)) for _ in range(3)]
     return optimal.Case(
@@ -41,11 +41,11 @@ def tiny(seed: int, *, microbatches: int = 2, cap: int | None = None) -> Any:
 
 
 State = dict[Any, int]
-"""End times of the ranks, and of cells that have successors that have not run yet."""
+"""End times of the ranks, and of cells with successors that have not run yet."""
 
 
 def least_by_trying_all(case: Any) -> int:
-    """Returns the minimum makespan, from an exhaustive search that drops dominated states."""
+    """Returns the minimum makespan, found by an exhaustive search that drops dominated states."""
     before = {cell: case.before(cell) for cell in case.cells()}
     layer: dict[frozenset[Any], list[State]] = {frozenset(): [dict.fromkeys(range(2), 0)]}
     for _ in before:
@@ -95,7 +95,7 @@ def test_search_equals_trying_all(seed: int, cap: int | None) -> None:
 
 
 def test_bound_by_hand() -> None:
-    # Rank 1 starts after one F and the latency, and then works without a gap: 3 + 1 + 4 * 2 * 9.
+    # Rank 1 can start after one F and the latency, and then works without a gap: 3 + 1 + 4 * 2 * 9.
     case = replace(
         tiny(0, microbatches=4), forward=(3,) * 4, backward=(3,) * 4, weight=(3,) * 4, latency=1
     )
@@ -121,7 +121,7 @@ def test_check_refuses_a_moved_cell(cell: Any, shift: int, message: str) -> None
 def test_check_refuses_overlap_and_too_much_memory() -> None:
     case = tiny(0, microbatches=1)
     starts = optimal.best_known(case)
-    # Both of these cells depend only on B of stage 2, and they run on the same rank.
+    # Both cells depend only on B of stage 2, and both run on the same rank.
     with pytest.raises(ValueError, match="overlap on rank 1"):
         optimal.check(case, {**starts, ("W", 2, 0, 0): starts["B", 1, 0, 0]})
     case = tiny(0, microbatches=4)
@@ -171,7 +171,8 @@ def test_recorded_optimum_is_found_again(name: str) -> None:
 
 def test_with_memory_for_2p_the_rule_is_near_the_optimum() -> None:
     distances = [
-        # A cap of None has no effect. Omit caps of p, because they require the rule ``hinted``.
+        # A cap of None has no effect. Cases with a cap of p require the rule ``hinted``, so omit
+        # them.
         optimal.makespan(case, optimal.by_rule(case, "adaptive", 2 * case.ranks))
         / record["optimum"]
         for name, record in RECORDS.items()

@@ -64,7 +64,7 @@ def test_what_ran_in_quiet_is_kept_where_others_disturb_the_rest(
     teacher, *plans = own_runs.TEACHERS[0], *own_runs.PLANS[:2]
     monkeypatch.setattr(own_runs, "TEACHERS", (teacher,))
     monkeypatch.setattr(own_runs, "PLANS", tuple(plans))
-    # These stored runs are from an earlier measurement that was interrupted.
+    # The stored runs of these configurations are from an earlier measurement that was interrupted.
     for shape in (teacher, plans[0]):
         place = tmp_path / "round-1" / str(shape).replace(" ", "_")
         made_up = SyntheticRun(num_ranks=2, schedule="1f1b", iterations=6, layers=3)

@@ -32,10 +32,10 @@ def test_errors_are_one_line(tmp_path: Path, folder: str, text: str) -> None:
 
 
 def write_rows_set(folder: Path, *, names: Sequence[str], swapped: bool) -> None:
-    """Writes a data set with one run per row.
+    """Writes a data set in which each row is a run.
 
     ``names`` contains the names of the cluster, the model, the fast GPU and the slow GPU. If
-    ``swapped`` is true, the slow node comes first.
+    ``swapped`` is true, the node with the slow GPU comes first.
     """
     run, model, fast, slow = names
     folder.mkdir()
@@ -85,12 +85,12 @@ def test_names_and_the_order_of_mixed_nodes_come_from_the_data(tmp_path: Path) -
     sets = read_sets(tmp_path)
     assert list(sets) == ["a one", "b odd-name"]
     first, second = ([run.predicted() for run in runs] for runs in sets.values())
-    # The fast node has the first stage in the first data set, and the second stage in the second
-    # data set.
+    # In the first data set, the fast node has the first stage. In the second data set, it has the
+    # second stage.
     quick, slow = (stage.forward_s for stage in first[0].stages)
     assert quick < slow
     assert second[0].stages[0].forward_s > second[0].stages[1].forward_s
-    # All replicas wait for the slow node, whose times are equal in both data sets.
+    # All replicas have to wait for the slow node, whose times are the same in both data sets.
     assert first[1].stages[0].forward_s == second[1].stages[0].forward_s
 
 

@@ -91,8 +91,8 @@ class Agent:
         """Creates an agent from the line of JSON that the manager writes to standard input.
 
         Raises:
-            SetupError: The line is missing or malformed, for example because a user started the
-                program.
+            SetupError: The line is missing or malformed, for example because a user and not the
+                manager started the program.
         """
         try:
             parameters = json.loads(sys.stdin.readline())
@@ -119,10 +119,12 @@ class Agent:
         try:
             await self._serve(link)
         finally:
-            # The handlers of ``_NOTICES`` must stay installed until the process exits.
+            # Keep the handlers of the signals in ``_NOTICES`` until the process exits, because the
+            # default action of these signals would kill the process.
             loop.remove_signal_handler(signal.SIGINT)
             assert self._orders is not None
-            # When the connection is closed, the forkserver kills its ranks and exits.
+            # When this connection is closed, the forkserver kills the ranks that it started, and
+            # exits.
             self._orders.close()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(forkserver.wait(), _END_S)
@@ -219,10 +221,10 @@ class Agent:
                 return
 
     def _prepare(self, copies: Mapping[str, Any] | None) -> dict[str, str]:
-        """Prepares the keeper for snapshots of new ranks, and returns the ranks' variables.
+        """Prepares the keeper for new ranks, and returns the environment variables of these ranks.
 
-        ``copies`` contains the settings of the snapshots, or is ``None`` if no snapshots are taken.
-        The result contains environment variables.
+        ``copies`` contains the settings for the snapshots that the keeper stores, or is ``None`` if
+        no snapshots are taken. In that case, the result is empty.
         """
         if copies is None:
             return {}
@@ -254,7 +256,7 @@ class Agent:
     def _end_checks(self) -> None:
         """Kills device checks that are still running, because they would slow down new ranks.
 
-        A check only runs this long if it hangs, and then the manager no longer waits for its
+        If a check is still running at this time, it hangs, and the manager no longer waits for the
         result.
         """
         for key in self._checks:

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 SLICE_S = 1.0
-# A longer gap between two readings of the clock, in seconds, means that the process was stopped. A
-# running process reads the clock more often, even on a busy machine.
+# A gap of more than this many seconds between two readings of the clock means that the process was
+# stopped. A running process reads the clock more often, even on a busy machine.
 _LONGEST_GAP_S = 5.0
 
 

@@ -39,9 +39,9 @@ def _specs(table: Mapping[str, tuple[Any, ...]]) -> dict[str, FieldSpec]:
 
 
 def _slices_of(text: str) -> int | str:
-    """Parses the number of slices, or the length of slices, from ``text``.
+    """Parses ``text`` as the number of slices per sequence, or as the number of tokens per slice.
 
-    Returns a number, or ``auto`` to choose the number during training.
+    Returns an integer, or ``auto`` if the trainer chooses the number during training.
 
     Raises:
         ValueError: The text is neither a number nor ``auto``.
@@ -143,11 +143,12 @@ for _name in ("SEQUENCE_SLICES", "SLICE_TOKENS"):
 def check_names(variables: Mapping[str, str], where: str) -> None:
     """Rejects unknown variables whose names begin with a capital letter.
 
-    All other names may be used freely by the user. ``where`` is the source of the variables, for
-    the error message.
+    Users may choose any other names for their own variables. ``where`` describes the source of the
+    variables in the error message.
 
     Raises:
-        ConfigError: A name is unknown. The message contains the most similar variable.
+        ConfigError: A name is unknown. The message suggests the known variable with the most
+            similar name.
     """
     for name in variables:
         if name in SETTINGS or name.startswith(FROM_CONF) or not name[:1].isupper():
@@ -327,7 +328,8 @@ class LaunchConf:
     def texts(self) -> dict[str, str]:
         """Returns the values of all variables and environment variables as strings, keyed by name.
 
-        Secrets and ``PLAN`` are omitted. The result contains the variables that the plan sets.
+        Secrets and the variable ``PLAN`` are omitted, but the values that the plan sets are
+        included.
         """
         texts = {}
         for name, value in self.values.items():
@@ -398,7 +400,7 @@ def make_conf(
 
 
 def read_changes(changes: Sequence[str]) -> dict[str, str]:
-    """Parses command-line texts of the form ``NAME=VALUE``, and returns a dict of the values.
+    """Parses texts of the form ``NAME=VALUE`` from the command line, and returns a dict of them.
 
     Raises:
         ConfigError: A text does not have this form.
@@ -413,9 +415,9 @@ def read_changes(changes: Sequence[str]) -> dict[str, str]:
 
 
 def _apply_plan(texts: dict[str, str], plan: dict[str, str], fixed: frozenset[str]) -> None:
-    """Adds the plan's variables to ``texts``, except the names in ``fixed``.
+    """Adds the variables in ``plan`` to ``texts``, except those in ``fixed``, a set of names.
 
-    Raises an error if ``texts`` already contains a different value.
+    Raises an error if ``texts`` already contains a different value for one of the added variables.
     """
     for name, value in plan.items():
         text = texts.get(name, "").strip()

@@ -32,7 +32,7 @@ SILENCE_S = 20.0
 PATIENCE_S = 60.0
 """Time in seconds without a message after which an agent exits, if the manager started the agent.
 
-It is longer than :data:`SILENCE_S`, because no other manager can take over such a job.
+This timeout is longer than :data:`SILENCE_S`, because no other manager can take over such a job.
 """
 
 
@@ -87,7 +87,7 @@ class Connection:
 
     @classmethod
     async def over(cls, sealed: SealedSocket) -> Connection:
-        """Creates a connection from ``sealed``, a socket with an authenticated other side."""
+        """Creates a connection from the socket ``sealed``, whose peer has been authenticated."""
         try:
             reader, writer = await asyncio.open_connection(sock=sealed.socket)
         except BaseException:
@@ -113,7 +113,7 @@ class Connection:
 
         The message is dropped if the connection is closed.
 
-        In this case, :meth:`receive` reports that the connection is closed.
+        Calls of :meth:`receive` then report that the connection is closed.
         """
         if not self._writer.is_closing():
             self._writer.write(self._session.seal(json.dumps({"what": kind, **values}).encode()))
@@ -224,7 +224,8 @@ class Listener:
         self._attend = attend
         self._report = report
         self._loop = asyncio.get_running_loop()
-        # A task's socket is stored here until the task has created a connection from it.
+        # The keys are the tasks that handle connections. The value of a task is its socket until
+        # the task has created a connection from the socket, and ``None`` afterwards.
         self._tasks: dict[asyncio.Task[None], SealedSocket | None] = {}
         self._is_closed = False
         self._gate = Gate(bind(host, port), lambda: secret, purpose, self._admit, report)
@@ -250,7 +251,7 @@ class Listener:
         task.add_done_callback(self._end)
 
     def _end(self, task: asyncio.Task[None]) -> None:
-        """Closes the socket of a task that was cancelled before using the socket."""
+        """Removes ``task``, and closes its socket if the task was cancelled before using it."""
         sealed = self._tasks.pop(task)
         if sealed is not None:
             sealed.socket.close()

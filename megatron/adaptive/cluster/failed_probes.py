@@ -1,7 +1,7 @@
 """Excludes nodes that fail a probe of the running job, and uses them again once they pass.
 
 The ranks probe each other (``--probe-interval``) and report the nodes that failed. With the policy
-``exclude``, such a node gets no ranks, unless no layout fits without it. The excluded node is then
+``exclude``, such a node gets no ranks if any layout fits without it. The excluded node is then
 measured alone, at increasing intervals, until it is fast enough to pass the probe::
 
     probe fails ──> excluded ── 5 s ──> measure ── fails, 10 s ──> measure ── passes ──> used again
@@ -10,9 +10,10 @@ A single node cannot measure its link to another node. So a node with a slow lin
 until it joins again, for example because the user removes its line from the machines file and then
 adds the line again.
 
-Heat or other programs may slow down a node only while it trains. Such a node passes alone but fails
-in the job, and each change of layout requires restarting the ranks. So the interval is not reset
-when the node passes, but only when it joins again.
+Some nodes are slow only while they train, for example because they become hot. Such a node passes
+when it is measured alone, but then fails again in the job, and each time the ranks must be
+restarted in a different layout. To make this rare, the interval is not reset when the node passes,
+but only when it joins again.
 
 Only the manager excludes nodes. Ranks only report measurements, and a node cannot exclude itself.
 If another manager takes over the job, it uses all nodes again, because it does not know which nodes
@@ -58,8 +59,8 @@ class FailedProbes:
         self._stragglers = stragglers
         self._members = members
         self._in_use = in_use
-        # The keys are names of nodes. The values are the numbers of the latest incarnations in
-        # which the failures of these nodes were handled.
+        # Maps the name of a node to the number of the last incarnation (start of the ranks in a
+        # layout) in which a failure of the node was handled.
         self._handled: dict[str, int] = {}
         self._checks: dict[str, asyncio.Task[None]] = {}
         self._waits_s: dict[str, float] = {}
@@ -71,9 +72,9 @@ class FailedProbes:
         """Prints which nodes failed a probe, and excludes them if the policy is ``exclude``.
 
         Args:
-            failed: Nodes that failed a probe in this incarnation, with measurements that missed a
-                limit.
-            running: Ranks of the incarnation.
+            failed: Nodes that have failed a probe since the ranks were started, with the
+                measurements that missed a limit.
+            running: State of the ranks that are running.
             nodes: Nodes that are present, in the order in which they get ranks.
 
         Returns:
@@ -98,7 +99,7 @@ class FailedProbes:
     def joined(self, name: str) -> None:
         """Forgets earlier failures of the node ``name`` when it joins.
 
-        The node may have been repaired.
+        A node that joins again may have been repaired.
 
         Args:
             name: Name of the node. The node need not be present.
@@ -127,8 +128,8 @@ class FailedProbes:
     def _is_handled(self, name: str, running: RunningRanks) -> bool:
         """Returns whether the manager has already handled the failure of the node ``name``.
 
-        With the policy ``exclude``, a failure is handled again in each incarnation, because by then
-        a layout may fit without the node.
+        With the policy ``exclude``, a failure is handled again after each restart of the ranks,
+        because a layout without the node may have become possible.
         """
         number = self._handled.get(name)
         if number is None or self._policy == "report":
@@ -144,7 +145,8 @@ class FailedProbes:
         """Measures the node in ``failed`` repeatedly, until it passes or leaves the job."""
         name = failed.node
         while True:
-            # Double the wait each time, even if the node passes and then fails in the job again.
+            # Double the wait before each measurement. Keep it long if the node passes, because the
+            # node may fail in the job again.
             wait_s = self._waits_s.get(name, _FIRST_WAIT_S)
             self._waits_s[name] = min(2 * wait_s, _MOST_WAIT_S)
             await asyncio.sleep(wait_s)

@@ -55,10 +55,10 @@ class Program(ABC):
         self.folder = folder
 
     def check(self) -> None:
-        """Checks that the folder contains an intact checkpoint, if it contains any.
+        """Checks that at least one checkpoint is intact if the folder contains checkpoints.
 
-        Checkpoints that contain pickles are accepted. If the user has not allowed pickles, the
-        ranks refuse such checkpoints later.
+        Checkpoints that contain pickles are accepted here. The ranks refuse them later if the user
+        has not allowed pickles.
 
         Raises:
             CheckpointError: The folder contains checkpoints, but none is intact.
@@ -82,7 +82,8 @@ class Program(ABC):
 
         Args:
             layout: Layout of the ranks.
-            incarnation: Number of the incarnation, from 1.
+            incarnation: Number of the incarnation (a start of all ranks in one layout), counted
+                from 1.
             resumed: Iteration of the checkpoint from which the ranks resume; 0 if there is no
                 checkpoint.
             progress: Folder to which the ranks write their progress.
@@ -104,7 +105,7 @@ class Program(ABC):
 
 
 class TrainerProgram(Program):
-    """Runs this project's trainer. Flags set the layout and the folders.
+    """Runs this project's trainer, and sets the layout and the folders with flags.
 
     Args:
         arguments: The user's arguments for the trainer.
@@ -200,7 +201,7 @@ def model_file(checkpoints: Path) -> Path:
 
 
 def is_trainer(script: Path) -> bool:
-    """Returns whether ``script`` is the trainer itself, or contains the trainer's name."""
+    """Returns whether ``script`` is the trainer itself, or mentions the trainer in its code."""
     if script.stem == _TRAINER:
         return True
     try:
@@ -210,7 +211,7 @@ def is_trainer(script: Path) -> bool:
 
 
 Policy = Literal["ignore", "replan", "exclude"]
-"""Reaction to a node that stays slow: nothing, move layers away, or exclude the node."""
+"""Reaction to a node that stays slow: ignore it, give it fewer layers, or exclude it."""
 
 ProbePolicy = Literal["report", "exclude"]
 """Reaction to a node that fails its probe: report it, or exclude it until it passes."""
@@ -223,7 +224,7 @@ failed its probe."""
 CHECK_S = 120.0
 """Time in seconds for which a manager waits for a node to measure a device."""
 _CHECK_LIMIT_S = 110
-"""Time in seconds after which the node kills a measurement of a device."""
+"""Timeout in seconds after which the node itself ends the measurement of a device."""
 _CHECK = Path(__file__).resolve().parents[1] / "profiling" / "node_check.py"
 
 NODE_VARIABLE = "MEGATRON_ADAPTIVE_NODE"
@@ -263,7 +264,7 @@ class JobSpec:
         join_s: Timeout in seconds for nodes to join before the first start.
         wait_s: Time in seconds to wait for more nodes if no layout fits the available nodes.
         stop_s: Timeout in seconds for ranks to finish the current step and save a checkpoint.
-        max_restarts: Maximum number of failures without a new checkpoint between them.
+        max_restarts: Maximum number of failures in a row without a new checkpoint between them.
         address: Address at which other machines can reach the manager, or ``None`` to detect it.
         copy_every: Number of steps between in-memory copies of the training state; 0 for no copies.
         copy_bytes: Maximum size of the copies on a node in bytes, or ``None`` to use the available
@@ -291,7 +292,7 @@ class JobSpec:
 
     @property
     def copy_settings(self) -> dict[str, Any] | None:
-        """Returns the interval and memory limit of in-memory copies, or ``None`` without copies."""
+        """Returns the interval and memory limit of in-memory copies, or ``None`` without any."""
         if not self.copy_every:
             return None
         return {"every": self.copy_every, "limit_bytes": self.copy_bytes}
@@ -391,7 +392,7 @@ class NodeWork:
 
 @dataclass(kw_only=True, eq=False)
 class RunningRanks:
-    """State of the ranks of one incarnation.
+    """State of the ranks during one incarnation, which is one start of all ranks in a layout.
 
     Attributes:
         incarnation: Record of the incarnation that the ranks run.
@@ -403,7 +404,7 @@ class RunningRanks:
         stopping: Reason why the ranks were asked to save and exit, or empty.
         fault: Description of the first failure, or empty. It is replaced if it turns out later that
             a signal from outside the job killed a rank.
-        has_kill: Whether ``fault`` describes a signal from outside the job.
+        has_kill: Whether ``fault`` says that a signal from outside the job killed a rank.
         gone: Description of the first node whose loss or departure made a rank exit, or empty.
         deadline_s: Time in seconds, on the manager's clock, at which the remaining ranks are
             killed; ``None`` if there is no deadline.
@@ -451,7 +452,7 @@ class RunningRanks:
 
 
 def earliest(*moments: float | None) -> float | None:
-    """Returns the earliest of ``moments``, in seconds; ``None`` means no deadline."""
+    """Returns the earliest deadline of ``moments`` in seconds. ``None`` stands for no deadline."""
     return min((moment for moment in moments if moment is not None), default=None)
 
 

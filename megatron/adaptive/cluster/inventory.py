@@ -94,7 +94,7 @@ def loopback_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def rdma_variables(ports: Sequence[RdmaPort], environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns environment variables that make NCCL and UCX use RDMA ports of this node.
+    """Returns environment variables that make NCCL and UCX use working RDMA ports of this node.
 
     The variables select the active InfiniBand ports or, if there are none, the active Ethernet
     ports with a RoCE v2 address. Without these variables, NCCL and UCX may first try a port that is
@@ -154,7 +154,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text().strip()
     except OSError:
-        return ""  # The file of a GID that is not set cannot be read.
+        return ""  # The file of an entry that is not set cannot be read.
 
 
 ENDED = "ended"
@@ -200,7 +200,7 @@ def count_gpus(visible: str | None) -> int:
 
 
 class ResourceSampler:
-    """Samples the usage of this node's GPUs, and of all descendants of a process, in a thread.
+    """Runs a thread that samples the usage of this node's GPUs and of some processes.
 
     The sampler must be closed after use.
 
@@ -240,7 +240,7 @@ class ResourceSampler:
         file.append((json.dumps({**self.sample(), **extra}) + "\n").encode())
 
     def sample(self) -> dict[str, Any]:
-        """Takes a sample and returns it as the content of a line of the file."""
+        """Takes a sample, and returns the dictionary that is written as a line of the file."""
         processes = self._processes()
         return {"unix_s": round(time.time(), 1), "gpus": self._gpus(), "processes": processes}
 

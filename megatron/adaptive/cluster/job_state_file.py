@@ -35,7 +35,7 @@ _NUMBERS = ("unix_ns", "iteration", "total_iterations", "lost_steps")
 _EPOCH = "epoch"
 _MOST_EARLIER = 1000
 MEASURES = "processes that measure the model"
-"""Words at the end of a layout's description if the ranks only measure the model."""
+"""Words at the end of a layout's description if the ranks measure the model and do not train."""
 _PHASES = ("notice", "checkpoint", "end", "plan", "start", "load", "first_step")
 
 
@@ -49,7 +49,7 @@ _NAMED = 8
 
 
 def some_names(names: Iterable[str]) -> str:
-    """Joins ``names`` with commas. If there are many, replaces the last names by their number."""
+    """Joins ``names`` with commas. If there are many names, only counts the last ones."""
     listed = list(names)
     more = len(listed) - _NAMED
     return ", ".join(listed) if more < _NAMED else f"{', '.join(listed[:_NAMED])} and {more} more"
@@ -73,7 +73,7 @@ def incarnation_folder(job: Path, number: int, manager: str) -> Path:
 
 @dataclass(kw_only=True)
 class Incarnation:
-    """One incarnation of the job: the period from the start of a layout to the next change.
+    """One incarnation of the job: the period from the start of the ranks in a layout to their end.
 
     Attributes:
         number: Number of the incarnation, counted from 1 by each manager.
@@ -88,7 +88,8 @@ class Incarnation:
             reason follows.
         marks_ns: Times at which the events ``notice``, ``ended``, ``planned`` and ``begun``
             happened, keyed by event, on the manager's clock, in nanoseconds since the Unix epoch.
-        phases_s: Duration in seconds of each phase of the change to this layout, keyed by name.
+        phases_s: Duration in seconds of each phase of the change to this layout, keyed by the name
+            of the phase.
         before: Last progress of the previous incarnation, or ``None`` for the first incarnation.
         predicted_s: Step time that the planner predicted, in seconds, or ``None`` without a plan.
         step_s: Measured step time in seconds, or ``None`` before any step was measured.
@@ -206,7 +207,7 @@ class IncarnationProgress:
 
 
 class ProgressReader:
-    """Reads the progress that the ranks of successive incarnations write."""
+    """Reads the progress files that the ranks of successive incarnations write."""
 
     def __init__(self) -> None:
         self._begin(Path())
@@ -232,11 +233,12 @@ class ProgressReader:
         return replace(self._now, step_s=statistics.median(self._steps_ms) / 1e3)
 
     def _found(self, line: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the attributes of :class:`IncarnationProgress` that ``line`` changes."""
+        """Returns the values in ``line`` for attributes of :class:`IncarnationProgress`."""
         moment_ns = line["unix_ns"]
         now = self._now
         if "total_iterations" in line:
-            if line.get("moved"):  # The layers were repartitioned, which is not a new start.
+            # The ranks have moved layers between each other, but were not restarted.
+            if line.get("moved"):
                 return {}
             start = line.get("start_iteration")
             return {"total": line["total_iterations"], "begun_ns": moment_ns, "start": start}
@@ -258,7 +260,7 @@ class ProgressReader:
 
 
 def phases(incarnation: Incarnation, now: IncarnationProgress) -> dict[str, float]:
-    """Returns the duration in seconds of each known phase of a change of layout.
+    """Returns the duration in seconds of each phase of a change of layout, as far as known.
 
     Args:
         incarnation: Incarnation that runs the new layout.
@@ -307,11 +309,11 @@ class StateFile:
         self._earlier: list[Any] = []
 
     def take_over(self, checkpoints: Path) -> int:
-        """Reads an earlier manager's state, to include its history in all later writes.
+        """Reads the state that an earlier manager wrote, so that later writes include its history.
 
         Returns:
-            Number of machines that were present under that manager, or 0 if no earlier manager
-            wrote a state.
+            Number of machines that were present when the state was written, or 0 if no earlier
+            manager wrote a state.
         """
         try:
             self._before = read_state(checkpoints)
@@ -338,7 +340,7 @@ class StateFile:
         """Replaces the state file. If writing fails, warns once and keeps the previous file.
 
         Args:
-            state: State of the job under this manager.
+            state: State of the job since this manager started.
         """
         manager = {"host": socket.gethostname(), "pid": os.getpid()}
         header = {"format": _FORMAT, "manager": manager, "unix_ns": time.time_ns()}
@@ -392,7 +394,7 @@ def read_state(checkpoints: Path) -> dict[str, Any]:
 
 
 def render_state(state: Mapping[str, Any]) -> str:
-    """Returns the state of a job as text for the terminal."""
+    """Returns ``state``, the content of a state file, as text for the terminal."""
     done = state["iteration"]
     total = state["total_iterations"]
     earlier = state.get("earlier", [])

@@ -80,7 +80,7 @@ _ANY_NUMBER = 1 << 20
 
 
 def node_kind(base: NodeType, gpus: int, slowness: float) -> NodeType:
-    """Returns a copy of the node type ``base`` with ``gpus`` GPUs and the slowness ``slowness``."""
+    """Returns ``base`` with ``gpus`` GPUs and with all durations multiplied by ``slowness``."""
     name = base.name
     if slowness != 1.0 or gpus != base.gpus:
         name += f" x {gpus}"
@@ -129,7 +129,7 @@ def read_inputs(paths: Sequence[Path]) -> tuple[Cluster, dict[str, Any] | None]:
 
 
 def cluster_of(cluster: Cluster, counts: Mapping[NodeType, int]) -> Cluster:
-    """Returns a copy of ``cluster`` with the numbers of nodes in ``counts``.
+    """Returns a copy of ``cluster`` with the node types and numbers of nodes in ``counts``.
 
     Args:
         cluster: Cluster that defines the links between the node types.
@@ -142,7 +142,7 @@ def cluster_of(cluster: Cluster, counts: Mapping[NodeType, int]) -> Cluster:
 
 
 _PLANS = 6
-"""Number of best plans to try, because the trainer may reject a plan."""
+"""Number of plans that are tried, starting with the best, because the trainer may reject a plan."""
 _UNEQUAL_PLANS = 4 * _PLANS
 _CHOSEN = (
     "--plan",
@@ -204,7 +204,7 @@ class Planning:
         self._other = others[0] if others else None
 
     def _check_supported(self) -> None:
-        """Raises an error if the planner cannot plan the layouts that the settings request."""
+        """Raises an error if the planner does not support the settings of the job."""
         context_ranks = self._config.parallel.context_parallel_size
         if context_ranks > 1:
             raise ConfigError(
@@ -301,10 +301,10 @@ class Planning:
     def _fastest(
         self, options: SearchOptions, nodes: Sequence[str], inputs: PlanInputs
     ) -> tuple[ParallelLayout | None, ConfigError | None]:
-        """Returns the best layout that the trainer accepts, and the error of the first refusal.
+        """Returns the best layout that the trainer accepts, and the reason of the first rejection.
 
-        The layout is ``None`` if the trainer rejects all plans. The error is ``None`` if the
-        trainer rejects no plan.
+        The layout is ``None`` if the trainer rejects all plans. The reason is ``None`` if it
+        accepts the first plan.
         """
         wished = self._config.schedule.pipeline_schedule
         options = replace(options, schedules=(wished if wished in policy_names() else "1f1b",))
@@ -341,7 +341,7 @@ class Planning:
         return self._other
 
     def _inputs_for(self, offers: Sequence[Offer]) -> tuple[list[str], PlanInputs]:
-        """Returns the node names in the planner's order, and the planner's inputs."""
+        """Returns the names of the nodes in the planner's order, and the inputs for the planner."""
         names_by_kind: dict[NodeType, list[str]] = {}
         for offer in offers:
             base = self._type_of(offer)
@@ -381,9 +381,9 @@ class Planning:
         return any(argument.startswith(tuple(prefixes)) for argument in self._arguments)
 
     def _micro_batches(self) -> tuple[int, ...]:
-        """Returns the microbatch sizes that keep the losses unchanged.
+        """Returns the microbatch sizes that lead to the same losses as the user's size.
 
-        The result is empty if all microbatch sizes keep the losses unchanged.
+        The result is empty if the losses do not depend on the microbatch size.
         """
         model = self._config.model
         drops = model.attention_dropout > 0 or model.hidden_dropout > 0
@@ -394,7 +394,7 @@ class Planning:
         return ()
 
     def _layout(self, row: PlanRow, nodes: Sequence[str], inputs: PlanInputs) -> ParallelLayout:
-        """Converts the plan in ``row`` to a layout with flags for the trainer.
+        """Converts the plan in ``row`` to a layout, which contains flags for the trainer.
 
         Raises:
             ConfigError: The plan would change the losses, or the trainer rejects the flags.
@@ -445,7 +445,7 @@ class Planning:
 
 
 def plan_script(path: Path, offers: Sequence[Offer]) -> ParallelLayout:
-    """Returns the best layout for a script whose model has been measured.
+    """Returns the best layout for a script whose model has already been measured.
 
     Args:
         path: Path of the file with the measured costs.
@@ -492,8 +492,8 @@ def plan_script(path: Path, offers: Sequence[Offer]) -> ParallelLayout:
 
 def _running(module: MeasuredModule, places: Sequence[tuple[Offer, int]]) -> Running:
     unsplit = module.profile(split=False)
-    # Several nodes may share a machine. The planner treats nodes of the same machine as one node if
-    # they are equally slow.
+    # Several nodes may share a machine. The planner combines the nodes of a machine that are
+    # equally slow.
     hosts: dict[tuple[str, float], int] = {}
     on_host: dict[str, int] = {}
     for offer, count in places:
@@ -545,9 +545,10 @@ def _host(offer: Offer) -> str:
 
 
 def _places(offers: Sequence[Offer], count: int) -> list[tuple[Offer, int]]:
-    """Assigns ``count`` processes to the nodes in ``offers``, machine by machine.
+    """Assigns ``count`` processes to nodes, filling one machine after the other.
 
-    Returns pairs of a node and its number of processes. Slow nodes come last on each machine.
+    ``offers`` are the available nodes. Returns pairs of a node and its number of processes. The
+    slower nodes of a machine come last.
     """
     hosts: dict[str, list[Offer]] = {}
     for offer in offers:
@@ -563,7 +564,7 @@ def _places(offers: Sequence[Offer], count: int) -> list[tuple[Offer, int]]:
 
 
 def _sizes(module: MeasuredModule, count: int) -> list[int]:
-    """Returns the pipeline sizes to try, in order. 0 means that the planner tries all sizes."""
+    """Returns the pipeline sizes to try, best sizes first. 0 means that all sizes are tried."""
     requested = module.pipeline_size
     if requested is None:
         return [0]
@@ -580,15 +581,15 @@ def _partition(module: MeasuredModule, stages: int) -> tuple[int, ...] | None:
 _FIRST_S = 180.0
 """Timeout in seconds for the first plan on a machine, which includes compiling the search code."""
 _SEARCH = 0.5
-"""Fraction of a plan's timeout that the search may use. The rest is for preparing the search."""
+"""Fraction of a plan's timeout that the search may use. The rest is for its preparation."""
 
 
 class PlannerChooser(Chooser):
     """Chooses layouts with the planner.
 
     If the planner exceeds its timeout, the simple rule of :class:`Chooser` chooses the trainer's
-    layout. A script's first layout uses all processes to measure the model; later layouts are
-    planned. The chooser must be closed after use.
+    layout. If the job runs a script, the first layout uses all processes to measure the model, and
+    only later layouts are planned. The chooser must be closed after use.
 
     Args:
         paths: Paths of the cluster file and the profiles, which are recognized by their content.
@@ -640,11 +641,11 @@ class PlannerChooser(Chooser):
         self._pool.terminate()
 
     def _plan(self, offers: Sequence[Offer], within_s: float) -> tuple[ParallelLayout | None, str]:
-        """Asks the planner's process for a layout on the nodes in ``offers``, and waits.
+        """Asks the planner's process for a layout for the nodes in ``offers``, and waits for it.
 
         Returns:
-            The layout, and a text for the user that lists the ignored nodes, or an empty text if no
-            node was ignored. If no layout fits, the layout is ``None`` and the text is the reason.
+            The layout, and a warning for the user that lists ignored nodes, or an empty text. If no
+            layout fits, the layout is ``None`` and the text is the reason.
         """
         try:
             layout: ParallelLayout
@@ -665,7 +666,8 @@ class PlannerChooser(Chooser):
             raise SetupError(f"the planner did not answer within {within_s:g} s") from None
         except AdaptiveError as error:
             raise ConfigError(str(error)) from None
-        # Any other error is a bug in the planner. Print a traceback, and let the job continue.
+        # An error of any other type is a bug in the planner. Print a traceback, and let the job
+        # continue.
         except Exception as error:
             traceback.print_exc()
             raise SetupError(f"the planner failed: {error!r}") from None
@@ -685,8 +687,10 @@ class PlannerChooser(Chooser):
                 return measuring if count else None
             key = (module.signature, module.micro_batch_size, *offers)
             limit_s = max(
-                _FIRST_S, limit_s
-            )  # The layout of a script has no simpler rule to fall back to.
+                _FIRST_S,
+                limit_s,
+                # No simpler rule can choose a layout for a script, so wait longer for the planner.
+            )
         if key not in self._known:
             try:
                 answer = await asyncio.to_thread(self._plan, offers, limit_s)
@@ -724,10 +728,10 @@ _planning = functools.cache(Planning)
 
 
 def _answer(setup: tuple[Any, ...], name: str, *values: Any) -> Any:
-    """Calls the method ``name`` of :class:`Planning` with the arguments ``values``.
+    """Calls the method ``name`` of :class:`Planning` and returns the result.
 
-    This function runs in the planner's process. ``setup`` contains the arguments with which the
-    object is created.
+    This function runs in the planner's process. ``setup`` contains the arguments of the
+    constructor, and ``values`` contains the arguments of the method.
     """
     paths, arguments, unequal = setup
     return getattr(_planning(paths, arguments, unequal=unequal), name)(*values)

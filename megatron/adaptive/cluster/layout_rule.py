@@ -46,7 +46,7 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """Defines how ranks share the model and the batch, and contains the corresponding flags.
+    """Describes how ranks share the model and the batch, including the matching trainer flags.
 
     Attributes:
         tensor: Tensor-parallel size.
@@ -58,12 +58,13 @@ class ParallelLayout:
         microbatches: Number of microbatches per step for each replica of the first stage.
         flags: Trainer flags, which are appended to the user's own flags.
         places: Pairs of a node's name and the maximum number of processes on this node, ordered by
-            rank. If empty, all nodes are used in the manager's order.
+            rank. If it is empty, all nodes are used in the manager's order.
         step_s: Step time that the planner predicts, in seconds, or ``None`` without the planner.
-        pace: Computing time per layer on each node in any unit, keyed by node name, or empty
+        pace: Computing time per layer on each node, keyed by node name, in an arbitrary unit; empty
             without the planner.
         widths: Number of replicas of each stage; empty if all stages have the same number.
-        unit: Name of the items that ``partition`` counts, such as ``layers`` or ``segments``.
+        unit: Name of the parts of the model that ``partition`` counts, such as ``layers`` or
+            ``segments``.
     """
 
     tensor: int
@@ -86,7 +87,7 @@ class ParallelLayout:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """Returns a key that is equal for equal layouts, however they were chosen."""
+        """Returns a key that is equal for two equal layouts, even if different rules chose them."""
         nodes = [name for name, _ in self.places]
         degrees = self.tensor, self.pipeline, self.data, self.widths
         return *degrees, self.partition, self.micro_batch, nodes
@@ -110,7 +111,7 @@ class ParallelLayout:
 
 
 class Chooser:
-    """Chooses the layout of a job by a simple rule. Subclasses may use a planner.
+    """Chooses the layout of a job by a simple rule. Subclasses may use a planner instead.
 
     Attributes:
         why: Reason why the last call of :meth:`choose` returned no layout; may be empty.
@@ -142,7 +143,7 @@ class Chooser:
         """
         if layout.step_s is not None and running.step_s is not None:
             return layout.step_s < (1 - WORTH_A_MORPH) * running.step_s
-        if layout.step_s is not None:  # The current layout was chosen without the planner.
+        if layout.step_s is not None:  # The running layout was chosen without the planner.
             return layout.identity != running.identity
         return layout.world_size > running.world_size
 
@@ -184,14 +185,15 @@ def choose_layout(arguments: Sequence[str], offers: Sequence[Offer]) -> Parallel
 
 
 def relative_time(layout: ParallelLayout, slowness: Sequence[float]) -> float:
-    """Estimates the step time of ``layout``, in multiples of the time per layer and sample.
+    """Estimates the step time of ``layout``, as a multiple of the time per layer and sample.
 
-    The unit is the time of the forward and backward pass of one sample through one layer.
+    The time per layer and sample is the duration of the forward and backward pass of one sample
+    through one layer.
 
     Args:
         layout: Layout whose step time is estimated.
-        slowness: Slowness of each rank's node, indexed by rank. A node with the expected speed has
-            1.
+        slowness: Ratio of the computing time of each rank's node to the expected time, indexed by
+            rank.
     """
     layers: Sequence[float] = layout.partition
     if layout.widths:
@@ -211,16 +213,17 @@ def relative_time(layout: ParallelLayout, slowness: Sequence[float]) -> float:
 
 
 def _by_stage(by_rank: Sequence[float], pipeline: int, width: int) -> list[float]:
-    """Returns the slowness of each pipeline rank, which is the maximum over its processes."""
+    """Returns the slowness of each stage, which is the maximum over the ranks of the stage."""
     return [max(by_rank[stage * width : (stage + 1) * width]) for stage in range(pipeline)]
 
 
 def _weighted_split(num_layers: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Splits layers into stages so that the slowest stage takes the shortest time.
+    """Splits ``num_layers`` layers into stages so that the slowest stage is as fast as possible.
 
-    Each stage gets at least one layer. Each further layer is assigned to the stage whose time
-    including this layer would be shortest. In case of a tie, the layer is assigned to the stage
-    that is farthest from both ends of the pipeline.
+    ``weights`` contains the time per layer of each stage. Each stage gets at least one layer. Each
+    further layer is assigned to the stage whose time including this layer would be shortest. In
+    case of a tie, the layer is assigned to the stage that is farthest from both ends of the
+    pipeline.
     """
     count = len(weights)
     layers = [1] * count
@@ -239,8 +242,8 @@ def _weighted_split(num_layers: int, weights: Sequence[float]) -> tuple[int, ...
 def parse_requested(arguments: Sequence[str]) -> TrainerConfig:
     """Parses the trainer's arguments with the smallest world size for which they are valid.
 
-    The assumed world size is not used later, because the layout sets the world size and the
-    parallel sizes.
+    This world size is not used later, because the layout sets the world size and the parallel
+    sizes.
 
     Raises:
         ConfigError: The arguments are invalid for every number of replicas from 1 to 8. The message
@@ -264,7 +267,7 @@ def parse_requested(arguments: Sequence[str]) -> TrainerConfig:
 
 
 def _unit(flags: Sequence[str]) -> int:
-    """Returns the number of processes per replica: tensor size times pipeline size."""
+    """Returns the number of processes per replica: the tensor size times the pipeline size."""
     unit = 1
     for name in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
         value = last_value(flags, name) or "1"
@@ -273,7 +276,7 @@ def _unit(flags: Sequence[str]) -> int:
 
 
 def _degrees(config: TrainerConfig, usable: int) -> Iterator[tuple[int, int]]:
-    """Yields possible pairs of a number of replicas and a pipeline size, starting with the best.
+    """Yields possible pairs of a number of replicas and a pipeline size, the best pair first.
 
     ``usable`` is the number of tensor-parallel groups that the available processes can form.
     """
@@ -300,7 +303,7 @@ def _layout(
     replicas: int,
     partition: tuple[int, ...],
 ) -> ParallelLayout | None:
-    """Creates a layout from the sizes, or returns ``None`` if the trainer rejects the layout."""
+    """Creates a layout with these sizes, or returns ``None`` if the trainer rejects the layout."""
     tensor = config.parallel.tensor_model_parallel_size
     chunks = len(partition) // pipeline
     if pipeline == 1 and chunks > 1:

@@ -8,9 +8,9 @@ starts the next incarnation, or the job ends::
          │            SIGUSR1 to the ranks, which save <──── node joins or will be taken away
          └──────────────── from the last complete checkpoint <──┴─ node or rank lost
 
-A new layout changes how ranks share the model and the batch. It does not change the global batch
-size or the order of the data. Checkpoints do not depend on the layout, so the next layout resumes
-from the newest complete checkpoint.
+A new layout changes how the ranks divide the model and the batch. It changes neither the global
+batch size nor the order of the data. Checkpoints do not depend on the layout, so the next layout
+resumes from the newest complete checkpoint.
 
 If nodes join by themselves, each node runs a :class:`Participant`. One of the nodes is the
 manager::
@@ -82,8 +82,8 @@ class Manager:
         spec: Description of the job.
         chooser: Object that chooses the best layout for the available nodes.
         own_machine: Machine of this process if nodes join by themselves, or ``None`` if the job has
-            a machines file. With ``own_machine``, a signal removes only this node from the job, and
-            another node becomes the manager.
+            a machines file. If it is given, a stop signal to this process removes only this node
+            from the job, and another node becomes the manager.
         keeper: Object with the snapshots that this node stored under the previous manager, or
             ``None`` if there are no snapshots.
     """
@@ -104,7 +104,8 @@ class Manager:
         self._lease = Lease(spec.checkpoints)
         self._program.folder.lease = self._lease
         self._secret = new_secret()
-        self._name = secrets.token_hex(4)  # Names of folders and runs contain this random name.
+        # This random name is part of the names of folders and runs.
+        self._name = secrets.token_hex(4)
         self._clock = AwakeClock()
         self._members = Membership(
             spec.machines, own_machine, spec.address, self._secret, asdict(spec.work)
@@ -125,7 +126,7 @@ class Manager:
         self._status = "waiting for machines"
         self._iteration = 0
         self._total = 0
-        # This is the first stop signal that this process received, or None before any signal.
+        # First stop signal that this process received, or ``None`` before any signal.
         self.notice: signal.Signals | None = None
         self._stop: signal.Signals | None = None
         self._is_deposed = False
@@ -143,7 +144,8 @@ class Manager:
 
         Returns:
             0 if training is complete, 128 + N after signal N, or :data:`EXIT_LEFT` if a signal
-            removed only this node. After a failure, the exit status of the first rank that failed.
+            removed only this node. After a failure, the exit status of the first rank that failed
+            is returned.
 
         Raises:
             LeaseTakenError: Another manager runs the job, or another job saves to the same
@@ -202,7 +204,7 @@ class Manager:
         reason = "start"
         while True:
             choice = await self._layout()
-            if choice is None:  # A stop signal arrived before any layout fitted.
+            if choice is None:  # A stop signal arrived before a layout fitted the nodes.
                 assert self._stop is not None
                 say(f"stopped by {self._stop.name} before training began")
                 return 128 + int(self._stop)
@@ -228,12 +230,12 @@ class Manager:
     async def _recover(self) -> None:
         self._fence()
         await self._copies.recover(self._spec.stop_s)
-        # Apply the events that have arrived in the meantime.
+        # Apply the events that arrived while the nodes restored the training state.
         while not self._members.events.empty():
             await self._next(None)
 
     async def _first_nodes(self) -> None:
-        """Waits until all listed machines have answered, or until enough nodes have joined."""
+        """Waits until all listed machines have answered, or the expected number has joined."""
         expected = self._spec.nodes
         limit_s = self._spec.join_s
         if self._is_successor:
@@ -249,15 +251,15 @@ class Manager:
             await self._apply_all(until_s)
 
     async def _layout(self) -> tuple[ParallelLayout, list[Node]] | None:
-        """Chooses a layout for the available nodes, and waits for more nodes while no layout fits.
+        """Chooses a layout for the available nodes. Waits for more nodes while no layout fits.
 
         Returns the layout and its nodes, or ``None`` if the job was asked to stop.
         """
         self._status = "waiting for machines"
         until_s = self._clock.now_s() + self._spec.wait_s
         is_reported = False
-        # Prefer nodes that have already imported the ranks' modules, because ranks start faster on
-        # these nodes. At the first start, no node has imported the modules yet.
+        # Prefer nodes that have already imported the modules of the ranks, because ranks start
+        # faster on these nodes. At the first start, no node has imported them yet.
         is_ready = bool(self._incarnations)
         while self._stop is None:
             if choice := await self._fitting(ready=is_ready) or await self._fitting():
@@ -276,8 +278,8 @@ class Manager:
                     f"{safe}"
                 )
             if self._members.start_lost_again():
-                # All restarted nodes import their modules at the same time, so wait for all of
-                # these nodes instead of using only the fastest.
+                # All restarted nodes import their modules at the same time, so wait for all of them
+                # instead of using only the fastest nodes.
                 is_ready = False
                 while self._members.are_starting and self._clock.now_s() < until_s:
                     await self._apply_all(until_s)
@@ -373,15 +375,16 @@ class Manager:
             kind = "" if event is None else event.kind
             if event is not None and kind == "ended" and event.message["key"] in running.where:
                 self._rank_ended(running, event)
-            # After a deadline, check all nodes, because ``_overdue`` marks nodes as lost without an
-            # event.
+            # ``_overdue`` marks nodes as lost without an event, so check all nodes after a
+            # deadline.
             if event is None or kind == "lost":
                 for key in running.alive:
                     name = running.where[key]
                     is_gone = self._members.nodes[name].status in ("lost", "gone")
                     # After an event, mark only the ranks on the node of the event. Ranks on another
-                    # lost node may have exited normally, with their reports still in the queue. Do
-                    # not check the node's status, because the node may have joined again.
+                    # lost node may have exited normally, and the queue may still contain their exit
+                    # statuses. Do not check the node's status, because the node may have joined
+                    # again.
                     if is_gone if event is None else name == event.node:
                         running.statuses[key] = -signal.SIGKILL
                         running.record_fault(
@@ -390,8 +393,8 @@ class Manager:
             if self._stop is not None:
                 self._ask_to_save(running, f"signal {self._stop.name}")
             if kind == "tick" and not running.stopping:
-                # The tick may have been queued during the previous incarnation, so read again which
-                # ranks are slow in this incarnation.
+                # The tick may have been queued before the current ranks started, so read again
+                # which of these ranks are slow.
                 now = self._progress.read(running.folder)
                 nodes = self._members.usable()
                 reason = await self._probes.handle(now.failed, running, nodes)
@@ -414,15 +417,14 @@ class Manager:
         if not ended_well(status):
             node = self._members.nodes[event.node]
             rank = event.message["key"].partition("/")[2]
-            # If the node will be taken away, count the exit of its rank as a departure instead of a
-            # failure.
+            # If the node is about to be taken away, do not count the exit of its rank as a failure.
             gone = node.why if node.status == "leaving" else ""
             fault = f"rank {rank} on {node.name} {how_ended(status)}"
             kill = status in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV, -signal.SIGBUS)
             running.record_fault(fault, self._clock.now_s() + _GRACE_S, gone=gone, kill=kill)
 
     def _overdue(self, running: RunningRanks) -> None:
-        """Kills the remaining ranks. The second call marks nodes whose ranks still run as lost."""
+        """Kills the remaining ranks, or if they have been killed, marks their nodes as lost."""
         if running.killed:
             for name in {running.where[key] for key in running.alive}:
                 node = self._members.nodes[name]
@@ -440,7 +442,7 @@ class Manager:
         self._members.signal({running.where[key] for key in running.alive}, signal.SIGKILL)
 
     async def _reconsider(self, running: RunningRanks) -> None:
-        """Asks the ranks to save and exit if another layout is better for the available nodes."""
+        """Asks the ranks to save and exit if a better layout exists for the available nodes."""
         leaving = self._members.leaving(running.incarnation.nodes)
         if leaving is not None:
             self._ask_to_save(running, leaving.why)
@@ -452,7 +454,8 @@ class Manager:
             newcomers = some_names(node.name for node in nodes if node.name not in former_names)
             self._ask_to_save(running, f"{newcomers} came" if newcomers else "another plan")
         elif not running.stopping:
-            self._notice_ns = None  # No layout changes because of this notice, so forget it.
+            # The layout stays the same, so forget when this change of the nodes was noticed.
+            self._notice_ns = None
 
     def _ask_to_save(self, running: RunningRanks, reason: str) -> None:
         if self._is_deposed and not running.killed:  # Another manager has taken over.
@@ -467,7 +470,7 @@ class Manager:
         self._members.signal({running.where[key] for key in running.alive}, signal.SIGUSR1)
 
     def _judge(self, running: RunningRanks) -> tuple[int | None, str]:
-        """Decides whether the job ends, or starts another incarnation after ``running``.
+        """Decides, after all ranks in ``running`` have exited, whether the job ends.
 
         Returns:
             Exit status of the job and an empty string if the job ends. Otherwise, ``None`` and the
@@ -490,7 +493,7 @@ class Manager:
             reason = self._program.goes_on(before, running.statuses.values())
             if reason or (running.stopping and before.ended != COMPLETE):
                 return None, running.stopping or reason
-            return 0, ""  # The program has already printed why it ended.
+            return 0, ""  # The program has already printed why training ended.
         self._notice_ns = None
         lost = running.gone
         statuses = running.statuses.values()
@@ -500,14 +503,14 @@ class Manager:
         say(f"error: {running.fault}{f'; {lost}' if lost not in running.fault else ''}")
         if self._stop is not None:
             return 128 + int(self._stop), ""
-        # Count failures since the last checkpoint. The loss of a node does not count as a failure
-        # of the program.
+        # Count the failures since the last checkpoint. The loss of a node is not the program's
+        # fault, so do not count it.
         self._failures = (0 if before.saved_ns is not None else self._failures) + (not lost)
         code = next((code for code in statuses if code > 0 and not ended_well(code)), 1)
         is_own_error = not lost and not any(code < 0 for code in statuses)
         if is_own_error and not self._has_worked:
-            # The program never completed a step, so it would fail again. It has already printed an
-            # error.
+            # The program has never completed a step, so it would fail again. It has already printed
+            # an error.
             return code, ""
         if self._failures > self._spec.max_restarts and not lost:
             say(
@@ -520,14 +523,14 @@ class Manager:
     async def _apply_all(self, until_s: float | None) -> None:
         """Waits for an event, and then applies all events that are in the queue.
 
-        If several nodes have joined, the next choice of a layout then considers all of them.
+        If several nodes have joined at the same time, the next layout can then use all of them.
         """
         await self._next(until_s)
         while not self._members.events.empty():
             await self._next(None)
 
     async def _next(self, until_s: float | None) -> Event | None:
-        """Waits for an event, applies it to its node, and returns it.
+        """Waits for an event, updates the state of the node of the event, and returns the event.
 
         Returns ``None`` if the deadline ``until_s`` passes first.
         """
@@ -574,9 +577,9 @@ class Manager:
         self._members.events.put_nowait(Event("stop", "", {}))
 
     def _hung_up(self) -> None:
-        """Stops the job if the cause of SIGHUP is a closed terminal.
+        """Stops the job if SIGHUP was sent because the terminal was closed.
 
-        Otherwise, rereads the machines file.
+        Any other SIGHUP is a request to reread the machines file.
         """
         if drop_closed_terminal():
             self._asked_to_stop(signal.SIGTERM)
@@ -591,14 +594,14 @@ class Manager:
             if not self._holds():
                 return
             self._members.reread_file()
-            # Ignore errors here, because the next change of layout reports the same errors.
+            # Ignore errors here, because they are reported at the next change of the layout.
             with contextlib.suppress(AdaptiveError, OSError):
                 self._write_state()
             if self._has_findings:
                 self._members.events.put_nowait(Event("tick", "", {}))
 
     def _holds(self) -> bool:
-        """Renews this manager's lease, and returns whether it still holds the lease.
+        """Renews the manager's lease, and returns whether this manager still has the lease.
 
         The lease is the right to manage the job.
         """
@@ -608,19 +611,19 @@ class Manager:
         return not self._is_deposed
 
     def _fence(self) -> bool:
-        """Prevents ranks of earlier incarnations that still run from saving checkpoints.
+        """Prevents ranks of earlier layouts that still run from saving checkpoints.
 
         Returns:
             Whether this manager still holds the job's lease.
         """
-        # If the disk is full, the ranks report this when they save.
+        # If the disk is full, the ranks report the error when they save.
         with contextlib.suppress(OSError):
             if not self._lease.advance():
                 return self._holds()
         return self._holds()
 
     def _nodes_in_use(self) -> Sequence[str]:
-        """Returns the names of the nodes of the latest incarnation."""
+        """Returns the names of the nodes on which ranks run now, or ran last."""
         return self._incarnations[-1].nodes if self._incarnations else ()
 
     def _latest(self) -> int:
@@ -659,10 +662,10 @@ _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Participant:
-    """Takes part in a job as one node. :meth:`run` may only be called once.
+    """Takes part in a job as one node. :meth:`run` may only be called once per object.
 
-    The node switches between the roles of manager and agent, in the same event loop. Its signal
-    handlers stay installed in between, so that a signal during a switch does not kill the process.
+    The node switches between the roles of manager and agent in the same event loop. It always
+    handles signals, so that a signal during a switch does not kill the process.
 
     Args:
         spec: Description of the job.
@@ -706,7 +709,7 @@ class Participant:
                 return await manager.run()
             except LeaseTakenError as error:
                 owner = error.owner
-                if "run" not in owner:  # The owner is not a manager, so this node cannot join it.
+                if "run" not in owner:  # The job has no manager that this node could join.
                     raise
             await self._over(manager.notice)
             status = None if self._notice is not None else await self._join(owner)
@@ -716,7 +719,7 @@ class Participant:
         return EXIT_LEFT
 
     async def _join(self, owner: Mapping[str, Any]) -> int | None:
-        """Joins the job as an agent, and returns the exit status.
+        """Joins the job as an agent, and returns the exit status with which the node must exit.
 
         Returns ``None`` if the manager is lost or not ready yet.
         """
@@ -736,7 +739,8 @@ class Participant:
                 raise
             await asyncio.sleep(_AGAIN_S)
             return None
-        # The manager may have been lost before the notice reached it, so remember the notice.
+        # The manager may have been lost before it was notified of the signal, so remember the
+        # signal.
         await self._over(agent.notice)
         if agent.status is not None:
             say(f"node {self._name} leaves: {agent.why}")
@@ -746,14 +750,14 @@ class Participant:
         return None
 
     async def _over(self, notice: signal.Signals | None) -> None:
-        """Ends the role of manager or agent: takes over signal handling, and cancels all tasks."""
+        """Ends the role of manager or agent: handles the signals, and cancels all other tasks."""
         self._listen()
         self._notice = self._notice or notice
         rest = asyncio.all_tasks() - {asyncio.current_task()}
         for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
-        await asyncio.sleep(0)  # Yield to the event loop, which then runs pending signal handlers.
+        await asyncio.sleep(0)  # Let the event loop run pending signal handlers.
 
     def _listen(self) -> None:
         for number in _NOTICES:

@@ -56,7 +56,7 @@ class Machine:
 
     @property
     def has_loopback(self) -> bool:
-        """Returns whether the host is ``localhost`` or a loopback address."""
+        """Returns whether the host of the machine is ``localhost`` or a loopback address."""
         return self.host.lower() == "localhost" or self.host.startswith("127.")
 
     @property
@@ -132,7 +132,7 @@ _BEGIN = (
 _END_S = 20.0
 _AGAIN_S = 1.0
 RETRY_S = 10.0
-"""Minimum time in seconds between two starts of the agent of the same machine."""
+"""Minimum time in seconds between two starts of the agent on the same machine."""
 PURPOSE = "manager"
 """Label of connections between agents and the manager, which must be the same on both sides."""
 PROTOCOL = 2
@@ -162,8 +162,8 @@ def over_ssh(
     Returns:
         The command, and the bytes that must first be written to the standard input of the command.
     """
-    # The isolated mode (-I) prevents modules in the working directory from shadowing modules that
-    # the start-up program imports.
+    # Modules in the working directory must not shadow modules that the start-up program imports, so
+    # use the isolated mode (-I).
     remote_command = shlex.join([sys.executable, "-I", "-c", _BEGIN, *arguments])
     command = [*_SSH, host, f"cd {shlex.quote(os.getcwd())} && exec {remote_command}"]
     return command, json.dumps(dict(variables)).encode() + b"\n"
@@ -180,7 +180,8 @@ class Event(NamedTuple):
 
     Attributes:
         kind: Name of the event: ``joined``, ``ready``, ``failed``, ``notice``, ``removed``,
-            ``lost``, ``ended``, ``passed`` (a node that had failed a probe), ``stop`` or ``tick``.
+            ``lost``, ``ended``, ``passed`` (a node that failed a probe earlier is fast enough now),
+            ``stop`` or ``tick``.
         node: Name of the node that changed; empty for an event of the manager.
         message: Message from the node's agent, or a dictionary with the same structure.
     """
@@ -199,7 +200,7 @@ class Node:
         machine: Machine on which the manager starts the node's agent; ``None`` if the node joined
             by itself.
         status: Status of the node, such as ``present``, ``leaving`` or ``lost``.
-        why: Reason why the node does not take part, or empty if it does.
+        why: Reason why the node does not take part; empty if it takes part.
         host: Host name that the node reported when it joined.
         pid: Process ID of the node's agent.
         slots: Number of processes that the node may run.
@@ -260,8 +261,8 @@ class Membership:
         self._read = () if machines is None else read_machines(machines)
         self._own_machine = own_machine
         self._stamp = self._file_stamp()
-        # Decide only once whether to use the loopback address. Agents store the address of the
-        # manager, so it must not change when the machines file changes.
+        # Decide only once whether to use the loopback address. Agents store the manager's address,
+        # so this address must not change when the machines file changes.
         self._is_alone = machines is not None and all(
             machine.has_loopback for machine in self._read
         )
@@ -298,7 +299,7 @@ class Membership:
             self._start_agent(machine)
 
     def leaving(self, names: Iterable[str]) -> Node | None:
-        """Returns the first node in ``names`` that will be taken away, or ``None`` if all stay."""
+        """Returns the first node in ``names`` that is about to be taken away, or ``None``."""
         nodes = (self.nodes[name] for name in names)
         return next((node for node in nodes if node.status == "leaving"), None)
 
@@ -347,7 +348,7 @@ class Membership:
         return any(node.status == "starting" for node in self.nodes.values())
 
     def address_of(self, node: Node) -> str:
-        """Returns the address at which the other nodes reach ``node``."""
+        """Returns the address at which other nodes can reach ``node``."""
         assert node.link is not None
         peer = node.link.peer
         return self.address if peer in ("127.0.0.1", "::1") else peer
@@ -387,9 +388,9 @@ class Membership:
                 self._start_agent(machine)
 
     def start_lost_again(self) -> bool:
-        """Restarts the agents of listed machines that are lost or did not answer.
+        """Restarts the agents on listed machines that are lost or did not answer.
 
-        The agent of a machine is started at most once in :data:`RETRY_S` seconds.
+        An agent on the same machine is started at most once in :data:`RETRY_S` seconds.
 
         Returns:
             Whether any agent was started.
@@ -436,8 +437,8 @@ class Membership:
                 self.release(node, "the job has ended", status)
         for node in self.nodes.values():
             if node.process is not None and node.process.returncode is None:
-                # Terminate agents that have not connected yet. Otherwise they would report that the
-                # manager is lost.
+                # Agents that have not connected yet would report that the manager is lost, so
+                # terminate them.
                 if node.status == "starting":
                     with contextlib.suppress(ProcessLookupError):
                         node.process.terminate()
@@ -506,8 +507,8 @@ class Membership:
         if node.status == "starting" and not (is_own and status < 0):
             self._failed(node, last_line or f"its agent exited with status {status}")
         elif is_own:
-            # The manager's own node must take part, so restart its agent. First wait until the
-            # manager has handled the loss of the node.
+            # The manager's own node must take part, so restart its agent. Wait first, so that the
+            # manager can handle the loss of the node.
             await asyncio.sleep(_AGAIN_S)
             if node.status in ("starting", "lost") and not self._is_closing:
                 self._start_agent(machine)
@@ -565,7 +566,7 @@ class Membership:
 
 
 def allow_files(count: int) -> None:
-    """Raises the limit on open files of this process to ``count``, or to the system's maximum."""
+    """Raises this process's limit on open files to ``count``, if the system allows so many."""
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard_limit != resource.RLIM_INFINITY:
         count = min(count, hard_limit)

@@ -55,7 +55,7 @@ _MOCK_VOCABULARY = "50303"
 
 @dataclass(frozen=True, kw_only=True)
 class NodePlace:
-    """Role of a node in the job, which is known once all nodes have connected.
+    """Place of a node in the job, which is known once all nodes have connected.
 
     Attributes:
         node_rank: Index of this node among the job's nodes, from 0.
@@ -175,7 +175,8 @@ def _profiler(conf: LaunchConf, node_rank: int, run_dir: Path) -> list[str]:
 def in_container(conf: LaunchConf, command: Sequence[str], run_dir: Path) -> list[str]:
     """Returns a command that runs ``command`` in the container.
 
-    Returns ``command`` itself if there is no container, or if Slurm starts the container (pyxis).
+    Returns ``command`` itself if there is no container, or if Slurm starts the container with its
+    plugin pyxis.
     """
     gpu = ["--nv"] if conf["DEVICE"] == "gpu" else []
     starts = {"apptainer": ["exec", *gpu, "--bind"], "enroot": ["start", "--rw", "--mount"]}
@@ -187,13 +188,13 @@ def in_container(conf: LaunchConf, command: Sequence[str], run_dir: Path) -> lis
 
 
 def mounts_of(conf: LaunchConf, logs: Path) -> list[str]:
-    """Returns the folders to mount in the container, as ``PATH_ON_NODE:PATH_IN_CONTAINER``."""
+    """Returns the folders to mount in the container, each as ``PATH_ON_NODE:PATH_IN_CONTAINER``."""
     extra_mounts = [mount for mount in (conf["CONTAINER_MOUNTS"] or "").split(",") if mount]
     return [f"{WORK_FOLDER}:{WORK_FOLDER}", f"{logs}:{logs}", *extra_mounts]
 
 
 def run_record(conf: LaunchConf, node: NodePlace, run_dir: Path) -> str:
-    """Returns the text of ``run.json``: start time, settings and number of processes."""
+    """Returns the content of ``run.json``: start time, settings and number of processes."""
     record = {
         "started_unix_s": round(time.time(), 1),
         "conf": {name: masked_text(text) for name, text in conf.texts().items()},
@@ -217,7 +218,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE_S = 1.0
 _OUTPUTS = ("out", "err")
 _SHORTEST_SECRET = 8
-"""Minimum length of masked secrets. Shorter values, such as 1, also occur in lines without secrets.
+"""Minimum length of secrets that are masked. Shorter values, such as 1, also occur elsewhere.
 """
 
 
@@ -236,9 +237,9 @@ def run_node(
 
     Args:
         conf: Configuration of the launch.
-        node: This node's part in the job.
+        node: Place of this node in the job.
         run_dir: Folder of the job's logs.
-        name: Name of the node, with which the names of its log files begin.
+        name: Name of the node, with which the names of the node's log files begin.
         variables: Environment variables for the processes, in addition to those of this process.
         echo: Whether to also print the output of the processes on the terminal.
 
@@ -254,7 +255,7 @@ def run_node(
     command = in_container(conf, node_command(conf, node, run_dir), run_dir)
     environment = _environment(conf, variables)
     hidden = _secret_values(environment)
-    # Child processes inherit this setting. Otherwise, SIGUSR1 would kill ranks that have not
+    # Child processes inherit this setting. Without it, SIGUSR1 would kill ranks that have not
     # installed their handlers yet.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     begin = f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} node {node.node_rank} starts\n".encode()
@@ -262,8 +263,8 @@ def run_node(
     with contextlib.closing(files[0]) as out, contextlib.closing(files[1]) as err:
         for file in (out, err):
             file.begin()
-        # Start the job in a separate session. Otherwise it would receive Ctrl-C twice: from the
-        # terminal, and from this process, which forwards the signal.
+        # Start the job in a separate session. Otherwise the job would receive Ctrl-C twice: from
+        # the terminal, and from this process, which forwards the signal.
         job = subprocess.Popen(
             command,
             env=environment,
@@ -272,16 +273,16 @@ def run_node(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            # If this process is killed, the node's ranks then save a checkpoint and exit. The
-            # kernel clears this setting for set-user-ID programs, such as the starter of some
-            # versions of Apptainer.
+            # If this process is killed, the kernel sends SIGTERM to the job, so that the ranks save
+            # a checkpoint and exit. The kernel does not do so for set-user-ID programs, such as the
+            # starter of some versions of Apptainer.
             preexec_fn=ending_with_this_process(signal.SIGTERM),
         )
         samples = run_dir / f"{name}.gpu"
         status, is_stopped = _watch_job(job, out, err, samples, hidden=hidden, echo=echo)
     if status == 0 and is_stopped:
-        # After a non-zero status, srun kills the job on all other nodes, so give these nodes time
-        # to exit first.
+        # After a non-zero status, srun kills the job on all other nodes, so first give these nodes
+        # time to exit.
         time.sleep(_GRACE_S)
         return EXIT_STOPPED_EARLY
     return 128 - status if status < 0 else status
@@ -333,7 +334,7 @@ def _environment(conf: LaunchConf, variables: Mapping[str, str]) -> dict[str, st
 
 @contextlib.contextmanager
 def _signals_to(job: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Forwards signals to ``job`` during the context, and then kills ``job`` if it still runs."""
+    """Forwards signals to ``job``. At the end of the context, kills ``job`` if it still runs."""
     former = {number: signal.signal(number, lambda n, _: job.send_signal(n)) for number in _SIGNALS}
     former[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda n, _: _signal_ranks(job.pid, n))
     try:
@@ -347,7 +348,7 @@ def _signals_to(job: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def _signal_ranks(pid: int, number: int) -> None:
-    """Sends the signal ``number`` to the ranks below process ``pid``, but not to their children."""
+    """Signals all ranks among the descendants of process ``pid``, but not their children."""
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):

@@ -1,9 +1,9 @@
 """Forks ranks from a process that has already imported their modules, so that they start fast.
 
-Importing torch and megatron-core takes longer than all other parts of starting a rank. The
-forkserver imports them once per node, before any rank is needed, and then forks each rank. The
-forkserver has a single thread, and does not open any device. On a node with GPUs, it only imports
-torch, because a process that has detected GPUs cannot be forked.
+Importing torch and megatron-core takes longer than the rest of starting a rank. The forkserver
+imports them once per node, before any rank is needed, and then forks each rank. The forkserver has
+a single thread, and does not open any device. On a node with GPUs, it only imports torch, because a
+process that has detected GPUs cannot be forked.
 
 The forkserver reads commands from the file descriptor on its command line, with one JSON object per
 line, and writes its answers to the same descriptor::
@@ -59,7 +59,7 @@ def main(descriptor: int) -> None:
         descriptor: File descriptor of the socket.
     """
     orders = socket.socket(fileno=descriptor)
-    end_with_parent()  # Call this first, because the agent may exit during the imports below.
+    end_with_parent()  # The agent may exit during the imports below, so call this first.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # The agent handles these signals.
     _import()
@@ -69,18 +69,18 @@ def main(descriptor: int) -> None:
 
 
 def _import() -> None:
-    """Imports the modules that ranks need. Ranks report missing modules later."""
+    """Imports the modules that ranks need. Ignores errors, which the ranks report later."""
     with contextlib.suppress(Exception):
         importlib.import_module("torch")
         if any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists():
             return
         device = importlib.import_module("megatron.adaptive.accelerator")
         device.install()
-        with device.quiet_imports():  # Warnings are hidden only during these imports.
+        with device.quiet_imports():  # Hide warnings only during these imports.
             for name in _MODULES:
                 importlib.import_module(f"megatron.adaptive.{name}")
-            # Ranks import these modules only in the first step or when they read data, so import
-            # them here for all ranks.
+            # Ranks import these modules only in the first step or when they read data. Import them
+            # here, so that ranks do not have to wait for them.
             for name in ("torch._dynamo", "megatron.core.datasets.helpers"):
                 importlib.import_module(name)
 
@@ -126,8 +126,8 @@ class _Forkserver:
         sys.stderr.flush()
         parent = os.getpid()
         # Block SIGUSR1 before the fork, so that a signal directly after the fork stays pending
-        # until the rank's training loop handles it. Otherwise the signal would be lost, because a
-        # forked process, like the forkserver, ignores it.
+        # until the rank's training loop handles it. A forked process ignores SIGUSR1 like the
+        # forkserver, so the signal would otherwise be lost.
         kept_back = {signal.SIGUSR1}
         signal.pthread_sigmask(signal.SIG_BLOCK, kept_back)
         pid = os.fork()
@@ -139,7 +139,7 @@ class _Forkserver:
         self._send(started=rank["key"], pid=pid)
 
     def _become(self, rank: dict[str, Any], parent: int) -> NoReturn:
-        """Runs the script of ``rank`` in the forked process, and then exits the process."""
+        """Runs the script of ``rank`` in the forked process, and then exits from the process."""
         status = 1
         try:
             with contextlib.suppress(OSError):
@@ -188,7 +188,7 @@ class _Forkserver:
             if key is None:
                 continue
             with contextlib.suppress(ProcessLookupError):
-                # Data workers may outlive the rank that started them.
+                # A rank's data workers may outlive it, so kill the whole process group.
                 os.killpg(pid, signal.SIGKILL)
             self._send(ended=key, status=os.waitstatus_to_exitcode(status))
 

@@ -28,15 +28,16 @@ _NONE: Mapping[str, Any] = {"run": "", "buddy": None, "settings": {}}
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotSource:
-    """The newest step that can be restored from copies, or the reason why no step can be restored.
+    """The newest step that can be restored from copies, or the reason why there is no such step.
 
     Attributes:
         step: Newest step whose parts all still exist; 0 if there is no such step.
         seen: Newest step for which any part of a snapshot still exists, or 0 if no part exists.
         why: Reason why no step can be restored, or empty if a step can be restored.
-        parts: Copies from which ``step`` is restored, with the entries of the keepers' inventories
-            and two additional entries. ``node`` is the name of the node that has the copy, and
-            ``needs`` contains the indices of the required parts that the copy provides.
+        parts: Copies from which ``step`` is restored. Each copy is described by the entry in its
+            node's inventory and by two additional entries. ``node`` is the name of the node that
+            has the copy, and ``needs`` contains the indices of the required parts that the copy
+            provides.
     """
 
     step: int = 0
@@ -46,12 +47,11 @@ class SnapshotSource:
 
 
 def buddies(nodes: Sequence[Node]) -> dict[str, str | None]:
-    """Chooses, for each node, another node that stores copies of the node's state.
+    """Chooses, for each node, another node (its buddy) that stores copies of the node's state.
 
-    Returns a dict from the name of each node to the name of the chosen node (buddy). The buddy is
-    the next node, in cyclic order, that is on another machine. If all nodes are on the same
-    machine, such as in a trial run, the buddy is the next node. If there is only one node, the
-    buddy is ``None``.
+    Returns the names of the buddies, keyed by node name. The buddy is the next node, in cyclic
+    order, that is on another machine. If all nodes are on the same machine, such as in a trial run,
+    the buddy is the next node. A single node has the buddy ``None``.
     """
     buddy_names: dict[str, str | None] = {}
     alone = len({node.host for node in nodes}) == 1
@@ -67,10 +67,9 @@ def newest(kept: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> SnapshotS
 
     Args:
         kept: Pairs of a remaining node's name and the list of copies in this node's memory. In the
-            entry of a copy, ``needs`` lists the parts that are required for a complete step. Each
-            part has the entries ``ranks`` and ``is_sent``: a copy from any rank in ``ranks``
-            provides the part. If ``is_sent`` is false, copies that were sent by another node do not
-            count.
+            entry of a copy, ``needs`` lists the parts of which a complete step consists. Each part
+            has the entries ``ranks`` and ``is_sent``: a copy from any rank in ``ranks`` provides
+            the part. If ``is_sent`` is false, copies that another node sent do not count.
     """
     copies: list[Mapping[str, Any]] = []
     needs: dict[tuple[str, int], Sequence[Mapping[str, Any]]] = {}
@@ -96,9 +95,9 @@ def newest(kept: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> SnapshotS
                 if copy["rank"] in need["ranks"] and (copy["kind"] == "own" or need["is_sent"])
             ]
             if fitting:
-                # Prefer a copy that already provides another part, so that fewer copies are read.
-                # Next, prefer a copy on the rank's own node to a copy that was sent to another
-                # node.
+                # Prefer a copy that is needed anyway for another part, so that fewer copies are
+                # read. If there is no such copy, prefer a copy on the rank's own node to a copy on
+                # another node.
                 best = min(fitting, key=lambda copy: (not copy["needs"], copy["kind"] != "own"))
                 best["needs"].append(index)
             else:
@@ -113,7 +112,7 @@ def newest(kept: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> SnapshotS
 
 
 class JobSnapshots:
-    """Decides on which nodes a job's snapshots are stored, and restores steps from them.
+    """Decides which nodes store a job's snapshots, and restores the training state from them.
 
     Args:
         settings: Interval and memory limit of snapshots, or ``None`` to take no snapshots.
@@ -123,7 +122,7 @@ class JobSnapshots:
         folder: Folder of checkpoints.
         manager: Name of the manager that starts the ranks.
         kept: Name of the manager's own node, and the object with the snapshots that this node
-            stored under the previous manager, or ``None`` if there are no such snapshots.
+            stored under the previous manager; ``None`` if there are no such snapshots.
     """
 
     def __init__(
@@ -144,12 +143,12 @@ class JobSnapshots:
         self._written = 0
 
     def orders(self, epoch: int, names: Sequence[str]) -> dict[str, Any]:
-        """Returns the snapshot settings of each node that starts ranks, keyed by node name.
+        """Returns the snapshot settings for each node that starts ranks, keyed by node name.
 
-        Also asks all other nodes to drop their copies.
+        Asks all other nodes to delete their copies.
 
         Args:
-            epoch: Number of the incarnation.
+            epoch: Number of the incarnation (start of the ranks in a layout), counted from 1.
             names: Names of the nodes that start ranks, ordered by rank.
         """
         settings = self._settings
@@ -159,7 +158,8 @@ class JobSnapshots:
         taking_part = set(names)
         for name, node in members.nodes.items():
             if node.link is not None and node.status in _HERE and name not in taking_part:
-                # The copies of a node without ranks become outdated, so ask the node to drop them.
+                # The copies of a node without ranks become outdated, so ask the node to delete
+                # them.
                 node.link.send("start", ranks=[], copies=_NONE)
         nodes = [members.nodes[name] for name in names]
         alone = len({node.host for node in nodes}) == 1
@@ -179,7 +179,7 @@ class JobSnapshots:
         return orders
 
     def begun(self, resumed: int, before: IncarnationProgress | None) -> tuple[str, int]:
-        """Returns where the training state comes from, and how many steps must be repeated.
+        """Returns the origin of the training state, and the number of steps that must be repeated.
 
         Args:
             resumed: Iteration of the checkpoint from which the incarnation resumes.
@@ -200,7 +200,7 @@ class JobSnapshots:
         return source, max(0, done - resumed)
 
     async def recover(self, limit_s: float) -> None:
-        """Writes the newest complete step as a checkpoint, unless a newer checkpoint exists.
+        """Writes the newest complete step in memory as a checkpoint, unless a newer one exists.
 
         Args:
             limit_s: Timeout in seconds for the nodes to write the checkpoint.
@@ -240,7 +240,7 @@ class JobSnapshots:
         )
 
     async def _ask(self) -> SnapshotSource:
-        """Asks all nodes for their copies, and returns the newest step to restore."""
+        """Asks all nodes for their copies, and returns the newest step that can be restored."""
 
         async def held(name: str) -> tuple[str, Sequence[Mapping[str, Any]]]:
             try:
@@ -257,9 +257,10 @@ class JobSnapshots:
         return newest(kept)
 
     async def _write(self, source: SnapshotSource, until_s: float) -> str:
-        """Asks the nodes to write a step as a checkpoint.
+        """Asks the nodes to write the step in ``source`` as a checkpoint.
 
-        Returns the first failure as text, or an empty string.
+        Returns a description of the first failure, or an empty string if the nodes succeed before
+        ``until_s``.
         """
         by_node: dict[str, list[Mapping[str, Any]]] = {}
         for part in source.parts:
@@ -288,10 +289,11 @@ class JobSnapshots:
         return await self._run({common: assembly}, until_s)
 
     async def _run(self, orders: Mapping[str, Mapping[str, Any]], until_s: float) -> str:
-        """Runs the program that restores snapshots on each node in ``orders``.
+        """Runs the program that restores snapshots on all nodes in ``orders``.
 
         Returns:
-            The first failure as text, or an empty string if the program succeeded on all nodes.
+            Description of the first failure, or an empty string if the program succeeded on all
+            nodes before ``until_s``.
         """
         self._written += 1
 

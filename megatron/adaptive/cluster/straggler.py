@@ -27,7 +27,7 @@ from megatron.adaptive.cluster.membership import Node
 
 _IN_A_ROW = 2
 _LEAST = 1.1
-"""Minimum ratio of measured to expected computing time of a slow node."""
+"""Minimum ratio of measured to expected computing time at which a node counts as slow."""
 _MOST_SLOW = 8.0
 _LEFT_OUT = "left out: slow"
 
@@ -46,15 +46,15 @@ class Stragglers:
         self._chooser = chooser
         self._arguments = arguments
         self._slowness: dict[str, float] = {}
-        # The keys are names of excluded nodes. The values are the reasons for excluding these
-        # nodes.
+        # Maps the name of each excluded node to the reason for the exclusion.
         self._aside: dict[str, str] = {}
         self._judged: set[str] = set()
 
     async def choose(self, nodes: Sequence[Node]) -> ParallelLayout | None:
-        """Chooses a layout that uses excluded nodes only if no layout fits without them.
+        """Chooses a layout. Excluded nodes are used only if no layout fits without them.
 
-        Excluded nodes are added one at a time, starting with the most recently excluded node.
+        If necessary, excluded nodes are used again one by one, starting with the last excluded
+        node.
 
         Args:
             nodes: Available nodes, in the order in which they get ranks.
@@ -68,7 +68,7 @@ class Stragglers:
             aside.remove(next(name for name in reversed(self._aside) if name in aside))
 
     def included(self, nodes: Sequence[Node]) -> list[Node]:
-        """Returns the nodes in ``nodes`` that are not excluded."""
+        """Returns those of ``nodes`` that are not excluded."""
         return [node for node in nodes if node.name not in self._aside]
 
     async def leave_out(self, name: str, why: str, nodes: Sequence[Node]) -> bool:
@@ -95,7 +95,7 @@ class Stragglers:
     def joined(self, name: str) -> None:
         """Forgets that the node ``name`` was slow or excluded.
 
-        Called when the node joins, because it may have been repaired.
+        The node may have been repaired before it joins.
         """
         self._slowness.pop(name, None)
         self._aside.pop(name, None)
@@ -117,9 +117,9 @@ class Stragglers:
         """Decides whether the job should change its layout because of a slow rank.
 
         Args:
-            slow_ranks: Ranks that diagnoses reported as slow in this incarnation.
-            running: Ranks of the incarnation. The predicted step time of their layout is increased
-                if a node is slow.
+            slow_ranks: Ranks that diagnoses have reported as slow since the ranks were started.
+            running: State of the ranks. If a node is slow, the predicted step time of the layout in
+                this object is increased.
             nodes: Available nodes, in the order in which they get ranks.
 
         Returns:
@@ -141,10 +141,11 @@ class Stragglers:
         return ""
 
     def _excess(self, slow_rank: SlowRank, name: str, running: RunningRanks) -> float:
-        """Returns how many times slower the node ``name`` is than expected.
+        """Returns the ratio of the measured to the expected computing time of the node ``name``.
 
-        Divides the measured time of each rank by the expected time. The result is the maximum over
-        the ranks of the node, divided by the median over the ranks of all other nodes.
+        The measured time of each rank is divided by the expected time. The result is the maximum
+        over the ranks of the node, divided by the median over the ranks of all other nodes, because
+        the speed of the whole job may differ from the expected speed.
         """
         nodes = running.where.values()
         if len(slow_rank.pace_ns) != len(nodes):
@@ -210,7 +211,10 @@ class Stragglers:
 
 
 def _slow_down(running: RunningRanks, name: str, times: float) -> None:
-    """Increases the predicted step time in ``running``, because the node ``name`` is slow."""
+    """Increases the predicted step time in ``running``, because a node is slow.
+
+    The node ``name`` takes ``times`` times as long as before.
+    """
     layout = running.layout
     nodes = running.where.values()
     if layout.step_s is None:

@@ -3,7 +3,7 @@
 megatron-core's own attention computes and stores the scores of all pairs of tokens. It does not
 support latent attention (keys and values of different widths), context parallelism (sequences
 divided among ranks), several documents in one row, or a soft cap on scores. Where possible, this
-module uses a fused kernel of torch instead. :mod:`megatron.adaptive.config.attention` chooses the
+module instead uses a fused kernel of torch. :mod:`megatron.adaptive.config.attention` chooses the
 kernel.
 
 **Context parallelism.** A sequence is divided into two parts per rank. Rank r of n has parts r and
@@ -52,14 +52,14 @@ with contextlib.suppress(ImportError):  # Older releases of torch do not have th
 
 
 SCORE_BLOCK = 256
-"""Minimum number of queries in a block, if attention computes a slice in blocks of queries."""
+"""Minimum number of queries in a block if attention is computed block by block."""
 
 
 def has_packed_kernel() -> bool:
     """Returns whether torch has a kernel for packed rows that supports windows and a scale."""
     if varlen_attn is None:
         return False
-    # The first version of the kernel has neither parameter, so check the signature.
+    # The first version of the kernel lacks these parameters, so check the signature.
     return {"window_size", "scale"} <= set(inspect.signature(varlen_attn).parameters)
 
 
@@ -68,10 +68,10 @@ _HAS_PACKED_KERNEL = has_packed_kernel()
 
 @dataclasses.dataclass
 class Documents(PackedSeqParams):
-    """Contains megatron-core's parameters of a packed row, and the document lengths on the host.
+    """Contains megatron-core's parameters of a packed row, and the document lengths as a tuple.
 
     Attributes:
-        lengths: Number of tokens of each document, in order.
+        lengths: Number of tokens of each document, in the order of the row.
     """
 
     lengths: tuple[int, ...] = ()
@@ -80,7 +80,7 @@ class Documents(PackedSeqParams):
     def of(
         cls, lengths: torch.Tensor, to_device: Callable[[torch.Tensor], torch.Tensor]
     ) -> Documents:
-        """Returns the parameters for documents with ``lengths [n]``, a tensor in host memory.
+        """Returns the parameters for documents whose lengths are in the CPU tensor ``lengths [n]``.
 
         ``to_device`` copies a tensor to the device.
         """
@@ -105,10 +105,10 @@ class LocalAttention(DotProductAttention):
         v_channels: Width of a head's values; ``None`` if it equals the width of the queries.
 
     Attributes:
-        case: Settings that determine which kernel is used. Each forward pass adds the properties of
-            its tensors.
-        slices: Keys and values of earlier slices, to which tokens also attend; ``None`` if
-            sequences are not cut into slices.
+        case: Settings that determine which kernel is used. Each forward pass uses a copy with the
+            properties of its tensors.
+        slices: Object that provides the keys and values of earlier slices, to which tokens also
+            attend; ``None`` if sequences are not cut into slices.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class LocalAttention(DotProductAttention):
         **kwargs: Any,
     ) -> None:
         self._parts = config.context_parallel_size
-        config.context_parallel_size = 1  # The base class accepts only 1.
+        config.context_parallel_size = 1  # The base class requires the value 1.
         try:
             super().__init__(config, *args, **kwargs)
         finally:
@@ -163,7 +163,7 @@ class LocalAttention(DotProductAttention):
                 for causal attention. Ignored with a sliding window or context parallelism, for
                 which this class creates the mask.
             *more: Additional arguments of megatron-core's attention.
-            packed_seq_params: Documents of a packed row.
+            packed_seq_params: Documents of a packed row; ``None`` if the row is not packed.
             **options: Additional arguments of megatron-core's attention.
 
         Returns:
@@ -192,18 +192,18 @@ class LocalAttention(DotProductAttention):
         *more: Any,
         **options: Any,
     ) -> torch.Tensor:
-        """Computes attention of a slice, in blocks of queries if scores are stored.
+        """Computes attention of a slice, in blocks of queries if the kernel stores scores.
 
         The tokens of ``query`` are the last tokens of ``key`` and ``value``.
 
-        A block does not compute scores with the tokens after it. Without blocks, half of a slice's
-        scores with its own tokens would be computed and stored, although they are masked.
+        Scores between a block and later tokens are not computed. Without blocks, half of the scores
+        between the tokens of the slice would be computed and stored, although they are masked.
         """
         count = max(1, len(query) // SCORE_BLOCK)
         mask = self._own_mask if attention_mask is None else Mask.GIVEN
         stores_scores = kernel_for(self._case_of(query, value, mask)) is Kernel.SCORES
-        # Blocks have no advantage with a window, which already limits the scores. Keys that several
-        # heads share would be copied and kept for each block.
+        # Blocks have no advantage with a window, which already limits the scores. If several heads
+        # share keys, the keys would be copied and kept for each block.
         is_shared = query.shape[2] != key.shape[2]
         if count == 1 or not stores_scores or self._window is not None or is_shared:
             return self._attend(query, key, value, attention_mask, *more, **options)
@@ -226,9 +226,9 @@ class LocalAttention(DotProductAttention):
         *more: Any,
         **options: Any,
     ) -> torch.Tensor:
-        """Computes attention of ``query``, the queries of the last tokens of one document.
+        """Computes attention of ``query``, the queries of the last tokens of a document.
 
-        ``key`` and ``value`` contain all tokens of the document up to these tokens.
+        ``key`` and ``value`` contain the tokens of the document up to the last token of ``query``.
         """
         pattern = None
         if self._parts > 1:
@@ -246,7 +246,7 @@ class LocalAttention(DotProductAttention):
         if is_later and kernel is not Kernel.CAUSAL:
             pattern = dataclasses.replace(self._pattern(query, key), window=(len(key), 0))
         if kernel is Kernel.SCORES or options.get("attention_bias") is not None:
-            # The base class already applies the mask of a sliding window.
+            # The base class applies the mask of a sliding window itself.
             if pattern is not None and self._window is None:
                 attention_mask = _hidden(pattern)
             output: torch.Tensor = super().forward(
@@ -272,9 +272,10 @@ class LocalAttention(DotProductAttention):
         *more: Any,
         **options: Any,
     ) -> torch.Tensor:
-        """Computes attention of ``query`` with ``key`` and ``value`` in each of the ``documents``.
+        """Computes attention within each document of a packed row.
 
-        The tensors contain the tokens of a packed row.
+        The tensors ``query``, ``key`` and ``value`` contain the tokens of the row, and
+        ``documents`` contains the lengths of the documents.
         """
         case = self._case_of(query, value, self._own_mask, is_packed=True)
         if kernel_for(case) is Kernel.PACKED:
@@ -341,14 +342,14 @@ class LocalAttention(DotProductAttention):
 
     @property
     def _whole_scale(self) -> float:
-        # Include the part of the scale that megatron-core applies in its softmax with
+        # megatron-core applies this part of the scale in its softmax with
         # --apply-query-key-layer-scaling.
         return float(self.softmax_scale * (self.scale_mask_softmax.scale or 1.0))
 
     def _all_parts(self, tensor: torch.Tensor, group: Any) -> torch.Tensor:
-        """Gathers all parts of the sequence ``tensor`` in order, from the ranks of ``group``.
+        """Gathers the parts of a sequence from the ranks of ``group``, in the order of the tokens.
 
-        The backward pass sums the gradients.
+        ``tensor`` contains the two parts on this rank. The backward pass sums the gradients.
         """
         parts = gather_from_sequence_parallel_region(tensor, group=group).chunk(2 * self._parts)
         return torch.cat([*parts[::2], *parts[1::2][::-1]])
@@ -356,7 +357,7 @@ class LocalAttention(DotProductAttention):
     def _repeated(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns ``key`` and ``value`` repeated for each head of ``query``."""
+        """Repeats ``key`` and ``value``, so that each head of ``query`` has its own copy."""
         groups = query.shape[2] // key.shape[2]
         if groups == 1:
             return key, value
@@ -376,8 +377,8 @@ class LocalAttention(DotProductAttention):
                 ``None`` for causal attention.
         """
         length, samples = query.shape[:2]
-        # Treat samples as additional heads, so that the output already has the memory layout that
-        # the next layer needs. This is not possible if each sample has its own mask.
+        # Treat the samples as additional heads, so that the output already has the memory layout
+        # that the next layer needs. This is not possible if each sample has its own mask.
         rows = 1 if mask is None or mask.dim() == 2 else samples
         query, key, value = (
             tensor.reshape(tensor.shape[0], rows, -1, tensor.shape[-1]).permute(1, 2, 0, 3)
@@ -402,7 +403,7 @@ class LocalAttention(DotProductAttention):
         return output.permute(2, 0, 1, 3).reshape(length, samples, -1)
 
     def _split_generator(self) -> contextlib.AbstractContextManager[Any]:
-        """Selects the generator for dropout in tensors split over ranks, as megatron-core does."""
+        """Selects the random generator for dropout in tensors that are split over ranks."""
         if self._dropout == 0.0 or self.config.sequence_parallel:
             return contextlib.nullcontext()
         fork: contextlib.AbstractContextManager[Any] = get_cuda_rng_tracker().fork()
@@ -427,7 +428,7 @@ class LocalAttention(DotProductAttention):
         key, value = self._repeated(query, key, value)
         length, samples = query.shape[:2]
         num_keys = len(key)
-        if documents is None:  # Treat samples as additional heads.
+        if documents is None:  # Treat the samples as additional heads.
             ends, ends_of_keys = (
                 torch.tensor([0, number], dtype=torch.int32, device=query.device)
                 for number in (length, num_keys)
@@ -453,12 +454,12 @@ class LocalAttention(DotProductAttention):
 
 
 class _AttendToEarlier(torch.autograd.Function):
-    """Computes attention of a sequence's last tokens with torch's kernel for CPUs, in two parts.
+    """Computes attention of the last tokens of a sequence with torch's kernel for CPUs.
 
     The kernel applies a causal mask only if there are as many keys as queries. With an explicit
-    mask, it would also compute the masked scores. So the kernel runs twice: once for the keys
-    before the queries' tokens, and once for the keys of these tokens. The two results are combined
-    using the log-sum-exp of their scores.
+    mask, it would also compute the masked scores. So the kernel runs twice: once for the keys of
+    earlier tokens, and once for the keys of the last tokens. The two results are combined using the
+    log-sum-exp of their scores.
     """
 
     @staticmethod
@@ -500,9 +501,9 @@ class _AttendToEarlier(torch.autograd.Function):
 
 
 def _parts_of(query: torch.Tensor, key: torch.Tensor) -> tuple[tuple[slice, bool], ...]:
-    """Returns the ranges of earlier and of recent keys, and whether each range is causal.
+    """Returns the ranges of earlier and of recent keys, and whether a causal mask applies to each.
 
-    Recent keys are the keys of the tokens of ``query``. They are the last keys in ``key``.
+    The recent keys, at the end of ``key``, belong to the same tokens as ``query``.
     """
     earlier = key.shape[2] - query.shape[2]
     return (slice(earlier), False), (slice(earlier, None), True)
@@ -522,7 +523,7 @@ def attend_to_earlier(
     Returns:
         Output in the layout of ``query``.
     """
-    function: Any = _AttendToEarlier  # torch does not declare types for apply().
+    function: Any = _AttendToEarlier  # torch does not declare the types of apply().
     output: torch.Tensor = function.apply(query, key, value, scale)
     return output
 
@@ -544,7 +545,7 @@ def bound_first(cap: float, module: Any, *inputs: tuple[Any, ...]) -> tuple[Any,
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Pattern:
-    """Describes a mask for a sliding window or context parallelism; a key of the mask cache.
+    """Describes a mask for a sliding window or context parallelism. It is a key of the mask cache.
 
     Attributes:
         queries: Number of queries.
@@ -586,8 +587,8 @@ def _additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return mask.masked_fill_(hidden, -torch.inf)
 
 
-# Masks stay in memory until the backward pass, so they are cached, and all layers and microbatches
-# share them. Only a few are cached, because the mask of a long sequence is large.
+# Masks stay in memory until the backward pass, so they are cached and shared by all layers and
+# microbatches. The cache only has a few entries, because the mask of a long sequence is large.
 
 
 @functools.lru_cache(maxsize=2)

@@ -88,12 +88,12 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 
 class KeyedInit:
-    """Initializes weights with random numbers that depend only on seed and position in the model.
+    """Initializes each weight with random numbers that depend only on the seed and its position.
 
-    So the initial weights are the same for any distribution of the model over ranks. This class is
-    used if megatron-core initializes whole matrices on the CPU and gives each rank its part. The
-    seed of a weight is derived from its layer (or "outside" if it is outside of layers) and from
-    its index within the layer.
+    The initial weights are therefore the same for any distribution of the model over ranks. This
+    class is used if megatron-core initializes whole matrices on the CPU and gives each rank its
+    part. The seed of a weight is derived from its layer (or "outside" if it is outside of layers)
+    and from its index within the layer.
 
     Args:
         seed: Seed of the run.
@@ -110,22 +110,22 @@ class KeyedInit:
         self.count = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeyedInit:
-        return self  # All copies of a configuration share one counter.
+        return self  # All copies of a configuration share this object, because it counts weights.
 
     def enter_layer(self, layer: int) -> None:
-        """Derives all later seeds from ``layer``, the number of a transformer layer."""
+        """Sets the layer of the weights that are initialized from now on."""
         self._layer = layer
         self.count = 0
 
     def leave_layer(self) -> None:
-        """Derives all later seeds for weights outside of transformer layers."""
+        """Treats the weights that are initialized from now on as weights outside of layers."""
         self._layer = None
 
     @contextlib.contextmanager
     def experts(self, config: TransformerConfig, groups: Any) -> Iterator[None]:
-        """Seeds the weights that are initialized in the ``with`` block as this rank's experts.
+        """Initializes the experts on this rank in a ``with`` block.
 
-        Weights of experts on other ranks are also counted, so that each expert has its own seeds.
+        The block skips the seeds of experts on other ranks, so that each expert has separate seeds.
         """
         each = 2  # An expert has two matrices, linear_fc1 and linear_fc2.
         before = self.count
@@ -155,7 +155,7 @@ class KeyedInit:
 
 
 class KeyedTransformerLayer(TransformerLayer):
-    """Reports its layer number to :class:`KeyedInit` while it is built."""
+    """Transformer layer that reports its number to :class:`KeyedInit` while it is built."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class KeyedTransformerLayer(TransformerLayer):
         **kwargs: Any,
     ) -> None:
         init: KeyedInit = config.keyed_init
-        # megatron-core 0.17 and later number multi-token prediction layers separately.
+        # Since megatron-core 0.17, the numbers of multi-token prediction layers start again at 1.
         is_prediction = kwargs.get("is_mtp_layer", False)
         before = (
             config.num_layers if is_prediction else get_transformer_layer_offset(config, vp_stage)
@@ -177,13 +177,14 @@ class KeyedTransformerLayer(TransformerLayer):
 
 
 class KeyedVariedLayer(VariedLayer, KeyedTransformerLayer):
-    """Combines :class:`VariedLayer` with :class:`KeyedTransformerLayer`."""
+    """Transformer layer that combines :class:`VariedLayer` and :class:`KeyedTransformerLayer`."""
 
 
 class UnlikeLayersConfig(HeterogeneousTransformerConfig):
     """Configures a model whose layers have different sizes.
 
-    ``keyed_init`` and this program's additional settings are copied to each layer's configuration.
+    Each layer's configuration also contains ``keyed_init`` and the settings that this program adds
+    to megatron-core's configuration.
     """
 
     def get_config_for_layer(self, layer_number: int) -> TransformerConfig:
@@ -198,8 +199,8 @@ class UnlikeLayersConfig(HeterogeneousTransformerConfig):
 class KeyedExperts(SequentialMLP):
     """Initializes this rank's experts with the weights that they would have on a single rank.
 
-    The class also stops the experts' linear layers from communicating, because the token dispatcher
-    already communicates for them. If one rank has all experts, megatron-core's layers would
+    The class also stops the linear layers of the experts from communicating, because the token
+    dispatcher already communicates. If one rank has all experts, megatron-core's layers would
     communicate, and could not add a bias.
     """
 
@@ -220,7 +221,7 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
     model = config.model
     parallel = config.parallel
     precision = config.precision
-    # A CPU has no fused kernels, and torch.compile would take more time there than it saves.
+    # A CPU has no fused kernels. On a CPU, torch.compile would take more time than it saves.
     has_engine = model.transformer_impl == "transformer_engine"
     fused = has_engine and accelerator.is_cuda
     dtype = getattr(torch, precision.dtype_name)
@@ -234,8 +235,8 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
         "layernorm_epsilon": model.norm_epsilon,
         "layernorm_zero_centered_gamma": model.apply_layernorm_1p,
         "use_cpu_initialization": model.use_cpu_initialization or not accelerator.is_cuda,
-        # Use "auto" without Transformer Engine: megatron-core sets environment variables from this
-        # value, and rejects another value later in the same process.
+        # Without Transformer Engine, use "auto": megatron-core sets environment variables from this
+        # value, and rejects a different value later in the same process.
         "attention_backend": AttnBackend[model.attention_backend if has_engine else "auto"],
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline_model_parallel_size,
         "params_dtype": dtype,
@@ -250,13 +251,12 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
         "apply_rope_fusion": model.apply_rope_fusion
         and fused
         and rope_utils.fused_apply_rotary_pos_emb is not None,
-        # Disable this fusion, because local layers and Transformer Engine use other attention
-        # kernels.
+        # Local layers and Transformer Engine use other attention kernels, so disable this fusion.
         "masked_softmax_fusion": False,
         "persist_layer_norm": fused and not model.no_persist_layer_norm,
         "cross_entropy_loss_fusion": model.cross_entropy_loss_fusion and accelerator.is_cuda,
     }
-    del settings["transformer_impl"]  # The layers' specs replace this setting.
+    del settings["transformer_impl"]  # The specifications of the layers replace this setting.
     settings.update(_activation(config, accelerator), **_communication(config))
     if config.data.variable_seq_lengths:
         settings.update(variable_seq_lengths=True, calculate_per_token_loss=True)
@@ -273,11 +273,11 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
 
 
 def core_settings(config: TrainerConfig, kind: type) -> dict[str, Any]:
-    """Returns the user's non-default settings that a configuration class of megatron-core has.
+    """Returns the settings that the user has changed and that a class of megatron-core has.
 
     Args:
-        config: Settings of the run.
-        kind: Configuration class, a dataclass of megatron-core.
+        config: Settings of the run, including settings for megatron-core.
+        kind: Configuration class of megatron-core, which is a dataclass.
     """
     chosen = vars(config.core)
     settings = {}
@@ -299,11 +299,11 @@ def core_settings(config: TrainerConfig, kind: type) -> dict[str, Any]:
 
 
 def checked(kind: Any, settings: dict[str, Any]) -> Any:
-    """Creates a configuration object of megatron-core.
+    """Creates a configuration object of megatron-core from ``settings``.
 
     Args:
         kind: Configuration class of megatron-core.
-        settings: Values of the class's fields.
+        settings: Values of the fields of the class, keyed by name.
 
     Raises:
         ConfigError: If megatron-core rejects the settings.
@@ -314,7 +314,7 @@ def checked(kind: Any, settings: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def _in_one_line(name: str) -> Iterator[None]:
-    """Raises a :class:`ConfigError` with one line if megatron-core rejects settings.
+    """Raises a :class:`ConfigError` with a single line if megatron-core rejects settings.
 
     Args:
         name: Name of the class or function of megatron-core that is called in this context.
@@ -333,7 +333,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 
 
 def _by_name(target: type, *sections: Any) -> dict[str, Any]:
-    """Returns the settings in ``sections`` whose names match a field of ``target``."""
+    """Returns the settings in ``sections`` that have the same name as a field of ``target``."""
     names = {field.name for field in dataclasses.fields(target)}
     settings = (pair for section in sections for pair in vars(section).items())
     return {name: value for name, value in settings if name in names}
@@ -346,7 +346,7 @@ _ACTIVATIONS: Mapping[str, tuple[bool, Callable[[torch.Tensor], torch.Tensor]]] 
     "squared_relu": (False, lambda tensor: torch.square(F.relu(tensor))),
     "openai_gelu": (False, openai_gelu),
 }
-"""Maps each activation setting to whether the block is gated, and to its activation function."""
+"""Maps an activation setting to whether the block is gated and to the activation function."""
 
 
 def _activation(config: TrainerConfig, accelerator: Accelerator) -> dict[str, Any]:
@@ -364,7 +364,7 @@ def _activation(config: TrainerConfig, accelerator: Accelerator) -> dict[str, An
 
 
 def _communication(config: TrainerConfig) -> dict[str, Any]:
-    """Returns the communication settings, which only megatron-core's schedule uses.
+    """Returns the settings for communication, which only megatron-core's own schedule uses.
 
     With several chunks per rank, megatron-core's schedule must not batch messages, because gloo
     mixes up two messages between the same ranks in a batch. It must also not free outputs early,
@@ -385,15 +385,16 @@ def build_chunks(
     placement: Placement,
     padded_vocab_size: int,
 ) -> list[torch.nn.Module]:
-    """Builds this rank's chunks of the model ``config``, each in a data-parallel wrapper.
+    """Builds the chunks of the model on this rank, each in a data-parallel wrapper.
 
-    ``core`` is megatron-core's configuration, ``placement`` is the placement of the stages, and
-    ``padded_vocab_size`` is the number of rows of the embedding.
+    ``config`` contains the settings of the run, ``core`` is megatron-core's configuration,
+    ``placement`` is the placement of the stages, and ``padded_vocab_size`` is the number of rows of
+    the embedding.
 
     Returns:
         The wrapped chunks of this rank, in the order of their indices.
     """
-    forget_balancing_losses()  # The losses may still have the layer count of an earlier model.
+    forget_balancing_losses()  # Losses of an earlier model may have a different number of layers.
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     chunks = []
     for chunk in range(placement.num_chunks):
@@ -419,7 +420,7 @@ def build_chunks(
 def wrap(
     config: TrainerConfig, core: TransformerConfig, chunks: Sequence[torch.nn.Module]
 ) -> list[torch.nn.Module]:
-    """Wraps each of this rank's ``chunks`` in megatron-core's data-parallel wrapper."""
+    """Wraps each of the model chunks ``chunks`` in megatron-core's data-parallel wrapper."""
     parallel = config.parallel
     precision = config.precision
     settings = checked(
@@ -458,8 +459,8 @@ def _build_chunk(
     predictions = _predictions(config, core, vp_stage)
     if core.use_cpu_initialization:
         learned = model.position_embedding_type == "learned_absolute"
-        # Count the weights outside of layers on earlier stages: word embedding, position embedding
-        # and the projections of multi-token prediction.
+        # Count the weights outside of layers on earlier stages, which are the word embedding, the
+        # position embedding and the projections of multi-token prediction.
         before = 0 if first or predictions else 1 + learned + (core.mtp_num_layers or 0)
         init = KeyedInit(config.run.seed, first_outside=before)
         core.keyed_init = init
@@ -490,8 +491,8 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     if predictions and last and not first and not model.untie_embeddings_and_output_weights:
-        # The prediction layers' embedding on this stage is also the output matrix, so the output
-        # layer does not need its own weight.
+        # The embedding of the prediction layers on this stage is also the output matrix, so the
+        # output layer needs no separate weight.
         built.output_layer.weight = None
     if model.scale_embeddings and (first or predictions):
         scale_output(built.embedding.word_embeddings, model.hidden_size**0.5, core.params_dtype)
@@ -502,7 +503,7 @@ def _build_chunk(
 
 
 def _predictions(config: TrainerConfig, core: TransformerConfig, vp_stage: int | None) -> Any:
-    """Returns the spec of multi-token prediction layers, or ``None`` without such layers.
+    """Returns the specification of multi-token prediction layers, or ``None`` without such layers.
 
     ``vp_stage`` is the index of the chunk, or ``None`` if there is only one chunk.
     """
@@ -519,7 +520,7 @@ def _predictions(config: TrainerConfig, core: TransformerConfig, vp_stage: int |
 def _block_spec(
     config: TrainerConfig, core: TransformerConfig, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """Returns megatron-core's spec of the transformer layers in the chunk ``vp_stage``."""
+    """Returns the specifications of the transformer layers in the chunk with index ``vp_stage``."""
     first = get_transformer_layer_offset(core, vp_stage)
     count = get_num_layers_to_build(core, vp_stage)
     specs = _layer_specs(config, core)[first : first + count]
@@ -527,7 +528,7 @@ def _block_spec(
 
 
 def _layer_specs(config: TrainerConfig, core: TransformerConfig) -> list[ModuleSpec]:
-    """Returns megatron-core's specs of all transformer layers of the model ``config``."""
+    """Returns megatron-core's specifications of all transformer layers of the model."""
     model = config.model
     has_engine = model.transformer_impl == "transformer_engine"
     if isinstance(core, HeterogeneousTransformerConfig):
@@ -558,7 +559,7 @@ _KEYED = {TransformerLayer: KeyedTransformerLayer, **grouped_experts.REPLACEMENT
 
 
 def build_optimizer(config: TrainerConfig, chunks: Sequence[torch.nn.Module]) -> Any:
-    """Builds megatron-core's optimizer for the parameters of ``chunks`` from ``config``.
+    """Builds megatron-core's optimizer for the parameters of ``chunks``.
 
     Raises:
         SetupError: If the installed packages do not support ``--optimizer muon``.
@@ -575,8 +576,8 @@ def build_optimizer(config: TrainerConfig, chunks: Sequence[torch.nn.Module]) ->
             "params_dtype": getattr(torch, precision.dtype_name),
         },
     )
-    # The overrides exempt biases and normalization weights from weight decay, and set the separate
-    # learning rate of the embedding.
+    # The overrides exempt biases and normalization weights from weight decay, and set a separate
+    # learning rate for the embedding.
     with _in_one_line(get_megatron_optimizer.__name__):
         overrides = get_standard_config_overrides(core)
         optimizer = get_megatron_optimizer(core, list(chunks), overrides)
@@ -604,11 +605,11 @@ def fuse_adam(inner: Any) -> None:
 
 
 def build_scheduler(config: TrainerConfig, optimizer: Any, train_samples: int) -> Any:
-    """Builds megatron-core's scheduler of learning rate and weight decay for ``optimizer``.
+    """Builds megatron-core's scheduler, which sets the learning rate and the weight decay.
 
-    The run trains ``train_samples`` samples.
+    ``optimizer`` is the optimizer, and ``train_samples`` is the number of samples of the run.
 
-    The scheduler counts the warm-up and all other lengths in samples.
+    The scheduler counts the length of the warm-up and all other lengths in samples.
     """
     settings = config.optimizer
     batch = config.batch.global_batch_size
@@ -644,28 +645,29 @@ def build_scheduler(config: TrainerConfig, optimizer: Any, train_samples: int) -
     )
 
 
-_PASSES = 3  # The forward pass, input gradients and weight gradients have equal operation counts.
+_PASSES = 3  # Forward pass, input gradients and weight gradients have equal costs.
 
 
 def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None) -> float:
     """Returns the model FLOPs per token in forward and backward passes of the whole model.
 
-    The planner's formula for a forward pass (``planner.model_description``) is multiplied by 3, for
-    the forward pass, the input gradients and the weight gradients. With adapters (LoRA) it is
-    multiplied by 2, because frozen weights have no gradients.
+    The result is 3 times the planner's number for a forward pass (``planner.model_description``),
+    because the input gradients and the weight gradients cost as much as the forward pass. With
+    adapters (LoRA), the factor is 2, because frozen weights have no gradients.
 
-    Only matmuls are counted. Experts count only if they process the token, and attention scores
-    only if they are not masked. Recomputation, the optimizer, the lookup of embeddings and the
-    adapters themselves are not counted.
+    Only matmuls are counted. Experts are counted only if they process the token, and attention
+    scores only if they are not masked. Recomputation, the optimizer, the lookup of embeddings and
+    the adapters themselves are not counted.
 
-    Source: Narayanan et al. 2021 (arXiv:2104.04473), section 5.1 and appendix; "model FLOPs" as
-    in Korthikanti et al. 2022 (arXiv:2205.05198), section 6.3. Both count all attention scores;
-    this function counts the causal half, like Megatron-LM's ``num_floating_point_operations``.
+    Source: Narayanan et al. 2021 (arXiv:2104.04473), section 5.1 and appendix. "Model FLOPs" are
+    defined in Korthikanti et al. 2022 (arXiv:2205.05198), section 6.3. Both papers count all
+    attention scores. This function counts only the causal half, like Megatron-LM's
+    ``num_floating_point_operations``.
 
     Args:
         cfg: Settings of the run.
-        padded_vocab_size: Number of rows of the embedding; ``None`` loads the tokenizer and derives
-            the number from it.
+        padded_vocab_size: Number of rows of the embedding. If it is ``None``, the tokenizer is
+            loaded, and the number is derived from the tokenizer.
 
     Raises:
         DataError: If the tokenizer's files cannot be read.
@@ -678,9 +680,10 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
 
 
 def stage_work(cfg: TrainerConfig, padded_vocab_size: int) -> tuple[float, ...]:
-    """Returns the compute cost of each stage of ``cfg``, in units of one layer without experts.
+    """Returns the compute cost of each stage, in multiples of a layer without experts.
 
-    The logits have ``padded_vocab_size`` elements for each token.
+    ``cfg`` contains the settings of the run. The logits of a token have ``padded_vocab_size``
+    elements.
 
     The cost includes the stage's layers, its multi-token prediction layers and, on the last stage,
     the logits. It excludes the memory traffic of the embedding and the loss.
@@ -699,7 +702,7 @@ class _ForwardFlops(NamedTuple):
 
     Attributes:
         layers: Number of operations in each layer.
-        plain: Number of operations in a layer without experts and with full attention.
+        plain: Number of operations in one layer without experts and with full attention.
         predictions: Number of operations in all multi-token prediction layers.
         logits: Number of operations for all logits.
     """
@@ -711,9 +714,10 @@ class _ForwardFlops(NamedTuple):
 
 
 def _forward_flops(cfg: TrainerConfig, padded_vocab_size: int) -> _ForwardFlops:
-    """Counts the floating-point operations in the forward pass of one sample of ``cfg``.
+    """Counts the floating-point operations in the forward pass of one sample.
 
-    The logits have ``padded_vocab_size`` elements for each token.
+    ``cfg`` contains the settings of the run. The logits of a token have ``padded_vocab_size``
+    elements.
     """
     shape = dataclasses.replace(
         trainer_shape(cfg),
@@ -728,7 +732,7 @@ def _forward_flops(cfg: TrainerConfig, padded_vocab_size: int) -> _ForwardFlops:
     ).layer(1)
     layers = [whole.layer(1 + number).forward_flops for number in range(shape.layers)]
     unlike = unlike_layers(cfg)
-    each = 2 * shape.sequence  # Each weight needs one multiplication and one addition per token.
+    each = 2 * shape.sequence  # Count a multiplication and an addition per weight and token.
     if unlike is not None:
         inner = (3 if shape.gated else 2) * shape.hidden * each
         layers = [layer.linear * shape.hidden**2 * each + inner * layer.width for layer in unlike]

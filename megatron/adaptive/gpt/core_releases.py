@@ -19,13 +19,14 @@ _OLDEST_WITH_MUON = (0, 18)
 
 
 def part_of_context_rank(batch: dict[str, Any]) -> dict[str, Any]:
-    """Returns this context-parallel rank's part of each sequence in a batch.
+    """Returns this context-parallel rank's part of each sequence in ``batch``.
 
     Args:
-        batch: Tensors by name, with the sequence in dimension 1 (``attention_mask``: dimension 2).
+        batch: Tensors, keyed by name. Dimension 1 is the sequence, except in ``attention_mask``,
+            where dimension 2 is the sequence.
     """
     split = utils.get_batch_on_this_cp_rank
-    # Pass the group explicitly, because since 0.18 the default is the group of all ranks.
+    # Since megatron-core 0.18, the default is the group of all ranks, so pass the group explicitly.
     options: dict[str, Any] = {"cp_group": parallel_state.get_context_parallel_group()}
     # Only megatron-core 0.18 has this argument.
     if "is_hybrid_cp" in inspect.signature(split).parameters:
@@ -35,14 +36,14 @@ def part_of_context_rank(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def take_prediction_losses() -> torch.Tensor | None:
-    """Removes the sums of multi-token prediction losses from megatron-core, and returns the sums.
+    """Returns the summed losses of multi-token prediction, and removes them from megatron-core.
 
     Returns:
-        Sum over the microbatches of a step for each prediction layer, or ``None`` if no prediction
-        layer has run since the last call.
+        Loss of each prediction layer, summed over the microbatches of a step, or ``None`` if no
+        prediction layer has run since the last call.
     """
     tracker = MTPLossLoggingHelper.tracker
-    # Since 0.19, megatron-core also counts correct predictions, and uses other keys.
+    # Since 0.19, megatron-core uses other keys, and also counts correct predictions.
     sums: torch.Tensor | None = tracker.pop("values", None)
     later: list[torch.Tensor | None] = [
         tracker.pop(f"{name}_values", None) for name in ("loss", "correct", "total")
@@ -51,11 +52,11 @@ def take_prediction_losses() -> torch.Tensor | None:
 
 
 def number_in_model(layer: Any) -> int:
-    """Returns the number of ``layer`` in the model, from 1. Prediction layers come last.
+    """Returns the number of ``layer`` in the whole model, from 1. Prediction layers come last.
 
     Args:
-        layer: Transformer layer of megatron-core. From 0.17 on, megatron-core numbers multi-token
-            prediction layers separately.
+        layer: Transformer layer of megatron-core. Since 0.17, megatron-core counts multi-token
+            prediction layers separately, from 1.
     """
     before = layer.config.num_layers if getattr(layer, "is_mtp_layer", False) else 0
     number: int = before + layer.layer_number
@@ -85,7 +86,7 @@ def balancing_losses() -> Mapping[str, torch.Tensor]:
     """Returns the load-balancing losses of experts, summed since the last reset.
 
     Returns:
-        Values per layer ``[layers]``, by megatron-core's name of the loss.
+        Loss of each layer ``[layers]``, keyed by megatron-core's name for the kind of loss.
     """
     tracker = _balancing_tracker()
     if isinstance(tracker, dict):
@@ -100,16 +101,16 @@ def reset_balancing_losses() -> None:
 
 
 def forget_balancing_losses() -> None:
-    """Removes the load-balancing losses of experts, because their size depends on the model."""
+    """Removes the load-balancing losses of experts, because another model may have more layers."""
     tracker = _balancing_tracker()
     (tracker if isinstance(tracker, dict) else tracker.metrics).clear()
 
 
 def _balancing_tracker() -> Any:
-    """Returns megatron-core's global tracker of the load-balancing losses of experts.
+    """Returns megatron-core's global object that stores the load-balancing losses of experts.
 
-    The tracker is a dictionary until 0.17. Since 0.18 it is an object, and the function for the
-    dictionary returns a copy, with a warning.
+    The object is a dictionary in releases until 0.17. Since 0.18 it has its own class, and the
+    function that returned the dictionary returns a copy and prints a warning.
     """
     make = getattr(moe_utils, "get_moe_metrics_tracker", None)
     return moe_utils.get_moe_layer_wise_logging_tracker() if make is None else make()

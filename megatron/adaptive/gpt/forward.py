@@ -1,7 +1,7 @@
-"""Runs the forward pass of a GPT model, and seeds dropout by step, microbatch and layer.
+"""Runs the forward pass of a GPT model, and seeds dropout for each step, microbatch and layer.
 
-The seed of dropout encodes the step, the microbatch and the position in the model as one number,
-which an invertible hash function then transforms::
+The seed encodes the step, the microbatch and the position in the model as one number, to which an
+invertible hash function is then applied::
 
     bits   63 ... 40   39 ... 24    23 ... 12   11 ... 0
            step        microbatch   layer       lane
@@ -12,10 +12,10 @@ identifies the random generator: lane 0 is for tensors that are equal on all ten
 and lane 1 + i for split tensors on tensor-parallel rank i. A GPT model without experts uses no
 other generators.
 
-The hash function is needed because a CPU generator uses only the lower half of its seed. It must be
-invertible because of recomputation: megatron-core then restores the generators' state from before
-the layer's forward pass, but the latest call of ``apply`` was for another microbatch. So the
-original microbatch is computed from the generator's seed.
+The hash function is needed because a CPU generator uses only the lower half of its seed.
+Recomputation requires that the hash function is invertible: megatron-core restores the generators'
+state from before the layer's forward pass, but the latest call of ``apply`` may have been for a
+different microbatch. So the microbatch is computed from the restored seed.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ TOKEN_NAME = "next token"
 def feed(
     microbatches: Sequence[Microbatch] | None, count: int, slices: SequenceSlices | None = None
 ) -> Iterator[Microbatch | None]:
-    """Iterates over the ``count`` elements of ``microbatches``, or over all of their ``slices``.
+    """Yields the first ``count`` elements of ``microbatches``, or all of their slices.
 
-    On a rank without data, yields ``None`` for each microbatch or slice.
+    ``slices`` cuts microbatches into slices; ``None`` yields whole microbatches. On a rank without
+    data, ``microbatches`` is ``None``, and ``None`` is yielded for each microbatch or slice.
     """
     if microbatches is None:
         return itertools.repeat(None, count if slices is None else item_count(count, slices.count))
@@ -86,8 +87,9 @@ class GptForward:
             model: Chunk to run.
 
         Returns:
-            The chunk's output, which is losses ``[b, s]`` on the last stage, and a function that
-            computes the loss of the microbatch from them.
+            The output of the chunk, and a function that computes the loss of the microbatch from
+            this output on the last stage. There the output contains the losses ``[b, s]`` of all
+            tokens.
         """
         to_device = self._accelerator.to_device
         batch = dict(next(batches) or {})
@@ -115,7 +117,7 @@ class GptForward:
 
 
 class NextToken:
-    """Forward step function that predicts the token that follows a text.
+    """Forward step function that predicts the next token after a text.
 
     Args:
         accelerator: Device to which batches are moved.
@@ -127,9 +129,10 @@ class NextToken:
         self._position = position
 
     def __call__(self, batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-        """Runs a microbatch of ``batches`` through the model chunk ``model``.
+        """Runs the next microbatch of ``batches`` through the model chunk ``model``.
 
-        Returns the chunk's output, and the function that finds the most likely token.
+        Returns the output of the chunk, and a function that finds the most likely token from the
+        output of the last stage.
         """
         batch = next(batches)
         to_device = self._accelerator.to_device
@@ -137,11 +140,11 @@ class NextToken:
         return output, partial(self._likeliest, get_model_config(model).calculate_per_token_loss)
 
     def _likeliest(self, per_token: bool, logits: torch.Tensor) -> tuple[Any, ...]:
-        """Returns a loss of 0, and the most likely token after the text.
+        """Returns a loss of 0 and the most likely next token, like the result of a loss function.
 
         Args:
-            per_token: Whether losses are averaged per token. If so, the result also contains a
-                number of tokens.
+            per_token: Whether the result must also contain a number of tokens, as it must if losses
+                are averaged per token.
             logits: Logits ``[b, s, vocabulary / tp]``.
         """
         row = logits[0, self._position].float().contiguous()
@@ -160,23 +163,23 @@ def masked_loss(
     per_token: bool = False,
     whole_tokens: torch.Tensor | None = None,
 ) -> tuple[Any, ...]:
-    """Averages ``losses`` of a microbatch over its unmasked tokens.
+    """Averages the ``losses`` of a microbatch over the tokens that are not masked.
 
-    The loss of a slice is the slice's share of this mean, so the losses of all slices add up to the
-    loss of the microbatch.
+    For a slice of a microbatch, the result is the slice's share of this mean, so the results for
+    all slices add up to the loss of the microbatch.
 
     Args:
         loss_mask: Mask ``[b, s] float32``, 1 for tokens whose losses are included, otherwise 0.
         losses: Losses ``[b, s] float32``.
-        per_token: Whether to return the sum of the losses, from which the caller computes the mean
-            over all tokens of the step.
+        per_token: Whether to return the sum of the losses instead. The caller then computes the
+            mean over all tokens of the step.
         whole_tokens: Number of unmasked tokens in the whole microbatch, if the mask and the losses
             belong to a slice; otherwise ``None``.
 
     Returns:
-        The scalar loss to differentiate, and its detached value by name for the log. With
-        ``per_token``, the sum of the losses, the number of tokens (int32), and detached copies of
-        both for the log.
+        The scalar loss to differentiate, and a dictionary with a detached copy of the loss for the
+        log. With ``per_token``, the sum of the losses, the number of tokens (int32), and a
+        dictionary with detached copies of both for the log.
     """
     mask = loss_mask.reshape(-1).float()
     tokens = mask.sum()
@@ -194,7 +197,7 @@ def masked_loss(
 
 
 def _add_up_parts(value: torch.Tensor) -> None:
-    """Sums ``value`` over context-parallel ranks in place. All of these ranks must call this."""
+    """Sums ``value`` in place over context-parallel ranks, all of which must call this function."""
     if parallel_state.get_context_parallel_world_size() > 1:
         torch.distributed.all_reduce(value, group=parallel_state.get_context_parallel_group())
 
@@ -204,7 +207,7 @@ _STEP_BITS = 24
 _MICROBATCH_BITS = 16
 _LAYER_BITS = 12
 _LANE_BITS = 12
-# The factor is odd, so its multiples differ from each other in the bits of the step.
+# This number is odd, so its multiples differ from each other in the bits of the step.
 _FAR_STEP = 10_368_889
 _HOOK = "dropout_key_hook"
 _TIME_SHIFT = _LAYER_BITS + _LANE_BITS
@@ -213,11 +216,11 @@ _TIME_SHIFT = _LAYER_BITS + _LANE_BITS
 class DropoutKeys:
     """Seeds the random generators by step, microbatch and layer.
 
-    Random numbers do not depend on the order of actions or on the partition of the model, and a
-    resumed run needs no generator state. They do not depend on the number of replicas either,
-    because microbatches are numbered over all replicas, in the order of their samples. Ranks of one
-    tensor-parallel group have the same seed for replicated tensors, and different seeds for split
-    tensors. Context-parallel ranks have different seeds for both.
+    The random numbers depend neither on the order in which microbatches are computed nor on the
+    partition of the model, and a resumed run needs no generator state. They do not depend on the
+    number of replicas either, because microbatches are numbered over all replicas, in the order of
+    their samples. Ranks of one tensor-parallel group have the same seed for replicated tensors, and
+    different seeds for split tensors. Context-parallel ranks have different seeds for both.
 
     megatron-core's parallel state and generators must exist before this object is created. The
     class is not thread-safe, but a layer may be recomputed in autograd's thread while the calling
@@ -246,15 +249,16 @@ class DropoutKeys:
         self._spare = torch.Generator(device=self._generator.device)
 
     def attach(self, chunks: Iterable[torch.nn.Module]) -> None:
-        """Adds a hook to each layer of ``chunks``, which seeds the generators before the layer.
+        """Adds a hook to each layer of ``chunks`` that seeds the generators when the layer starts.
 
-        Multi-token prediction layers also get a hook before their embedding lookup. The hook takes
-        step and microbatch from the last call of :meth:`apply`, or, during recomputation, from the
-        restored generators. In evaluation mode, the hook does nothing.
+        Multi-token prediction layers also get this hook, which runs before their embedding lookup.
+        The hook takes the step and microbatch from the last call of :meth:`apply` or, during
+        recomputation, from the restored generators. In evaluation mode, the hook does nothing.
         """
         if not self._enabled:
             return
-        # Layers that stay on this rank after repartitioning already have a hook; remove it first.
+        # Layers that stay on this rank after repartitioning already have a hook, so remove it
+        # first.
         self.detach(chunks)
         for layer in _layers_of(chunks):
             assert layer.layer_number < 1 << _LAYER_BITS
@@ -262,7 +266,7 @@ class DropoutKeys:
 
     @staticmethod
     def detach(chunks: Iterable[torch.nn.Module]) -> None:
-        """Removes the hooks that seed the generators from the layers of ``chunks``."""
+        """Removes the hooks that :meth:`attach` added to the layers of ``chunks``."""
         for layer in _layers_of(chunks):
             if (handle := layer.__dict__.pop(_HOOK, None)) is not None:
                 handle.remove()
@@ -276,20 +280,20 @@ class DropoutKeys:
         numbers: Sequence[int] | None = None,
         slices: SequenceSlices | None = None,
     ) -> Callable[..., Any]:
-        """Wraps a forward step function, so that it seeds the generators before each microbatch.
+        """Wraps a forward step function so that it seeds the generators for each microbatch.
 
-        Each slice of a microbatch has its own random numbers, so dropout drops different elements
-        than in whole microbatches.
+        If microbatches are cut into slices, each slice has its own random numbers. So dropout then
+        drops other elements than in whole microbatches.
 
         Args:
-            forward_step_func: Forward step function in megatron-core's form. The caller must pass
-                each chunk's microbatches in ascending order.
+            forward_step_func: Forward step function, as in megatron-core. For each chunk, it must
+                be called with the microbatches in ascending order.
             chunks: Model chunks of this rank, one for each of its pipeline stages.
             step: Index of the iteration, which becomes part of the seed.
-            numbers: Index of each microbatch over all replicas; ``None`` if microbatches are
-                assigned to replicas round-robin.
-            slices: Slices of the step's microbatches, which the caller must pass in ascending
-                order; ``None`` for whole microbatches.
+            numbers: Index of each microbatch over all replicas; ``None`` if the microbatches are
+                distributed round-robin over the replicas.
+            slices: Object that cuts the step's microbatches into slices, for which the function
+                must be called in ascending order; ``None`` for whole microbatches.
         """
         if not self._enabled:
             return forward_step_func
@@ -307,26 +311,26 @@ class DropoutKeys:
         return functools.wraps(forward_step_func)(forward_step)
 
     def apply(self, *, step: int, microbatch: int, number: int | None = None) -> None:
-        """Seeds the generators for the part of a forward pass before the first layer.
+        """Seeds the generators for the operations of a forward pass that precede the first layer.
 
         Args:
             step: Index of the iteration, from 0. Random numbers repeat after 2**24 iterations.
             microbatch: Index of the microbatch on this replica, from 0.
-            number: Index of the microbatch or slice, counted over all replicas; ``None`` if
-                microbatches are assigned round-robin.
+            number: Index of the microbatch or slice, counted over all replicas; ``None`` if the
+                microbatches are distributed round-robin over the replicas.
         """
         if not self._enabled:
             return
         if number is None:
             number = self._number_of(microbatch)
-        # If the number has too many bits, use the keys of a distant step, so that nearby steps do
-        # not share keys.
+        # If the number has too many bits, use the keys of a distant step, so that steps near each
+        # other never have the same keys.
         step += (number >> _MICROBATCH_BITS) * _FAR_STEP
         time = step % (1 << _STEP_BITS) << _MICROBATCH_BITS | number % (1 << _MICROBATCH_BITS)
         self._seed(time << _TIME_SHIFT, lane=0)
 
     def _number_of(self, microbatch: int) -> int:
-        """Returns the index of ``microbatch`` over all replicas if it was assigned round-robin."""
+        """Returns the index over all replicas of ``microbatch``, the index on this replica."""
         number: int = microbatch * self._replicas + self._replica
         return number
 
@@ -334,9 +338,9 @@ class DropoutKeys:
         if not layer.training:
             return
         key = _settle(self._generator.initial_seed()) ^ self._secret
-        # Keep the lane, because with sequence parallelism megatron-core runs layers with the
-        # generator for split tensors. During recomputation, only the lane shows which generator is
-        # in use.
+        # Keep the lane, because megatron-core runs layers with the generator for split tensors if
+        # sequence parallelism is enabled. During recomputation, only the lane shows which generator
+        # is used.
         if isinstance(layer, MultiTokenPredictionLayer):
             number = (1 << _LAYER_BITS) - layer.layer_number
         else:
@@ -348,7 +352,7 @@ class DropoutKeys:
     def _seed(self, key: int, *, lane: int) -> None:
         """Seeds the current generator and the generator for split tensors.
 
-        This must be fast, because it is called once per layer and forward pass.
+        This method must be fast, because it is called once per layer and forward pass.
 
         Args:
             key: Number that encodes step, microbatch and layer, with 0 in the bits of the lane.
@@ -357,8 +361,8 @@ class DropoutKeys:
         self._generator.manual_seed(_stir((key | lane) ^ self._secret))
         split = self._spare.manual_seed(_stir((key | self._split_lane) ^ self._secret))
         states = self._tracker.get_states()
-        # Create a new state tensor each time, because recomputation keeps and restores the previous
-        # state.
+        # Create a new state tensor each time, because recomputation stores and restores the
+        # previous state tensor.
         states[_MODEL_PARALLEL_RNG_TRACKER_NAME] = split.get_state()
         self._tracker.set_states(states)
 
@@ -385,24 +389,24 @@ def _stir(key: int) -> int:
 
 
 def _settle(seed: int) -> int:
-    """Returns the key whose hash is ``seed``, and so inverts :func:`_stir`."""
+    """Inverts the hash function :func:`_stir`: returns the key whose hash is ``seed``."""
     seed = (seed ^ seed >> 31 ^ seed >> 62) * _INVERSE_2 & _WORD
     seed = (seed ^ seed >> 27 ^ seed >> 54) * _INVERSE_1 & _WORD
     return seed ^ seed >> 30 ^ seed >> 60
 
 
 class HalfPrecisionChunk(Float16Module):
-    """Wraps a chunk for computation in 16 bits; supports any placement of stages.
+    """Wraps a chunk that computes in 16 bits. Supports any placement of stages.
 
-    megatron-core's wrapper assumes that the first chunk of the first rank is the first stage, and
-    that the last chunk of the last rank is the last stage. This class uses attributes of the chunk
-    instead.
+    megatron-core's wrapper assumes that the first stage is the first chunk of the first rank, and
+    that the last stage is the last chunk of the last rank. This class instead reads from the chunk
+    whether it is the first or the last stage.
     """
 
     def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
         """Runs the chunk in 16 bits, and converts the inputs and outputs of the whole model.
 
-        The model's outputs are converted to 32 bits unless ``fp32_output`` is false.
+        The output of the last stage is converted to 32 bits unless ``fp32_output`` is false.
         """
         if self.module.pre_process:
             inputs = fp32_to_float16(inputs, self.float16_convertor)

@@ -43,10 +43,11 @@ def check() -> None:
 
 # mypy does not support a base class that is chosen at run time.
 class KeyedGroupedExperts(_GroupedMLP or torch.nn.Module):  # type: ignore[misc]
-    """Initializes experts in grouped matrices with the same weights as :class:`KeyedExperts`.
+    """Initializes experts in grouped matrices with the same weights as :class:`KeyedExperts` does.
 
     megatron-core initializes the weights of all local experts as one matrix. The weights would then
-    depend on the expert- and tensor-parallel sizes, so this class initializes each expert itself.
+    depend on the expert-parallel and tensor-parallel sizes, so this class initializes each expert
+    separately.
     """
 
     def __init__(
@@ -83,4 +84,4 @@ class KeyedGroupedExperts(_GroupedMLP or torch.nn.Module):  # type: ignore[misc]
 
 
 REPLACEMENTS: Mapping[type, type] = {_GroupedMLP: KeyedGroupedExperts} if _GroupedMLP else {}
-"""Maps megatron-core's class to its replacement; empty if the release does not have this class."""
+"""Maps megatron-core's class to its replacement; empty if megatron-core has no such class."""

@@ -1,4 +1,4 @@
-"""Connects a process to the other processes of a training job.
+"""Connects a process to all other processes of a training job.
 
 This module also sets up the device, the process groups and the random seeds.
 """
@@ -41,7 +41,7 @@ class TrainingJob(Job):
 
     Attributes:
         config: Settings of the run.
-        stop_group: Gloo process group of all ranks, used only to agree on an early stop. An
+        stop_group: Gloo process group of all ranks, on which ranks only agree to stop early. An
             operation is always pending on this group, so other code must not use it.
         mesh_groups: Process groups that megatron-core created for the parallel sizes.
     """
@@ -52,7 +52,7 @@ class TrainingJob(Job):
 
     @property
     def is_writer(self) -> bool:
-        """Returns whether this rank writes the log. It is the last rank that computes the loss.
+        """Returns whether this rank writes the log: it is the last rank that computes the loss.
 
         If stages are placed round-robin, this is the last rank of the job, as in Megatron-LM.
         """
@@ -60,7 +60,7 @@ class TrainingJob(Job):
             return self.environment.rank == self.environment.world_size - 1
         placement = placement_of(self.config)
         pp_rank, _ = placement.locate(placement.num_stages - 1)
-        # Global ranks are ordered by pipeline rank first, so all ranks of a pipeline rank are
+        # Global ranks are sorted by pipeline rank, so the ranks with the same pipeline rank are
         # consecutive.
         per_position = self.environment.world_size // placement.num_ranks
         return self.environment.rank == (pp_rank + 1) * per_position - 1
@@ -93,10 +93,10 @@ def start_job(
 def start_alone(
     config: TrainerConfig, environment: Environment, accelerator: Accelerator
 ) -> TrainingJob:
-    """Sets up a rank as :func:`start_job` does, but without any other rank.
+    """Sets up a rank like :func:`start_job`, but without connecting to other ranks.
 
     The process groups use torch's fake backend, which does not send anything. So this rank's model,
-    optimizer and activations have the same sizes as in the job, but sums over ranks are wrong, and
+    optimizer and activations are as large as in the job, but sums over ranks are wrong, and
     collectives take no time.
 
     The caller must call :func:`end_job` at the end.
@@ -120,12 +120,12 @@ def _joined(
     accelerator: Accelerator,
     timeout: datetime.timedelta,
 ) -> TrainingJob:
-    """Creates all other process groups of a job. All ranks must call this."""
+    """Creates the remaining process groups of a job. All ranks must call this."""
     before = process_groups()
     set_up_mesh(config)
     mesh_groups = [group for group in process_groups() if group not in before]
     seed_everything(config.run.seed)
-    # megatron-core requires this object, although this program checks for NaN itself.
+    # megatron-core requires this object, but only this program checks for NaN.
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)
     backend = dist.Backend.FAKE if is_alone() else "gloo"
     return TrainingJob(
@@ -145,7 +145,7 @@ _OWN = ("trace_dir", "record_schedule", "replay_schedule", "schedule_file", "dia
 
 
 def _shared_settings(config: TrainerConfig) -> dict[str, str]:
-    """Returns the settings in ``config`` that must be equal on all ranks, as arguments."""
+    """Returns the settings that must be equal on all ranks, as command-line arguments."""
     return {
         spec.dest: f"{spec.name} {getattr(getattr(config, group), spec.dest)}"
         for group, kind in groups().items()
@@ -158,7 +158,7 @@ def _shared_settings(config: TrainerConfig) -> dict[str, str]:
 def _groups_of_default_backend() -> Iterator[None]:
     """Makes new process groups use the fake backend if the default group uses it.
 
-    megatron-core also creates gloo groups, which would wait for the other ranks.
+    megatron-core also creates gloo groups, which would otherwise wait for other processes.
     """
     new_group = dist.new_group
 
@@ -200,10 +200,10 @@ def _make_mesh(config: TrainerConfig) -> None:
 
 
 def remake_mesh(job: TrainingJob) -> None:
-    """Replaces megatron-core's process groups and resets the seeds, after a change of settings.
+    """Replaces megatron-core's process groups and sets the seeds again after a change of settings.
 
-    All ranks must call this between two steps. The old ``mesh_groups`` of ``job`` are destroyed, so
-    objects must not use them afterwards. Other process groups are kept.
+    All ranks must call this between two steps. The process groups in ``job.mesh_groups`` are
+    destroyed, so no object may use them afterwards. Other process groups are kept.
     """
     parallel_state.destroy_model_parallel()
     destroy_groups(job.mesh_groups)

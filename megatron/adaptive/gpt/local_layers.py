@@ -2,8 +2,8 @@
 
 Without Transformer Engine, megatron-core's normalization layers support neither sequence
 parallelism nor zero-centered weights (stored minus one). Its transformer layers cannot normalize
-the outputs of attention and feed-forward blocks, and they all have the same rotary base. This
-module adds these features; ``attention.py`` adds features of attention.
+the outputs of attention and feed-forward blocks, and they all use the same rotary base. This module
+adds these features. The module ``attention`` adds features of attention.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.gpt.attention import LocalAttention, bound_first
 
 if not transformer_engine.HAVE_TE:
-    # Correct this flag of megatron-core, which is True even if Transformer Engine is not installed.
+    # This flag of megatron-core is True even if Transformer Engine is not installed, so correct it.
     multi_latent_attention.HAVE_TE = False
-    # Define a name that the router reads, but imports only if Transformer Engine is installed.
+    # The router reads this name, which megatron-core imports only if Transformer Engine is
+    # installed.
     moe_utils.te_general_gemm = None
 
 
@@ -75,7 +76,7 @@ class NormAroundZero(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.zeros(width)) if has_mean else None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Normalizes ``hidden [..., width]``; the result has the same dtype."""
+        """Returns ``hidden [..., width]`` normalized over the last dimension, in the same dtype."""
         weight = 1.0 + self.weight.float()
         shape = self.weight.shape
         if self.bias is None:
@@ -86,11 +87,12 @@ class NormAroundZero(torch.nn.Module):
 
 
 class LocalLatentAttention(MLASelfAttention):
-    """Corrects the gradient of the keys' rotary part in megatron-core's latent attention.
+    """Corrects the gradient of the rotary part of the keys in megatron-core's latent attention.
 
     Each tensor-parallel rank computes a part of the latent vector of keys and values, and gathers
-    all other parts. All heads share the rotary part of the keys, so its gradient must be summed
-    over the heads of all ranks. megatron-core sums it only if each rank computes the whole vector.
+    the other parts. The rotary part of the keys is shared by all heads, so its gradient must be
+    summed over the heads of all ranks. megatron-core sums this gradient only if each rank computes
+    the whole vector.
     """
 
     config: Any
@@ -101,11 +103,11 @@ class LocalLatentAttention(MLASelfAttention):
             self.linear_kv_down_proj.register_forward_hook(self._gathered)
 
     def _resolve_qk_norm_config(self, submodules: Any) -> Any:
-        """Returns the classes of projections and norms; megatron-core 0.19 calls this method.
+        """Returns the classes of projections and norms. Only megatron-core 0.19 calls this method.
 
-        If queries are not compressed, megatron-core 0.19 normalizes the input of the queries'
-        projection, in a class of Transformer Engine. This class leaves queries unnormalized
-        instead, as other releases do.
+        If queries are not compressed, megatron-core 0.19 uses a class of Transformer Engine that
+        normalizes the input of the query projection. This class does not normalize queries in this
+        case, like other releases of megatron-core.
         """
         if self.config.q_lora_rank is not None or not self.config.qk_layernorm:
             return super()._resolve_qk_norm_config(submodules)
@@ -121,8 +123,8 @@ class LocalLatentAttention(MLASelfAttention):
 
     def _gathered(self, _module: Any, _inputs: Any, output: Any) -> Any:
         whole = gather_from_tensor_model_parallel_region(output[0], group=self.tp_group)
-        # If sequences are split over ranks, megatron-core gathers the parts later and sums the
-        # gradients.
+        # If sequences are split over ranks, megatron-core later gathers the parts, and then sums
+        # the gradients.
         if self.config.sequence_parallel:
             return scatter_to_sequence_parallel_region(whole, group=self.tp_group), output[1]
         widths = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
@@ -136,8 +138,8 @@ def norm_of(config: TransformerConfig) -> Any:
 
     ``config`` is megatron-core's configuration of the model.
 
-    If apex is installed, megatron-core uses the class from apex for every model, but that class
-    does not support RMSNorm.
+    If apex is installed, megatron-core uses apex's class for every model, but this class does not
+    support RMSNorm.
     """
     is_apex = LayerNormImpl.__name__ == "FusedLayerNorm"
     return (
@@ -148,14 +150,14 @@ def norm_of(config: TransformerConfig) -> Any:
 class LocalNorm:
     """Creates normalization layers that support sequence parallelism.
 
-    Their parameters are marked, so that megatron-core sums the gradients over the parts of a
-    sequence.
+    The parameters of these layers are marked, so that megatron-core sums their gradients over the
+    ranks that share a sequence.
     """
 
     def __new__(
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any
     ) -> Any:
-        """Returns a layer of torch or a :class:`NormAroundZero`, for width ``hidden_size``."""
+        """Returns a layer of torch or a :class:`NormAroundZero` of width ``hidden_size``."""
         split = config.sequence_parallel
         if config.layernorm_zero_centered_gamma:
             has_mean = config.normalization == "LayerNorm"
@@ -180,13 +182,13 @@ LAYER_SETTINGS = (
     "moe_router_group_best",
     "local_attention",
 )
-"""Names of settings that this program adds to megatron-core's configuration for local layers."""
+"""Names of settings for local layers that this program adds to megatron-core's configuration."""
 
 
 class GroupRouter(TopKRouter):
-    """Chooses groups of experts by the sum of their best scores.
+    """Chooses the groups of experts whose best scores have the largest sums.
 
-    ``--moe-router-group-best`` is the number of scores in a group that are summed.
+    ``--moe-router-group-best`` is the number of scores per group that are summed.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
@@ -200,7 +202,7 @@ class GroupRouter(TopKRouter):
 
 
 class _GroupChoice:
-    """Chooses the experts of each token, in place of megatron-core's ``RouterReplay``."""
+    """Chooses the experts of each token. Replaces megatron-core's class ``RouterReplay``."""
 
     def __init__(self, best: int) -> None:
         self._best = best
@@ -208,9 +210,9 @@ class _GroupChoice:
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int, default: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Chooses the ``topk`` experts with the best ``scores`` in the best ``group_topk`` groups.
+        """Chooses the ``topk`` experts with the best ``scores`` of the ``group_topk`` best groups.
 
-        There are ``num_groups`` groups of experts.
+        The experts form ``num_groups`` groups of the same size.
 
         Returns:
             Scores and indices of the chosen experts, each ``[tokens, topk]``.
@@ -272,9 +274,10 @@ class VariedLayer(TransformerLayer):
 
 
 def _normalize(norm: torch.nn.Module, block: Any, inputs: Any, output: Any) -> tuple[Any, None]:
-    """Adds the separate bias in a block's ``output`` and normalizes the sum, as a module hook.
+    """Normalizes the output of an attention or feed-forward block, as a forward hook of the block.
 
-    Returns the result of ``norm``, and ``None`` instead of a bias.
+    ``output`` contains the output and a separate bias or ``None``. Returns the normalized sum, and
+    ``None`` instead of a bias.
     """
     hidden, bias = output
     return norm(hidden if bias is None else hidden + bias), None
@@ -291,14 +294,15 @@ def completed(part: Any, replacements: Mapping[type, type] = _REPLACEMENTS) -> A
     """Returns ``part`` with some of megatron-core's classes replaced.
 
     Args:
-        part: Class, or specification that contains classes.
-        replacements: Replacement of each class; by default, the classes of this module.
+        part: Class of megatron-core, or specification that contains such classes.
+        replacements: Maps each class to its replacement; by default, the replacements are from this
+            module.
     """
     if isinstance(part, ModuleSpec) or type(part).__name__.endswith("Submodules"):
         names = [field.name for field in dataclasses.fields(part)]
         parts = {name: completed(getattr(part, name), replacements) for name in names}
         return dataclasses.replace(part, **parts)
-    # megatron-core specifies some blocks as partial functions since 0.17.
+    # Since 0.17, megatron-core specifies some blocks as partial functions.
     if isinstance(part, functools.partial):
         keywords = {name: completed(value, replacements) for name, value in part.keywords.items()}
         arguments = [completed(value, replacements) for value in part.args]

@@ -11,7 +11,7 @@ parts of the layer. Each part has its own pair of matrices, and two tensors stor
     row-parallel        x --a, columns of this rank--> z --summed--> b, whole
 
 Tensor-parallel ranks exchange only ``z``, which has ``n * rank`` columns. If the backward pass is
-split, the adapters' weight gradients are computed by W actions, as for other layers. Frozen layers
+split, W actions compute the weight gradients of the adapters, as for other layers. Frozen layers
 have no weight gradients. The backward pass ends at the first adapter, because earlier tensors do
 not require a gradient.
 
@@ -47,11 +47,11 @@ from megatron.adaptive.engine.deferred_layers import Deferring
 from megatron.adaptive.engine.weight_gradient import LayerCall, LinearCall, defer, is_deferring
 
 MARK = ".lora."
-"""Text that a name in a checkpoint contains only if it belongs to an adapter."""
+"""Text that occurs in a name in a checkpoint only if the name belongs to an adapter."""
 _ROW_PARALLEL = ("linear_proj", "linear_fc2")
-# Maps a layer's parallelism to the function that communicates between the two matrices of an
-# adapter. A key states whether the layer is row-parallel, and whether sequences are split (sequence
-# parallelism).
+# Maps the parallelism of a layer to the function that communicates between the two matrices of an
+# adapter. A key states whether the layer is row-parallel, and whether sequences are split over
+# ranks (sequence parallelism).
 _JOINS = {
     (False, False): copy_to_tensor_model_parallel_region,
     (False, True): gather_from_sequence_parallel_region,
@@ -62,12 +62,12 @@ _JOINS = {
 
 @dataclass(frozen=True, slots=True)
 class _PartsCall(LayerCall):
-    """Multiplies each row of ``b`` by the columns of ``z`` that come from the same part.
+    """Multiplies each row of ``b`` by the columns of ``z`` that belong to the same layer part.
 
     Attributes:
         weight: Parameter ``b [out, rank]``.
-        row_parts: Mask ``[out, n]``, 1 in the column of the part that a row belongs to. Rows of a
-            part without an adapter contain only 0.
+        row_parts: Mask ``[out, n]``, which is 1 where the row belongs to the part of the column.
+            Rows of a part without an adapter contain only 0.
     """
 
     weight: torch.nn.Parameter
@@ -96,12 +96,13 @@ class _PartsCall(LayerCall):
 class Adapter(Deferring, torch.nn.Module):
     """Contains the adapters of one linear layer.
 
-    Initial weights depend only on the seed of the run, ``number``, ``name`` and the part.
+    The initial weights depend only on the seed of the run, ``number``, ``name`` and the index of
+    the part.
 
     Args:
         layer: Linear layer of megatron-core.
-        name: Name of the linear layer in a transformer layer.
-        marks: Whether each part of the layer has an adapter.
+        name: Name of the linear layer within a transformer layer.
+        marks: Whether each part of the layer, such as query, key and value, has an adapter.
         config: Settings of the run.
         number: Number of the transformer layer, from 1.
     """
@@ -126,19 +127,19 @@ class Adapter(Deferring, torch.nn.Module):
         for part in (part for part, has in enumerate(marks) if has):
             digest = hashlib.sha256(f"{config.run.seed} {number} {name} {part}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            # The result equals Kaiming initialization with the slope that PEFT and torch use.
+            # This is Kaiming initialization with the slope that PEFT and torch use.
             bound = whole**-0.5
             matrix = torch.empty(rank, whole).uniform_(-bound, bound, generator=generator)
             first.append(matrix.chunk(ranks, dim=1)[tp_rank] if is_row else matrix)
         like = {"dtype": layer.weight.dtype, "device": layer.weight.device}
         self.a = torch.nn.Parameter(torch.cat(first).to(**like))
         self.b = torch.nn.Parameter(torch.zeros(out, rank, **like))
-        weight: Any  # megatron-core does not declare these attributes.
+        weight: Any  # megatron-core does not declare the attributes that are set here.
         for weight, dim in ((self.a, 1), (self.b, 0)):
             is_divided = is_row == (dim == 1)
             set_tensor_model_parallel_attributes(weight, is_divided, dim, 1)
-            # This mark makes megatron-core sum the gradients over the ranks, each of which has a
-            # part of a sequence.
+            # Each rank has a part of a sequence. This mark makes megatron-core sum the gradients
+            # over the ranks.
             weight.sequence_parallel = self.is_split and not is_divided
         indices = torch.tensor([sum(marks[:part]) if has else -1 for part, has in enumerate(marks)])
         rows = torch.zeros(out, dtype=torch.long)
@@ -149,9 +150,9 @@ class Adapter(Deferring, torch.nn.Module):
         self.register_buffer("row_parts", row_parts, persistent=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Computes the term to add to the layer's output from its normalized input ``hidden``."""
+        """Returns the term to add to the layer's output, for the normalized input ``hidden``."""
         if self.dropout and self.training:
-            # Ranks with different columns of the input need different random numbers.
+            # Ranks that have different columns of the input need different random numbers.
             is_divided = self.is_row and not self.is_split
             with get_cuda_rng_tracker().fork() if is_divided else contextlib.nullcontext():
                 hidden = F.dropout(hidden, self.dropout)
@@ -167,10 +168,10 @@ class Adapter(Deferring, torch.nn.Module):
         return call.output(hidden)
 
     def sharded(self, prefix: str, offsets: Any, metadata: Any) -> dict[str, Any]:
-        """Returns the weights for a checkpoint, with their offsets in the whole model's tensors.
+        """Returns the adapters' weights for a checkpoint, with their offsets in the whole tensors.
 
-        The names begin with ``prefix``. ``offsets`` and ``metadata`` are arguments of
-        megatron-core.
+        The names of the weights begin with ``prefix``. ``offsets`` and ``metadata`` are arguments
+        of megatron-core's method ``sharded_state_dict``.
         """
         weights: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True),
@@ -188,12 +189,13 @@ class Adapter(Deferring, torch.nn.Module):
 def _parts_of_rows(
     config: TrainerConfig, rows: int, ranks: int, tp_rank: int, is_gated: bool
 ) -> torch.Tensor:
-    """Returns the index of the part to which each row of a layer's weight on this rank belongs.
+    """Returns, for each row of a layer's weight on this rank, the index of the part of the row.
 
-    The weight has ``rows`` rows here, and this is rank ``tp_rank`` of ``ranks`` ranks. ``is_gated``
-    is true for a gated layer.
+    The weight has ``rows`` rows on this rank, which is tensor-parallel rank ``tp_rank`` of
+    ``ranks`` ranks. ``is_gated`` is true for a gated layer.
 
-    Parts 0, 1 and 2 are query, key and value. In a gated layer, parts 0 and 1 are gate and up.
+    In a gated layer, part 0 is gate and part 1 is up. In other layers, parts 0, 1 and 2 are query,
+    key and value.
     """
     if is_gated:
         return torch.arange(2).repeat_interleave(rows // 2)
@@ -204,18 +206,18 @@ def _parts_of_rows(
 
 
 class _Adapted:
-    """Adds adapters to a linear layer of megatron-core or Transformer Engine (mix-in)."""
+    """Mix-in that adds adapters to a linear layer of megatron-core or Transformer Engine."""
 
     lora: Adapter
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Returns the layer's output for ``hidden`` plus the adapters' term, and its bias."""
+        """Returns the output for ``hidden``, including the term of the adapters, and the bias."""
         layer: Any = super()
         output, bias = layer.forward(hidden, *args, **kwargs)
         return output + self.lora(self._normalized(hidden)), bias
 
     def _normalized(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns ``hidden``, which is normalized if Transformer Engine does so in this layer."""
+        """Returns ``hidden``, normalized if Transformer Engine's layer includes a normalization."""
         layer: Any = self
         if (weight := getattr(layer, "layer_norm_weight", None)) is None:
             return hidden
@@ -227,9 +229,10 @@ class _Adapted:
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Returns the weights of the layer and its adapters for a checkpoint, with offsets.
+        """Returns the weights of the layer and its adapters for a checkpoint, with their offsets.
 
-        The parameters are those of megatron-core's method. The names begin with ``prefix``.
+        The parameters are those of megatron-core's method. The names of the weights begin with
+        ``prefix``.
         """
         layer: Any = super()
         weights = layer.sharded_state_dict(prefix, sharded_offsets, metadata)
@@ -243,7 +246,7 @@ def _adapted(layer: type) -> type:
 
 
 def freeze(model: Any, config: TrainerConfig) -> Any:
-    """Freezes the weights of ``model`` and adds adapters, if ``config`` trains adapters."""
+    """Freezes the weights of ``model`` and adds adapters if ``config`` enables LoRA."""
     if not config.lora.is_on:
         return model
     model.requires_grad_(False)
@@ -255,8 +258,8 @@ def freeze(model: Any, config: TrainerConfig) -> Any:
             kind: type = type(linear)
             linear.__class__ = _adapted(kind)
     if config.recompute.recompute_granularity is not None and model.pre_process:
-        # Let the embedding's output require a gradient, because megatron-core's recomputation of a
-        # layer would otherwise not compute gradients for the adapters.
+        # Let the embedding's output require a gradient. Otherwise, recomputing a layer would not
+        # compute gradients for its adapters.
         model.embedding.register_forward_hook(
             lambda module, inputs, output: output.requires_grad_(torch.is_grad_enabled())
         )

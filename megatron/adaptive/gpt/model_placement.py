@@ -1,9 +1,9 @@
 """Assigns GPT layers to ranks, for stage placements that megatron-core does not support.
 
 **Placements.** megatron-core places stages round-robin (loop). It derives the layer numbers from
-the layout in its configuration, and these numbers determine names in checkpoints and initial
-weights. So a V-shaped placement requires only a different layout. The code that builds the model
-marks the first and last stage.
+the layout in its configuration, and these numbers determine initial weights and names in
+checkpoints. So a V-shaped placement only requires a different layout. The code that builds the
+model marks the first and the last stage.
 
 **Tied embeddings.** The first stage looks tokens up in the embedding, and the last stage uses the
 embedding as output matrix. If these stages are on different ranks, megatron-core creates a copy for
@@ -28,15 +28,16 @@ differ, this module sets megatron-core's process groups itself::
              rank 1        1, 2         0, 1         all ranks
     stage 1, rank 2        0, 2         2            all ranks
 
-- The pipeline group is used only for a rank's stage index. Rank 2 is in the pipelines of ranks
-  0 and 1, but has the group of only one of them, so communication must not use the group.
+- The pipeline group is used only to find a rank's stage index. Rank 2 is in the pipelines of ranks
+0 and 1, but its group is that of only one pipeline, so communication must not use the group.
 - Gradients are summed over a stage's ranks, not averaged, because the loss is already divided by
   the number of microbatches in the whole step.
-- The gradient norm and the number of zeros are computed over all ranks. Parameters on all replicas
-  of a stage except the first are marked as shared, so that each parameter is counted once.
-- There is no embedding group. The gradients of a tied embedding's copies are first summed within
-  each stage, then over both stages: the first rank of each stage contributes the stage's sum, the
-  other ranks contribute zeros, and all ranks receive the total.
+- The gradient norm and the number of zeros are computed over all ranks. The parameters on all
+replicas of a stage except the first are marked as shared, so that each parameter is counted only
+once.
+- There is no embedding group. The gradients of the two copies of a tied embedding are first summed
+within each stage, and then over both stages. In the second sum, the first rank of each stage
+contributes the sum of its stage and the other ranks contribute zeros. All ranks receive the total.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ from megatron.adaptive.schedule.unequal_widths import Widths, chosen
 
 
 def placement_of(config: TrainerConfig) -> Placement:
-    """Returns the assignment of stages to pipeline ranks for the settings ``config``."""
+    """Returns the placement in ``config``, which assigns stages to pipeline ranks."""
     return Placement(
         num_ranks=config.parallel.pipeline_model_parallel_size,
         num_chunks=config.parallel.num_chunks,
@@ -68,14 +69,14 @@ def placement_of(config: TrainerConfig) -> Placement:
 
 
 def widths_of(config: TrainerConfig) -> Widths | None:
-    """Returns each stage's number of ranks in ``config``, or ``None`` if all numbers are equal."""
+    """Returns the number of ranks of each stage, or ``None`` if all stages have the same number."""
     return chosen(config.parallel.stage_data_parallel_sizes)
 
 
 class PlacedLayout(PipelineParallelLayerLayout):
-    """Describes the layers of each pipeline rank and chunk, for megatron-core's configuration.
+    """Describes the layers of each chunk on each pipeline rank, for megatron-core's configuration.
 
-    In this example, E is the embedding and L is the loss.
+    In this example, the stages have 2, 1, 0 and 3 layers, E is the embedding, and L is the loss.
 
     ::
 
@@ -85,12 +86,13 @@ class PlacedLayout(PipelineParallelLayerLayout):
 
     Args:
         placement: Assignment of stages to pipeline ranks.
-        stages: Kinds of the layers of each stage in pipeline order, from :func:`stages_of`.
+        stages: Kinds of the layers of each stage, in pipeline order, as returned by
+            :func:`stages_of`.
     """
 
     def __init__(self, placement: Placement, stages: Sequence[list[str]]) -> None:
-        # megatron-core's class assigns the stages round-robin; the next lines restore the pipeline
-        # order.
+        # megatron-core's class assigns the stages to ranks round-robin. The next lines restore the
+        # pipeline order.
         super().__init__(list(stages), placement.num_ranks)
         in_loop = Placement(num_ranks=placement.num_ranks, num_chunks=placement.num_chunks)
         places = [in_loop.locate(stage) for stage in range(placement.num_stages)]
@@ -111,7 +113,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
 
         Args:
             layer_type: Kind of layer to count.
-            vp_stage: Index of the chunk; ``None`` if ranks have one chunk.
+            vp_stage: Index of the chunk; ``None`` if each rank has only one chunk.
             pp_rank: Pipeline rank; ``None`` for the rank of this process.
         """
         return self._stages[self._stage_of(pp_rank, vp_stage)].count(layer_type)
@@ -126,7 +128,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
 
         Args:
             layer_type: Kind of layer to count.
-            vp_stage: Index of the chunk; ``None`` if ranks have one chunk.
+            vp_stage: Index of the chunk; ``None`` if each rank has only one chunk.
             pp_rank: Pipeline rank; ``None`` for the rank of this process.
         """
         before = self._stages[: self._stage_of(pp_rank, vp_stage)]
@@ -149,7 +151,8 @@ def stages_of(
     The first stage includes the embedding, and the last stage includes the loss.
 
     Args:
-        layers_per_stage: Number of transformer layers of each stage in pipeline order; may be 0.
+        layers_per_stage: Number of transformer layers of each stage in pipeline order. A number may
+            be 0.
         mtp_layers: Number of multi-token prediction layers, which come before the loss.
         mtp_stage: Index of the stage with multi-token prediction layers; ``None`` for the last
             stage.
@@ -162,7 +165,7 @@ def stages_of(
 
 
 def layout_of(config: TrainerConfig) -> PlacedLayout:
-    """Returns the layout of the model in ``config`` for megatron-core's configuration."""
+    """Returns the layout of the model's layers, for megatron-core's configuration."""
     stages = stages_of(config.layers_per_stage, config.model.mtp_num_layers or 0, config.mtp_stage)
     return PlacedLayout(placement_of(config), stages)
 
@@ -172,14 +175,14 @@ def embedding_ranks(config: TrainerConfig) -> Callable[[list[int]], list[int]]:
 
     ``config`` contains the settings of the run.
 
-    megatron-core calls the function with the global ranks of each pipeline. The selected ranks need
-    the embedding for the first stage, the last stage or multi-token prediction.
+    megatron-core calls the returned function with the global ranks of each pipeline. A rank needs a
+    copy of the embedding for the first stage, the last stage or multi-token prediction.
     """
     placement = placement_of(config)
     stages = {0, placement.num_stages - 1}
     if config.mtp_stage is not None:
-        # Exclude the last stage if its output matrix is separate, because megatron-core would
-        # otherwise also add up the gradient of that matrix.
+        # If the output matrix is separate, exclude the last stage, because megatron-core would
+        # otherwise also add up the gradient of this matrix.
         stages = {0, config.mtp_stage} | (
             set() if config.model.untie_embeddings_and_output_weights else stages
         )
@@ -188,7 +191,7 @@ def embedding_ranks(config: TrainerConfig) -> Callable[[list[int]], list[int]]:
 
 
 def local_copies(chunks: Sequence[torch.nn.Module]) -> tuple[Any, Any] | None:
-    """Returns both copies of a tied embedding, or ``None`` on a rank without two copies.
+    """Returns both copies of a tied embedding if both are on this rank, otherwise ``None``.
 
     Args:
         chunks: Model chunks of this rank, with or without the data-parallel wrapper.
@@ -198,8 +201,8 @@ def local_copies(chunks: Sequence[torch.nn.Module]) -> tuple[Any, Any] | None:
     last = next((model for model in models if model.post_process), None)
     if first is None or last is None or first is last:
         return None
-    # Copies exist if the embedding is tied, or if a multi-token prediction layer also looks up
-    # tokens.
+    # There are two copies if the embedding is tied, or if a multi-token prediction layer also looks
+    # up tokens.
     if not (
         first.share_embeddings_and_output_weights or getattr(first.config, "mtp_num_layers", None)
     ):
@@ -216,11 +219,11 @@ def start_equal(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def add_up_copies(chunks: Sequence[torch.nn.Module]) -> None:
-    """Sets the gradients of both copies of an embedding to their sum if this rank has both.
+    """Sets the gradients of both copies of an embedding to their sum, if this rank has both copies.
 
-    Call this after the data-parallel reduction. With the distributed optimizer, only a part of the
-    gradients is valid on a rank after the reduction. This part is the same for both copies, because
-    megatron-core puts each copy in a separate bucket.
+    This function must be called after the data-parallel reduction. With the distributed optimizer,
+    only a part of the gradients is valid on a rank after the reduction. This part is the same for
+    both copies, because megatron-core puts each copy in a separate bucket.
 
     Args:
         chunks: Model chunks of this rank, in the data-parallel wrapper.
@@ -242,16 +245,17 @@ def finalize_gradients(
 ) -> None:
     """Reduces gradients after the backward passes of a step, for any placement of stages.
 
-    Extends megatron-core's ``finalize_model_grads``. All ranks must call this.
+    Calls megatron-core's ``finalize_model_grads`` first. All ranks must call this.
 
     Args:
         chunks: Model chunks of this rank, in the data-parallel wrapper.
         num_tokens: Number of tokens in the loss on a rank of the last stage; 0 on other ranks.
-            Gradients are divided by the sum of these numbers over all ranks. ``None`` leaves
-            gradients undivided. megatron-core would use the number of the last pipeline rank, which
-            may not have the last stage.
+            Gradients are divided by the sum of these numbers over all ranks, or not divided if the
+            argument is ``None``. megatron-core would use the number of the last pipeline rank,
+            which may not have the last stage.
         pg_collection: Process groups; ``None`` uses megatron-core's global groups.
-        force_all_reduce: Whether to use all-reduce instead of reduce-scatter, as in megatron-core.
+        force_all_reduce: Whether to use all-reduce instead of reduce-scatter; passed to
+            megatron-core.
         widths: Number of ranks of each stage; ``None`` if all stages have the same number.
     """
     finalize_model_grads(
@@ -263,7 +267,7 @@ def finalize_gradients(
             dist.all_reduce(num_tokens, group=parallel_state.get_pipeline_model_parallel_group())
             everybody = parallel_state.get_data_parallel_group(with_context_parallel=True)
             dist.all_reduce(num_tokens, group=everybody)
-            chunk: Any  # megatron-core does not declare types for its wrapper.
+            chunk: Any  # megatron-core does not declare the types of its wrapper.
             for chunk in chunks:
                 chunk.scale_gradients(1.0 / num_tokens.clamp(min=1))
         return
@@ -291,17 +295,19 @@ _REPLICA_GROUPS_GLOO = (
     "_EXPERT_DATA_PARALLEL_GROUP_GLOO",
     "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO",
 )
-# Process group of the first and last stage's ranks, which have copies of a tied embedding. It is a
-# global variable, like the process groups of parallel_state.
+# Process group of the ranks of the first and the last stage, which have copies of a tied embedding.
+# It is a global variable, like the process groups of parallel_state.
 _ends_group: Any = None
 
 
 def set_up_unequal_mesh(widths: Widths, timeout_minutes: int) -> None:
-    """Sets megatron-core's groups for stages of unequal ``widths``. All ranks must call this.
+    """Sets megatron-core's process groups if stages have unequal numbers of ranks.
 
-    Collectives in the groups fail after ``timeout_minutes``.
+    ``widths`` contains the number of ranks of each stage. Collectives in the groups fail after
+    ``timeout_minutes`` minutes. All ranks must call this.
     """
-    # Create groups for a single stage of all ranks first; the code below replaces them.
+    # First create the groups of a single stage with all ranks. The code below replaces most of
+    # them.
     parallel_state.initialize_model_parallel(1, 1, distributed_timeout_minutes=timeout_minutes)
     everybody = parallel_state.get_data_parallel_group()
     limit = datetime.timedelta(minutes=timeout_minutes)
@@ -330,8 +336,8 @@ def set_up_unequal_mesh(widths: Widths, timeout_minutes: int) -> None:
 
 def _set(names: Sequence[str], value: Any) -> None:
     for name in names:
-        # Fail if the installed release of megatron-core uses different names for its process
-        # groups.
+        # Fail if megatron-core has renamed the variable of a process group in the installed
+        # release.
         assert hasattr(parallel_state, name), f"megatron-core has no {name}"
         setattr(parallel_state, name, value)
 
@@ -339,25 +345,25 @@ def _set(names: Sequence[str], value: Any) -> None:
 def start_unequal(chunks: Sequence[torch.nn.Module], widths: Widths) -> None:
     """Prepares a model whose stages have unequal numbers of ranks. All ranks must call this.
 
-    The first stage's tied embedding is copied to the last stage. Parameters on all replicas of a
-    stage except the first are marked as shared.
+    The first stage's tied embedding is copied to the last stage. The parameters on all replicas of
+    a stage except the first are marked as shared, so that norms count them only once.
 
     Args:
-        chunks: Single chunk of this rank, without the data-parallel wrapper.
+        chunks: List of the single chunk of this rank, without the data-parallel wrapper.
         widths: Number of ranks of each stage.
     """
     weight = _tied_weight(chunks)
     if weight is not None:
         dist.broadcast(weight.data, src=_end_ranks(widths)[0], group=_ends_group)
     if widths.place_of(dist.get_rank())[1] > 0:
-        parameter: Any  # megatron-core does not declare this attribute.
+        parameter: Any  # megatron-core does not declare the attribute that is set here.
         for chunk in chunks:
             for parameter in chunk.parameters():
                 parameter.shared = True
 
 
 def sum_gradients(chunks: Sequence[torch.nn.Module]) -> None:
-    """Makes the data-parallel wrappers ``chunks`` sum gradients instead of averaging them."""
+    """Makes the data-parallel wrappers in ``chunks`` sum gradients instead of averaging them."""
     for chunk in chunks:
         wrapper: Any = chunk
         for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers):
@@ -371,7 +377,7 @@ def _end_ranks(widths: Widths) -> list[int]:
 
 
 def _tied_weight(chunks: Sequence[torch.nn.Module]) -> Any:
-    """Returns the copy of a tied embedding in ``chunks``, or ``None`` if there is no copy."""
+    """Returns this rank's copy of a tied embedding, or ``None`` if there is no such copy."""
     (model,) = unwrap_model(list(chunks))
     if not model.share_embeddings_and_output_weights:
         return None

@@ -1,8 +1,8 @@
-"""Cuts microbatches into slices of their sequences, and stores keys and values for later slices.
+"""Cuts microbatches into slices of their sequences, and keeps keys and values for later slices.
 
 A step runs *items*, which are the slices of all microbatches. Microbatches may have different
-numbers of slices. On each chunk the forward passes of a microbatch's slices run in ascending order,
-and their backward passes in descending order::
+numbers of slices. On each chunk, the forward passes (F) of a microbatch's slices run in ascending
+order, and the backward passes (B) run in descending order::
 
     F0  F1  F2  F3        B3  B2  B1  B0          4 slices of one microbatch on one chunk
     |   |   |   |          |   |   |   |
@@ -12,24 +12,24 @@ and their backward passes in descending order::
                                                   itself passes the sum on to its layers
 
 Each attention layer has one buffer for the keys and one for the values of a microbatch. A slice
-writes its own keys and values, and attends to the buffers up to its own end. Its backward pass
-computes the gradients of that whole range. It returns the gradients of the slice's own tokens,
-including the contributions of later slices, and adds the gradients of earlier tokens to the
+writes its keys and values to the buffers, and attends to the buffers up to its last token. Its
+backward pass computes the gradients of this whole range. It returns the gradients of the slice's
+tokens, including the contributions of later slices, and adds the gradients of earlier tokens to the
 gathered gradients. So the autograd graph of a slice never contains the graph of another slice, and
 each graph is freed by its own backward pass.
 
-If a layer recomputes its forward pass, it writes the same keys and values again.
+A layer that recomputes its forward pass writes the same keys and values again.
 
-**Windows.** In a layer with a window of w tokens, a slice sees at most w keys before its own. So
-gradients are gathered for only w tokens. In evaluation, and in a layer that recomputes its forward
-pass, only the last w keys of each slice are kept instead of a buffer. Evaluation drops these keys
-when later slices can no longer see them. Without recomputation, backward passes need all keys
-anyway, and the buffer contains them once for all slices.
+**Windows.** In a layer with a window of w tokens, a slice attends to at most w keys of earlier
+slices. So gradients are gathered for only w tokens. In evaluation, and in a layer that recomputes
+its forward pass, only the last w keys of each slice are kept instead of a buffer. Evaluation drops
+these keys when later slices no longer attend to them. Without recomputation, backward passes need
+all keys anyway, and the buffer contains each key only once for all slices.
 
 **Packed documents.** If a microbatch is a row of documents, only documents that extend over several
-slices have buffers. A slice attends to the earlier tokens of the document in which it begins.
-Documents within a single slice are computed as without slices. Positions are counted from a
-document's first token.
+slices have buffers. A slice attends to earlier tokens only if they belong to the document in which
+the slice begins. Documents within a single slice are computed as without slices. Positions are
+counted from a document's first token.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from megatron.adaptive.schedule.action import SliceCounts, item_count, place_of
 Attend: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Function that computes attention from queries, keys and values.
 
-The queries belong to the last tokens of the keys.
+The queries belong to the last tokens of the sequence to which the keys belong.
 """
 
 
@@ -57,7 +57,7 @@ class Attention(NamedTuple):
     """Describes a call to an attention layer.
 
     Attributes:
-        layer: Attention layer that makes the call.
+        layer: Attention layer that is called.
         attend: Function that computes attention of one document.
         attend_documents: Function that computes attention of several whole documents in a row,
             given queries, keys, values ``[s, 1, heads, width]`` and the documents' lengths.
@@ -71,13 +71,13 @@ class Attention(NamedTuple):
 
 
 class KeysAndValues:
-    """Stores the keys and values of a document in one layer, and their gathered gradients.
+    """Stores the keys and values of a document in one layer, and gathers their gradients.
 
     Positions are relative to the document's first token.
 
     Args:
-        like: Keys and values of a slice ``[s, b, heads, width]``, for the buffers' shapes and
-            dtypes.
+        like: Keys and values of one slice ``[s, b, heads, width]``, which determine the shapes and
+            dtypes of the buffers.
         length: Number of tokens of the document.
     """
 
@@ -93,10 +93,10 @@ class KeysAndValues:
         return self._buffers
 
     def extend(self, first: int, start: int, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Stores a slice's keys and values, and returns all keys and values that it attends to.
+        """Stores the keys and values of a slice, and returns those to which the slice attends.
 
-        The returned tensors are not copies. Later calls write to other tokens, so they do not
-        invalidate what autograd has saved of these tensors.
+        The returned tensors are not copies. Later calls write to other tokens, so the parts that
+        autograd has saved stay valid.
 
         Args:
             first: Position of the first token that the slice attends to.
@@ -111,14 +111,16 @@ class KeysAndValues:
     def exchange(
         self, first: int, start: int, gradients: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Gathers gradients of earlier tokens, and returns the final gradients of this slice.
+        """Adds up gradients of earlier tokens, and returns the complete gradients of a slice.
 
-        Gradients of 16-bit tensors are gathered in 32 bits.
+        Backward passes of later slices have already added their contributions. Gradients of 16-bit
+        tensors are summed in 32 bits.
 
         Args:
             first: Position of the first token that the slice attends to.
             start: Position of the slice's first token.
-            gradients: Gradients of keys and values from ``first`` up to the slice's end.
+            gradients: Gradients of the keys and values from position ``first`` to the end of the
+                slice.
         """
         earlier = start - first
         complete = [gradient[earlier:] for gradient in gradients]
@@ -129,7 +131,7 @@ class KeysAndValues:
                 for part, gathered in zip(complete, later, strict=True)
             ]
         self._gathered = None
-        # This is the document's first slice, so no backward pass of the document follows.
+        # The document's first slice is the last one in the backward pass, so free the buffers.
         if not start:
             self._buffers = []
         if not earlier:
@@ -163,21 +165,21 @@ def _sum_at_end(part: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
 
 
 class LastKeysAndValues(KeysAndValues):
-    """Stores only the keys and values that are in the attention window of later slices.
+    """Stores only the keys and values in the attention window of later slices.
 
     Args:
-        like: Keys and values of a slice, for their shapes and dtypes.
+        like: Keys and values of one slice, which determine shapes and dtypes.
         window: Number of earlier tokens that a token attends to.
-        forgets: Whether to drop keys and values that the next slice does not see, which is possible
-            only without recomputation. In training, backward passes drop the remaining keys and
-            values.
+        forgets: Whether to drop keys and values to which the next slice does not attend. This is
+            only possible without recomputation. In training, backward passes drop the remaining
+            keys and values.
     """
 
     def __init__(self, like: Sequence[torch.Tensor], window: int, *, forgets: bool) -> None:
         super().__init__(like, 0)
         self._window = window
         self._forgets = forgets
-        # The dict maps the position of the first token to keys and values, in ascending order.
+        # Maps the position of the first token to keys and values, in ascending order.
         self._parts: dict[int, list[torch.Tensor]] = {}
         self.bytes_per_token *= min(window, len(like[0])) / len(like[0])
 
@@ -211,17 +213,18 @@ class LastKeysAndValues(KeysAndValues):
 
 
 class SequenceSlices:
-    """Tracks the current slice, and stores the keys and values of each chunk and microbatch.
+    """Tracks the current slice, and stores the keys and values for each chunk and microbatch.
 
-    The engine calls :meth:`begin` before each action, and :meth:`finish` at the end of a step. The
-    class is not thread-safe, but autograd's thread may read it while the calling thread waits.
+    The engine calls :meth:`begin` before each forward or backward pass, and :meth:`finish` at the
+    end of a step. The class is not thread-safe, but autograd's thread may read it while the calling
+    thread waits.
 
     Args:
-        ends: Position after the last token of each slice, ascending. Used if there is no ``rule``.
+        ends: End of each slice as a token position, in ascending order, if there is no ``rule``.
         rule: Rule for cutting microbatches; ``None`` if all microbatches are cut in the same way.
 
     Attributes:
-        count: Number of slices of each microbatch of the current step.
+        count: Number of slices of each microbatch in the current step.
     """
 
     def __init__(self, ends: Sequence[int], rule: SliceRule | None = None) -> None:
@@ -242,8 +245,8 @@ class SequenceSlices:
         """Cuts the microbatches of a step, unless all microbatches are cut in the same way.
 
         Args:
-            contents: Number of token positions of each microbatch, including padding, followed by
-                the number of tokens of each of its documents.
+            contents: For each microbatch, the number of token positions, including padding,
+                followed by the number of tokens of each document.
         """
         if (rule := self._rule) is None:
             return
@@ -256,25 +259,25 @@ class SequenceSlices:
 
     @property
     def stride(self) -> int:
-        """Returns an upper limit for the number of slices per microbatch, equal on all ranks."""
+        """Returns an upper limit for the slices per microbatch, which is equal on all ranks."""
         if isinstance(self.count, int) and (self._rule is None or not self._rule.varies):
             return self.count
         return self._most
 
     @property
     def sizes(self) -> list[int] | None:
-        """Returns the token count of each slice, or ``None`` if all microbatches are cut alike."""
+        """Returns each slice's token count, or ``None`` if all microbatches are cut equally."""
         if self._rule is None:
             return None
         return [self.tokens(item) for item in range(item_count(len(self._cuts), self.count))]
 
     @property
     def num_microbatches(self) -> int:
-        """Returns the number of microbatches of the step, or 0 if all are cut in the same way."""
+        """Returns the number of microbatches, or 0 if all microbatches are cut in the same way."""
         return len(self._cuts)
 
     def work(self, item: int) -> tuple[int, int]:
-        """Returns the numbers of tokens and of token pairs in the slice with the index ``item``."""
+        """Returns the number of tokens and the number of token pairs in the slice ``item``."""
         microbatch, index, _ = place_of(item, self.count)
         return self._cut(microbatch).work(index)
 
@@ -288,7 +291,7 @@ class SequenceSlices:
         return self._equal if self._rule is None else self._cuts[microbatch]
 
     def begin(self, chunk: int, item: int) -> None:
-        """Makes ``item`` the current slice of ``chunk``, before its forward or backward pass."""
+        """Makes ``item`` the current slice of ``chunk`` before a forward or backward pass."""
         microbatch, index, _ = place_of(item, self.count)
         self._pieces = self._cut(microbatch).pieces(index)
         self._positions = None
@@ -308,10 +311,10 @@ class SequenceSlices:
             yield from kept.buffers
 
     def kept_bytes(self, chunk: int, item: int) -> float:
-        """Returns the size in bytes of the keys and values of slice ``item`` that ``chunk`` keeps.
+        """Returns how many bytes ``chunk`` keeps for the keys and values of the slice ``item``.
 
-        The size is measured after the first forward pass of the chunk that keeps keys and values.
-        Before that, it is 0.
+        The size per token is measured after the first forward pass in which the chunk keeps keys
+        and values. Before that, the result is 0.
         """
         microbatch, index, _ = place_of(item, self.count)
         tokens = self._cut(microbatch).kept_tokens(index)
@@ -328,7 +331,7 @@ class SequenceSlices:
         """Lets the layers of ``chunks`` attend to earlier slices, and use correct token positions.
 
         Raises:
-            ConfigError: If a layer's attention cannot attend to earlier slices.
+            ConfigError: If the attention of a layer cannot attend to earlier slices.
         """
         for chunk in chunks:
             for module in chunk.modules():
@@ -340,7 +343,8 @@ class SequenceSlices:
 
     def _attach_to(self, layer: Any) -> None:
         attention = getattr(layer.self_attention, "core_attention", None)
-        if attention is None:  # The layer has no attention, so each token is computed alone.
+        # The layer has no attention, so its tokens do not depend on each other.
+        if attention is None:
             return
         if not hasattr(attention, "slices"):
             raise ConfigError(
@@ -354,10 +358,10 @@ class SequenceSlices:
     def _ask_positions(
         self, _module: Any, inputs: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Makes rotary embeddings begin at the position of the slice's first token.
+        """Makes rotary embeddings start at the position of the slice's first token.
 
-        If the slice contains parts of several documents, embeddings of all positions are requested,
-        and :meth:`_pick_positions` selects from them.
+        If the slice contains parts of several documents, the embeddings of all positions are
+        requested, and :meth:`_pick_positions` selects some of them.
         """
         pieces = self._pieces
         if len(pieces) == 1:
@@ -365,7 +369,7 @@ class SequenceSlices:
         return (self._longest, *inputs[1:]), options
 
     def _pick_positions(self, _module: Any, _inputs: Any, output: Any) -> Any:
-        """Selects from ``output`` the rotary embedding of each token's position in its document."""
+        """Selects the rotary embedding of each token's position in its document from ``output``."""
         pieces = self._pieces
         if len(pieces) == 1:
             return output
@@ -374,7 +378,7 @@ class SequenceSlices:
             ranges = [torch.arange(p.start - p.begin, p.end - p.begin) for p in pieces]
             self._positions = torch.cat(ranges).to(rotation.device)
         picked = rotation[self._positions]
-        return (picked, *more) if more else picked  # The module of YaRN also returns a factor.
+        return (picked, *more) if more else picked  # The class for YaRN also returns a factor.
 
     def parts(
         self, microbatch: int, batch: Mapping[str, torch.Tensor]
@@ -388,7 +392,7 @@ class SequenceSlices:
 
         Yields:
             The tensors of each slice. ``whole_tokens`` is the number of tokens in the whole
-            microbatch whose losses are included.
+            microbatch whose losses are included. It is missing if ``batch`` has no loss mask.
         """
         cut = self._cut(microbatch)
         tokens = batch["loss_mask"].sum() if "loss_mask" in batch else None
@@ -402,13 +406,13 @@ class SequenceSlices:
     def attend(
         self, call: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """Computes attention of the current slice to itself and to earlier slices.
+        """Computes the attention of the current slice to itself and to earlier slices.
 
         Args:
             call: Layer that computes attention, its attention functions, and its window.
             query: Queries of the slice ``[s, b, heads, width]``.
             key: Keys of the slice ``[s, b, groups, width]``.
-            value: Values of the slice, in the same layout.
+            value: Values of the slice, in the same layout as ``key``.
         """
         pieces = self._pieces
         origin = pieces[0].start
@@ -437,7 +441,7 @@ class SequenceSlices:
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> torch.Tensor:
-        """Computes attention of ``piece``, part of a document that extends over several slices.
+        """Computes attention of ``piece``, a part of a document that several slices share.
 
         ``query``, ``key`` and ``value`` contain only the tokens of this part. The keys and values
         of earlier parts of the document are stored for ``call.layer``.
@@ -455,7 +459,7 @@ class SequenceSlices:
         first = 0 if window is None else max(0, start - window)
         arguments = (query, key, value, call.attend, kept, (first, start))
         if makes_graph and any(part.requires_grad for part in (query, key, value)):
-            function: Any = _AttendSlice  # torch does not declare types for apply().
+            function: Any = _AttendSlice  # torch does not declare the types of apply().
             output: torch.Tensor = function.apply(*arguments)
             return output
         if piece.end == piece.close and not call.layer.training:
@@ -464,10 +468,10 @@ class SequenceSlices:
 
 
 class _AttendSlice(torch.autograd.Function):
-    """Attends to the buffer of keys and values; the backward pass gathers their gradients.
+    """Attends to stored keys and values, and gathers their gradients in the backward pass.
 
-    Autograd differentiates the attention itself, in a separate graph that begins at the queries and
-    at the buffer.
+    Autograd differentiates the attention in a separate graph, whose inputs are the queries and the
+    stored keys and values.
     """
 
     @staticmethod

@@ -1,6 +1,6 @@
 """Builds all parts of a training run: model, optimizer, data, executor and trace.
 
-All ranks build the parts in the same order, because many of the steps are collective.
+All ranks build the parts in the same order, because building many of them is collective.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from megatron.adaptive.schedule.document_rows import batching_of, most_slices
 from megatron.adaptive.schedule.stage_placement import Placement
 
 _SHORT = 0.5
-"""Assumed length of the shortest microbatches relative to the mean, for choosing buffer sizes."""
+"""Assumed ratio of the shortest to the mean length of microbatches, for choosing buffer sizes."""
 
 
 def _orders(job: TrainingJob, placement: Placement) -> Orders:
-    """Returns the object that orders each rank's actions. All ranks must call this."""
+    """Returns the object that orders the actions of each rank. All ranks must call this."""
     config = job.config
     settings = job.config.schedule
     orders = Orders(
@@ -82,10 +82,10 @@ def _orders(job: TrainingJob, placement: Placement) -> Orders:
 
 
 def _slice_shares(config: TrainerConfig) -> list[float]:
-    """Returns the length of each slice in ``config``, relative to the sequence.
+    """Returns the length of each slice as a fraction of the sequence length.
 
-    If microbatches are cut in different ways, the list assumes the largest number of slices, with
-    equal lengths.
+    If microbatches are cut in different ways, the result contains equal lengths for the largest
+    possible number of slices.
     """
     if (rule := config.slice_rule) is not None:
         most = config.num_slices
@@ -103,29 +103,29 @@ def _record_shape(config: TrainerConfig, orders: Orders) -> RecordShape:
 
 
 def _record_index(config: TrainerConfig) -> int:
-    """Returns the index of this rank's action order in the record of a step."""
+    """Returns the index of this rank's list of actions in the recorded actions of a step."""
     pp_rank: int = parallel_state.get_pipeline_model_parallel_rank()
     if config.balance == "off":
-        return pp_rank  # Only the orders of one replica are recorded.
+        return pp_rank  # The actions of only one replica are recorded.
     ranks = config.parallel.pipeline_model_parallel_size
     return int(parallel_state.get_data_parallel_rank()) * ranks + pp_rank
 
 
 def make_recording(run: Run, after_step: int) -> Recording | None:
-    """Creates the object that records action orders for ``--record-schedule``.
+    """Creates the object that records the actions of all steps for ``--record-schedule``.
 
     Args:
-        run: Run with a built model.
+        run: Run whose model has been built.
         after_step: Number of steps that the job did before this start; 0 at the first start.
 
     Returns:
-        Object that records orders; ``None`` without ``--record-schedule``.
+        Object that records actions, or ``None`` without ``--record-schedule``.
     """
     job = run.job
     path = job.config.schedule.record_schedule
     if path is None:
         return None
-    assert isinstance(run.forward_backward, ForwardBackward)  # The flag checks ensure this.
+    assert isinstance(run.forward_backward, ForwardBackward)  # The checks of the flags ensure this.
     recorded = (
         (job.config.balance != "off" or parallel_state.get_data_parallel_rank() == 0)
         and parallel_state.get_context_parallel_rank() == 0
@@ -142,7 +142,7 @@ def make_recording(run: Run, after_step: int) -> Recording | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Contains the datasets of a run, and the numbers of samples to take from them.
+    """Contains the datasets of a run, and the numbers of samples to read from them.
 
     Attributes:
         iterations: Number of iterations of the whole training run.
@@ -166,19 +166,19 @@ class Run:
     """Contains all parts of a run that is ready for its first step.
 
     Attributes:
-        job: Settings of the run, and rank and process groups of this process.
+        job: Settings of the run, and the rank and process groups of this process.
         placement: Assignment of stages to pipeline ranks.
         chunks: Models of this rank's stages, each in megatron-core's data-parallel wrapper.
         core: megatron-core's configuration of the model, shared by the chunks.
         optimizer: megatron-core's optimizer.
         scheduler: megatron-core's scheduler of learning rate and weight decay.
-        samples: Datasets, and the numbers of samples to take from them.
+        samples: Datasets, and the numbers of samples to read from them.
         forward_backward: Function that runs the forward and backward passes of a step, with this
             program's executor or with megatron-core's schedule.
         wiring: Executor and its channels to other ranks; ``None`` with megatron-core's schedule.
         tracing: Object that records the trace of the run.
-        replay: Source of recorded action orders; ``None`` if no record is replayed.
-        slices: Slices of the sequences; ``None`` if sequences are not cut.
+        replay: Source of recorded actions that are run again; ``None`` if no recording is used.
+        slices: Object that cuts sequences into slices; ``None`` if sequences are not cut.
         padded_vocab_size: Number of rows of the embedding, including padding rows.
     """
 
@@ -198,9 +198,10 @@ class Run:
 
 
 class KeptParts(NamedTuple):
-    """Contains parts of a :class:`Run` that can be reused after a change of the layer partition.
+    """Contains the parts of a :class:`Run` that remain valid if the layer partition changes.
 
-    ``orders`` is ``None`` if sequences are cut differently, because this changes all orders.
+    ``orders`` is ``None`` if sequences are cut differently, because then all lists of actions
+    change.
     """
 
     samples: Samples
@@ -212,7 +213,7 @@ def build_run(job: TrainingJob, kept: KeptParts | None = None) -> Run:
     """Builds model, optimizer, data, executor and trace. All ranks must call this.
 
     Args:
-        job: Settings of the run, and rank and process groups of this process.
+        job: Settings of the run, and the rank and process groups of this process.
         kept: Parts of an earlier run to reuse; ``None`` to build all parts.
     """
     config = job.config
@@ -298,9 +299,9 @@ def _start_trace(
 def _add_details(
     tracing: Tracing, folder: str, job: TrainingJob, chunks: Sequence[torch.nn.Module]
 ) -> None:
-    """Adds the measurements that ``--trace-detail`` requests to ``tracing``.
+    """Adds the measurements that the flag ``--trace-detail`` requests to ``tracing``.
 
-    Kernels are recorded in ``folder``. Layers are those of ``chunks``.
+    Kernels are recorded in files in ``folder``, and layers are measured in ``chunks``.
     """
     details = job.config.schedule.trace_details
     if "layers" in details:
@@ -326,7 +327,7 @@ def _wire(
     core: TransformerConfig,
     tracing: Tracing,
 ) -> Wiring:
-    """Builds the executor and its channels. All ranks must call this."""
+    """Builds the executor and its channels to other ranks. All ranks must call this."""
     config = job.config
     widths = widths_of(config)
     return build_executor(
@@ -342,7 +343,7 @@ def _wire(
         tracing=tracing,
         transport=config.transport,
         # Assume the worst case. If stages have unequal numbers of ranks, a stage may get all
-        # microbatches of the job. If microbatches are assigned to replicas at each step, a replica
+        # microbatches of the job. If microbatches are distributed by cost in each step, a replica
         # may get twice the average.
         in_flight=orders.inputs_in_flight(
             config.num_microbatches
@@ -358,13 +359,13 @@ def _wire(
 def make_loader(
     run: Run, dataset: Any, consumed_samples: int, *, on_read: OnRead | None = None
 ) -> MicrobatchLoader | None:
-    """Creates a loader of this rank's microbatches.
+    """Creates a loader that reads the microbatches of this rank.
 
     Args:
-        run: Run with a built model.
+        run: Run whose model has been built.
         dataset: Dataset to read; ``None`` on a rank that does not need data.
-        consumed_samples: Number of samples to skip, because they were already used.
-        on_read: Function that is called after each read.
+        consumed_samples: Number of samples to skip, because the job has already used them.
+        on_read: Function that is called after each read; ``None`` for no function.
 
     Returns:
         Loader, or ``None`` on a rank that does not need data.
@@ -376,8 +377,8 @@ def make_loader(
     return MicrobatchLoader(
         dataset,
         consumed_samples=consumed_samples,
-        # Use the number of replicas of this rank's stage, because other stages may have a different
-        # number.
+        # Other stages may have a different number of replicas, so use the number of this rank's
+        # stage.
         batching=replace(
             batching_of(config), replicas=parallel_state.get_data_parallel_world_size()
         ),
@@ -390,7 +391,7 @@ def make_loader(
 
 
 def data_workers(config: TrainerConfig, *, is_cuda: bool) -> int:
-    """Returns the number of processes that read data for a rank.
+    """Returns the number of processes that a rank starts to read data.
 
     Args:
         config: Settings of the run. ``--num-workers`` overrides the default.
@@ -403,7 +404,7 @@ def data_workers(config: TrainerConfig, *, is_cuda: bool) -> int:
 
 
 def payload_shape(config: TrainerConfig) -> tuple[int, ...]:
-    """Returns the shape ``[s, b, h]`` of the largest tensor that stages of ``config`` exchange."""
+    """Returns the shape ``[s, b, h]`` of the largest tensor that stages send to each other."""
     longest = config.model.seq_length
     width = batching_of(config).row_tokens(config.data.pack_to or longest)
     if (rule := config.slice_rule) is not None:
@@ -421,9 +422,9 @@ def payload_shape(config: TrainerConfig) -> tuple[int, ...]:
 
 
 def passes_predictions(config: TrainerConfig) -> bool:
-    """Returns whether a stage before the last stage has the multi-token prediction layers.
+    """Returns whether a stage before the last stage has multi-token prediction layers.
 
-    If so, the hidden states of these layers are sent on to the last stage.
+    In this case, the hidden states of these layers are sent to the last stage.
     """
     return config.mtp_stage not in (None, config.num_stages - 1)
 
@@ -438,14 +439,14 @@ def _build_samples(job: TrainingJob, placement: Placement, tokenizer: Tokenizer)
     config = job.config
     run = config.run
     data = config.data
-    # All ranks need the data if lengths vary, because the lengths determine the microbatches.
+    # If lengths vary, they determine the microbatches, so all ranks need the data.
     needs_data = data.variable_seq_lengths or _needs_data(config, placement)
     sizes = BatchSizes(config.batch, config.parallel.data_parallel_size)
     if run.train_iters is not None:
         iterations = run.train_iters
         train_samples = iterations * config.batch.global_batch_size
     else:
-        assert run.train_samples is not None  # The flag checks ensure this.
+        assert run.train_samples is not None  # The checks of the flags ensure this.
         train_samples = run.train_samples
         iterations = sizes.iterations_for(train_samples)
     per_validation = run.eval_iters * config.batch.global_batch_size
@@ -509,10 +510,10 @@ _GIB = 1 << 30
 
 
 def require_room(config: TrainerConfig, accelerator: Accelerator) -> None:
-    """Checks before the model is built that a rank's weights fit in the device's memory.
+    """Checks, before the model is built, that the weights of a rank fit in the device's memory.
 
-    Gradients, optimizer state and activations are not counted, so a model that passes may still not
-    fit. All ranks are assumed to have equal parts of the weights.
+    Gradients, optimizer state and activations are not counted, so even a model that passes may be
+    too large. All ranks are assumed to have equal parts of the weights.
 
     Raises:
         ConfigError: If the weights alone are larger than the device's memory.

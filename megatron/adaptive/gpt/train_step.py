@@ -1,4 +1,4 @@
-"""Runs training and evaluation steps: forward and backward passes, optimizer, mean losses."""
+"""Runs training and evaluation steps: forward and backward passes, optimizer and mean losses."""
 
 from __future__ import annotations
 
@@ -36,13 +36,15 @@ class StepResult:
     """Contains the results of a training step.
 
     Attributes:
-        losses: Mean losses by name on ranks of the last stage; empty on other ranks.
-        updated: Whether the parameters were updated. False if gradients overflowed in fp16.
+        losses: Mean losses, keyed by name, on ranks of the last stage; empty on other ranks.
+        updated: Whether the parameters were updated. They are not updated if gradients overflow in
+            fp16.
         grad_norm: L2 norm of all gradients before clipping; ``None`` if it is not computed.
         num_zeros: Number of zeros in the gradients; ``None`` if they are not counted.
-        bubble_fraction: Fraction of the step's time in which the pipeline's ranks were idle;
-            ``None`` at iterations that are not logged.
-        curves: Values for TensorBoard only, by tag, on ranks of the last stage.
+        bubble_fraction: Fraction of the step's duration in which the ranks were idle; ``None`` at
+            iterations that are not logged.
+        curves: Values that are only written to TensorBoard, keyed by tag, on ranks of the last
+            stage.
     """
 
     losses: dict[str, float]
@@ -70,8 +72,7 @@ class Step:
         self._forward = GptForward(run.job.accelerator)
         self._balancing = _balancing_losses(config.core)
         self._eval_steps = 0
-        # This attribute contains the times of the last training step, or None with megatron-core's
-        # schedule.
+        # Times of the last training step, or None before it and with megatron-core's schedule.
         self.times: RankTimes | None = None
 
     def train(
@@ -87,9 +88,9 @@ class Step:
         Args:
             microbatches: Microbatches of this rank; ``None`` on a rank that does not need data.
             num_microbatches: Number of microbatches of this rank.
-            iteration: Index of the step, from which random numbers for dropout are derived.
+            iteration: Index of the step, which determines the random numbers of dropout.
             before_update: Function that is called before the optimizer changes the parameters.
-            dealt: Assignment of microbatches to replicas; ``None`` if the assignment is
+            dealt: Assignment of microbatches to replicas; ``None`` if microbatches are assigned
                 round-robin.
 
         Raises:
@@ -98,7 +99,7 @@ class Step:
         """
         run = self._run
         try:
-            chunk: Any  # megatron-core does not declare types for its wrapper.
+            chunk: Any  # megatron-core does not declare the types of its wrapper.
             for chunk in run.chunks:
                 chunk.train()
                 chunk.zero_grad_buffer()
@@ -148,10 +149,10 @@ class Step:
             iterations: Maximum number of batches.
             num_microbatches: Number of microbatches of this rank per batch.
             until: Function that is called after each batch. If it returns true, the evaluation
-                stops. It must return the same value on all ranks.
+                stops. The function must return the same value on all ranks.
 
         Returns:
-            Mean losses by name on ranks of the last stage; empty on other ranks.
+            Mean losses, keyed by name, on ranks of the last stage; empty on other ranks.
         """
         steps = []
         for _ in range(iterations):
@@ -162,16 +163,17 @@ class Step:
         return self._mean_losses(steps)
 
     def generate(self, tokens: Sequence[int], count: int, num_microbatches: int) -> list[int]:
-        """Returns the continuation of a text by greedy decoding. All ranks must call this.
+        """Continues a text by greedy decoding and returns the new tokens. All ranks must call it.
 
-        This is slow and only meant for inspecting the model: for each new token, all replicas
-        process the whole text again.
+        This method is slow and only meant for inspecting the model: for each new token, all
+        replicas process the whole text again.
 
         Args:
             tokens: Tokens of the text, at least one.
-            count: Maximum number of tokens to add. The sequence length also limits it.
-            num_microbatches: Number of microbatches per step, each a copy of the text. Some
-                schedules require several.
+            count: Maximum number of new tokens. The text including these tokens is at most as long
+                as the sequence length.
+            num_microbatches: Number of microbatches per step, each of which is a copy of the text.
+                Some schedules require more than one microbatch.
 
         Returns:
             The new tokens, on all ranks.
@@ -185,7 +187,7 @@ class Step:
             batch = {"tokens": rows, "position_ids": torch.arange(length).expand_as(rows)}
             forward = NextToken(job.accelerator, len(text) - 1)
             reduced = self._forward_only([batch] * num_microbatches, num_microbatches, forward)
-            # Send the token to all ranks. Ranks that do not have the last stage contribute -1.
+            # Send the new token to all ranks. Ranks without the last stage contribute -1.
             last = torch.tensor(int(reduced[0][TOKEN_NAME]) if reduced else -1)
             dist.all_reduce(last, op=dist.ReduceOp.MAX, group=job.control_group)
             text.append(int(last))
@@ -197,8 +199,8 @@ class Step:
     ) -> list[Any]:
         """Runs forward passes in evaluation mode, and returns the losses of each microbatch.
 
-        There are ``num_microbatches`` microbatches. ``forward`` replaces the usual forward pass, if
-        it is not ``None``.
+        There are ``num_microbatches`` microbatches. ``forward`` is the forward step function, or
+        ``None`` for the usual function.
         """
         run = self._run
         for chunk in run.chunks:
@@ -228,9 +230,11 @@ class Step:
         run = self._run
         model = self._config.model
         if microbatches is not None:
-            num_microbatches = len(microbatches)  # Packing may result in fewer microbatches.
+            # If documents are packed, there may be fewer microbatches.
+            num_microbatches = len(microbatches)
         more: dict[str, Any] = {}
-        if run.wiring is not None:  # Only this program's executor accepts sizes.
+        # Only this program's executor accepts the sizes of microbatches.
+        if run.wiring is not None:
             more["sizes"] = getattr(microbatches, "sizes", None)
         if dealt is not None:
             more["loss_parts"] = dealt.total
@@ -257,10 +261,10 @@ class Step:
         )
 
     def _finish_step(self, iteration: int) -> float | None:
-        """Ends the trace of a step, and returns the fraction of the step in which ranks were idle.
+        """Ends the trace of a step, and returns the fraction of the step in which ranks idled.
 
-        The fraction is computed only at logged iterations, because it needs an all-reduce. At other
-        iterations, the method returns ``None``.
+        The fraction is computed only at logged iterations, because it needs an all-reduce. The
+        result is ``None`` at other iterations and with megatron-core's schedule.
         """
         run = self._run
         if run.wiring is None:
@@ -282,21 +286,22 @@ class Step:
     ) -> dict[str, float]:
         """Returns the mean losses over microbatches, steps and data-parallel ranks.
 
-        If losses are computed per token, the mean is over all tokens.
+        If losses are computed per token, the mean is taken over all tokens.
 
         Args:
             steps: Losses of each microbatch in each step.
-            dealt: Assignment of microbatches to replicas; ``None`` if the assignment is
-                round-robin. It requires a single step.
+            dealt: Assignment of microbatches to replicas; ``None`` if microbatches are assigned
+                round-robin. If it is given, there must be a single step.
 
         Returns:
-            Mean losses by name on ranks of the last stage; empty on other ranks.
+            Mean losses, keyed by name, on ranks of the last stage; empty on other ranks.
         """
         reported = [losses for step in steps for losses in step]
         if not reported:
             return {}
         total = torch.stack([losses[LOSS_NAME] for losses in reported])
-        # Each entry is a mean, or, if losses are computed per token, a sum and a number of tokens.
+        # An entry is the mean loss of a microbatch or, if losses are computed per token, a sum and
+        # a number of tokens.
         replicas = parallel_state.get_data_parallel_world_size()
         if total.dim() > 1:
             mean = total.sum(dim=0)
@@ -310,15 +315,15 @@ class Step:
         return {LOSS_NAME: float(mean[0] / mean[1] if mean.dim() else mean)}
 
     def _further_losses(self, num_microbatches: int, dealt: Dealt | None) -> dict[str, float]:
-        """Returns the mean losses of multi-token prediction, under Megatron-LM's names.
+        """Returns the mean losses of multi-token prediction, keyed by Megatron-LM's names.
 
-        The step has ``num_microbatches`` microbatches on this replica. If microbatches were
-        distributed by cost, ``dealt`` describes their distribution.
+        The step has ``num_microbatches`` microbatches on this replica. ``dealt`` is the assignment
+        of microbatches to replicas, or ``None`` if microbatches are assigned round-robin.
 
-        All microbatches have equal weights, even if they have different numbers of tokens, as in
-        Megatron-LM.
+        As in Megatron-LM, all microbatches have equal weights, even if they have different numbers
+        of tokens.
         """
-        # Remove the values even if they are not used, because they may come from an earlier model.
+        # Remove the values even if they are not used, because a previous model may have left them.
         sums = take_prediction_losses()
         if sums is None or not num_microbatches or self._config.model.mtp_num_layers is None:
             return {}
@@ -335,15 +340,16 @@ class Step:
     ) -> tuple[dict[str, float], dict[str, float]]:
         """Returns the mean load-balancing losses of experts. All ranks must call this.
 
-        Names are the names in Megatron-LM. The mean is over microbatches and layers with experts.
-        As in megatron-core, load-balancing losses are summed over tensor- and context-parallel
-        ranks, which each have a part of the sum, and averaged over replicas. The z-loss is averaged
-        over all ranks, while megatron-core uses the value of one rank.
+        The names are those of Megatron-LM. The mean is taken over microbatches and layers with
+        experts. As in megatron-core, load-balancing losses are summed over tensor-parallel and
+        context-parallel ranks, because each of these ranks has a part of the sum, and averaged over
+        replicas. The z-loss is averaged over all ranks, while megatron-core uses the value of a
+        single rank.
 
         Returns:
-            Two mappings: mean losses by name, and losses per layer by TensorBoard's tag. The second
-            mapping is empty without ``--moe-per-layer-logging``. Both are empty except on the last
-            stage.
+            Two dictionaries: mean losses, keyed by name, and losses per layer, keyed by
+            TensorBoard's tag. The second dictionary is empty without ``--moe-per-layer-logging``.
+            Both are empty on ranks that do not have the last stage.
         """
         run = self._run
         names = self._balancing
@@ -352,7 +358,7 @@ class Step:
         sums = torch.zeros(len(names), num_layers, dtype=torch.float64)
         recorded = balancing_losses()
         for row, name in enumerate(names):
-            if name in recorded:  # Stages without experts do not record losses.
+            if name in recorded:  # Stages without experts have no losses of experts.
                 sums[row] = recorded[name]
         reset_balancing_losses()
         dist.all_reduce(sums, group=run.job.control_group)
@@ -386,7 +392,7 @@ _LOSS_OF_KIND = {
 
 
 def _balancing_losses(core: CoreConfig) -> tuple[str, ...]:
-    """Returns megatron-core's names of the enabled load-balancing losses of experts."""
+    """Returns megatron-core's names for the enabled load-balancing losses of experts."""
     if core.num_moe_experts is None:
         return ()
     kinds = zip(core.moe_router_load_balancing_type, core.moe_aux_loss_coeff, strict=True)
@@ -395,12 +401,13 @@ def _balancing_losses(core: CoreConfig) -> tuple[str, ...]:
 
 
 def gather_parameters(run: Run) -> None:
-    """Gathers the updated parameters of ``run`` now, instead of in the next forward pass.
+    """Gathers updated parameters of ``run`` now instead of in the next forward pass.
 
-    With ``--overlap-param-gather``, call this before reading parameters. All ranks must call this.
+    With ``--overlap-param-gather``, this must be called before parameters are read. All ranks must
+    call this.
     """
     if run.job.config.parallel.overlap_param_gather:
-        chunk: Any  # megatron-core does not declare types for its wrapper.
+        chunk: Any  # megatron-core does not declare the types of its wrapper.
         for chunk in run.chunks:
             chunk.start_param_sync(force_sync=True)
 
@@ -408,24 +415,27 @@ def gather_parameters(run: Run) -> None:
 def counted_parameters(
     run: Run, chunk: torch.nn.Module
 ) -> Iterator[tuple[str, torch.nn.Parameter, int]]:
-    """Yields parameters of a chunk, so that a sum over all ranks counts each parameter once.
+    """Yields the parameters of a chunk that a sum over all ranks must include.
 
-    Each rank must add ``value / copies`` for each yielded parameter.
+    To count each parameter once, each rank must add ``value / copies`` for each yielded parameter.
 
     Args:
         run: Run that the chunk belongs to.
         chunk: Model chunk of this rank.
 
     Yields:
-        Name, parameter, and the number of ranks with the same values (``copies``).
+        Name of a parameter, the parameter, and the number of ranks with the same values
+        (``copies``).
     """
     replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     if run.job.config.parallel.unequal_sizes is not None:
-        replicas = 1  # Parameters on all replicas except the first are marked as shared.
+        # The parameters on all replicas except the first are marked as shared, and are skipped
+        # below.
+        replicas = 1
     for name, parameter in chunk.named_parameters():
         if getattr(parameter, "shared", False):
             continue
-        if not getattr(parameter, "allreduce", True):  # Fewer ranks have a copy of an expert.
+        if not getattr(parameter, "allreduce", True):  # An expert has copies on fewer ranks.
             yield name, parameter, parallel_state.get_expert_data_parallel_world_size()
         elif (
             getattr(parameter, "tensor_model_parallel", False)
@@ -435,7 +445,7 @@ def counted_parameters(
 
 
 def params_norm(run: Run) -> float:
-    """Returns the L2 norm of all parameters of the model of ``run``. All ranks must call this."""
+    """Returns the L2 norm of all parameters of the whole model. All ranks must call this."""
     gather_parameters(run)
     total = torch.zeros(1, dtype=torch.float64)
     for chunk in run.chunks:
@@ -453,7 +463,7 @@ _CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 
 
 def out_of_memory(run: Run, error: Exception) -> DeviceMemoryError:
-    """Returns a one-line error which says that this rank's device ran out of memory.
+    """Returns an error with one line that says that this rank's device ran out of memory.
 
     ``error`` is the error that torch raised.
     """

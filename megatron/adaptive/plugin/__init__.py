@@ -56,14 +56,14 @@ def install(
 ) -> None:
     """Makes Megatron-LM run its pipeline steps on this package's engine.
 
-    This function must be called on every rank before the first step, and on a machine without CUDA
-    before megatron-core is imported. Flags of :func:`add_arguments` on the command line override
-    the arguments. A second call with the same settings does nothing. A second call with other
-    settings changes them, but only before the first step.
+    This function must be called on every rank before the first step. On a machine without CUDA, it
+    must also be called before megatron-core is imported. Flags of :func:`add_arguments` on the
+    command line override the arguments. A second call with the same settings does nothing. A second
+    call with other settings changes them, but only before the first step.
 
-    With ``model``, the settings apply to this model only, in a process that trains several models.
-    Flags do not override these settings, and a second call with other settings for the same model
-    raises an error.
+    If ``model`` is given, the settings apply only to this model, in a process that trains several
+    models. Flags do not override these settings, and a second call with other settings for the same
+    model raises an error.
 
     Args:
         schedule: Scheduling rule that chooses actions at run time (``adaptive``, ``hinted``,
@@ -97,15 +97,16 @@ def install(
             model is built.
         trace_dir: Folder for the trace files of all ranks, or ``None`` to turn tracing off.
         trace_detail: Events in a trace. ``actions`` records only actions. ``layers`` adds the
-            forward and backward of each transformer layer. ``collectives`` also adds each
-            collective. ``kernels`` also adds operators (CPU) or kernels (GPU) of single steps on
-            single ranks.
-        profile_ranks: Global ranks that record kernels, or ``None`` for Megatron-LM's
+            forward and backward passes of each transformer layer. ``collectives`` also adds each
+            collective. ``kernels`` also adds operators (CPU) or kernels (GPU) in some iterations on
+            some ranks.
+        profile_ranks: Global ranks that record kernels. ``None`` uses Megatron-LM's
             ``--profile-ranks``, or rank 0 in a program without Megatron-LM's flags.
-        profile_step_start: First iteration whose kernels are recorded, or ``None`` for
-            Megatron-LM's ``--profile-step-start``, or 10.
-        profile_step_end: Iteration after the last iteration whose kernels are recorded, or ``None``
-            for Megatron-LM's ``--profile-step-end``, or 12.
+        profile_step_start: First iteration whose kernels are recorded. ``None`` uses Megatron-LM's
+            ``--profile-step-start``, or 10 in a program without Megatron-LM's flags.
+        profile_step_end: Iteration after the last iteration whose kernels are recorded. ``None``
+            uses Megatron-LM's ``--profile-step-end``, or 12 in a program without Megatron-LM's
+            flags.
         trace_otlp: URL of an OpenTelemetry collector that also receives the spans while the job
             runs (OTLP over HTTP), or ``None``. Requires ``trace_dir``.
         diagnose_interval: Number of steps between two diagnoses of what slows the run, or 0 to turn
@@ -164,19 +165,19 @@ def _put(
     model: torch.nn.Module | Sequence[torch.nn.Module] | None,
     caller: dict[str, Any],
 ) -> None:
-    """Replaces megatron-core's function that runs a step, and its related functions.
+    """Replaces megatron-core's function that runs a step, and all related functions.
 
     Args:
         settings: Settings of the plugin.
         model: Model to which the settings apply, or ``None`` for all models.
         caller: Global variables of the module that calls :func:`install`.
     """
-    # Keep the order of these imports. megatron-core needs a device (or its substitute) when it is
+    # Keep the order of these imports: megatron-core needs a device (or a substitute) when it is
     # imported, and the engine must only be imported after megatron-core has passed the check.
     from megatron.adaptive import accelerator, without_cuda
 
     accelerator.install()
-    # The calling module uses torch, so it also needs the substitutes for CUDA functions.
+    # The calling module also uses torch, so it needs the substitutes for CUDA functions too.
     without_cuda.include_program(caller)
     from megatron.adaptive.engine import core_version
 

@@ -1,4 +1,4 @@
-"""Manages the engines of a process, one per model, and the separate settings of single models.
+"""Manages the engines of a process, one for each model, and settings of single models.
 
 A program may train several models, for example an actor and a critic. Each model has its own
 engine, channels, schedule and trace, so steps of different models may run in any order. A model is
@@ -31,7 +31,7 @@ class _OwnSettings:
     """Settings that the user passed for a single model.
 
     Attributes:
-        chunks: Chunks of the model, without wrappers.
+        chunks: Model chunks on this rank, without wrappers such as data parallelism.
         settings: Settings of the model.
     """
 
@@ -55,24 +55,24 @@ class Engines:
 
     @property
     def has_own_settings(self) -> bool:
-        """Returns whether any model has separate settings."""
+        """Returns whether any model has settings that apply only to this model."""
         return bool(self._own)
 
     @property
     def has_shared_settings(self) -> bool:
-        """Returns whether any model without separate settings has already run a step."""
+        """Returns whether a model without separate settings has already run a step."""
         return any(self._settings_of(engine.modules) is None for engine in self._engines)
 
     @property
     def left_open(self) -> bool:
-        """Returns whether an engine has left channels open because a step failed."""
+        """Returns whether channels of an engine are still open because a step failed."""
         return any(engine.left_open for engine in self._engines)
 
     def give(self, model: Model, settings: Settings) -> None:
         """Makes ``settings`` the separate settings of ``model``.
 
         Raises:
-            ConfigError: The model already has other settings or has already run a step, or
+            ConfigError: The model already has different settings or has already run a step, or
                 ``model`` is neither a module nor a list of modules.
         """
         parts = [model] if isinstance(model, torch.nn.Module) else list(model)
@@ -105,13 +105,13 @@ class Engines:
     def engine_of(
         self, model: Model, shared: Settings, traced: Callable[..., Any] | None
     ) -> Engine:
-        """Returns the engine of ``model``, which is created in the model's first step.
+        """Returns the engine of ``model``, and creates the engine in the first step of the model.
 
         Args:
             model: Chunks of the model, as the caller passes them to the schedule.
-            shared: Settings of models without separate settings.
+            shared: Settings of all models that have no separate settings.
             traced: Step function of megatron-core that the engine calls and only traces, or
-                ``None`` to run the steps on the executor.
+                ``None`` if the executor runs the steps.
         """
         chunks = _bare(model)
         for engine in self._engines:
@@ -124,7 +124,7 @@ class Engines:
         if folder is not None:
             self._trace_folders.append(folder)
             if (models := self._trace_folders.count(folder)) > 1:
-                # Two models must not write to the same files.
+                # The trace files of two models must be in different folders.
                 settings = dataclasses.replace(settings, trace_dir=f"{folder}-model-{models}")
         engine = Engine(
             settings, self._placed, traced, modules=chunks, number=number, watch=self._watch
@@ -133,7 +133,7 @@ class Engines:
         return engine
 
     def close(self) -> None:
-        """Closes all engines in reverse order. Must be called on all ranks.
+        """Closes all engines in reverse order. All ranks must call this.
 
         Raises:
             TransportError: Another rank did not close its channels in time.
@@ -141,14 +141,13 @@ class Engines:
         self._watch.close()
         is_orderly = not any(engine.has_failed for engine in self._engines)
         # Each trace wraps functions of megatron-core that earlier traces have already wrapped, so
-        # the last engine must be closed first.
+        # close the last engine first.
         with contextlib.ExitStack() as stack:
             for engine in self._engines:
                 stack.callback(engine.close, is_orderly=is_orderly)
 
     def _close_at_exit(self) -> None:
-        # After an uncaught error, do not wait for other ranks, because they do not close their
-        # channels.
+        # After an uncaught error, other ranks do not close their channels, so do not wait for them.
         if getattr(sys, "last_value", None) is not None:
             for engine in self._engines:
                 engine.has_failed = True
@@ -165,7 +164,7 @@ class Engines:
 
 
 def _bare(model: Model) -> list[torch.nn.Module]:
-    """Returns the chunks of a model, without the wrappers around each chunk."""
+    """Returns the chunks of ``model`` without the wrappers around each chunk."""
     chunks: list[torch.nn.Module] = unwrap_model(
         [model] if isinstance(model, torch.nn.Module) else list(model)
     )
@@ -181,7 +180,7 @@ def _name(chunks: Sequence[torch.nn.Module]) -> str:
 
 
 def _change(entry: _OwnSettings, settings: Settings) -> str:
-    """Returns a text about the first setting that differs between ``entry`` and ``settings``."""
+    """Describes the first setting that differs between ``entry`` and ``settings``, for an error."""
     for field in dataclasses.fields(settings):
         before, after = getattr(entry.settings, field.name), getattr(settings, field.name)
         if before != after:

@@ -1,17 +1,17 @@
-"""Draws the initial weights of each layer by layer number, in an unmodified Megatron-LM.
+"""Draws the initial weights of an unmodified Megatron-LM separately for each layer number.
 
-Megatron-LM seeds the random generators by pipeline rank, and each rank draws its layers one after
-the other. So the initial weights of a layer change if the layer moves to another rank. With
-``first_weights by-layer``, the generators are seeded separately for each part of a GPT, and
-restored after the part has been built::
+Megatron-LM seeds the random generators by pipeline rank, and each rank draws the weights of its
+layers one after the other. So the initial weights of a layer change if the layer moves to another
+rank. With ``first_weights by-layer``, the generators are seeded separately for each part of a GPT,
+and restored after the part has been built::
 
     outside of layers       seed, "outside"         output layer
       └─ embedding          seed, "embedding"
       └─ layer n            seed, "layer n"         n counts the layers of all ranks
       └─ prediction n       seed, "mtp n"           multi-token prediction, with its layer
 
-As in megatron-core, ranks of a tensor- or expert-parallel group draw different numbers for weights
-that are split among them, and equal numbers for all other weights.
+As in megatron-core, ranks of a tensor-parallel or expert-parallel group draw different numbers for
+weights that are split among them, and equal numbers for all other weights.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class FirstWeights:
     """Seeds the random generators for each part of a model while the part is being built.
 
     Args:
-        is_on: Function that returns whether initial weights are drawn by layer.
+        is_on: Function that returns whether initial weights are drawn separately for each layer.
     """
 
     def __init__(self, is_on: Callable[[], bool]) -> None:
@@ -114,11 +114,11 @@ class FirstWeights:
 
     @contextlib.contextmanager
     def _seeded(self, part: str, *, is_layer: bool = False) -> Iterator[None]:
-        """Seeds all random generators for the ``part`` of a model, and restores them afterwards.
+        """Seeds all random generators for the ``part`` of a model, and restores them at the end.
 
-        If ``is_layer`` is ``True``, all parts inside this part are drawn with the same seed.
+        If ``is_layer`` is ``True``, all parts inside this part are drawn with the same generators.
         """
-        # A layer inside a different layer uses the seed of the outer layer.
+        # A layer inside another layer uses the generators of the outer layer.
         if self._is_in_layer or not self._is_on():
             yield
             return
@@ -145,7 +145,7 @@ class FirstWeights:
 
 
 def is_by_layer(model: Any) -> bool:
-    """Returns whether the initial weights of ``model`` were drawn by layer."""
+    """Returns whether the initial weights of ``model`` were drawn separately for each layer."""
     return bool(getattr(model, _MARK, False))
 
 
@@ -156,7 +156,7 @@ def _number(key: str) -> int:
 
 
 def _place(name: str) -> str:
-    """Returns this rank's indices in the groups that determine the seed of generator ``name``."""
+    """Returns this rank's indices in the groups that affect the seed of the generator ``name``."""
     if "data-parallel" in name:
         return ""
     if "expert" in name:

@@ -2,7 +2,7 @@
 
 megatron-core defines this function in ``pipeline_parallel.schedules`` and exports it from its
 package, and modules of Megatron-LM import it by name. In all these modules, the plugin replaces the
-function by the same object, which contains all of the plugin's state. Uninstalling the plugin
+function with the same object, which contains all of the plugin's state. Uninstalling the plugin
 restores the function. :mod:`~megatron.adaptive.plugin.placement_patch` replaces the functions that
 return the position of a stage.
 """
@@ -41,8 +41,8 @@ class Seam:
 
     Args:
         original: Function ``get_forward_backward_func`` of megatron-core.
-        settings: Settings passed to ``install``. Command-line flags are applied when Megatron-LM
-            first calls this object.
+        settings: Settings passed to ``install``. Flags on the command line are applied when
+            Megatron-LM first calls this object.
 
     Attributes:
         original: Function ``get_forward_backward_func`` of megatron-core.
@@ -69,7 +69,7 @@ class Seam:
         self._in_force = True
 
     def change(self, settings: Settings) -> None:
-        """Changes the settings of all models without separate settings.
+        """Changes the settings of all models that have no separate settings.
 
         Raises:
             ConfigError: The settings have changed, but a step has already run with the previous
@@ -85,7 +85,7 @@ class Seam:
         self._settings = settings
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepFunction:
-        """Returns the function that runs a step, given the arguments of megatron-core's function.
+        """Returns a function that runs a step. The arguments are those of megatron-core's function.
 
         Raises:
             ConfigError: A setting is invalid, or the plugin does not support the step function that
@@ -105,7 +105,7 @@ class Seam:
 
         @functools.wraps(chosen)
         def step(**arguments: Any) -> Any:
-            # The program has called uninstall() since this function was returned.
+            # The program has called uninstall() after it got this function.
             if not self._in_force:
                 return chosen(**arguments)
             model = arguments["model"]
@@ -119,7 +119,7 @@ class Seam:
         return step
 
     def end(self) -> None:
-        """Closes the engines. After this, the object returns megatron-core's own functions."""
+        """Closes the engines. Afterwards, this object returns megatron-core's own functions."""
         self._in_force = False
         atexit.unregister(self.leave_at_once)
         engines = self.engines
@@ -130,7 +130,7 @@ class Seam:
         """Exits the process after an uncaught error, with the exit status that Python would use.
 
         This method is registered early, so it is one of the last exit functions to run. At that
-        time, the threads of the engine still wait for messages. If a message arrived while Python
+        time, the engine's threads may still wait for messages. If a message arrived while Python
         shuts down, the process would abort.
         """
         error = getattr(sys, "last_value", None)
@@ -144,7 +144,7 @@ class Seam:
     def _kind(self) -> PlacementKind:
         """Returns the current kind of placement.
 
-        This method is called several times per microbatch.
+        This method must be fast, because it is called several times per microbatch.
         """
         return self._settings_of_model().kind
 
@@ -155,7 +155,7 @@ class Seam:
         return self._settings.overridden(megatron_arguments())
 
     def _settings_of_model(self) -> Settings:
-        """Returns the shared settings, overridden by flags on the command line.
+        """Returns the settings of models without separate settings, after applying flags.
 
         The result is cached for each set of parsed arguments.
         """
@@ -168,7 +168,7 @@ class Seam:
 
 
 def _run_by_megatron_core(chosen: StepFunction, settings: Settings) -> StepFunction | None:
-    """Returns megatron-core's step function, or ``None`` if the engine runs the steps.
+    """Returns megatron-core's step function if it has to run the step, otherwise ``None``.
 
     Args:
         chosen: Step function that megatron-core has chosen.
@@ -194,7 +194,7 @@ def _run_by_megatron_core(chosen: StepFunction, settings: Settings) -> StepFunct
 
 
 def _keeping_outputs(run_step: StepFunction) -> StepFunction:
-    """Wraps megatron-core's loop so that outputs are kept until they have been sent.
+    """Wraps megatron-core's step function so that outputs are kept until they have been sent.
 
     megatron-core frees an output as soon as its send has started. On a GPU this is safe, because
     the stream keeps the memory in use. But gloo sends directly from the memory of the output, which
@@ -219,7 +219,7 @@ def _keeping_outputs(run_step: StepFunction) -> StepFunction:
 
 
 def put(settings: Settings, model: Model | None = None) -> None:
-    """Replaces ``get_forward_backward_func`` by a :class:`Seam` in each module that imported it.
+    """Installs a :class:`Seam` in each module that imported ``get_forward_backward_func``.
 
     Args:
         settings: Settings of the plugin.
@@ -227,8 +227,8 @@ def put(settings: Settings, model: Model | None = None) -> None:
             models without separate settings.
 
     Raises:
-        ConfigError: Steps have already run with other settings, or the model already has other
-            settings.
+        ConfigError: Steps have already run with different settings, or the model already has
+            different settings.
     """
     present = getattr(schedules, _NAME)
     if isinstance(present, Seam):
@@ -237,7 +237,7 @@ def put(settings: Settings, model: Model | None = None) -> None:
         else:
             present.engines.give(model, settings)
         return
-    # If the settings apply to one model only, megatron-core runs all other models of the process.
+    # If the settings apply to one model only, megatron-core runs the steps of all other models.
     seam = Seam(present, settings if model is None else Settings(schedule="megatron"))
     if model is not None:
         seam.engines.give(model, settings)

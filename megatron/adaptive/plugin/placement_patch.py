@@ -10,17 +10,17 @@ while it is installed. The replacements only return different results if the pla
     rank 3                  3   7 :L             E: 0   7 :L
 
 In this drawing, E is the embedding and L is the loss. The first and the last stage are both on the
-*last* rank, because Megatron-LM reads losses and numbers of tokens on that rank, and writes its
-logs there. So only the first stage moves. The engine counts positions from the last rank, so that
-the V begins at position 0, as everywhere in this package.
+*last* rank, because Megatron-LM reads losses and token counts on that rank, and writes its logs
+there. So only the first stage moves to another rank. The engine counts positions from the last
+rank, so that the V begins at position 0, as everywhere in this package.
 
 - Each stage has the same layers as in megatron-core's loop. :class:`PlacedLayout` determines the
   layer numbers and the names in checkpoints.
 - Both copies of a tied embedding are on the same rank. :mod:`megatron.adaptive.gpt.model_placement`
   handles this. In a checkpoint, this rank has one tensor with two names.
-- A forward step may ask whether its rank is the first, without specifying a chunk. The answer is
-  then for the chunk that is running, because the first chunk needs the tokens of a batch, and the
-  second chunk needs the labels.
+- A forward step may ask whether its rank is the first, without specifying a chunk. The answer then
+refers to the chunk that is running, because the first chunk needs the tokens of a batch, and the
+second chunk needs the labels.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ _CHUNKS = 2
 
 
 class TurnedLayout(PlacedLayout):
-    """Assignment of layers to stages, with positions counted from the pipeline's last rank.
+    """Assignment of layers to stages, where positions are counted from the last pipeline rank.
 
     Args:
         placement: Assignment of pipeline stages to positions.
         stages: Names of the layers in each stage, in pipeline order.
-        original: Previous layout in the model's configuration, or ``None`` if there was no layout.
+        original: Layout that the model's configuration had before, or ``None``.
     """
 
     def __init__(self, placement: Placement, stages: Sequence[list[str]], original: Any) -> None:
@@ -75,10 +75,10 @@ class Placed:
     """Replaces megatron-core's functions that return the position of a stage.
 
     Args:
-        kind: Function that returns the current kind of placement.
+        kind: Function that returns the current kind of placement, ``loop`` or ``v``.
 
     Attributes:
-        running: Index of the chunk whose forward step is running, or ``None``. It is used if
+        running: Index of the chunk whose forward step is running, or ``None``. The index is used if
             megatron-core asks for a stage without specifying a chunk.
     """
 
@@ -89,10 +89,10 @@ class Placed:
         self._replaced: list[tuple[Any, str, Any, Any]] = []
 
     def put(self) -> None:
-        """Replaces megatron-core's functions.
+        """Replaces the functions of megatron-core, wherever they have been imported.
 
         Raises:
-            SetupError: The installed megatron-core lacks one of these functions.
+            SetupError: The installed megatron-core lacks one of the functions.
         """
         for owner, name, replacement in (
             (parallel_state, "initialize_model_parallel", self._initialize),
@@ -130,7 +130,8 @@ class Placed:
     def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Creates megatron-core's process groups by calling ``original``.
 
-        If the placement is V-shaped, the embedding groups also include the rank of the first stage.
+        If the placement is V-shaped, the rank that now has the first stage takes the place of the
+        first rank in the embedding groups.
         """
         renew_program()  # The program has imported all of its modules by now.
         if self.is_v:
@@ -169,11 +170,11 @@ class Placed:
     def _build_data(
         self, original: Callable[..., None], builder: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Calls ``original`` so that rank 0 also builds datasets if stages are placed in a V.
+        """Calls ``original`` and, in a V-shaped placement, makes rank 0 build datasets too.
 
-        In a V, the last rank has both the first and the last stage. Rank 0 builds the indices of
-        the datasets, which other ranks then read. If rank 0 had no data, Megatron-LM would not
-        train on any rank.
+        In a V, the last rank has both the first and the last stage, so rank 0 would have no data.
+        But rank 0 builds the indices of the datasets, which other ranks then read. Without data on
+        rank 0, Megatron-LM would not train on any rank.
         """
         bound = inspect.signature(original).bind(builder, *args, **kwargs)
         builds_here = bound.arguments["is_built_on_rank"]
@@ -182,9 +183,9 @@ class Placed:
         original(*bound.args, **bound.kwargs)
 
     def _configure(self, original: Callable[..., None], config: Any) -> None:
-        """Sets the layout of a V-shaped placement in ``config``, the configuration of the model."""
-        # This function may already have changed this configuration, or the configuration from which
-        # it was copied. So first restore the original layout.
+        """Stores the layout of a V-shaped placement in the model's configuration ``config``."""
+        # This function may have changed this configuration before, or the configuration from which
+        # it was copied. So restore the original layout first.
         if isinstance(config.pipeline_model_parallel_layout, TurnedLayout):
             config.pipeline_model_parallel_layout = config.pipeline_model_parallel_layout.original
         original(config)
@@ -197,9 +198,9 @@ class Placed:
             )
 
     def _set_up_embeddings(self, original: Callable[..., None], model: Any) -> None:
-        """Calls ``original``, and makes both copies of the tied embedding of ``model`` equal.
+        """Calls ``original``, and then makes both copies of a tied embedding of ``model`` equal.
 
-        In ``original``, megatron-core sets one of the copies to zero.
+        megatron-core's function ``original`` sets one of the copies to zero.
         """
         original(model)
         if not self.is_v or model.config.pipeline_model_parallel_size == 1:
@@ -223,19 +224,19 @@ class Placed:
             return loaded
         from megatron.adaptive.checkpoint.megatron_state import with_own_storage
 
-        if isinstance(loaded, tuple):  # The other elements list the keys that did not match.
+        if isinstance(loaded, tuple):  # The other elements are lists of keys that did not match.
             return (with_own_storage(loaded[0]), *loaded[1:])
         return with_own_storage(loaded)
 
 
 def exchange(owner: Any, name: str, old: Any, new: Any) -> None:
-    """Replaces the attribute ``name`` of ``owner`` and of each module that imported it by name.
+    """Replaces the attribute ``name`` in ``owner`` and in each module that has imported it.
 
-    ``old`` is the current value of the attribute, and ``new`` is the value that replaces it.
+    ``old`` is the current value of the attribute, and ``new`` is the new value.
     """
     setattr(owner, name, new)
     for module in list(sys.modules.values()):
-        # Read the dictionary of the module, because getattr would trigger imports in lazy modules.
+        # getattr would trigger imports in lazy modules, so read the dictionary of the module.
         if getattr(module, "__dict__", {}).get(name) is old:
             setattr(module, name, new)
 
@@ -266,7 +267,7 @@ def _first_moved(choose: Callable[..., list[int]], pp_ranks: list[int], *rest: A
 
 
 def _check(config: Any) -> None:
-    """Raises an error if ``config``, the model's configuration, does not support a V."""
+    """Raises an error if the model's configuration ``config`` does not support a V."""
     chunks = config.virtual_pipeline_model_parallel_size or 1
     if chunks != _CHUNKS:
         raise ConfigError(
@@ -309,9 +310,9 @@ def _check(config: Any) -> None:
 
 
 def _stages_in_loop(config: Any) -> tuple[tuple[str, ...], ...]:
-    """Returns the names of the layers that megatron-core assigns to each stage, in order.
+    """Returns, for each stage, the names of the layers that megatron-core assigns to the stage.
 
-    ``config`` is the configuration of the model.
+    ``config`` is the configuration of the model. The stages are in pipeline order.
     """
     ranks = config.pipeline_model_parallel_size
     chunks = [(rank, chunk) for chunk in range(_CHUNKS) for rank in range(ranks)]

@@ -1,9 +1,9 @@
 """Traces a run of the user's own Megatron-LM, and writes the progress of the run to a file.
 
 The executor traces actions, waits and messages, as in the trainer of this package. Other work is
-traced without changes to Megatron-LM, as spans of these kinds: ``data`` for reads from its data
+traced without changes to Megatron-LM, as spans of these kinds: ``data`` for reads from the data
 iterator, ``reduce`` for the function that completes gradients, ``optimizer`` for optimizer steps
-(by torch's hooks), ``evaluate`` for evaluation steps, and ``checkpoint`` for
+(using torch's hooks), ``evaluate`` for evaluation steps, and ``checkpoint`` for
 ``dist_checkpointing.save``. Losses are read from the result of a step.
 """
 
@@ -58,7 +58,7 @@ class _Begun:
 
 
 class StepTrace:
-    """Traces the steps of this rank. One rank also writes the progress of the run.
+    """Traces the steps of this rank. On one rank, also writes the progress of the run to a file.
 
     If the trace cannot be written, a message is printed once and tracing stops, but training
     continues.
@@ -68,7 +68,7 @@ class StepTrace:
         settings: Settings of the plugin.
         accelerator: CPU or GPU of this rank.
         iteration: Number of training steps that were completed before this process started.
-        finish_step: Function that ends the current step. Called before a checkpoint is saved.
+        finish_step: Function that ends the current step. It is called before a checkpoint is saved.
         model_groups: Process groups of the model.
     """
 
@@ -90,7 +90,7 @@ class StepTrace:
         self._rate: float | None = None
         self._done = iteration
         self._total = int(getattr(megatron_arguments(), "train_iters", None) or 0)
-        # Number of optimizer steps that are currently running, one inside the other.
+        # Number of optimizer steps that are running. An optimizer may call another optimizer.
         self._optimizers = 0
         self._update: AbstractContextManager[None] | None = None
         self._hooks = [
@@ -99,8 +99,8 @@ class StepTrace:
         ]
         self._save = dist_checkpointing.save
         dist_checkpointing.save = self._saving(self._save)
-        # The rank that writes Megatron-LM's log also writes the progress, because no other rank has
-        # the losses.
+        # Only the rank that writes Megatron-LM's log has the losses, so this rank also writes the
+        # progress.
         is_writer = dist.get_rank() == dist.get_world_size() - 1
         folder = settings.trace_dir if is_writer else None
         self._progress = ProgressFile(folder)
@@ -137,17 +137,17 @@ class StepTrace:
         )
 
     def returned(self, reported: Sequence[Any]) -> None:
-        """Stores the loss of a training step, given the results of the loss function.
+        """Stores the loss of a training step, summed over all replicas.
 
-        All replicas must call this method with their results, ``reported``, together. On a GPU, the
-        method does not wait for the all-reduce.
+        ``reported`` contains the results of the loss function on this replica. All replicas must
+        call this method together. On a GPU, the method does not wait for the all-reduce.
         """
         self._loss = _summed_over_replicas(reported, self._groups.dp_cp)
 
     def end(self) -> None:
         """Ends the current step, if there is one, and writes its measurements.
 
-        The device must have finished the step.
+        The device must have finished all work of the step.
         """
         begun = self._begun
         self._begun = None
@@ -173,7 +173,7 @@ class StepTrace:
         self._diagnosis.after_iteration(begun.iteration)
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Returns a context manager that traces the time within it as an evaluation."""
+        """Returns a context manager that traces the duration of its block as an evaluation."""
         return self.tracing.host_span("evaluate")
 
     def close(self, *, is_orderly: bool) -> None:
@@ -196,9 +196,10 @@ class StepTrace:
         self.tracing.close()
 
     def timed(self, iterators: Any) -> Any:
-        """Wraps the data iterators of a training step so that reads are traced.
+        """Wraps the data iterators of a training step, so that their reads are traced.
 
-        An iterator that is ``None`` remains ``None``.
+        ``iterators`` is an iterator, ``None``, or a list of such values. ``None`` is returned
+        unchanged.
         """
         if isinstance(iterators, list):
             return [self.timed(iterator) for iterator in iterators]
@@ -235,7 +236,7 @@ class StepTrace:
 
 
 class _Timed:
-    """Wraps a data iterator, and times its reads. Other attributes are those of the iterator.
+    """Wraps a data iterator and measures its reads. All other attributes are the iterator's.
 
     Args:
         iterator: Iterator over microbatches.
@@ -265,7 +266,7 @@ class _Timed:
 def stage_sizes(
     job: Job, placement: Placement, pp_rank: int, chunks: Sequence[torch.nn.Module], seq_length: int
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Returns the number of layers and the compute cost (in layers) of each stage.
+    """Returns the number of layers and the compute cost of each stage.
 
     All ranks must call this together. The cost of a stage is its number of multiply-adds divided by
     that of one layer, as in the trainer of this package. ``seq_length`` is the number of tokens of
@@ -306,7 +307,7 @@ def _sizes_of(chunk: torch.nn.Module, seq_length: int) -> tuple[int, float, floa
 
 
 def _summed_over_replicas(reported: Sequence[Any], group: dist.ProcessGroup) -> torch.Tensor | None:
-    """Adds up the results of :func:`_summed_loss` over all replicas.
+    """Adds up the losses of all replicas, in the form that :func:`_summed_loss` returns.
 
     The result is ``None`` on ranks without the last stage. All replicas of the last stage must call
     this together. A replica without a loss contributes zeros, because other replicas may have a
@@ -327,10 +328,10 @@ def _summed_over_replicas(reported: Sequence[Any], group: dist.ProcessGroup) -> 
 
 
 def _mean_loss(total: torch.Tensor | None, num_replicas: int) -> float | None:
-    """Returns the mean loss over replicas, or ``None`` if a replica reported no loss.
+    """Returns the mean loss over replicas, or ``None`` if any replica reported no loss.
 
-    ``total`` is a result of :func:`_summed_over_replicas` for ``num_replicas`` replicas. This
-    function waits for the device.
+    ``total`` is a result of :func:`_summed_over_replicas` for ``num_replicas`` replicas, or
+    ``None``. This function waits for the device.
     """
     if total is None:
         return None
@@ -339,10 +340,10 @@ def _mean_loss(total: torch.Tensor | None, num_replicas: int) -> float | None:
 
 
 def _summed_loss(reported: Sequence[Any]) -> torch.Tensor | None:
-    """Returns a tensor of three values: a replica's loss, the divisor of the loss, and 1.
+    """Returns a tensor with three values: a replica's loss, the divisor of the loss, and 1.
 
-    Summed over replicas, the last value is the number of replicas that have a loss. The result is
-    ``None`` if ``reported`` does not have the form of Megatron-LM's losses.
+    After summing over replicas, the last value is the number of replicas that have a loss. The
+    result is ``None`` if ``reported`` does not have the form of Megatron-LM's losses.
 
     Source: ``train_step`` of Megatron-LM, which reports either a loss, or a sum over tokens and the
     number of tokens.
@@ -366,7 +367,7 @@ def _summed_loss(reported: Sequence[Any]) -> torch.Tensor | None:
 
 
 def _sizes(groups: ModelGroups) -> dict[str, int]:
-    """Returns the parallel sizes of the run, by name in ``progress.jsonl``."""
+    """Returns the parallel sizes of the run, keyed by their names in ``progress.jsonl``."""
     return {
         "world_size": dist.get_world_size(),
         "data_parallel_size": groups.replica[1],

@@ -1,7 +1,7 @@
-"""Defines the settings of the plugin, which users pass in code or on Megatron-LM's command line.
+"""Defines the settings of the plugin, which users set in code or on Megatron-LM's command line.
 
-This module does not import torch or megatron-core, because the flags are added before either
-package is needed.
+This module imports neither torch nor megatron-core, because the flags are added before these
+packages are needed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OF_PROCESS = {
     "hang_after_s": "all models share one hang detector",
     "on_hang": "all models share one hang detector",
 }
-"""Settings that all models of a process share, each with the reason for this."""
+"""Settings that must be the same for all models of a process, each with the reason."""
 
 
 OF_MEGATRON = ("profile_ranks", "profile_step_start", "profile_step_end")
@@ -41,7 +41,7 @@ OF_MEGATRON = ("profile_ranks", "profile_step_start", "profile_step_end")
 
 @dataclass(frozen=True, kw_only=True)
 class _PluginFlags:
-    """Flags that exist only in the plugin, and settings of the model that are checked with them."""
+    """Contains flags of the plugin, and a model setting that is checked together with them."""
 
     moe_token_dispatcher_type: str = flag("How tokens get to their experts.", "allgather")
 
@@ -95,15 +95,16 @@ class Settings:
             model is built.
         trace_dir: Folder for the trace files of all ranks, or ``None`` to turn tracing off.
         trace_detail: Events in a trace. ``actions`` records only actions. ``layers`` adds the
-            forward and backward of each transformer layer. ``collectives`` also adds each
-            collective. ``kernels`` also adds operators (CPU) or kernels (GPU) of single steps on
-            single ranks.
-        profile_ranks: Global ranks that record kernels, or ``None`` for Megatron-LM's
+            forward and backward passes of each transformer layer. ``collectives`` also adds each
+            collective. ``kernels`` also adds operators (CPU) or kernels (GPU) in some iterations on
+            some ranks.
+        profile_ranks: Global ranks that record kernels. ``None`` uses Megatron-LM's
             ``--profile-ranks``, or rank 0 in a program without Megatron-LM's flags.
-        profile_step_start: First iteration whose kernels are recorded, or ``None`` for
-            Megatron-LM's ``--profile-step-start``, or 10.
-        profile_step_end: Iteration after the last iteration whose kernels are recorded, or ``None``
-            for Megatron-LM's ``--profile-step-end``, or 12.
+        profile_step_start: First iteration whose kernels are recorded. ``None`` uses Megatron-LM's
+            ``--profile-step-start``, or 10 in a program without Megatron-LM's flags.
+        profile_step_end: Iteration after the last iteration whose kernels are recorded. ``None``
+            uses Megatron-LM's ``--profile-step-end``, or 12 in a program without Megatron-LM's
+            flags.
         trace_otlp: URL of an OpenTelemetry collector that also receives the spans while the job
             runs (OTLP over HTTP), or ``None``. Requires ``trace_dir``.
         diagnose_interval: Number of steps between two diagnoses of what slows the run, or 0 to turn
@@ -157,10 +158,10 @@ class Settings:
         self.require()
 
     def require(self, **model: Any) -> None:
-        """Checks that the settings do not contradict each other or the settings of the model.
+        """Checks that these settings contradict neither each other nor the settings of the model.
 
         Args:
-            **model: Settings of the model and of its division into chunks.
+            **model: Settings of the model and of its division into chunks, keyed by name.
 
         Raises:
             ConfigError: Two settings contradict each other.
@@ -169,7 +170,7 @@ class Settings:
         GivenFlags(settings | model, _specs()).require(order_rules(self.schedule))
 
     def _check_profiled(self) -> None:
-        """Checks the ranks and iterations whose kernels are recorded.
+        """Checks the settings that select the ranks and iterations whose kernels are recorded.
 
         Raises:
             ConfigError: A value is not a non-negative integer, or the range of iterations is empty.
@@ -188,16 +189,16 @@ class Settings:
             require_profiled_steps(self.profile_step_start, self.profile_step_end)
 
     def kernel_iterations(self, rank: int, arguments: Any) -> range:
-        """Returns the iterations in which ``rank`` records kernels, or an empty range.
+        """Returns the iterations in which ``rank`` records kernels. The range may be empty.
 
         Args:
             rank: Global rank.
-            arguments: Parsed arguments of Megatron-LM, or ``None``. They are used for settings that
-                are ``None``.
+            arguments: Parsed arguments of Megatron-LM, or ``None``. They replace settings that are
+                ``None``.
 
         Raises:
             ConfigError: Megatron-LM's own profiler is also enabled, or the range of iterations is
-                empty. All ranks raise this error, so no rank waits for the other ranks.
+                empty. All ranks raise this error, so no rank has to wait for the others.
         """
 
         def chosen(name: str, default: Any) -> Any:
@@ -237,29 +238,29 @@ class Settings:
 
     @property
     def splits(self) -> bool | None:
-        """Returns whether weight gradients are separate actions, or ``None`` if undecided."""
+        """Returns whether weight gradients are separate actions, or ``None`` if not decided yet."""
         splits = schedule_spec(self.schedule).splits_backward
         if self.split_backward is None and splits == "by default":
             return None
         return splits == "always" or bool(self.split_backward)
 
     def in_process_of(self, shared: Settings) -> Settings:
-        """Returns a copy of these settings with the process-wide settings of ``shared``.
+        """Returns a copy of these settings, with the process-wide settings taken from ``shared``.
 
         Args:
-            shared: Settings of models without separate settings.
+            shared: Settings of all models that have no separate settings.
 
         Raises:
-            ConfigError: A setting contradicts a process-wide setting.
+            ConfigError: A setting contradicts a setting of the process.
         """
         common = {name: getattr(shared, name) for name in OF_PROCESS}
         return dataclasses.replace(self, **common)
 
     def require_of_model(self) -> None:
-        """Checks that all of these settings may be set for a single model.
+        """Checks that these settings can be used for a single model of the process.
 
         Raises:
-            ConfigError: A setting that all models of the process share differs from its default.
+            ConfigError: A setting that must be the same for all models differs from its default.
         """
         for name, reason in OF_PROCESS.items():
             value = getattr(self, name)
@@ -287,9 +288,9 @@ class Settings:
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds the plugin's flags to ``parser``, and returns ``parser``.
 
-    Pass this function as ``extra_args_provider`` to Megatron-LM's ``pretrain``.
+    Pass this function to Megatron-LM's ``pretrain`` as ``extra_args_provider``.
 
-    If a flag is not on the command line, the setting passed to
+    If a flag is not given on the command line, the setting passed to
     :func:`~megatron.adaptive.plugin.install` is used.
 
     Returns:
@@ -302,7 +303,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _flags() -> dict[str, FieldSpec]:
-    """Returns the command-line flag of each setting, by name of the setting."""
+    """Returns the command-line flags of the settings, keyed by the names of the settings."""
     specs = _specs()
     settings = [
         field.name for field in dataclasses.fields(Settings) if field.name not in OF_MEGATRON
@@ -321,7 +322,7 @@ def _specs() -> dict[str, FieldSpec]:
 
 
 def megatron_arguments() -> Any:
-    """Returns Megatron-LM's parsed arguments, or ``None`` if no arguments have been parsed."""
+    """Returns Megatron-LM's parsed arguments, or ``None`` if there are none yet."""
     training = sys.modules.get("megatron.training")
     get_args = getattr(training, "get_args", None)
     if get_args is None:
@@ -333,11 +334,11 @@ def megatron_arguments() -> Any:
 
 
 def timeout_of_groups(arguments: Any) -> datetime.timedelta:
-    """Returns how long a rank waits for the other ranks of the job before it gives up.
+    """Returns the timeout after which a rank stops waiting for the other ranks of the job.
 
     Args:
         arguments: Parsed arguments of Megatron-LM, or ``None`` for a program without such
-            arguments. The timeout is then 10 minutes.
+            arguments, for which the timeout is 10 minutes.
     """
     seconds = getattr(arguments, "distributed_timeout_seconds_after_init", None)
     if seconds:

@@ -2,9 +2,9 @@
 
 All ranks build the executor together in the first step of the model.
 
-This module creates and closes the channels between ranks, the tuner for ``auto``, the seeds for
-dropout and the trace. :class:`~megatron.adaptive.engine.stages.ForwardBackward` runs a step, and
-:mod:`~megatron.adaptive.plugin.run_trace` traces what Megatron-LM does outside of steps.
+This module creates and closes the channels between ranks, the tuner for ``auto``, the object that
+seeds dropout, and the trace. :class:`~megatron.adaptive.engine.stages.ForwardBackward` runs a step,
+and :mod:`~megatron.adaptive.plugin.run_trace` traces what Megatron-LM does outside of steps.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 
 class Watch:
-    """Detects hangs of a process with one or several models, and closes the models at exit.
+    """Detects when a process hangs, and closes its models when the interpreter exits.
 
     Args:
-        close: Function that closes all models when the interpreter exits.
+        close: Function that closes all models of the process.
     """
 
     def __init__(self, close: Callable[[], None]) -> None:
@@ -71,12 +71,12 @@ class Watch:
         self._guard: HangGuard | None = None
 
     def begin(self, job: Job, settings: Settings) -> None:
-        """Starts the hang detector after a model is connected.
+        """Starts the hang detector, if it is not running, after a model has been connected.
 
         All ranks must call this together.
         """
-        # Python runs exit functions in reverse order of registration. So register this function
-        # after the exit functions of the model's channels and trace, so that it runs before them.
+        # Python runs exit functions in reverse order of registration. The channels and the trace of
+        # the model have already registered exit functions, and this function must run before them.
         atexit.unregister(self._close)
         atexit.register(self._close)
         if self._guard is None:
@@ -88,9 +88,9 @@ class Watch:
             )
 
     def look_at(self, evidence: Callable[[], Mapping[str, Any]]) -> None:
-        """Monitors the model that is running, until a different model runs.
+        """Monitors the model that is running now, until this method is called for another model.
 
-        ``evidence`` is a function that returns what the model is doing.
+        ``evidence`` is a function that returns what this rank is doing in the model.
         """
         if self._guard is not None:
             self._guard.snapshot = evidence
@@ -108,8 +108,8 @@ class Engine:
     Args:
         settings: Settings of the model, with command-line flags applied.
         placed: Object that replaces megatron-core's functions that return the position of a stage.
-        traced: Step function of megatron-core that the engine calls and only traces, or ``None`` to
-            run the steps on the executor.
+        traced: Step function of megatron-core that the engine calls and only traces, or ``None`` if
+            the executor runs the steps.
         modules: Chunks of the model, without wrappers.
         number: Index of the model in the process, from 1.
         watch: Hang detector of the process.
@@ -122,7 +122,7 @@ class Engine:
             these channels still wait for messages.
     """
 
-    # These attributes are set in the first step.
+    # The attributes below are set in the first step.
     _job: Job
     _orders: Orders
     _groups: ModelGroups
@@ -154,15 +154,15 @@ class Engine:
         self._tuner: Tuner | None = None
         self._trace: StepTrace | None = None
         self._iteration = 0
-        # Number of microbatches in the current training step, or ``None``.
+        # Number of microbatches in the training step that has not been ended yet, or ``None``.
         self._step: int | None = None
         # Times of the last training step, and its number of microbatches, or ``None``.
         self._done: tuple[RankTimes, int] | None = None
-        self._runs = False  # True while a step is running.
+        self._runs = False  # This is true while a step is running.
         self.left_open = False
 
     def run(self, arguments: Mapping[str, Any]) -> list[Any]:
-        """Runs a step. All ranks of the job must take part in the first step of the model.
+        """Runs a step. All ranks of the job must take part in the model's first step.
 
         Args:
             arguments: Arguments of megatron-core's function that runs a step.
@@ -217,10 +217,10 @@ class Engine:
             self._runs = False
 
     def _begin_training_step(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Counts the step, and returns ``arguments`` with keyed dropout and traced data reads."""
+        """Counts the step, and adds seeding of dropout and tracing of reads to ``arguments``."""
         current = getattr(megatron_arguments(), "curr_iteration", None)
-        # Use Megatron-LM's iteration if it exists, because Megatron-LM may repeat a step to check
-        # that the results are the same.
+        # Use Megatron-LM's iteration if there is one, because Megatron-LM may repeat a step to
+        # check that the results are the same.
         self._iteration = (self._iteration if current is None else current) + 1
         if self._dropout is not None:
             keyed = self._dropout.keyed(
@@ -252,7 +252,8 @@ class Engine:
         """Closes the trace and the channels.
 
         Args:
-            is_orderly: Whether all ranks close this engine. If not, channels are left open.
+            is_orderly: Whether the engine is closed on all ranks without an error. If not, the
+                channels are left open.
 
         Raises:
             TransportError: Another rank did not close its channels in time.
@@ -272,7 +273,7 @@ class Engine:
             self.left_open = True
 
     def _check_same_pipeline(self, groups: ModelGroups, num_chunks: int) -> None:
-        """Raises an error if a step has other ranks or chunks than the first step of the model.
+        """Raises an error if a step has different ranks or chunks than the model's first step.
 
         ``groups`` contains the process groups of the step, and ``num_chunks`` is its number of
         chunks.
@@ -340,17 +341,18 @@ class Engine:
         self._watch.begin(self._job, settings)
 
     def _evidence(self) -> dict[str, Any]:
-        """Returns what this rank is doing.
+        """Returns what this rank is doing, for a report if the job hangs.
 
-        This method is called by the thread of the hang detector.
+        The thread of the hang detector calls this method.
         """
         activity = {} if self._trace is None else self._trace.tracing.now()
         if self._wiring is not None:
             activity |= self._wiring.executor.evidence()
         elif isinstance(self._forward_backward, OutsideTrace):
             activity |= self._forward_backward.snapshot()
-        # A program with its own loop may pause between two steps, for example to generate samples.
-        # Megatron-LM's loop, which counts iterations in its arguments, does not pause.
+        # A program with its own training loop may pause between steps, for example to generate
+        # samples. Megatron-LM's training loop counts iterations in its arguments, and does not
+        # pause.
         may_pause = getattr(megatron_arguments(), "curr_iteration", None) is None
         return {
             "doing": "",
@@ -401,9 +403,9 @@ class Engine:
         )
 
     def _make_keys(self, config: Any) -> DropoutKeys | None:
-        """Returns the keys for dropout's random numbers, or ``None`` without keyed dropout.
+        """Returns the object that seeds dropout, or ``None`` if Megatron-LM seeds it.
 
-        Prints a warning if dropout differs between runs because it is not keyed.
+        Prints a warning if dropout would differ between runs because Megatron-LM seeds it.
         """
         has_dropout = config.hidden_dropout > 0 or config.attention_dropout > 0
         if not has_dropout or not self._settings.keyed_dropout:
@@ -422,7 +424,7 @@ class Engine:
         return keys
 
     def _make_tuner(self, config: Any, arguments: Mapping[str, Any]) -> Tuner | None:
-        """Returns the tuner of the schedule ``auto``, or ``None`` for other schedules.
+        """Returns the object that tunes the schedule ``auto``, or ``None`` for other schedules.
 
         All ranks must call this together.
         """
@@ -491,7 +493,7 @@ class Engine:
             places=self._job.places,
             payload_shape=self._payload_shape(config, arguments),
             payload_dtype=torch.float32 if dtype is None else dtype,
-            # A caller may change the shape in any step, even on one replica only. Ranks could not
+            # A caller may change the shape in any step, even on a single replica. Ranks could not
             # agree to reconnect in such a step, so the channels accept all shapes from the start.
             payload_varies=True,
             timeout_s=self._settings.timeout_s,
@@ -513,8 +515,8 @@ class Engine:
     def _payload_shape(self, config: Any, arguments: Mapping[str, Any]) -> tuple[int, ...] | None:
         """Returns the shape ``[s, b, h]`` of tensors between stages, or ``None`` if shapes vary.
 
-        ``config`` is the configuration of the model, and ``arguments`` are those of the step
-        function.
+        ``config`` is the configuration of the model, and ``arguments`` are the arguments of the
+        step function.
         """
         varying = ("variable_seq_lengths", "mtp_num_layers", "fp32_residual_connection")
         if config.pipeline_dtype is None or any(getattr(config, name, None) for name in varying):
@@ -529,7 +531,7 @@ class Engine:
 
     @property
     def _pp_ranks(self) -> list[int]:
-        """Returns the global ranks of this pipeline, by position in the placement.
+        """Returns the global ranks of this pipeline, ordered by their positions in the placement.
 
         In a V, position 0 is megatron-core's last rank.
         """
@@ -581,7 +583,7 @@ def _this_device() -> Accelerator:
 
 
 def _shared_settings(settings: Settings, config: Any) -> dict[str, str]:
-    """Returns all settings that must be equal on all ranks, including settings of MoE layers."""
+    """Returns the settings that must be equal on all ranks, including settings of MoE layers."""
     shared = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
     for name in ("trace_dir", "schedule_file"):  # Paths may differ between ranks.
         shared.pop(name, None)

@@ -1,8 +1,8 @@
 """Rejects features of Megatron-LM that the engine does not support, before the first step.
 
 megatron-core's own loop does more than run forward and backward passes. Each check rejects a
-feature of that loop that the engine does not support, or a model that depends on the loop's order
-of passes.
+feature of that loop that the engine does not support, or a model that depends on the order in which
+that loop runs the passes.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _SEVERAL_INPUTS = {
     "add_encoder": "an encoder with a decoder",
     "modality_submodules": "a model of several modalities",
 }
-"""Attributes that only models with several inputs have, each with the kind of such a model."""
+"""Maps attributes that only models with several inputs have to the kind of such a model."""
 
 
 def check_call(arguments: Mapping[str, Any]) -> None:
-    """Raises an error if the engine does not support one of the ``arguments`` of a step.
+    """Raises an error if the engine does not support one of the arguments of a step.
 
     Args:
-        arguments: Arguments of megatron-core's function that runs a step.
+        arguments: Arguments of megatron-core's function that runs a step, keyed by name.
 
     Raises:
         ConfigError: An argument is not supported.
@@ -74,7 +74,7 @@ def check_call(arguments: Mapping[str, Any]) -> None:
 def check_model(
     config: Any, chunks: Sequence[torch.nn.Module], settings: Settings, groups: ModelGroups
 ) -> None:
-    """Raises an error if the engine would train a model incorrectly or not at all.
+    """Raises an error if the engine cannot train a model, or would train it incorrectly.
 
     Args:
         config: megatron-core's configuration of the model.
@@ -133,8 +133,8 @@ def check_model(
 def _check_groups(config: Any, settings: Settings, groups: ModelGroups) -> None:
     """Raises an error if the caller's process groups do not match the placement or the model.
 
-    In a V-shaped placement, the caller's groups would have no effect, because the functions that
-    replace those of megatron-core use the groups of ``parallel_state``.
+    In a V-shaped placement, the caller's groups would have no effect: the functions that replace
+    those of megatron-core use the groups of ``parallel_state``.
     """
     if not groups.is_of_parallel_state and settings.kind == "v":
         raise ConfigError(
@@ -152,8 +152,8 @@ def _check_groups(config: Any, settings: Settings, groups: ModelGroups) -> None:
 def _check_fp8(config: Any, settings: Settings, groups: ModelGroups) -> None:
     """Raises an error if fp8 with delayed scaling is combined with a run-time rule.
 
-    With delayed scaling, each forward pass reduces scaling factors over replicas. Under a run-time
-    rule, replicas may run their forward passes in different orders.
+    With delayed scaling, each forward pass reduces scaling factors over the replicas. Under a
+    run-time rule, replicas may run forward passes in different orders.
     """
     delayed = getattr(config, "fp8", None) and getattr(config, "fp8_recipe", None) == "delayed"
     if not delayed:
@@ -172,8 +172,8 @@ def _check_fp8(config: Any, settings: Settings, groups: ModelGroups) -> None:
 
 def _check_chunk(number: int, chunk: torch.nn.Module, groups: ModelGroups) -> None:
     kind = get_model_type(chunk)
-    # Compare names, because megatron-core has two enumerations called ModelType. Its models use
-    # one, and Megatron-LM uses the other.
+    # megatron-core has two enumerations called ModelType. Its models use one, and Megatron-LM uses
+    # the other, so compare the names of the values.
     if getattr(kind, "name", kind) != ModelType.encoder_or_decoder.name:
         raise ConfigError(
             f"model type {getattr(kind, 'name', kind)} of chunk {number} is not supported, "
@@ -206,13 +206,13 @@ def _check_chunk(number: int, chunk: torch.nn.Module, groups: ModelGroups) -> No
 def why_not_by_default(
     config: Any, chunks: Sequence[torch.nn.Module], *, replicas: int
 ) -> str | None:
-    """Returns why separate weight gradients may not pay off, or ``None`` if they pay off.
+    """Returns why separate weight gradients may be a disadvantage, or ``None`` if they are not.
 
     Usually, a backward pass for inputs (B) frees more memory than it keeps for the later backward
-    pass for weights (W), so the limit on activations still holds. In the cases that this function
-    detects, B keeps more memory than it frees, or reductions of gradients no longer overlap with
-    backward passes. ``config`` is the configuration of the model, ``chunks`` contains its chunks on
-    this rank, and ``replicas`` is the number of data-parallel replicas.
+    pass for weights (W), so the limit on activations is still observed. In the cases that this
+    function detects, B keeps more memory than it frees, or gradients are no longer reduced while
+    backward passes run. ``config`` is the configuration of the model, ``chunks`` contains its
+    chunks on this rank, and ``replicas`` is the number of data-parallel replicas.
     """
     if getattr(config, "recompute_granularity", None) == "full":
         return "full recomputation keeps less memory than weight gradients need"

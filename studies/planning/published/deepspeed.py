@@ -38,16 +38,16 @@ _TURNED = 2023
 """First year in which gradients are sent before activations."""
 
 _BUFFER_BYTES = 4 * 2**20
-"""Maximum size in bytes of a message that does not wait for its receiver: NCCL's ``NCCL_BUFFSIZE``.
+"""Maximum size in bytes of a message that does not wait for its receiver (``NCCL_BUFFSIZE``).
 """
 
 
 def _pipeline(gradients_first: bool, plan: Plan, stages: StageSums) -> ScheduleTimes | None:
-    """Returns the times of a plan's pipeline, or ``None`` if the schedule of the plan is not 1F1B.
+    """Returns the times of the pipeline of ``plan``, or ``None`` if its schedule is not 1F1B.
 
-    With tensor parallelism, each rank sends its slice of the stage's output together with the
-    sizes. The CPU of the receiver reads the sizes before it launches kernels, so the launch time is
-    not hidden.
+    With tensor parallelism, each rank sends its slice of the stage's output, and the sizes of the
+    output. The receiver's CPU must read the sizes before it launches kernels, so launching does not
+    overlap with waiting for the message.
     """
     if plan.schedule != "1f1b":
         return None
@@ -68,8 +68,8 @@ def _pipeline(gradients_first: bool, plan: Plan, stages: StageSums) -> ScheduleT
 def runtime_of(document: Mapping[str, Any]) -> Runtime:
     """Returns DeepSpeed's pipeline engine as it was when a data set was published.
 
-    ``document`` is the data set's document, which names the paper and its year. Tensor-parallel
-    ranks send slices of a stage's output (``PartitionedTensor.from_meta``).
+    ``document`` contains a description of the data set, including the name of the paper and its
+    year. Tensor-parallel ranks send slices of a stage's output (``PartitionedTensor.from_meta``).
     """
     years = re.findall(r"\b20\d\d\b", str(document.get("source", {}).get("paper", "")))
     newest = not years or int(years[0]) >= _TURNED
@@ -94,17 +94,18 @@ def rendezvous_times(
     buffered: Any,
     gradients_first: bool = True,
 ) -> ScheduleTimes:
-    """Computes the times of a step with one stage on each rank.
+    """Returns the times of a step, if each rank has one stage.
 
     Args:
         num_microbatches: Number of microbatches in the step.
-        durations_s: Durations of forward and backward passes in seconds, ``[2, stages]``.
-        message_s: Duration of the message that follows each forward and backward pass, in seconds,
-            ``[2, stages]``.
-        launch_s: Part of the durations that is hidden while a rank waits, in seconds, ``[2,
+        durations_s: Durations of forward and backward passes in seconds, with shape ``[2,
             stages]``.
-        buffered: Whether the message is sent without waiting for the receiver, ``[2, stages]
-            bool``.
+        message_s: Durations of the messages that follow forward and backward passes, in seconds,
+            with shape ``[2, stages]``.
+        launch_s: Parts of the durations that can overlap with waiting for a message, in seconds,
+            with shape ``[2, stages]``.
+        buffered: Whether each message is sent without waiting for the receiver, with shape ``[2,
+            stages] bool``.
         gradients_first: Whether ranks send gradients before activations.
     """
     run = _Run(num_microbatches, durations_s, message_s, launch_s, buffered, gradients_first)
@@ -114,7 +115,7 @@ def rendezvous_times(
 
 
 class _Run:
-    """Simulates the calls of all ranks in a step."""
+    """Simulates the sequence of calls on each rank in a step."""
 
     def __init__(
         self,
@@ -138,7 +139,7 @@ class _Run:
         self.arrived: dict[tuple[int, int, int], float] = {}
 
     def advance(self, rank: int) -> bool:
-        """Runs calls of ``rank`` until the rank must wait. Returns whether any call was run."""
+        """Runs calls of ``rank`` until it has to wait. Returns whether any call was run."""
         begin = self.at[rank]
         while self.at[rank] < len(self.calls[rank]):
             call = self.calls[rank][self.at[rank]]
@@ -175,7 +176,7 @@ class _Run:
         return True
 
     def _meets(self, rank: int, call: _Call) -> bool:
-        """Returns whether the peer has reached the call that belongs to this message."""
+        """Returns whether the next call of the peer is the counterpart of ``call``."""
         if self.at[call.peer] >= len(self.calls[call.peer]):
             return False
         other = self.calls[call.peer][self.at[call.peer]]
@@ -190,7 +191,7 @@ class _Run:
 def _calls(
     stages: int, stage: int, num_microbatches: int, gradients_first: bool
 ) -> tuple[_Call, ...]:
-    """Returns the calls of the rank with the stage ``stage`` in a step."""
+    """Returns the sequence of calls in a step, for the rank with stage ``stage``."""
     found: list[_Call] = []
     for compute, messages in _program(stages, stage, num_microbatches):
         found += messages if gradients_first else reversed(messages)
@@ -201,10 +202,10 @@ def _calls(
 def _program(
     stages: int, stage: int, num_microbatches: int
 ) -> Iterator[tuple[list[_Call], list[_Call]]]:
-    """Yields the computation of a rank in each slot, and the messages before the computation.
+    """Yields the computation of a rank in each slot, and the messages before this computation.
 
-    Forward passes are in slots with the parity of the rank, and backward passes are in the other
-    slots.
+    Even stages run forward passes in even slots and backward passes in odd slots. Odd stages do the
+    opposite.
     """
     before = -1
     for slot in range(2 * (num_microbatches + stages - 1)):

@@ -27,16 +27,17 @@ _GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class FasopPlan:
-    """A plan in the format of FASOP.
+    """Plan that FASOP found, in FASOP's format.
 
     Attributes:
         tp: Tensor-parallel size.
         dp: Number of data-parallel replicas.
         pp: Number of pipeline stages.
         micro_batch: Number of samples in a microbatch.
-        placement: Type of each node, which is ``A`` or ``B``.
-        partition: Number of layers of each stage. Embedding and head count as layers.
-        out_of_memory: Whether the plan exceeds the memory according to FASOP's rule.
+        placement: Type of each node, ``A`` or ``B``, as a string with one letter per node.
+        partition: Number of layers of each stage. The embedding and the output layer (head) count
+            as layers.
+        out_of_memory: Whether the plan needs too much memory according to FASOP's rule.
     """
 
     tp: int
@@ -50,7 +51,7 @@ class FasopPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class FasopRun(PlanInputs):
-    """Input and results of one of FASOP's searches. The node types are ``A`` and ``B``.
+    """Inputs and results of one of FASOP's searches. The node types are ``A`` and ``B``.
 
     Attributes:
         name: Name of the search, such as ``gpt2XL-het``.
@@ -63,7 +64,7 @@ class FasopRun(PlanInputs):
     plans: tuple[FasopPlan, ...]
 
     def plan(self, one: FasopPlan) -> Plan:
-        """Converts ``one``, a plan of FASOP, to a plan of this project."""
+        """Converts the FASOP plan ``one`` to a plan of this project."""
         free = {
             name: [i for i, node in enumerate(self.cluster.nodes) if node.name == name]
             for name in "AB"
@@ -82,12 +83,12 @@ class FasopRun(PlanInputs):
         )
 
     def searcher(self, options: SearchOptions) -> Searcher:
-        """Returns a searcher of this project for the same problem."""
+        """Returns an object of this project that searches plans for the same problem."""
         return Searcher(self, global_batch=self.global_batch, options=options)
 
 
 class Fasop:
-    """Data set of FASOP, which is read from a folder.
+    """Published data set of FASOP, which is read from a folder.
 
     Args:
         folder: Folder that contains ``layer_times.csv`` and the other files of the data set.
@@ -105,18 +106,19 @@ class Fasop:
 
     @property
     def runs(self) -> tuple[str, ...]:
-        """Names of FASOP's searches, without its Pareto run over many clusters."""
+        """Names of FASOP's searches, except the Pareto run, which searches many clusters."""
         return tuple(name for name in self._clusters["runs"] if not name.endswith("pareto"))
 
     def run(self, name: str, counts: dict[str, int] | None = None) -> FasopRun:
-        """Returns one of FASOP's searches together with its results.
+        """Returns the inputs and results of one of FASOP's searches.
 
         Args:
             name: Name of the search.
-            counts: Number of nodes of each type. The default is the nodes of the search.
+            counts: Number of nodes of each type, keyed by type. By default, the numbers of the
+                search are used.
 
         Raises:
-            ConfigError: The data set does not contain a search of this name.
+            ConfigError: The data set does not contain a search with this name.
         """
         if name not in self._clusters["runs"]:
             raise ConfigError(
@@ -135,10 +137,10 @@ class Fasop:
         )
 
     def model(self, name: str) -> Model:
-        """Returns the model ``name`` with all layers of its profile, including the head."""
+        """Returns the model ``name`` with all layers of its profile, including the output layer."""
         told = self._models[name]
         rows = [(kind, count) for kind, count in told["layer_kinds"]]
-        # If a model has two embeddings, it has an encoder and a decoder with separate layers.
+        # A model with two embeddings has an encoder and a decoder, whose layers are separate.
         two = sum(kind == "embedding" for kind, _ in rows) == 2
         kinds: dict[str, LayerKind] = {}
         layers: list[str] = []
@@ -149,7 +151,8 @@ class Fasop:
             unique = f"{kind} of {half}" if kind == "embedding" and half else kind
             names = [unique] * count
             if two and kind != "embedding":
-                # The last layer of each half also stands for the layers after it.
+                # This layer also stands for the layers that follow the last layer of the encoder or
+                # decoder.
                 names[-1] = f"last {kind}"
             for one in names:
                 kinds[one] = _kind(one, told, kind, half)
@@ -163,7 +166,7 @@ class Fasop:
             tied_parameters=0.0 if two else table,
             tied_layers=() if two else (0, len(layers) - 1),
             max_tp=told["attention_heads"],
-            # FASOP assumes 18 bytes per parameter, 12 of which may be sharded, and reduces
+            # FASOP assumes 18 bytes per parameter, of which 12 may be sharded, and reduces
             # gradients in fp16.
             precision=Precision(
                 name="fp16", parameter_bytes=4, gradient_bytes=2, optimizer_bytes=12, reduce_bytes=2
@@ -171,7 +174,7 @@ class Fasop:
         )
 
     def profile(self, name: str) -> Profile:
-        """Returns the layer times of model ``name``. B takes twice the time of a forward pass."""
+        """Returns the layer times of the model ``name``, where B takes twice as long as F."""
         scale = {
             (row["gpu"], row["layer_kind"], int(row["microbatch_size"])): float(
                 row["time_multiplier"]
@@ -205,7 +208,7 @@ class Fasop:
 
 
 def _node(told: dict[str, Any]) -> NodeType:
-    """Returns a node type with bandwidths in bytes/s. Links within a node are not shared."""
+    """Converts ``told``, a node type in FASOP's format. Links within a node are not shared."""
     return NodeType(
         name=told["symbol"],
         gpu=told["gpu"],

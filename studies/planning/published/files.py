@@ -18,13 +18,13 @@ from megatron.adaptive.planner.profile import PlanInputs
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRun(PlanInputs):
-    """Measured run, and inputs to predict it. The profile was measured separately.
+    """Measured run with the inputs for its prediction. The profile was measured separately.
 
     Attributes:
         plan: Plan of the run.
         seconds: Measured step time in seconds, or ``None`` if only the memory is known.
         peak_bytes: Maximum memory of a GPU in bytes, or ``None`` if it is unknown.
-        runtime: Properties of the training program that affect the prediction.
+        runtime: Properties of the training program that affect predictions.
     """
 
     plan: Plan
@@ -33,7 +33,7 @@ class MeasuredRun(PlanInputs):
     runtime: Runtime = OURS
 
     def predicted(self) -> Prediction:
-        """Returns the predicted step time and memory of the run."""
+        """Returns the prediction of this run's step time and memory."""
         return predict(self.plan, self, self.runtime)
 
 
@@ -48,7 +48,7 @@ def read_json(path: Path) -> Any:
 
 
 def _read(path: Path, parse: Callable[[TextIO], Any]) -> Any:
-    """Returns the content of the file ``path``, which ``parse`` parses.
+    """Opens the file ``path``, and returns the value that ``parse`` reads from it.
 
     Raises:
         ConfigError: The file cannot be read.
@@ -63,10 +63,10 @@ def _read(path: Path, parse: Callable[[TextIO], Any]) -> Any:
 
 
 def part(document: Any, keys: Sequence[str], folder: Path) -> Any:
-    """Returns the value at the path ``keys`` in the JSON document ``document``.
+    """Returns the value in the JSON document ``document`` to which the sequence ``keys`` leads.
 
     Raises:
-        ConfigError: A key is missing. The message contains ``folder``.
+        ConfigError: A key is missing. The message names the folder ``folder``.
     """
     for at, key in enumerate(keys):
         if not isinstance(document, dict) or key not in document:

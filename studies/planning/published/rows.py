@@ -64,16 +64,17 @@ _REACHED = 0.8
 """Fraction of a GPU's memory bandwidth that operations on long vectors reach."""
 
 _OPTIMIZER_BYTES = 52
-"""Number of bytes per parameter that a mixed-precision Adam step reads and writes: conversion of
-the gradient to fp32 (2 + 4), norm (4), clipping (8), Adam (28: reads gradient, weight and two
-moments, writes weight and moments), conversion of the weight to fp16 (4 + 2)."""
+"""Number of bytes per parameter that a mixed-precision Adam step reads and writes. These are 6 for
+converting the gradient to fp32 (2 + 4), 4 for the norm, and 8 for clipping. Adam itself needs 28:
+it reads the gradient, the weight and two moments, and writes the weight and the moments. Converting
+the weight to fp16 needs 6 (4 + 2)."""
 
 _LAUNCHED = 0.05
-"""Maximum fraction of matrix multiplications in a forward pass that is treated as launch time."""
+"""Maximum fraction of matrix multiplications in the forward time of layers that only launch."""
 
 
 def read_rows(folder: Path, name: str) -> list[MeasuredRun]:
-    """Reads those runs of ``measured_NAME.csv`` that have a time.
+    """Reads ``measured_NAME.csv``, and returns its runs that have a time.
 
     Raises:
         ConfigError: A file is missing, cannot be read, or does not describe the runs.
@@ -117,7 +118,7 @@ def _batch(row: Mapping[str, str]) -> int:
 
 
 def _model_of(row: Mapping[str, str], models: Mapping[str, Any], times: Times, folder: Path) -> str:
-    """Returns the name of the model that has the number of layers and the batch size of ``row``."""
+    """Returns the name of the model with the layer count and the batch size of ``row``."""
     layers = sum(map(int, row["partition"].split("-")))
     counts = {name: len(found) for (name, _, _), found in times.items()}
     fits = [
@@ -146,19 +147,19 @@ def _times(folder: Path) -> Times:
 
 
 class _SetTimes:
-    """Splits the times of a model's layers into launching, computing and all-reduces.
+    """Splits the forward times of a model's layers into launching, computing and all-reduces.
 
     Args:
-        models: All models of the data set.
+        models: Descriptions of all models in the data set, keyed by name.
         model: Name of the model whose times are split.
-        times: Times of all models.
+        times: Forward times of the layers of all models.
     """
 
     def __init__(self, models: Mapping[str, Any], model: str, times: Times) -> None:
         self.models, self.model, self.times = models, model, times
 
     def of(self, gpu: str, tp: int) -> Iterator[tuple[str, float, float, float]]:
-        """Yields the kind of each layer, and its forward, launch and all-reduce time in seconds."""
+        """Yields each layer's kind, and its forward, launch and all-reduce time in seconds."""
         launch = self._launch(tp)
         for kind, seconds in self.times[self.model, gpu, tp]:
             fixed = exchange = 0.0
@@ -171,7 +172,7 @@ class _SetTimes:
         return fmean(seconds for one, seconds in self.times[model, gpu, tp] if one == kind)
 
     def _launch(self, tp: int) -> float:
-        """Returns the shortest forward time that consists only of launch time, in seconds, or 0."""
+        """Returns the shortest forward time of layers that hardly compute, in seconds, or 0."""
         found = []
         for (model, gpu, width), layers in self.times.items():
             described, card = self.models[model], known_gpu(gpu)
@@ -187,9 +188,9 @@ class _SetTimes:
         return min(found, default=0.0)
 
     def _exchange(self, gpu: str, tp: int, kind: str, hidden: int) -> float:
-        """Returns the time of the all-reduces in a forward pass of a layer, in seconds.
+        """Returns the duration of all-reduces in the forward pass of a layer, in seconds.
 
-        This is the time of the pass that remains after launching and computing.
+        This is the part of the forward time that remains after subtracting launching and computing.
         """
         sharded = math.ceil(hidden / tp / _TILE) / math.ceil(hidden / _TILE)
 
@@ -200,7 +201,7 @@ class _SetTimes:
 
 
 def _width(described: Mapping[str, Any], kind: str) -> int:
-    """Returns the hidden size of a kind of transformer layers, or 0 for other kinds of layers."""
+    """Returns the hidden size of transformer layers of the kind ``kind``, or 0 for other kinds."""
     if not kind.startswith("transformer"):
         return 0
     return int(described["hidden_size" + kind.removeprefix("transformer")])
@@ -230,7 +231,7 @@ def _name(index: int, kind: str) -> str:
 def _model(name: str, described: Mapping[str, Any], layers: list[tuple[str, float]]) -> Model:
     sizes = _parameters(described)
     replicated = described.get("parameters_per_layer_from_shapes", {})
-    # Each tensor-parallel rank has a full copy of these projections.
+    # These projections are replicated on each tensor-parallel rank.
     whole = {key: float(value) for key, value in replicated.items() if key != "note"}
     sent = _sent(described, [kind for kind, _ in layers])
     kinds = {}
@@ -261,9 +262,9 @@ _SENT = "boundary_activation_elements_per_sample"
 
 
 def _sizes(described: Mapping[str, Any], key: str) -> dict[str, float]:
-    """Returns the numbers under ``key``, keyed by kind of layer.
+    """Returns the numbers under ``key`` in the description of a model, keyed by kind of layer.
 
-    Numbers from shapes take precedence.
+    If there are numbers that were computed from shapes, they are preferred.
     """
     given = described.get(f"{key}_from_shapes") or described[key]
     return {name: float(value) for name, value in given.items() if isinstance(value, (int, float))}
@@ -278,13 +279,13 @@ def _parameters(described: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _sent(described: Mapping[str, Any], kinds: list[str]) -> list[float]:
-    """Returns the number of elements that each layer sends.
+    """Returns the number of elements that each layer sends to the next layer.
 
     A layer of unknown size sends as many elements as the previous layer.
     """
     sizes, sent = _sizes(described, _SENT), []
-    # The image of a generator grows in a layer whose size is unknown. All such layers get the final
-    # size.
+    # In a generator, the image grows in a layer whose output size is unknown. All layers of unknown
+    # size get the final size.
     last = sizes.get(kinds[0], min(sizes.values()))
     for i, kind in enumerate(kinds):
         if kind == "other":
@@ -296,7 +297,7 @@ def _sent(described: Mapping[str, Any], kinds: list[str]) -> list[float]:
 
 
 def _cluster(nodes: Sequence[Mapping[str, Any]]) -> tuple[Cluster, list[int]]:
-    """Returns the cluster, and the index in it of each node of the cluster file."""
+    """Returns the cluster, and each node's index in the cluster, in the order of ``nodes``."""
     kinds: list[Mapping[str, Any]] = []
     members: list[list[int]] = []
     for number, node in enumerate(nodes):

@@ -35,21 +35,22 @@ from studies.planning.published.deepspeed import runtime_of
 from studies.planning.published.files import MeasuredRun, part, read_csv, read_json
 
 _SIZES_BYTES = tuple(2.0**power * 1e6 for power in range(10))
-"""Message sizes in bytes at which the fitted curves are evaluated, from 1 to 512 MB. The curves are
-invalid below 1 MB.
+"""Message sizes in bytes, from 1 to 512 MB, at which the fitted curves are evaluated. The curves
+are not valid below 1 MB.
 """
 
 _MEMORY = {"parameter_copies_bytes": 8.0, "context_bytes": 3e9}
-"""Memory in bytes according to the first data set's rule: 24 bytes per parameter in fp32, of which
-16 are weight, gradient and two moments, and about 3 GB for contexts, libraries, NCCL's buffers and
-fragmentation. This is the only number in this module that comes from measured runs."""
+"""Memory in bytes that the authors of the first data set assume in addition. A parameter in fp32
+takes 24 bytes, of which 16 are weight, gradient and two moments. Contexts, libraries, NCCL's
+buffers and fragmentation take about 3 GB. These are the only numbers in this module that come from
+measured runs."""
 
 _LOSS_COPIES = 3
-"""Number of copies of the logits during the loss: shifted logits, softmax, and gradient."""
+"""Number of copies of the logits for the loss: shifted logits, softmax and gradient."""
 
 
 def read_staged(folder: Path, name: str) -> list[MeasuredRun]:
-    """Reads the runs of ``measured_NAME.json``, except values that the data set marks as wrong.
+    """Returns the runs in ``measured_NAME.json``, without values that the data set marks as wrong.
 
     Raises:
         ConfigError: A file is missing, cannot be read, or does not describe the runs.
@@ -67,7 +68,7 @@ def read_staged(folder: Path, name: str) -> list[MeasuredRun]:
     )
     precision = Precision.named(part(models, ("training", "precision"), folder))
     runtime = replace(runtime_of(models), **_MEMORY)
-    # Excluded runs may be incomplete, so remove them before reading.
+    # Runs that the data set excludes may be incomplete, so remove them first.
     plans = [plan for plan in part(document, ("plans",), folder) if not _is_left_out(plan)]
     made = {}
     for key in dict.fromkeys(plan["model"] for plan in plans):
@@ -101,7 +102,7 @@ def _run(
 def _model(
     name: str, tokens: int, precision: Precision, memory: Sequence[Mapping[str, str]]
 ) -> Model:
-    """Returns a model. The parameter counts of two sizes show which part is tensor-parallel."""
+    """Returns a model. Two tensor-parallel sizes show which parameters are tensor-parallel."""
     counted = {(int(row["tp"]), int(row["layer_index"])): row for row in memory}
     widths = sorted({tp for tp, _ in counted})
     low, high = widths[0], widths[min(1, len(widths) - 1)]
@@ -144,7 +145,8 @@ def _profile(
             kept_bytes=kept[tp, index] * size,
         )
         if index == 0:
-            # The update time was measured for the embedding, two transformer layers and the head.
+            # The time of the update was measured for the embedding, two transformer layers and the
+            # output layer.
             profiled = (0, 1, 2, model.num_layers - 1)
             parts = sum(model.layer(i).held_parameters(tp) for i in profiled)
             update.setdefault(row["gpu"], []).append(float(row["optimizer_step_s"]) / parts)
@@ -162,7 +164,8 @@ def _cluster(
         pair = {(one, other), (other, one)}
         known = [x for x in links if x["scope"] == scope and (x["from_gpu"], x["to_gpu"]) in pair]
         if not known and scope == "inter_node" and one == other and one in single:
-            # The link is unknown if the cluster has only one node of this type.
+            # If the cluster has only one node of a type, the link between two such nodes is
+            # unknown.
             return found(one, one, "intra_node")
         if not known:
             raise ConfigError(
@@ -193,7 +196,7 @@ def _cluster(
 
 
 def _link(found: Iterable[Mapping[str, Any]]) -> LinkSpeed:
-    """Combines both directions of a link. Uses the slower direction for each number of pairs."""
+    """Combines both directions of a link: the slower direction determines the speed."""
     by_pairs: dict[int, LinkSpeed] = {}
     for one in found:
         speed = _curve(one["log2_poly"])
@@ -217,7 +220,7 @@ def _curve(poly: list[float]) -> LinkSpeed:
 
 def _plan(given: Mapping[str, Any], cluster: Cluster) -> Plan:
     size, pp = int(given["microbatch_size"]), int(given["pp"])
-    # Nodes of a type are assigned to the stages in order. Each replica gets a separate node.
+    # Assign the nodes of each type to the stages in order. Each replica gets a separate node.
     free = {
         one.name: [i for i, node in enumerate(cluster.nodes) if node.name == one.name]
         for one in cluster.types
