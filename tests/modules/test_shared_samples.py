@@ -172,6 +172,7 @@ def test_images_are_sent_too(tmp_path: Path) -> None:
     path = tmp_path / "data" / "train.jsonl"
     expected = SampleReader(processor=make_processor()).read(path)
     for read in read_together([path] * 2, lambda: SampleReader(processor=make_processor())):
+        assert not isinstance(read, str), read
         assert read.digest == expected.digest
         assert read.decisive_entries == expected.decisive_entries
         assert all(
