@@ -562,8 +562,8 @@ def _weight_pieces(plan: Plan, *, splittable: bool) -> int:
 def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
     """Returns by how many seconds random variation of action durations lengthens a step.
 
-    ``sigma`` is the relative standard deviation of the durations. The result is 0 for a run-time
-    scheduling rule, because it runs another action if an input is late.
+    ``sigma`` is the standard deviation of the logarithm of a duration. The result is 0 for a
+    run-time scheduling rule, because it runs another action if an input is late.
     """
     if sigma <= 0 or catalog.is_rule(plan.schedule):
         return 0.0
