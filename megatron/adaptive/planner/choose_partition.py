@@ -3,9 +3,9 @@
 The search has three steps:
 
 1. :func:`balanced` finds a partition whose slowest rank is as fast as possible. The *pace* of a
-rank is its time per microbatch in seconds. Bisection finds the smallest pace T at which the ranks
-can hold all layers. At pace T, a rank holds (T - time outside of layers) / (time per layer) layers.
-Example with 32 layers on 4 ranks, where a layer takes 1 s, or 1.5 s on rank 1::
+   rank is its time per microbatch in seconds. Bisection finds the smallest pace T at which the
+   ranks can hold all layers. At pace T, a rank holds (T - time outside of layers) / (time per
+   layer) layers. Example with 32 layers on 4 ranks, where a layer takes 1 s, or 1.5 s on rank 1::
 
        layers of each stage    8  8  8  8    slowest pace 8 x 1.5 = 12 s
        fit at T = 9 s          9  6  9  9    33 layers, enough

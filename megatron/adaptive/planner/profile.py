@@ -275,11 +275,14 @@ class PlanInputs:
         return (whole - pairs) * self.documents.mean_tokens / length + pairs * squares
 
     def action_s(self, nodes: Iterable[NodeType]) -> float:
-        """Returns the seconds that an action spends outside of layers on the slowest node."""
+        """Returns the time in seconds per action outside of layers, on the slowest of ``nodes``."""
         each = self.profile.launch_s
         return max(each.get(node.gpu, 0.0) * node.slowness for node in nodes)
 
     def optimizer_s(self, nodes: Iterable[NodeType]) -> float:
-        """Returns the optimizer's seconds per parameter on the slowest node, or 0 if unknown."""
+        """Returns the optimizer's time in seconds per parameter on the slowest of ``nodes``.
+
+        Times that are unknown count as 0.
+        """
         each = self.profile.optimizer_s_per_parameter
         return max(each.get(node.gpu, 0.0) * node.slowness for node in nodes)
