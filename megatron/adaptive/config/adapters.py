@@ -44,7 +44,7 @@ _LONGEST_PATTERN = 1000
 # This pattern matches nested repetitions such as (a*)*. They are rejected, because matching them
 # may take exponential time.
 _ENDLESS = re.compile(r"[*+}][^()]*\)[*+{]")
-# With these values of init_lora_weights, PEFT does not change the weights of the base model.
+# PEFT does not change the weights of the base model for these values of init_lora_weights.
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 
 

@@ -182,7 +182,7 @@ def check_form(value: Any, name: str, where: str) -> Any:
 def _check(value: Any, schema: Mapping[str, Any], where: str, path: str) -> Any:
     if rule := _broken_rule(value, schema):
         about = f" ({schema['description']})" if "description" in schema else ""
-        # With aliases, a small YAML file can contain a list a million times, so the value is
+        # A small YAML file with aliases can contain a list a million times, so the value is
         # shortened.
         shown = reprlib.repr(value)
         raise ConfigError(f"{where}: {path or 'the file'} must be {rule}{about}, got {shown}")

@@ -285,7 +285,7 @@ def _with_cap(plan: Plan, inputs: PlanInputs) -> PlanRow:
     row = PlanRow(plan=plan, prediction=predict(plan, inputs))
     if plan.slices == 1 or row.prediction.fits:
         return row
-    # With the fixed order of slices, the first rank holds this number of microbatches.
+    # The first rank holds this number of microbatches with the fixed order of slices.
     fixed = min(float(plan.num_microbatches), (plan.pp - 1 + plan.slices) / plan.slices)
     for cap in dict.fromkeys((round(fixed, 2), 1.0)):
         capped = replace(plan, cap=max(1.0, cap))

@@ -570,8 +570,8 @@ def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
     count = plan.num_microbatches
     durations = stages.durations_s
     if (widths := dealt_widths(plan)) is not None:
-        # As an approximation, use the jitter of a pipeline with one rank per stage and about the
-        # same amount of work.
+        # Use the jitter of a pipeline with one rank per stage and about the same amount of work as
+        # an approximation.
         count = plan.global_batch // plan.micro_batch
         durations = durations / np.array(widths.sizes, dtype=np.float64)
     steps = steps_of(plan.schedule, plan.pp, plan.chunks, count)

@@ -100,7 +100,7 @@ def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
 
     A neighbour differs in one setting. A parallel size or the microbatch size is doubled or divided
     by its smallest divisor, or recomputation or the schedule is changed. All other settings except
-    the slice length are chosen anew within the limits of the request. The line states how much
+    the slice length are chosen again within the limits of the request. The line states how much
     slower the best plan with this change is, or how much memory it lacks.
 
     Args:
@@ -170,7 +170,7 @@ def packed_predictions(plan: Plan, inputs: PlanInputs) -> dict[int, Prediction]:
     """Predicts the steps of a plan if rows are packed up to the longest document and then cut.
 
     Rows are cut into slices of equal cost. The number of layers of each stage stays the same, and
-    the limit on activations is chosen anew.
+    the limit on activations is chosen again.
 
     Args:
         plan: Plan to change.

@@ -176,8 +176,8 @@ def choose_option(
     count = len(fitting) + (_REFINED * _SEARCHED if running.model.frozen_layers else 0)
     timed: list[tuple[_Shape, Option]] = []
     for shape, option in sorted(fitting, key=lambda pair: pair[1].seconds):
-        # At this point, ``option.seconds`` is a lower bound, and options are sorted by it. So no
-        # later option can be among the two fastest.
+        # Options are sorted by ``option.seconds``, which is still a lower bound here. So no later
+        # option can be among the two fastest.
         if len(timed) > 1 and option.seconds >= sorted(other.seconds for _, other in timed)[1]:
             break
         try:

@@ -28,7 +28,8 @@ kernels in the trainer's own layers) do not store attention scores. ``unfused`` 
 memory and keeps them.
 """
 RECOMPUTE = ("none", "selective", "full")
-"""What the backward pass recomputes: nothing, only attention, or whole layers.
+"""Parts of the forward pass that the backward pass recomputes: nothing, only attention, or whole
+layers.
 """
 
 

@@ -209,7 +209,7 @@ class StageMemory:
     def total_bytes(self) -> float:
         """Memory in bytes that the rank needs in total."""
         *parts, _limit = vars(self).values()
-        total: float = sum(parts)  # In the search, the parts and the total are arrays.
+        total: float = sum(parts)  # The parts and the total are arrays in the search.
         return total
 
     @property

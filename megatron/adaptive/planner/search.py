@@ -596,8 +596,8 @@ class Searcher:
                 missed.append((goal.seconds, goal.price))
                 continue
             bound = self._search_goal(bounded, goal, best, most_leaves, finish)
-            # With 1F1B alone, the search covers all pipelines of the level. With other schedules,
-            # only the level's bound is valid.
+            # The search covers all pipelines of the level if only 1F1B is allowed. If other
+            # schedules are allowed, only the level's bound is valid.
             missed.append((bound if self._exact else goal.seconds, goal.price))
         return [(seconds, price) for seconds, price in missed if seconds < best.most_seconds(price)]
 
@@ -733,7 +733,7 @@ class Searcher:
             for chunks in counts if chosen else ():
                 if chunks * plan.pp > self.model.num_layers:
                     continue
-                # In the best case, all chunks have equal work, up to rounding. So the time in this
+                # All chunks have equal work in the best case, up to rounding. So the time in this
                 # case is a lower bound.
                 waits = (plan.pp - 1) / chunks if order in _WHOLE_BACKWARD else 0.0
                 even_s = work_s * (microbatches + waits)

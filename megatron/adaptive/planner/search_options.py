@@ -26,10 +26,10 @@ class SearchOptions:
         pp: Numbers of pipeline ranks to choose from, or empty for all possible numbers.
         micro_batch: Microbatch sizes in samples to choose from, or empty for all possible sizes.
         recompute: Kinds of activation recomputation to choose from, a subset of ``RECOMPUTE``.
-        distributed_optimizer: Which settings of the distributed optimizer to try: off, on or both.
+        distributed_optimizer: Settings of the distributed optimizer to try: off, on or both.
         overlap_reduce: Whether the training run overlaps gradient reduction with backward passes.
-        sequence_parallel: Which settings of sequence parallelism to try if ``tp`` is above 1: off,
-            on or both. Models with experts always use sequence parallelism.
+        sequence_parallel: Settings of sequence parallelism to try if ``tp`` is above 1: off, on or
+            both. Models with experts always use sequence parallelism.
         context_ranks: Context-parallel sizes (numbers of ranks that share a sequence) to choose
             from. If empty, all sizes that leave at least ``LEAST_TOKENS`` tokens on each rank are
             tried.

@@ -411,7 +411,8 @@ class Tables:
         arrays = {name: np.array([row[name] for row in rows]) for name in rows[0]}
         arrays["launch"] = arrays["launch"].swapaxes(0, 1)
         arrays["latency"], arrays["occupancy"], arrays["tied"] = self._between(classes, choice)
-        # Numba compiles the kernel anew for every memory layout, so all arrays are made contiguous.
+        # Numba compiles the kernel again for every memory layout, so all arrays are made
+        # contiguous.
         return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
     def _class(self, stage_class: StageClass, choice: ShapeChoice) -> dict[str, Any]:

@@ -78,7 +78,7 @@ ACTIVATION = ("hidden_act", "activation_function", "hidden_activation")
 TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 """Names of the GELU activation that is approximated by a hyperbolic tangent."""
 
-# In some files, these integer settings have a decimal point, such as 10000.0.
+# These integer settings have a decimal point in some files, such as 10000.0.
 _BASES = ("rotary_base", "window_rotary_base")
 _ABOVE_0 = ("softmax_scale",)
 _OTHER_WHOLE = frozenset(

@@ -91,7 +91,7 @@ def window_settings(config: Mapping[str, Any], period: int, layers: int, where: 
         return {}
     if window < 0:
         raise ConfigError(f"{where}: sliding_window must be a non-negative integer, got {window}")
-    # In megatron-core, the window size does not count the token itself, so 1 is subtracted.
+    # The window size does not count the token itself in megatron-core, so 1 is subtracted.
     settings: Settings = {"window_size": (window - 1, 0)}
     if not all(have_window):
         every = have_window.index(False) + 1

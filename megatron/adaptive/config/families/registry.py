@@ -130,7 +130,7 @@ def _published_family(model_type: str) -> Family | None:
 
     The result is ``None`` if no installed package provides such a family.
     """
-    # With a colon, the name would be the path of a class instead of the name of an entry point.
+    # A name with a colon would be the path of a class, not the name of an entry point.
     if ":" in model_type:
         return None
     kind = find_object(model_type, group=ENTRY_POINTS, subject="family")
