@@ -23,8 +23,8 @@ from megatron.adaptive.config.trainer import TrainerConfig, flag_specs
 from megatron.adaptive.errors import ConfigError
 
 ADAPTER_CONFIG = "adapter_config.json"
-# Keys in PEFT's file that do not affect the results of the adapters, or that other functions in
-# this module read.
+# These keys in PEFT's file do not affect the results of the adapters, or are read by other
+# functions in this module.
 _IDLE = frozenset(
     """
     peft_type r lora_alpha lora_dropout target_modules task_type base_model_name_or_path revision

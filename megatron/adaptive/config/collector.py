@@ -8,7 +8,7 @@ import urllib.parse
 from megatron.adaptive.errors import ConfigError
 
 OTLP_PATH = "/v1/traces"
-"""Path that is added to a collector's URL that has no path."""
+"""Path that is appended to the URL of a collector if the URL has no path."""
 
 
 def collector_url(flag: str, target: str, *, or_give: str = "") -> str:

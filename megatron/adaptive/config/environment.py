@@ -134,7 +134,7 @@ class Environment:
         node_rank: Index of this node among the nodes of the job (``GROUP_RANK``).
         master_addr: Address at which rank 0 listens (``MASTER_ADDR``).
         master_port: Port at which rank 0 listens (``MASTER_PORT``), or ``None`` without a launcher.
-        run_id: ID that torchrun gave the job (``TORCHELASTIC_RUN_ID``), or ``none``.
+        run_id: ID that torchrun gave the job (``TORCHELASTIC_RUN_ID``), or the text ``none``.
         restart_count: Number of restarts of the job so far (``TORCHELASTIC_RESTART_COUNT``).
         omp_num_threads: Number of threads for CPU kernels (``OMP_NUM_THREADS``), or ``None`` if the
             number is not limited.
@@ -406,7 +406,7 @@ class JobOrder:
     """Holds the instructions of ``train elastic`` to the ranks of a user's script.
 
     ``train elastic`` may change the layout (parallel sizes, microbatch size and partition) during a
-    job. Afterwards, it restarts the ranks with new instructions.
+    job. In this case, it restarts the ranks with new instructions.
 
     Attributes:
         checkpoints: Folder in which checkpoints are saved and from which training resumes.

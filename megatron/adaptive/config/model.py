@@ -216,7 +216,7 @@ class ModelConfig:
 
     @property
     def query_groups(self) -> int:
-        """Number of key and value heads, which is that of query heads without grouped queries."""
+        """Number of key and value heads, or of query heads if queries are not grouped."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
 

@@ -115,7 +115,7 @@ def uneven_split(
     """Returns the number of layers per stage, for a given number on the first or last rank.
 
     The result is the same as in Megatron-LM. Stages are assigned to ranks round-robin (in a loop).
-    If the embedding or the loss counts as a layer, its stage gets one transformer layer less.
+    If the embedding or the loss counts as a layer, its stage gets one transformer layer fewer.
 
     Args:
         num_layers: Number of layers in the model.

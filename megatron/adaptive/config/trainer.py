@@ -325,7 +325,7 @@ class TrainerConfig:
 
     @property
     def microbatch_group(self) -> int:
-        """Divisor that the number of microbatches per step and replica must have."""
+        """Number by which the number of microbatches per step and replica must be divisible."""
         parallel = self.parallel
         spec = schedule_spec(self.schedule.pipeline_schedule)
         if spec.groups_microbatches and parallel.num_chunks > 1:

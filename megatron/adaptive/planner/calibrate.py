@@ -338,7 +338,7 @@ def _gather(gathered: _Gathered, model: Model, run: TracedRun, figures: RunFigur
 
 
 def _messages(gathered: _Gathered, run: TracedRun, figures: RunFigures) -> None:
-    """Adds the times that messages in ``run`` took from sender to receiver to ``gathered``.
+    """Adds the transfer times of all messages in ``run`` to ``gathered``.
 
     Messages whose arrival was not recorded are skipped.
     """

@@ -63,7 +63,7 @@ PLACEMENT_GAIN = 0.03
 """Minimum fraction of the step time that a different stage placement must save. This minimum is
 larger than the minimum for other changes, because a different placement requires moving weights."""
 _SIMULATIONS = 24
-"""Maximum number of partitions to simulate."""
+"""Maximum number of partitions that a search simulates."""
 _MOST_TRIED = 60
 """Number of partitions that :func:`improved` tries per initial partition before it stops. The
 function runs before the first training step, so a longer search would delay the training.
@@ -469,7 +469,7 @@ def choose_together(
 def _decision(
     loads: Loads, moves: list[tuple[float, Partition, ScheduleChoice]], stay: ScheduleChoice | None
 ) -> Decision:
-    """Returns the decision to make the fastest of ``moves``, or to stay if the list is empty.
+    """Returns the decision to make the fastest of ``moves``, or to move nothing if there are none.
 
     Args:
         loads: Measured times and memory under the current placement and partition.

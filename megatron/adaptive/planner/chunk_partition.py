@@ -91,7 +91,7 @@ class ChunkedPipeline:
 
     Args:
         arrays: Costs of every possible stage, as ``search_kernel.ShapeArrays``.
-        classes: Stage classes that the pipeline's parallel sizes allow.
+        classes: Classes of interchangeable stages that the pipeline may use.
         ranks: For each pipeline rank, the index of its class in ``classes``.
         schedule: Name of a static schedule.
         chunks: Number of chunks per rank.
@@ -296,7 +296,7 @@ def _with_cap(plan: Plan, inputs: PlanInputs) -> PlanRow:
 
 
 def with_row_cap(plan: Plan, inputs: PlanInputs) -> Plan:
-    """Returns ``plan``, which packs documents, with the activation limit that simulates best."""
+    """Returns a plan with packed documents and the activation limit that is best in simulations."""
     ends = [replace(plan, cap=cap) for cap in (1.0, _NO_CAP)]
     lowest, highest = (StageSums.of(end, inputs, OURS) for end in ends)
     pipeline = row_pipeline(plan, lowest)

@@ -595,10 +595,9 @@ def as_run(plan: Plan) -> Plan:
 
 
 def dealt_widths(plan: Plan) -> Widths | None:
-    """Returns the number of replicas of each stage if these share the microbatches unequally.
+    """Returns the number of replicas of each stage if these numbers differ between stages.
 
-    This is the case if the stages have different numbers of replicas but equal microbatch sizes.
-    The result is ``None`` for all other plans.
+    All stages must have the same microbatch size. The result is ``None`` for all other plans.
     """
     if plan.uniform or any(
         stage_place.micro_batch != plan.micro_batch for stage_place in plan.places

@@ -123,7 +123,10 @@ class _ToolOutputs:
             raise ValueError(f"it begins with {text.strip()[:20]!r}")
 
     def entries(self, assumed: list[str]) -> list[dict[str, Any]]:
-        """Returns the nodes that are up and have GPUs, as entries of a cluster file."""
+        """Returns the nodes that are up and have GPUs, as entries of a cluster file.
+
+        Assumptions about missing values are appended to ``assumed``.
+        """
         logs_and_matrices = itertools.zip_longest(self.logs, self.matrices, fillvalue="")
         reports = self.reports + [describe_node(log, matrix) for log, matrix in logs_and_matrices]
         if not self.slurm:
@@ -283,7 +286,7 @@ def _with_report(
 def _grouped(
     entries: Sequence[Mapping[str, Any]], switches: Sequence[tuple[int, set[str]]]
 ) -> list[dict[str, Any]]:
-    """Combines identical nodes into one entry of a cluster file each.
+    """Combines each set of identical nodes into one entry of a cluster file.
 
     Within an entry, hosts on the same switch are adjacent.
 

@@ -165,7 +165,7 @@ def choose_option(
             shape = _Shape(running, size, micro_batch)
             untimed.append((shape, shape.best(partition(shape.placement.num_stages))))
         except ScheduleError:
-            continue  # Skip shapes with fewer microbatches per step than the schedule needs.
+            continue  # Skip sizes with fewer microbatches per step than the schedule needs.
     if not untimed:
         raise ConfigError(_nothing_divides(running, pipeline_sizes, micro_batches))
     fitting = [(shape, option) for shape, option in untimed if option.fits]

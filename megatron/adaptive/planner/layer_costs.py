@@ -146,9 +146,9 @@ def _in_mean_slices(count: float, slices: int, attention_share: float) -> float:
     """Returns the maximum total length of ``count`` slices in flight, in average slice lengths.
 
     The backward passes of a microbatch's slices run in reverse order, so its first slices stay in
-    memory the longest. The first slices are also the longest slices. Only the oldest microbatch,
-    whose backward passes have begun, and the newest microbatch have part of their slices in memory.
-    All slices of the microbatches between these two are in memory.
+    memory the longest. The first slices are also the longest slices. Only two microbatches are
+    partly in memory: the oldest, whose backward passes have begun, and the newest. All slices of
+    the microbatches between these two are in memory.
 
     Args:
         count: Number of slices in flight.
@@ -264,9 +264,9 @@ class LayerTable:
             the backward pass as a whole.
         launch_s: Part of ``forward_s`` in seconds that is spent launching kernels. Kernels can be
             launched before the input arrives. ``backward_s`` contains the same amount.
-        tp_s: Part of ``forward_s`` and ``backward_s`` in seconds that is communication. This is the
-            exchange of tokens between experts. Unless the measured times already include them, the
-            messages between tensor-parallel ranks are added.
+        tp_s: Part of ``forward_s`` and ``backward_s`` in seconds that is communication. It includes
+            the exchange of tokens between experts. It also includes the messages between
+            tensor-parallel ranks, unless these are part of the measured times.
         pair_s: Part of ``forward_s`` in seconds for each pair of tokens that attend to each other.
             It is 0 for plans without packed documents.
         pair_back_s: Part of ``backward_s`` in seconds for each of these pairs.

@@ -59,8 +59,8 @@ class MeasuredModule:
     """Measurements of a module, and the settings that every layout of the job must keep.
 
     Attributes:
-        signature: Hash of the model and the script's settings. If the hash in a file is different,
-            the file belongs to a different module.
+        signature: Hash of the model and the script's settings. A file with a different hash than
+            the running script's belongs to a different module.
         name: Name of the model.
         whole: Contents of a profile file with times of backward passes that compute the weight
             gradients, too.

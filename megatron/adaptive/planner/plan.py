@@ -53,9 +53,8 @@ class StagePlace:
     Attributes:
         replicas: Data-parallel replicas of the pipeline rank, ordered by data-parallel rank.
         micro_batch: Number of samples per microbatch on each replica. Usually, ``micro_batch *
-            len(replicas)`` is the same for all stages. The exception are plans from
-            ``cost.as_run``, which distribute microbatches of equal size over different numbers of
-            replicas.
+            len(replicas)`` is the same for all stages. Plans from ``cost.as_run`` are an exception,
+            because they distribute microbatches of equal size over different numbers of replicas.
     """
 
     replicas: tuple[Replica, ...]

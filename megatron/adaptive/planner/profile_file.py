@@ -259,7 +259,7 @@ def make_profile(content: Mapping[str, Any]) -> Profile:
 
 
 def _gpu(name: str) -> str:
-    """Returns the name under which the table of GPUs lists ``name``, or ``name`` if it does not."""
+    """Returns the name under which the table of GPUs lists ``name``, or ``name`` if unknown."""
     listed = known_gpu(name)
     return name if listed is None else listed.name
 

@@ -486,7 +486,7 @@ def _begin(walk: Any, goal: int) -> None:
 def search_level(
     shape: Any, walk: Any, goal: int, bounds: Any, cap: float, most_leaves: int, best: Any
 ) -> tuple[float, float, int]:
-    """Finds the fastest pipeline that contains all layers and whose first stage is in ``goal``.
+    """Finds the fastest pipeline that contains all layers and begins with the level ``goal``.
 
     Args:
         shape: Costs and graph of levels, as ``ShapeArrays``.

@@ -20,8 +20,8 @@ from megatron.adaptive.schedule.catalog import is_rule
 _NUMBERS = (1, 2, 4, 8, 16)
 """Numbers of slices per sequence to try by default."""
 _USUAL_TOKENS = 1024
-"""Mean number of tokens that a slice must have at least to be tried by default. Shorter slices use
-a GPU less efficiently, which estimated layer times do not take into account."""
+"""Minimum mean number of tokens per slice for a number of slices to be tried by default. Shorter
+slices use a GPU less efficiently, which estimated layer times do not take into account."""
 _MOST_ITEMS = 8192
 """Maximum number of documents, and of slices, that a step may contain to be packed and simulated.
 """

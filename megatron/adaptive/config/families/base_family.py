@@ -223,7 +223,7 @@ class Family:
             ) from error
 
     def _read_keys(self, config: Mapping[str, Any], has_experts: bool, where: str) -> Settings:
-        """Returns the settings that depend on a single key of ``config`` each."""
+        """Returns the settings whose values depend on only one key of ``config``."""
         needed = {**SIZES, **(EXPERTS if has_experts else {}), **self.needed}
         optional = {**COMMON, **self.keys, **(ROUTER if has_experts else {}), **self.attention_keys}
         settings: Settings = {}
@@ -286,7 +286,7 @@ def _inverted(names: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def _drop_idle(config: Mapping[str, Any], settings: Settings) -> None:
-    """Removes settings with values that mean that the model lacks a feature."""
+    """Removes settings whose values mean that the model does not have the feature."""
     is_in_groups = config.get("topk_method") != "greedy" and config.get("n_group") != 1
     for setting in ("moe_router_num_groups", "moe_router_group_topk", "mtp_num_layers"):
         is_about_groups = setting != "mtp_num_layers"

@@ -51,7 +51,7 @@ class Gemma(Llama):
     }
 
 
-# Values for keys that may be absent in a config.json of Gemma 2 or 3.
+# These values are used for keys that are absent in a config.json of Gemma 2 or 3.
 _DEFAULTS: Mapping[str, Any] = {
     **Llama.defaults,
     "tie_word_embeddings": True,
@@ -85,7 +85,7 @@ class Gemma2(Gemma):
     }
 
     def adjust(self, config: Mapping[str, Any], settings: Settings) -> None:
-        """Sets the factor for scores to 1 / sqrt(n), where n is the number in the file."""
+        """Sets ``softmax_scale`` to 1 / sqrt(n), where n is ``query_pre_attn_scalar`` in the file."""
         if "softmax_scale" in settings:
             settings["softmax_scale"] **= -0.5
 
@@ -104,7 +104,7 @@ class Gemma3Text(Gemma2):
     }
 
     def adjust(self, config: Mapping[str, Any], settings: Settings) -> None:
-        """Adjusts the settings of Gemma 2, and removes an unused rotary base for windows.
+        """Adjusts settings as for Gemma 2, and removes an unused rotary base for windows.
 
         The base is unused if no layer has a window.
         """
