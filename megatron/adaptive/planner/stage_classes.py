@@ -378,8 +378,7 @@ class Tables:
         return min(all_reduce_s(way, size, stage_class.dp, stage_class.tp) for way in ways)
 
     def fits_split(self, classes: Sequence[StageClass], choice: ShapeChoice) -> bool:
-        """Returns whether sequence parallelism never needs more memory than the settings
-        ``choice``.
+        """Returns whether sequence parallelism never needs more memory than ``choice``.
 
         In this case, the search skips ``choice``, because sequence parallelism is always at least
         as fast.
