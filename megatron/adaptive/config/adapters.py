@@ -1,7 +1,7 @@
 """Derives settings from ``--load-hf`` and ``--load-lora``, and finds linear layers with adapters.
 
 ``--load-hf`` takes a folder with a Hugging Face model. ``--load-lora`` takes a folder with low-rank
-adapters (LoRA) written by the PEFT library.
+adapters (LoRA) that the PEFT library wrote.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from megatron.adaptive.config.trainer import TrainerConfig, flag_specs
 from megatron.adaptive.errors import ConfigError
 
 ADAPTER_CONFIG = "adapter_config.json"
-# These keys in PEFT's file do not affect the adapters' results, or are read by other functions in
-# this module.
+# These keys in PEFT's file do not affect the results of the adapters, or are read by other
+# functions in this module.
 _IDLE = frozenset(
     """
     peft_type r lora_alpha lora_dropout target_modules task_type base_model_name_or_path revision
     inference_mode peft_version auto_mapping fan_in_fan_out megatron_core qalora_group_size
     """.split()
 )
-# Users cannot change these settings, because their values must match the shapes of the weights in
-# the folder.
+# Users cannot change these settings, because they must match the shapes of the weights in the
+# folder.
 _SIZES = frozenset(
     """
     num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels
@@ -41,15 +41,15 @@ _SIZES = frozenset(
     """.split()
 )
 _LONGEST_PATTERN = 1000
-# This pattern matches nested repetitions such as (a*)*, which are rejected because matching them
+# This pattern matches nested repetitions such as (a*)*. They are rejected, because matching them
 # may take exponential time.
 _ENDLESS = re.compile(r"[*+}][^()]*\)[*+{]")
-# For these values of init_lora_weights, PEFT does not change the base model's weights.
+# PEFT does not change the weights of the base model for these values of init_lora_weights.
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 
 
 def model_settings_of(values: Mapping[str, Any], argv: Sequence[str]) -> Settings:
-    """Returns the settings implied by ``--load-hf`` and ``--load-lora`` for flags that are absent.
+    """Returns the settings that ``--load-hf`` and ``--load-lora`` imply for flags that are absent.
 
     Args:
         values: Settings on the command line, keyed by field name.
@@ -84,8 +84,8 @@ def linear_names(config: TrainerConfig) -> dict[str, list[str]]:
     """Maps each linear layer of megatron-core to the names of its layers in ``transformers``.
 
     A linear layer of megatron-core may combine several linear layers of ``transformers``, whose
-    matrices are stacked by rows. Without ``--load-hf``, the names in Llama are used, or the names
-    in DeepSeek if the model has latent attention.
+    matrices are stacked by rows. Without ``--load-hf``, the names are those in Llama, or those in
+    DeepSeek if the model has latent attention.
     """
     family = base_of(config).family
     absent = ["q_proj"] if config.core.q_lora_rank is not None else ["q_down_proj", "q_up_proj"]
@@ -100,10 +100,11 @@ def linear_names(config: TrainerConfig) -> dict[str, list[str]]:
 
 
 def adapted_parts(config: TrainerConfig) -> dict[str, tuple[bool, ...]]:
-    """Maps each linear layer of megatron-core to booleans, which are true for parts with adapters.
+    """Returns which parts of each linear layer of megatron-core have adapters, keyed by layer.
 
     The parts of a layer are the linear layers of ``transformers`` that it combines, in the order of
-    :func:`linear_names`. The result only contains linear layers with at least one adapter.
+    :func:`linear_names`. Each value has one boolean per part. Only layers with at least one adapter
+    are included.
 
     Raises:
         ConfigError: A name in ``--lora-targets`` is not a linear layer of this architecture.
@@ -143,7 +144,7 @@ class Base:
 
 
 def base_of(config: TrainerConfig) -> Base:
-    """Returns the model for which a run with the settings ``config`` trains adapters."""
+    """Returns the base model for which a run with the settings ``config`` trains adapters."""
     settings = config.checkpoint
     is_latent = config.core.multi_latent_attention
     family = base_family(settings.load_hf, settings.hf_family, is_latent=is_latent)
@@ -151,11 +152,11 @@ def base_of(config: TrainerConfig) -> Base:
 
 
 def base_family(folder: str | None, hf_family: str | None, *, is_latent: bool) -> Family:
-    """Returns the family whose module names the adapters use.
+    """Returns the model family whose module names the adapters use.
 
     Args:
-        folder: Value of ``--load-hf``. If it is ``None``, adapters use the module names of Llama,
-            or of DeepSeek if the model has latent attention.
+        folder: Value of ``--load-hf``. If it is ``None``, the adapters use the module names of
+            Llama, or those of DeepSeek if the model has latent attention.
         hf_family: Value of ``--hf-family``.
         is_latent: Whether the model has latent attention.
     """
@@ -165,7 +166,7 @@ def base_family(folder: str | None, hf_family: str | None, *, is_latent: bool) -
 
 
 def _base_of(values: Mapping[str, Any]) -> Base:
-    """Returns the base model for the settings ``values``, which may not have been validated yet."""
+    """Returns the base model for the settings ``values``, which may not be validated yet."""
     family = base_family(
         values.get("load_hf"),
         values.get("hf_family"),
@@ -175,11 +176,11 @@ def _base_of(values: Mapping[str, Any]) -> Base:
 
 
 def adapter_settings(folder: Path, base: Base) -> Settings:
-    """Returns the trainer's settings for a folder of PEFT adapters, keyed by field name.
+    """Returns the trainer's settings for a folder with adapters from PEFT, keyed by field name.
 
     Args:
         folder: Folder written by PEFT's ``save_pretrained``.
-        base: Model for which the adapters were trained.
+        base: Base model for which the adapters were trained.
 
     Raises:
         ConfigError: The folder does not contain adapters, or this trainer does not support them.
@@ -195,7 +196,7 @@ def adapter_settings(folder: Path, base: Base) -> Settings:
                 f"{path}: {key} {value!r} is not supported; train the adapters without it"
             )
     settings: Settings = {}
-    # PEFT uses these defaults for absent keys.
+    # PEFT uses these defaults if a key is absent.
     for key, default in (("r", 8), ("lora_alpha", 8), ("lora_dropout", 0.0)):
         value = document.get(key, default)
         is_whole = key != "r" or type(value) is int
@@ -208,12 +209,12 @@ def adapter_settings(folder: Path, base: Base) -> Settings:
 
 
 def _targets(modules: Any, base: Base, where: str) -> list[str]:
-    """Returns the names of the linear layers with adapters, following the same rules as PEFT.
+    """Returns the names of the linear layers that have adapters, by the same rules as in PEFT.
 
     Args:
-        modules: Value of ``target_modules``: a list of names, ``all-linear``, or a regular
+        modules: Value of ``target_modules``. This is a list of names, ``all-linear``, or a regular
             expression that must match the full name of a module.
-        base: Model for which the adapters were trained.
+        base: Base model for which the adapters were trained.
         where: Path of the file, for error messages.
 
     Raises:

@@ -1,8 +1,9 @@
-"""Parses the trainer's command line, with flags of Megatron-LM and of this project.
+"""Parses the trainer's command line, which has flags of Megatron-LM and of this project.
 
 Each flag is a field of a dataclass. This module contains the parser, the defaults that depend on
-other flags, and the table of mutually exclusive flags. Checks that involve several values are in
-``flag_checks.py``. Flags of Megatron-LM that the trainer rejects are in ``unsupported_flags.py``.
+other flags, and the table of mutually exclusive flags. ``flag_checks.py`` contains checks that
+involve several values. ``unsupported_flags.py`` contains the flags of Megatron-LM that the trainer
+rejects.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _DESCRIPTION = "Train a GPT model through an adaptive pipeline, with Megatron-LM
 _HELP_FLAGS = ("-h", "--help")
 _SECONDS_PER_MINUTE = 60
 
-# These settings are mutually exclusive, because they would be redundant or contradict each other.
+# The settings in each line exclude each other, because they would be redundant or contradict each
+# other.
 _EXCLUSIVE = """\
 fp16 excludes bf16 | parameters can have only one data type
 train_iters excludes train_samples | the length of the run can have only one unit
@@ -79,10 +81,10 @@ class Recipe(NamedTuple):
 
 
 def flag_table() -> dict[str, list[tuple[str, str, str]]]:
-    """Returns the flags of each group, keyed by the group's title.
+    """Returns the flags of each group of settings, keyed by the group's title.
 
-    Each flag is a tuple of spelling, default and help text. Groups and flags are in the order of
-    their definition.
+    Each flag is a tuple of its spellings, its default and its help text. Groups and flags are in
+    the order in which they are defined.
     """
     table = {"Plan": [(f"{PLAN_FLAG} FILE", "none", PLAN_HELP)]}
     for kind in groups().values():
@@ -106,16 +108,16 @@ def parse(
     """Parses the trainer's command line and checks the settings.
 
     Args:
-        argv: Command-line arguments without the program's name.
+        argv: Command-line arguments, without the name of the program.
         world_size: Number of processes of the job.
-        last_wins: Whether the last value of a repeated flag is used, for scripts that append the
-            user's flags. By default, a repeated flag is an error.
+        last_wins: Whether the last value of a repeated flag is used. This is useful for scripts
+            that append the user's flags. By default, a repeated flag is an error.
         needs_data: Whether the flags for data and for tokenizer files are required.
-        installed: Optional packages that are installed, or ``None`` to detect these packages.
-        settings: Values by field name for settings whose flags are absent, or ``None``.
+        installed: Optional packages that are installed, or ``None`` to detect them.
+        settings: Values for settings whose flags are absent, keyed by field name, or ``None``.
 
     Returns:
-        Settings of the run, validated by ``flag_checks.py``.
+        Settings of the run, which ``flag_checks.py`` has validated.
 
     Raises:
         ConfigError: A flag or a value is invalid. The message describes the problem and a remedy.
@@ -144,23 +146,23 @@ def parse(
 
 
 def read_recipe(content: Any, overrides: Sequence[str], where: str) -> Recipe:
-    """Converts a recipe and its overrides to flags of the trainer.
+    """Converts a recipe and arguments that override it to flags of the trainer.
 
-    A recipe is a YAML file of settings::
+    A recipe is a YAML file with settings::
 
         num_layers: 16  # any setting, spelled like its flag
         variants:       # one option of each variant is used, by default the first
           task: {pretrain: {lr: 3e-4}, finetune: {lr: 1e-5}}
           gpus: {1: {}, 2x4: {nodes: 2, processes_per_node: 4}}
 
-    The argument ``task=finetune`` selects a different option of the variant ``task``.
+    The argument ``task=finetune`` selects another option of the variant ``task``.
 
     Args:
-        content: Contents of the YAML file.
-        overrides: Arguments ``key=value``, or ``key=`` to remove a key, which override the file.
-            Within the file, variants override all other settings. With ``load_hf``, the Hugging
-            Face folder describes the model, and the file's settings of the model are ignored.
-        where: Path of the YAML file, for error messages.
+        content: Contents of the recipe.
+        overrides: Arguments ``key=value`` that override the recipe, or ``key=`` to remove a key.
+            Within the recipe, variants override all other settings. With ``load_hf``, the Hugging
+            Face folder describes the model, and the recipe's settings of the model are ignored.
+        where: Path of the recipe, for error messages.
 
     Raises:
         ConfigError: A key or an option of a variant is unknown.
@@ -193,8 +195,8 @@ def read_recipe(content: Any, overrides: Sequence[str], where: str) -> Recipe:
         settings |= parts[choice]
     overriding = _by_field(chosen, "the command line")
     if (overriding | settings).get("load_hf"):
-        # The folder describes the model, so drop the recipe's settings of the model. Arguments that
-        # contradict the folder are rejected later.
+        # The folder describes the model, so the recipe's settings of the model are dropped.
+        # Arguments that contradict the folder are rejected later.
         of_model = model_settings((overriding | settings).get("hf_family"))
         settings = {field: settings[field] for field in settings.keys() - of_model}
     settings |= overriding
@@ -247,7 +249,7 @@ def _by_field(part: Any, where: str) -> dict[str, Any]:
 
 
 def _arguments_of(spec: FieldSpec, value: Any, where: str) -> list[str]:
-    """Converts a setting to command-line arguments, which are the flag and its values."""
+    """Converts a setting to command-line arguments: its flag, followed by its values."""
     if spec.is_switch:
         text = str(value).lower()
         if text not in ("true", "false"):
@@ -266,12 +268,12 @@ def _arguments_of(spec: FieldSpec, value: Any, where: str) -> list[str]:
 
 
 def only_groups(argv: Sequence[str], kinds: Sequence[type], more: Sequence[str] = ()) -> list[str]:
-    """Returns the flags on a command line that belong to the groups ``kinds``, with their values.
+    """Returns the flags in ``argv`` that belong to the groups ``kinds``, with their values.
 
     Args:
         argv: Command line of the trainer.
-        kinds: Dataclasses of the groups of settings to keep.
-        more: Names of additional fields to keep.
+        kinds: Dataclasses of the groups of settings whose flags are returned.
+        more: Names of additional fields whose flags are returned.
 
     Raises:
         ConfigError: A flag is unknown, or this trainer rejects it.
@@ -284,7 +286,7 @@ def only_groups(argv: Sequence[str], kinds: Sequence[type], more: Sequence[str] 
 
 
 def flag_words(settings: Mapping[str, Any]) -> list[str]:
-    """Converts settings to flags of the trainer with their values, in the same order.
+    """Converts settings to command-line flags of the trainer with their values.
 
     Args:
         settings: Values of the settings, keyed by field name.
@@ -328,12 +330,12 @@ def _is_active(name: str) -> bool:
 
 
 def _dests(specs: Mapping[str, FieldSpec]) -> dict[str, str]:
-    """Maps every spelling of a flag to the name of the flag's field."""
+    """Maps every spelling of a flag to the name of its field."""
     return {name: spec.dest for spec in specs.values() for name in spec.names}
 
 
 def _scan(argv: Sequence[str], dest_of: Mapping[str, str], *, last_wins: bool) -> None:
-    """Checks that all flags in ``argv`` are known, supported and not repeated."""
+    """Checks that all flags in ``argv`` are known and supported, and that none is repeated."""
     seen: dict[str, str] = {}
     for argument in argv:
         if not LOOKS_LIKE_FLAG.match(argument):
@@ -382,10 +384,10 @@ def _read_values(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _accepted(settings: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> dict[str, Any]:
-    """Converts settings to the types of their fields.
+    """Converts values of settings to the types of their fields.
 
     Raises:
-        ConfigError: A value is invalid. The message contains the name of the flag.
+        ConfigError: A value is invalid. The message names the flag.
     """
     values = {}
     for name, value in settings.items():
@@ -406,7 +408,7 @@ def _require_needed(values: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -
 
 
 def _resolve(values: dict[str, Any], *, world_size: int, installed: Installed) -> None:
-    """Adds defaults that depend on other flags, the world size or installed packages."""
+    """Adds defaults that depend on other flags, the world size or the installed packages."""
     replicas = flag_checks.replicas_of(world_size, values)
     values["world_size"] = world_size
     values.setdefault("global_batch_size", values["micro_batch_size"] * replicas)

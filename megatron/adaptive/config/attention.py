@@ -3,9 +3,9 @@
 Storing the attention scores of all pairs of tokens takes ``heads x length x length`` numbers per
 layer and microbatch. A fused kernel keeps only its inputs, its output and one number per token and
 head. The choice depends only on plain values. So the planner, which does not import torch, can make
-the same choice when it predicts memory use.
+the same choice to predict memory use.
 
-The table shows what the kernels of torch 2.6 and newer support. "8.0" is a compute capability:
+The table shows what the kernels of torch 2.6 and newer support. "8.0" is a CUDA compute capability:
 
 =============  ====================  ===============  =========  =====  =======  ==============
 kernel         types                 GPUs             widths     masks  dropout  grouped queries
@@ -18,9 +18,9 @@ packed         as flash, from torch 2.11 on           both       none   no      
 CPU            fp32, bf16, fp16                       equal      any    no       no
 =============  ====================  ===============  =========  =====  =======  ==============
 
-Only the packed kernel supports sliding windows and rows of several documents. It does not pad head
-widths, so the widths must meet the conditions of both flash and efficient. No kernel supports
-attention sinks or bounded scores (soft-capping).
+Only the packed kernel supports sliding windows and rows of several documents. Unlike the others, it
+does not pad head widths, so the widths must meet the conditions of both flash and efficient. No
+kernel supports attention sinks or bounded scores (soft-capping).
 
 Source: ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``, ``sdp_utils_cpp.cpp`` and
 ``torch/nn/attention/varlen.py`` of PyTorch.
@@ -36,7 +36,7 @@ _WIDEST_FLASH = 256
 _WIDEST_GROUPED = 128
 """Largest head width for which the flash kernel has a backward pass on every GPU.
 
-For larger heads, torch may use a different kernel, which does not support grouped queries.
+For wider heads, torch may use a different kernel, which does not support grouped queries.
 """
 _WIDTH_MULTIPLE = 8
 _FLASH_CAPABILITY = 8
@@ -46,9 +46,8 @@ class Kernel(enum.Enum):
     """Lists the ways to compute attention.
 
     Attributes:
-        SCORES: No fused kernel is used. The scores of all pairs of tokens are kept until the
-            backward pass.
-        CAUSAL: Fused kernel that masks later tokens without a mask tensor.
+        SCORES: No fused kernel. The scores of all pairs of tokens are kept until the backward pass.
+        CAUSAL: Fused kernel that masks later tokens and needs no mask tensor.
         MASKED: Fused kernel with a mask tensor.
         PACKED: Fused kernel for rows of several documents, with or without a sliding window.
     """
@@ -65,8 +64,8 @@ class Mask(enum.Enum):
     Attributes:
         CAUSAL: The token itself and all earlier tokens.
         WINDOW: The token itself and a fixed number of tokens directly before it.
-        GIVEN: Tokens that an explicit mask tensor selects. This mask is used for rows of several
-            documents, or if a rank has only a part of the sequence.
+        GIVEN: Tokens that an explicit mask tensor selects. Such a mask is used for rows of several
+            documents, or if a rank holds only a part of the sequence.
     """
 
     CAUSAL = "causal"
@@ -82,16 +81,15 @@ class AttentionCase:
         backend: Value of ``--attention-backend``.
         device: Type of the device, ``cuda`` or ``cpu``.
         dtype: Name of the data type of the queries, such as ``bfloat16``.
-        mask: Tokens that a token may attend to.
-        is_packed: Whether a row consists of several documents without a mask tensor that separates
-            the documents.
+        mask: Set of tokens to which a token may attend.
+        is_packed: Whether a row consists of several documents, but no mask tensor separates them.
         query_width: Number of channels per head in queries and keys.
         value_width: Number of channels per head in values.
-        has_dropout: Whether this forward pass applies dropout to attention probabilities.
+        has_dropout: Whether this forward pass applies dropout to the attention probabilities.
         has_sinks: Whether the softmax of each row has an additional learned term (a sink).
-        has_bound: Whether scores are bounded by a hyperbolic tangent (soft-capping).
+        has_bound: Whether a hyperbolic tangent bounds the scores (soft-capping).
         capability: Major version of the GPU's compute capability.
-        has_packed_kernel: Whether the installed torch has the packed kernel with window support.
+        has_packed_kernel: Whether the installed torch has the packed kernel, including windows.
     """
 
     backend: str = "auto"
@@ -109,7 +107,7 @@ class AttentionCase:
 
 
 def kernel_for(case: AttentionCase) -> Kernel:
-    """Chooses how to compute attention in the case ``case``.
+    """Chooses how to compute attention for a call with the properties ``case``.
 
     If rows are packed but the result is not ``PACKED``, the caller must compute attention
     separately for each document, and call this function again for a single document.
@@ -119,8 +117,8 @@ def kernel_for(case: AttentionCase) -> Kernel:
     if case.dtype not in ("float32", *_HALF):
         return Kernel.SCORES
     if case.device == "cpu":
-        # Only attention that stores the scores gives exactly megatron-core's results. So use a
-        # fused kernel on a CPU only if the user requests it.
+        # Only attention that stores the scores gives exactly the same results as megatron-core, so
+        # a fused kernel is used on a CPU only if the user requests it.
         takes = case.backend == "fused" and case.query_width == case.value_width
         if case.has_dropout or not takes:
             return Kernel.SCORES
@@ -139,9 +137,9 @@ def kernel_for(case: AttentionCase) -> Kernel:
 
 
 def shares_keys(case: AttentionCase) -> bool:
-    """Returns whether the kernel for ``case`` supports grouped queries.
+    """Returns whether the kernel that is chosen for ``case`` supports grouped queries.
 
-    If so, keys and values need not be repeated for every query head.
+    If it does, keys and values need not be repeated for every query head.
     """
     is_causal = case.device == "cuda" and kernel_for(case) is Kernel.CAUSAL
     return is_causal and _takes_flash(case) and case.query_width <= _WIDEST_GROUPED

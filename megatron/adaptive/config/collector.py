@@ -1,4 +1,4 @@
-"""Checks the URL of a collector of OpenTelemetry spans."""
+"""Checks the URL of a collector, which is a server that receives OpenTelemetry spans."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import urllib.parse
 from megatron.adaptive.errors import ConfigError
 
 OTLP_PATH = "/v1/traces"
-"""Path that is added to URLs without a path."""
+"""Path that is appended to the URL of a collector if the URL has no path."""
 
 
 def collector_url(flag: str, target: str, *, or_give: str = "") -> str:
-    """Returns the URL to which spans are sent, based on the user's URL ``target``.
+    """Returns the URL to which spans are sent for the user's URL ``target``.
 
     Args:
         flag: Name of the flag, for error messages.
-        target: User's URL. If it has no path, :data:`OTLP_PATH` is added.
-        or_give: Alternative value of the flag for error messages, followed by a comma.
+        target: URL from the user. If it has no path, :data:`OTLP_PATH` is added.
+        or_give: Other possible value of the flag, for error messages. A comma follows the value.
 
     Raises:
-        ConfigError: The target is not an HTTP URL.
+        ConfigError: ``target`` is not an HTTP URL.
     """
     try:
         parts = urllib.parse.urlsplit(target)
@@ -36,10 +36,10 @@ def collector_url(flag: str, target: str, *, or_give: str = "") -> str:
 
 
 def without_login(url: str) -> tuple[str, str]:
-    """Returns ``url`` without its login, and the login (``user:password`` or an empty string).
+    """Splits ``url`` into the URL without its login, and the login, which may be empty.
 
     Args:
-        url: URL from :func:`collector_url`.
+        url: URL from :func:`collector_url`. Its login has the form ``user:password``.
     """
     parts = urllib.parse.urlsplit(url)
     login, _, host = parts.netloc.rpartition("@")
@@ -47,5 +47,5 @@ def without_login(url: str) -> tuple[str, str]:
 
 
 def shown_url(url: str) -> str:
-    """Returns ``url`` for display, without the user, password and query, which may be secret."""
+    """Returns ``url`` for display, without user, password and query, which may be secret."""
     return re.sub(r"[?#].*", "?...", re.sub(r"//[^/]*@", "//...@", url, flags=re.S), flags=re.S)

@@ -1,4 +1,4 @@
-"""Parses the command lines of all programs, with error messages of a single line."""
+"""Parses the command lines of all programs, with error messages that consist of a single line."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from typing import Any, NoReturn
 from megatron.adaptive.errors import ConfigError
 
 PROGRAM = "python -m megatron.adaptive"
-"""Command that runs this package, followed by the name of a subcommand."""
+"""Command that runs this package. The name of a subcommand follows."""
 
 
 class CommandParser(argparse.ArgumentParser):
     """Argument parser that raises :class:`ConfigError` and does not accept abbreviations.
 
     Args:
-        complain: Function that converts argparse's message to an error message. By default, the
-            error message consists of the command's name, argparse's message and the option with the
-            most similar name.
-        otherwise: Hint at the end of the error message about an unknown option if no option has a
+        complain: Function that converts a message from argparse to an error message. By default,
+            the error message consists of the command's name, argparse's message and the option with
+            the most similar name.
+        otherwise: Hint that ends the error message about an unknown option if no option has a
             similar name.
-        elsewhere: Function that returns options of another program that users may pass to this
-            program by mistake. An error about such an option ends with ``otherwise``.
+        elsewhere: Function that returns options of another program, which users may pass to this
+            program by mistake. The error message about such an option ends with ``otherwise``.
         prog: Name of the program in help texts and messages, or ``None`` for the name of the
-            process.
+            running script.
         usage: Usage line, or ``None`` to derive it from the arguments.
-        description: Text above the list of arguments.
-        epilog: Text below the list of arguments.
+        description: Text above the list of arguments in the help text.
+        epilog: Text below the list of arguments in the help text.
         formatter_class: Class that formats the help text.
         argument_default: Value of absent arguments, or ``argparse.SUPPRESS`` to set no value.
     """
@@ -62,7 +62,7 @@ class CommandParser(argparse.ArgumentParser):
         self._elsewhere = elsewhere
 
     def error(self, message: str) -> NoReturn:
-        """Raises an error with argparse's message and a hint, instead of exiting like argparse.
+        """Raises an error with argparse's message and a hint, instead of exiting the process.
 
         Raises:
             ConfigError: Always raised.
@@ -75,7 +75,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def _hint(self, unknown: str) -> str:
         """Returns a hint about what to use instead of the unknown option ``unknown``."""
-        # Compare names without dashes. Otherwise every short name would be similar to --help.
+        # Names are compared without dashes. Otherwise, every short name would be similar to --help.
         options = {option.strip("-"): option for option in self._option_string_actions}
         nearest = difflib.get_close_matches(unknown.strip("-"), options, n=1)
         if not nearest or unknown in self._elsewhere():
@@ -84,7 +84,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _short_name(prog: str) -> str:
-    """Returns the subcommand in ``prog``, or the file name of a script, for error messages."""
+    """Returns the name of the subcommand in ``prog``, or of the script, for error messages."""
     _, _, subcommand = prog.partition(f"{PROGRAM} ")
     return subcommand or prog.split()[-1]
 
@@ -92,13 +92,14 @@ def _short_name(prog: str) -> str:
 def number(
     kind: type[int] | type[float], least: float, most: float, noun: str = ""
 ) -> Callable[[str], Any]:
-    """Returns a function for argparse's ``type=`` that parses a number within limits.
+    """Returns a function that parses a number within limits, for argparse's ``type=``.
 
     Args:
         kind: Type of the number, ``int`` or ``float``.
         least: Smallest allowed value.
         most: Largest allowed value.
-        noun: Name of the quantity in error messages. Defaults to "number" or "whole number".
+        noun: Name of the quantity in error messages. Defaults to "number", or "whole number" for
+            ``int``.
     """
     form = ",d" if kind is int else "g"
     noun = noun or ("whole number" if kind is int else "number")
@@ -116,16 +117,16 @@ def number(
 
 _LONGEST = 40
 count = number(int, 1, 1_000_000)
-"""Function for argparse's ``type=`` that parses an integer from 1 to 1,000,000."""
+"""Function that parses an integer from 1 to 1,000,000, for argparse's ``type=``."""
 
 
 LOOKS_LIKE_FLAG = re.compile(r"--?[A-Za-z]")
 
 
 def flags_in(argv: Sequence[str]) -> dict[str, list[str]]:
-    """Returns a dict from each flag in ``argv`` to its values.
+    """Returns a dict that maps each flag in ``argv`` to its list of values.
 
-    If a flag is repeated, its last values are used.
+    If a flag is repeated, the values of its last occurrence are used.
     """
     values_of: dict[str, list[str]] = {}
     name = ""
@@ -151,5 +152,5 @@ def flags_where(argv: Sequence[str], is_wanted: Callable[[str], bool]) -> list[s
 
 
 def last_value(argv: Sequence[str], flag: str) -> str | None:
-    """Returns the last value of ``flag`` in an unparsed command line, or ``None`` if absent."""
+    """Returns the value of ``flag`` in an unparsed command line, or ``None`` if it is absent."""
     return next(iter(flags_in(argv).get(flag, ())), None)

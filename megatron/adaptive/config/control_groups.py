@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PROC = Path("/proc")
-"""Mount point of the proc file system, which describes processes."""
+"""Mount point of the proc file system, which contains a folder for each process."""
 
 MOUNTED = Path("/sys/fs/cgroup")
 """Folder in which the file systems of control groups are mounted."""
 
 
 def folders(controller: str) -> Iterator[Path]:
-    """Yields the folders of this process's control groups, from each group up to the root.
+    """Yields the folders of this process's control groups, each followed by its parent folders.
 
-    Versions 1 and 2 of control groups have different files. So a folder may not contain the file
-    that the caller needs.
+    The files of a control group depend on its version, 1 or 2. So a folder may lack the file that
+    the caller needs.
 
     Args:
         controller: Name of the controller in version 1, for example ``memory`` or ``cpu``.
@@ -29,8 +29,8 @@ def folders(controller: str) -> Iterator[Path]:
             root = MOUNTED / controller
         else:
             continue
-        # A container may see the host's path, which does not exist in the container. In this case,
-        # only the root has files, and these files belong to the container's control group.
+        # A container may see the path on the host, which does not exist in the container. In this
+        # case, only the root folder has files, which belong to the container's control group.
         folder = root / path.strip("/")
         for group in (folder, *folder.parents):
             yield group

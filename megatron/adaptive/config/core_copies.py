@@ -1,7 +1,7 @@
-"""Finds the copies of megatron-core on Python's path, without importing them.
+"""Finds the copies of megatron-core on Python's path without importing them.
 
-Python imports the first copy on the path. A Megatron-LM checkout on ``PYTHONPATH`` comes before an
-installed megatron-core, although pip lists the installed version.
+Python imports the first copy on its path. A Megatron-LM checkout on ``PYTHONPATH`` takes precedence
+over an installed megatron-core, although pip lists the version of the installed copy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class CoreCopy:
     """A copy of megatron-core on Python's path.
 
     Attributes:
-        version: Version in the copy's ``package_info.py``, such as ``0.19.2``.
+        version: Version from the file ``package_info.py`` of the copy, such as ``0.19.2``.
         folder: Folder of the package ``megatron.core``.
     """
 
@@ -30,7 +30,7 @@ class CoreCopy:
 
 
 def core_copies() -> list[CoreCopy]:
-    """Returns all copies of megatron-core in the order of Python's path, each folder once."""
+    """Returns all copies of megatron-core in the order of Python's path, each folder only once."""
     copies: dict[Path, CoreCopy] = {}
     for part in megatron.__path__:
         folder = Path(part, "core")
@@ -54,9 +54,9 @@ def core_version() -> str | None:
 
 
 def shadowed_copies() -> str | None:
-    """Describes copies of megatron-core whose version differs from the imported copy.
+    """Describes copies of megatron-core whose versions differ from the copy that Python imports.
 
-    Returns a line of text, or ``None`` if all copies have the same version.
+    Returns a line of text, or ``None`` if there are no such copies.
     """
     copies = core_copies()
     others = [copy for copy in copies[1:] if copy.version != copies[0].version]

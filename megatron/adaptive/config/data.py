@@ -1,4 +1,4 @@
-"""Defines the settings of tokenizer, training data and batch sizes."""
+"""Defines the settings of the tokenizer, the training data and the batch sizes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class TokenizerConfig:
 
     @property
     def missing(self) -> list[str]:
-        """Names of the flags that this kind of tokenizer requires and that are absent."""
+        """Names of the flags that this type of tokenizer requires but that are absent."""
         needs = {
             "NullTokenizer": ("vocab_size",),
             "GPT2BPETokenizer": ("vocab_file", "merge_file"),
@@ -85,9 +85,9 @@ class TokenizerConfig:
 class DataConfig(TokenizerConfig):
     """Data.
 
-    A list of datasets is a path prefix, several prefixes, or alternating weights and prefixes. With
-    ``--data-args-path``, the parser sets ``data_path`` to the datasets in that file. If training,
-    validation and test share the same data, ``split`` is always set.
+    A list of datasets is a path prefix, several prefixes, or weights and prefixes in alternation.
+    With ``--data-args-path``, the parser sets ``data_path`` to the datasets in that file. If
+    training, validation and test share the same data, ``split`` is always set.
     """
 
     data_path: tuple[str, ...] | None = flag(
@@ -164,7 +164,7 @@ class DataConfig(TokenizerConfig):
 
     @property
     def has_path_per_split(self) -> bool:
-        """Whether training, validation and test have separate lists of datasets."""
+        """Whether training, validation and test each have a list of datasets."""
         return any((self.train_data_path, self.valid_data_path, self.test_data_path))
 
 
@@ -187,7 +187,7 @@ class BatchConfig:
     )
 
     def batch_sizes(self) -> tuple[int, ...]:
-        """Returns all global batch sizes of the run, in ascending order."""
+        """Returns all global batch sizes that the run uses, in ascending order."""
         if self.rampup_batch_size is None:
             return (self.global_batch_size,)
         start, increment, _ = self.rampup_batch_size

@@ -1,13 +1,13 @@
 """Reads environment variables, and lists the variables that are passed on to other nodes.
 
-Most modules get the values of environment variables from this module, as an
-:class:`Environment`. The module also detects which optional packages are installed. ``train
-elastic`` cannot pass flags to a user's script, so it passes its instructions (a :class:`JobOrder`)
-in a single variable.
+Most modules get the values of environment variables as an :class:`Environment`, which this module
+creates. The module also detects which optional packages are installed. ``train elastic`` cannot
+pass flags to a user's script, so it passes its instructions (a :class:`JobOrder`) in an environment
+variable.
 
 Secret values (:func:`is_secret`) are passed on to processes only in their environment. Over ssh,
-secrets are sent through standard input. On Slurm, ``sbatch`` passes them on. Files, pages, logs and
-command lines show :data:`MASK` instead of a secret.
+secrets are sent through standard input. On Slurm, ``sbatch`` passes secrets on. Files, pages, logs
+and command lines show :data:`MASK` instead of a secret.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _EVERYWHERE = (
 FROM_CONF = (*_EVERYWHERE, "CUDA_", "LD_LIBRARY_")
 """Prefixes of the variables in ``conf.sh`` that are passed on to all processes.
 
-Worker nodes receive these variables in the master's reply. Slurm jobs receive them in a settings
-file. Secret values are never included.
+Worker nodes receive these variables in a reply from the master. Slurm jobs receive them in a
+settings file. Secret values are never included.
 """
 OVER_SSH = (*_EVERYWHERE, "PYTHON", "TORCH")
 """Prefixes of the variables that ``train elastic`` passes to agents on other machines over ssh."""
@@ -56,11 +56,11 @@ OVER_SSH = (*_EVERYWHERE, "PYTHON", "TORCH")
 _CHECKOUT = Path(__file__).resolve().parents[3]
 IS_CHECKOUT = (_CHECKOUT / "pretrain_gpt.py").is_file()
 WORK_FOLDER = _CHECKOUT if IS_CHECKOUT else Path.cwd()
-"""Folder that contains ``conf.sh``, ``runs``, ``logs`` and ``data``: the checkout of this project,
-or the current folder if the project is installed from a wheel."""
+"""Folder that contains ``conf.sh``, ``runs``, ``logs`` and ``data``. This is the checkout of this
+project, or the current folder if the project is installed from a wheel."""
 SCRIPTS = _CHECKOUT if IS_CHECKOUT else Path(sys.prefix, "share", "megatron-adaptive")
-"""Folder that contains ``pretrain_gpt.py`` and ``examples``: the checkout of this project, or
-``share/megatron-adaptive`` of the Python installation."""
+"""Folder that contains ``pretrain_gpt.py`` and ``examples``. This is the checkout of this project,
+or ``share/megatron-adaptive`` of the Python installation."""
 
 MASK = "***"
 _SECRET = {
@@ -81,19 +81,19 @@ _SETTING = re.compile(r"(?<![\w-])(--?)?([A-Za-z_][\w-]*)=([^\s,;]+)")
 
 
 def is_secret(name: str) -> bool:
-    """Returns whether the variable ``name`` is secret, based on words such as ``TOKEN``."""
+    """Returns whether words such as ``TOKEN`` in ``name`` suggest that the variable is secret."""
     return not _SECRET.isdisjoint(_WORDS.split(name.upper()))
 
 
 def _is_secret_flag(name: str) -> bool:
-    # Test only the last word, so that --linear-key-head-dim does not count as a secret.
+    # Only the last word is tested, so that --linear-key-head-dim does not count as a secret.
     return name.startswith("-") and is_secret(name.rpartition("-")[2])
 
 
 def masked(arguments: Sequence[str]) -> list[str]:
-    """Returns ``arguments`` without secrets.
+    """Returns a copy of the command line ``arguments`` that contains no secrets.
 
-    Values of secret flags and variables, and user names in URLs, are replaced by :data:`MASK`.
+    The values of secret flags and variables, and user names in URLs, are replaced by :data:`MASK`.
     """
     shown = []
     for before, argument in zip(("", *arguments), arguments, strict=False):
@@ -110,7 +110,7 @@ def _mask(match: re.Match[str]) -> str:
 
 
 def masked_text(text: str) -> str:
-    """Returns the command line ``text``, which is a single string, without secrets."""
+    """Returns the command line ``text``, given as a single string, without secrets."""
     try:
         arguments = shlex.split(text)
     except ValueError:
@@ -133,28 +133,29 @@ class Environment:
         local_world_size: Number of processes on this node (``LOCAL_WORLD_SIZE``).
         node_rank: Index of this node among the nodes of the job (``GROUP_RANK``).
         master_addr: Address at which rank 0 listens (``MASTER_ADDR``).
-        master_port: Port at which rank 0 listens (``MASTER_PORT``), or ``None`` if no launcher is
-            used.
-        run_id: ID of the job from torchrun (``TORCHELASTIC_RUN_ID``), otherwise ``none``.
+        master_port: Port at which rank 0 listens (``MASTER_PORT``), or ``None`` without a launcher.
+        run_id: ID that torchrun gave the job (``TORCHELASTIC_RUN_ID``), or the text ``none``.
         restart_count: Number of restarts of the job so far (``TORCHELASTIC_RESTART_COUNT``).
         omp_num_threads: Number of threads for CPU kernels (``OMP_NUM_THREADS``), or ``None`` if the
             number is not limited.
-        cuda_device_max_connections: Number of hardware queues of a GPU
-            (``CUDA_DEVICE_MAX_CONNECTIONS``), or ``None`` if it is not set.
-        is_launched: Whether a launcher set the rank. If not, this is the only process of the job.
-        socket_interface: Network interface for gloo (``GLOO_SOCKET_IFNAME``), or ``None`` if it is
-            not set.
-        has_agent_store: Whether the launcher hosts the rendezvous store instead of rank 0
+        cuda_device_max_connections: Number of a GPU's hardware queues
+            (``CUDA_DEVICE_MAX_CONNECTIONS``), or ``None`` if the variable is not set.
+        is_launched: Whether a launcher has set the rank. If not, this is the only process of the
+            job.
+        socket_interface: Network interface that gloo uses (``GLOO_SOCKET_IFNAME``), or ``None`` if
+            the variable is not set.
+        has_agent_store: Whether the launcher, and not rank 0, hosts the rendezvous store
             (``TORCHELASTIC_USE_AGENT_STORE``).
         copies: Setting of ``train elastic`` for in-memory copies of the training state
             (``MEGATRON_ADAPTIVE_COPIES``), or ``None`` if no copies are made.
-        node: Name of this node in a job of ``train elastic`` (``MEGATRON_ADAPTIVE_NODE``),
-            otherwise ``None``.
-        lease: Number of the lease that allows this job of ``train elastic`` to write to the
-            checkpoint folder (``MEGATRON_ADAPTIVE_LEASE``), otherwise ``None``.
+        node: Name of this node in a job of ``train elastic`` (``MEGATRON_ADAPTIVE_NODE``), or
+            ``None`` in other jobs.
+        lease: Number of the lease that allows a job of ``train elastic`` to write to the checkpoint
+            folder (``MEGATRON_ADAPTIVE_LEASE``), or ``None`` in other jobs.
         job: Instructions of ``train elastic`` to a script that trains a ``Pipeline``
-            (``MEGATRON_ADAPTIVE_JOB``), as text of a :class:`JobOrder`, otherwise ``None``.
-        meeting_s: Timeout in seconds for connecting all ranks at the start
+            (``MEGATRON_ADAPTIVE_JOB``), as the text of a :class:`JobOrder`, or ``None`` in other
+            jobs.
+        meeting_s: Timeout in seconds for connecting all ranks when the job starts
             (``MEGATRON_ADAPTIVE_MEETING_S``).
     """
 
@@ -183,8 +184,8 @@ class Environment:
         """Reads and validates the environment variables that a launcher sets.
 
         Args:
-            variables: Values of the variables, keyed by name, or ``None`` for the variables of this
-                process.
+            variables: Values of environment variables, keyed by name, or ``None`` for the variables
+                of this process.
 
         Raises:
             ConfigError: A variable is not a number or is out of range, or only one of ``RANK`` and
@@ -200,8 +201,8 @@ class Environment:
         ) -> Any:
             value = text(name) or ""
             if name == "OMP_NUM_THREADS":
-                # OpenMP allows a list with a number per nesting level. Use the first number, which
-                # applies to the outermost level.
+                # OpenMP allows a list with one number per nesting level. The first number is used,
+                # because it applies to the outermost level.
                 value = value.split(",")[0]
             return _number(name, value, minimum, maximum) if value else default
 
@@ -213,8 +214,8 @@ class Environment:
                     f"environment variable {name} is set to {source[name]}, but {other} is not "
                     f"set; {_LAUNCHER}"
                 )
-        # Launchers other than torchrun may not set these variables. In this case, assume a single
-        # node.
+        # Launchers other than torchrun may not set these variables. In this case, a single node is
+        # assumed.
         local_rank = number("LOCAL_RANK", rank)
         local_world_size = number("LOCAL_WORLD_SIZE", world_size, 1, _MOST_RANKS)
         _require_below("RANK", rank, world_size)
@@ -232,8 +233,8 @@ class Environment:
             omp_num_threads=number("OMP_NUM_THREADS", None, 1),
             cuda_device_max_connections=number("CUDA_DEVICE_MAX_CONNECTIONS", None, 1),
             is_launched="RANK" in source,
-            # gloo accepts a list of interfaces. Use the first interface, because stages communicate
-            # over only one.
+            # gloo accepts a list of interfaces. The first is used, because stages communicate over
+            # only one interface.
             socket_interface=(text("GLOO_SOCKET_IFNAME") or "").split(",")[0].strip() or None,
             has_agent_store=source.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
             copies=text("MEGATRON_ADAPTIVE_COPIES"),
@@ -250,7 +251,7 @@ class Installed:
 
     Attributes:
         transformer_engine: Whether Transformer Engine (fused layers) is installed.
-        flexible_dispatch: Whether DeepEP (faster exchange of tokens with experts) is installed.
+        flexible_dispatch: Whether DeepEP (faster exchange of tokens between experts) is installed.
     """
 
     transformer_engine: bool
@@ -258,7 +259,7 @@ class Installed:
 
     @classmethod
     def detect(cls) -> Installed:
-        """Detects which packages are on Python's path, without importing them."""
+        """Detects which of the packages are on Python's path, without importing them."""
         return cls(
             transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
             flexible_dispatch=importlib.util.find_spec("deep_ep") is not None,
@@ -270,9 +271,9 @@ _MOST_RANKS = 1_000_000
 
 
 def _number(name: str, text: str, minimum: int, maximum: int | None) -> int:
-    """Parses ``text``, the value of the variable ``name``, as an integer within limits.
+    """Parses ``text``, the value of the environment variable ``name``, as an integer within limits.
 
-    Raises ConfigError if the value is invalid or out of range.
+    Raises ConfigError if ``text`` is not an integer, or out of range.
     """
     if (
         text.isdecimal()
@@ -296,27 +297,27 @@ def _require_below(name: str, rank: int, size: int) -> None:
 
 
 _FILES_OF_RANK = 128
-"""Number of files and connections that the rank of a single-rank job may open, with a margin.
+"""Number of files and connections that the only rank of a job may open, with a safety margin.
 
-The measured number is 105.
+Without the margin, 105 were measured.
 """
 _FILES_OF_PEER = 24
-"""Number of additional files and connections that a rank may open for each further rank.
+"""Number of additional files and connections that a rank may open for each other rank.
 
-The measured number per rank in a job with two ranks is 150.
+In a job with two ranks, 150 files and connections per rank were measured.
 """
 _GROUP = 64
 _FILES_AIMED_AT = 65_536
 
 
 def require_files(world_size: int) -> None:
-    """Increases this process's limit on open files if a rank may need more files.
+    """Increases this process's limit on open files if it is too low for a rank of the job.
 
     Args:
         world_size: Number of ranks of the job.
 
     Raises:
-        SetupError: The system's hard limit is below the number of files that a rank may need.
+        SetupError: The system does not allow as many open files as a rank may need.
     """
     needed = _FILES_OF_RANK + _FILES_OF_PEER * (min(world_size, _GROUP) - 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -349,16 +350,16 @@ _LEAST_SECRET = 16
 def is_first_process() -> bool:
     """Returns whether this process is the first process of the job.
 
-    Only this process prints messages that are the same on all processes.
+    Messages that would be the same on all processes are only printed by this process.
     """
     return os.environ.get("RANK", "0") == "0"
 
 
 def job_secret() -> str | None:
-    """Returns the job's secret, or ``None`` if the user did not set a secret.
+    """Returns the secret of the job, or ``None`` if the user has set no secret.
 
-    The secret is removed from the environment of this process, so that child processes do not
-    inherit it.
+    The environment variable with the secret is removed from this process, so that child processes
+    do not inherit it.
 
     Raises:
         ConfigError: The secret is too short, or its file cannot be read or is readable by other
@@ -395,7 +396,8 @@ JOB_VARIABLE = "MEGATRON_ADAPTIVE_JOB"
 EXIT_MEASURED = 79
 """Exit status of ranks that have measured their model.
 
-``train elastic`` then uses the measurements to plan the parallel sizes, and restarts the ranks.
+After this status, ``train elastic`` plans the parallel sizes from the measurements, and restarts
+the ranks.
 """
 
 
@@ -404,19 +406,19 @@ class JobOrder:
     """Holds the instructions of ``train elastic`` to the ranks of a user's script.
 
     ``train elastic`` may change the layout (parallel sizes, microbatch size and partition) during a
-    job. It then restarts the ranks with new instructions.
+    job. In this case, it restarts the ranks with new instructions.
 
     Attributes:
         checkpoints: Folder in which checkpoints are saved and from which training resumes.
-        progress: Folder of the progress file for this layout.
+        progress: Folder of the progress file that belongs to this layout.
         model: Path of the file with measurements of the model.
         epoch: Sequence number of this layout among all layouts of the job.
-        signature: Hash of the model and the settings for which this layout was planned, or empty if
+        signature: Hash of the model and the settings for which this layout was planned. If empty,
             the ranks must measure the model before the first plan.
         pipeline_size: Number of processes per pipeline.
         replicas: Number of pipelines (data-parallel replicas).
         micro_batch_size: Number of samples per microbatch.
-        partition: Number of segments (parts of the model between cut points) in each stage.
+        partition: Number of pieces (parts of the model between cut points) in each stage.
     """
 
     checkpoints: str
@@ -430,15 +432,15 @@ class JobOrder:
     partition: tuple[int, ...] = ()
 
     def to_text(self) -> str:
-        """Returns these instructions as JSON text for the environment variable."""
+        """Returns these instructions as JSON text, which :meth:`from_text` parses."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> JobOrder:
-        """Parses ``text``, the value of the environment variable.
+        """Parses ``text``, the value of the environment variable ``MEGATRON_ADAPTIVE_JOB``.
 
         Raises:
-            ConfigError: The value was not written by :meth:`to_text`.
+            ConfigError: :meth:`to_text` did not write ``text``.
         """
         try:
             values = parse_json(text)

@@ -1,11 +1,10 @@
 """Checks that the settings of a run are compatible with each other.
 
-Most checks are rules in a table, whose notation is described in
-:mod:`~megatron.adaptive.config.flag_rules`. The remaining checks are functions. Error messages
-contain the values, the problem and a remedy. Checks of a single value (ranges, choices) are
-declared with the fields, and mutually exclusive flags are in ``arguments.py``. This module does not
-change settings. Only :func:`check_output_folders` writes to the disk, and it removes its files
-again.
+Most checks are rules in tables, in the notation of :mod:`~megatron.adaptive.config.flag_rules`. All
+other checks are functions. Error messages contain the values, the problem and a remedy. Checks of a
+single value (ranges, choices) are declared with the fields, and mutually exclusive flags are in
+``arguments.py``. This module does not change settings. Only :func:`check_output_folders` writes to
+the disk, and it removes its files again.
 """
 
 from __future__ import annotations
@@ -33,7 +32,9 @@ from megatron.adaptive.config.trainer import TrainerConfig, groups
 from megatron.adaptive.errors import ConfigError
 
 Rules: TypeAlias = Iterator[tuple[object, str]]
-"""Pairs of a condition and an error message. If a condition is true, its message is raised."""
+"""Pairs of a condition and an error message. If the condition is true, an error with this message
+is raised.
+"""
 
 _MAX_SPLITS = 3
 _UNLIKE = "heterogeneous_layers_config_path"
@@ -195,12 +196,12 @@ def check_config(config: TrainerConfig, installed: Installed, *, needs_data: boo
 
     Args:
         config: Settings of the run, from the command line.
-        installed: Optional packages that are installed. Some settings require one of these
-            packages.
+        installed: Optional packages that are installed. Some settings require one of them.
         needs_data: Whether the flags for data and for tokenizer files are required.
 
     Raises:
-        ConfigError: Settings are incompatible. The message describes the first problem.
+        ConfigError: Settings are incompatible. The message describes the first problem that was
+            found.
     """
     flags = _given_flags(config)
     order = order_rules(config.schedule.pipeline_schedule)
@@ -235,13 +236,13 @@ def check_config(config: TrainerConfig, installed: Installed, *, needs_data: boo
 
 
 def check_unequal_stages(config: TrainerConfig) -> None:
-    """Checks that the stages of a run may have different numbers of replicas.
+    """Checks that the settings of a run allow stages with different numbers of replicas.
 
     Args:
-        config: Settings of the run, with which stages of equal sizes are possible.
+        config: Settings of the run, which may have equal stages.
 
     Raises:
-        ConfigError: A setting requires stages of equal sizes.
+        ConfigError: A setting requires stages with equal numbers of replicas.
     """
     flags = _given_flags(config, sizes=(2, 1))
     order = order_rules(config.schedule.pipeline_schedule)
@@ -257,8 +258,8 @@ def _given_flags(config: TrainerConfig, sizes: tuple[int, ...] | None = None) ->
         for dest, value in vars(getattr(config, group)).items()
         if dest in specs
     }
-    # Rules apply to effective values. The stages' numbers of ranks become None if they are equal,
-    # and the number of chunks becomes 1 for a single chunk.
+    # The rules apply to effective values. If all stages have the same number of ranks, these
+    # numbers are replaced by None. With a single chunk, the number of chunks is 1.
     values["stage_data_parallel_sizes"] = sizes or config.parallel.unequal_sizes
     values["num_virtual_stages_per_pipeline_rank"] = config.parallel.num_chunks
     if config.core.num_moe_experts is not None:
@@ -273,11 +274,11 @@ def _given_flags(config: TrainerConfig, sizes: tuple[int, ...] | None = None) ->
 
 
 def replicas_of(world_size: int, values: Mapping[str, Any]) -> int:
-    """Returns the data-parallel size of a job.
+    """Returns the data-parallel size of a job with ``world_size`` processes.
 
     Args:
         world_size: Number of processes of the job.
-        values: Values of the flags that the user set, keyed by setting name.
+        values: Values of the flags that the user has set, keyed by the name of the setting.
 
     Raises:
         ConfigError: The number of processes does not match the parallel sizes.
@@ -306,7 +307,7 @@ def replicas_of(world_size: int, values: Mapping[str, Any]) -> int:
 
 
 def _require_whole(world_size: int, sizes: Mapping[str, int], remedy: str) -> None:
-    """Checks that the world size is a multiple of the product of ``sizes``."""
+    """Checks that ``world_size`` is a multiple of the product of ``sizes``."""
     unit = math.prod(sizes.values())
     if world_size < 1 or world_size % unit != 0:
         factors = " x ".join(f"{name} {size}" for name, size in sizes.items())
@@ -388,7 +389,7 @@ def _experts(config: TrainerConfig, flags: GivenFlags, installed: Installed) -> 
 
 
 def _expert_ranks(config: TrainerConfig, flags: GivenFlags) -> Rules:
-    """Yields checks of the number of ranks over which experts are distributed."""
+    """Yields the rules for the number of ranks over which experts are distributed."""
     parallel = config.parallel
     spread = parallel.expert_model_parallel_size
     tensor = parallel.expert_tensor_parallel_size
@@ -438,7 +439,7 @@ def _batch(config: TrainerConfig, flags: GivenFlags) -> Rules:
 
 
 def _lengths(config: TrainerConfig, flags: GivenFlags) -> Rules:
-    """Yields checks of the batch size if documents are packed."""
+    """Yields the rules for the batch size if documents are packed."""
     parallel = config.parallel
     if not config.packs_documents:
         return
@@ -453,7 +454,7 @@ def _lengths(config: TrainerConfig, flags: GivenFlags) -> Rules:
 
 
 def _microbatch_groups(config: TrainerConfig, flags: GivenFlags) -> Rules:
-    """Yields checks of the groups of microbatches in interleaved schedules."""
+    """Yields the rules for groups of microbatches in interleaved schedules."""
     parallel = config.parallel
     if not schedule_spec(config.schedule.pipeline_schedule).takes_group_size:
         return
@@ -479,7 +480,7 @@ def _microbatch_groups(config: TrainerConfig, flags: GivenFlags) -> Rules:
 
 
 def _learning_rate(config: TrainerConfig, flags: GivenFlags) -> Rules:
-    """Yields checks of the lengths of warmup and decay of the learning rate."""
+    """Yields the rules for the lengths of warmup and decay of the learning rate."""
     optimizer = config.optimizer
     run = config.run
     unit = "iters"
@@ -547,9 +548,9 @@ def _is_split(text: str) -> bool:
 
 
 def check_output_folders(config: TrainerConfig) -> None:
-    """Checks that every output folder of the run can be created and written to.
+    """Checks that every output folder of the run exists or can be created, and is writable.
 
-    The check removes all files that it creates.
+    Files that the check creates are removed again.
 
     Raises:
         ConfigError: A folder cannot be created or is not writable, or the URL of a collector is
@@ -571,7 +572,7 @@ def check_output_folders(config: TrainerConfig) -> None:
 
 
 def _require_writable(flag: str, folder: Path) -> None:
-    """Checks that files can be created in ``folder`` or in its nearest existing parent."""
+    """Checks that files can be created in ``folder``, or in its nearest existing parent."""
     try:
         nearest = folder.absolute()
         while not nearest.exists():

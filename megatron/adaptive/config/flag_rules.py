@@ -1,4 +1,4 @@
-"""Checks settings against tables of rules about requirements, exclusions and limits.
+"""Checks settings against tables of rules, which state requirements, exclusions and limits.
 
 A rule is a line with terms, a verb, more terms, and an optional reason for the error message::
 
@@ -8,11 +8,11 @@ A rule is a line with terms, a verb, more terms, and an optional reason for the 
     num_query_groups divides num_attention_heads | every group serves the same number of heads
 
 Each term on the left is checked against each term on the right. The term ``name`` is true if the
-setting does not have its default value, ``name=a,b`` if it has one of these values, and ``name>1``
-if it is larger. On the left, ``+`` joins terms that must all be true, and ``*`` multiplies settings
-whose product must divide a further setting. On the right, ``/`` joins terms of which at least one
-must be true. Rules about unknown settings are skipped, so that programs with different settings can
-share a table.
+setting ``name`` does not have its default value. The term ``name=a,b`` is true if the setting has
+one of these values, and ``name>1`` is true if its value is larger. On the left, ``+`` joins terms
+that must all be true, and ``*`` multiplies settings whose product must divide the setting on the
+right. On the right, ``/`` joins terms of which at least one must be true. Rules about unknown
+settings are skipped, so that programs with different settings can share a table.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _OF_TRACES = "trace_otlp needs trace_dir\n"
 
 @functools.cache
 def order_rules(schedule: str) -> str:
-    """Returns the table of rules about schedules as text.
+    """Returns a table with the rules about pipeline schedules, as text.
 
-    The table is used by this package's trainer, and by a user's Megatron-LM with the pipeline
-    engine.
+    This package's trainer uses the table. A user's Megatron-LM that runs with this package's
+    pipeline engine uses the same table.
 
     Args:
-        schedule: Value of ``--pipeline-schedule``, which may be a user's schedule.
+        schedule: Value of ``--pipeline-schedule``, which may name a user's schedule.
     """
 
     def names(matches: Callable[[ScheduleSpec], object]) -> str:
@@ -118,12 +118,12 @@ _TERM = re.compile(r"(\w+)(?:([=>])(\S+))?")
 class GivenFlags:
     """Checks settings against rules, and formats settings as flags for messages.
 
-    Each setting is an attribute whose value is the flag's text. For example, ``flags.lr`` is ``--lr
-    0.1``.
+    Settings are also attributes of this object. The value of such an attribute is the flag as text.
+    For example, ``flags.lr`` is ``--lr 0.1``.
 
     Args:
-        values: Values of the settings, keyed by name.
-        specs: Specifications of the settings' flags, keyed by setting name.
+        values: Values of the settings, keyed by setting name.
+        specs: Specifications of the flags, keyed by setting name.
     """
 
     def __init__(self, values: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> None:
@@ -137,7 +137,7 @@ class GivenFlags:
         """Checks the settings against all rules in ``table``.
 
         Raises:
-            ConfigError: The settings violate a rule. The message describes the first violation.
+            ConfigError: The settings violate a rule. The message describes the first violated rule.
         """
         for rule in _rules_of(table):
             if violation := self._violation(rule):
@@ -145,7 +145,7 @@ class GivenFlags:
                 raise ConfigError(f"{violation}{reason}; {_REMEDIES[rule.verb]}")
 
     def _violation(self, rule: _Rule) -> str:
-        """Returns a text that describes how the settings violate ``rule``, or an empty string."""
+        """Returns a text about how the settings violate ``rule``, or an empty string."""
         joined = rule.left.split("+")
         options = rule.right.split("/")
         if rule.verb in ("within", "divides"):
@@ -160,10 +160,10 @@ class GivenFlags:
         return f"{flags} and {self._text(rule.right)} exclude each other"
 
     def _beyond(self, rule: _Rule, product: str) -> str:
-        """Returns a text about numbers that violate ``rule``, or an empty string.
+        """Returns a text about the numbers that violate ``rule``, or an empty string if none do.
 
-        The verb of the rule is ``within`` or ``divides``. ``product`` contains the settings on the
-        left side of the rule, joined by ``*``.
+        The verb of the rule must be ``within`` or ``divides``. ``product`` contains the settings on
+        the left side of the rule, joined by ``*``.
         """
         factors = product.split("*")
         limit = self._values.get(rule.right)
@@ -178,7 +178,7 @@ class GivenFlags:
         return f"{self._text(rule.right)} is not a multiple of {text}" if limit % unit else ""
 
     def _applies(self, term: str, unknown: bool = False) -> bool:
-        """Returns whether ``term`` is true, or ``unknown`` if its setting does not exist."""
+        """Returns whether ``term`` is true, or ``unknown`` if there is no such setting."""
         name, sign, listed = _parts(term)
         if name not in self._values:
             return unknown
@@ -194,13 +194,13 @@ class GivenFlags:
         return str(getattr(self, _parts(term)[0]))
 
     def _unsuitable(self, term: str) -> str:
-        """Returns a text with the current value of a term's setting, or an empty string."""
+        """Returns a text with the current value of the setting in ``term``, or an empty string."""
         name = _parts(term)[0]
         is_absent = self._values[name] is None or self._specs[name].is_switch
         return "" if is_absent else f" with {self._text(term)}"
 
     def _needed(self, terms: list[str]) -> str:
-        """Returns ``terms`` as flags with values, joined by "or"."""
+        """Returns ``terms`` as flags with the required values, joined by "or"."""
         texts = []
         for name, sign, listed in map(_parts, terms):
             spec = self._specs[name]
@@ -218,7 +218,7 @@ class _Rule(NamedTuple):
         left: Term before the verb, such as ``fp16+loss_scale``.
         verb: Relation between the terms: ``needs``, ``excludes``, ``within`` or ``divides``.
         right: Term after the verb, such as ``micro_batch_size>1``.
-        reason: Reason for the rule in error messages. It may be empty.
+        reason: Reason for the rule, for error messages. It may be empty.
     """
 
     left: str
@@ -229,7 +229,7 @@ class _Rule(NamedTuple):
 
 @functools.cache
 def _rules_of(table: str) -> list[_Rule]:
-    """Splits a table into rules with a single term on each side, in the order of the table."""
+    """Splits a table into rules with one term on each side, in the order of the table."""
     rules = []
     for line in table.replace("\n    ", " ").splitlines():
         rule, _, reason = line.partition(" | ")
@@ -241,7 +241,7 @@ def _rules_of(table: str) -> list[_Rule]:
 
 @functools.cache
 def _parts(term: str) -> tuple[str, str, str]:
-    """Splits a term into the name of the setting, ``=`` or ``>``, and the values after it."""
+    """Splits a term into the name of its setting, the sign ``=`` or ``>``, and the values."""
     match = _TERM.fullmatch(term)
     assert match is not None, f"{term} is not a term of a rule"
     return match[1], match[2] or "", match[3] or ""

@@ -1,6 +1,6 @@
 """Creates command-line flags from dataclass fields.
 
-This module defines the metadata of flags and types with bounds, and converts text to values.
+This module defines the metadata of flags, and types with bounds. It also converts text to values.
 Individual flags, and checks that involve two flags, are in other modules.
 """
 
@@ -48,7 +48,8 @@ class Limits:
         above: Exclusive lower bound, or ``None`` for no bound.
         below: Exclusive upper bound, or ``None`` for no bound.
         maximum: Largest allowed value, or ``None`` for no bound.
-        unit: Placeholder for the value in help texts (``ITERATIONS``, ``LAYERS``, ``DIR``).
+        unit: Placeholder for the value in help texts, such as ``ITERATIONS``, ``LAYERS`` or
+            ``DIR``.
     """
 
     minimum: float | None = None
@@ -61,7 +62,7 @@ class Limits:
         """Checks that ``value`` is finite and within the bounds.
 
         Raises:
-            ValueError: The value is out of bounds or not finite.
+            ValueError: The value is not finite, or out of bounds.
         """
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{value} is not a finite number")
@@ -101,25 +102,27 @@ def flag(
     named_values: Mapping[str, int] | None = None,
     detail: str = "",
 ) -> Any:
-    """Declares a dataclass field that is set by a command-line flag.
+    """Declares a dataclass field whose value a command-line flag sets.
 
     Args:
-        help_text: Description for ``--help`` and ``docs/flags.md``, as a single sentence.
+        help_text: Description for ``--help`` and ``docs/flags.md``, which is a single sentence.
         default: Value of the field if the flag is absent, or ``MISSING`` for a required flag.
         names: Spellings of the flag. Messages use the first spelling. Defaults to the field's name.
         choices: Allowed values. If empty, all values are allowed.
-        also_takes: Function that returns whether a value outside of ``choices`` is accepted. It
-            raises ``ValueError`` to reject the value with a reason.
+        also_takes: Function that takes a value outside of ``choices`` and returns whether it is
+            accepted. The function may raise ``ValueError`` to reject the value for a specific
+            reason.
         refused_choices: Reasons for rejecting values that Megatron-LM accepts, keyed by value.
         unit: Placeholder for the value in help texts, or ``None`` to derive it from the field's
             type.
-        derived: Description of a default that depends on other settings.
-        takes_value: Whether a boolean flag is followed by a value (``--profile-execution True``).
-        reader: Function that converts the argument to a value. For invalid text, it raises
-            ``ValueError`` with the reason.
-        named_values: Maps words that the flag accepts to the numbers that they represent. These
-            numbers may be outside of the limits.
-        detail: Longer description for ``--help``, which replaces ``help_text``.
+        derived: Description of the default if it depends on other settings.
+        takes_value: Whether a boolean flag is followed by a value, like ``--profile-execution
+            True``.
+        reader: Function that converts the argument to a value. If the argument is invalid, the
+            function raises ``ValueError`` with the reason.
+        named_values: Words that the flag accepts, with the numbers for which they stand. These
+            numbers may be out of bounds.
+        detail: Longer description that replaces ``help_text`` in ``--help``.
     """
     options = {
         "help": help_text,
@@ -143,10 +146,10 @@ def required(
 ) -> Any:
     """Declares a dataclass field without a default.
 
-    The flag is required, unless the parser computes a value that ``derived`` describes.
+    The flag is required unless the parser computes a value, which ``derived`` describes.
 
     Args:
-        help_text: Description for ``--help`` and ``docs/flags.md``, as a single sentence.
+        help_text: Description for ``--help`` and ``docs/flags.md``, which is a single sentence.
         names: Spellings of the flag. Messages use the first spelling. Defaults to the field's name.
         unit: Placeholder for the value in help texts, or ``None`` to derive it from the field's
             type.
@@ -159,16 +162,17 @@ def switch(help_text: str, *, names: tuple[str, ...] = (), off: str | tuple[str,
     """Declares a boolean dataclass field whose flag takes no value and inverts the default.
 
     Args:
-        help_text: Description for ``--help`` and ``docs/flags.md``, as a single sentence.
+        help_text: Description for ``--help`` and ``docs/flags.md``, which is a single sentence.
         names: Spellings of the flag that turns the setting on. Defaults to the field's name.
-        off: Spellings of the flag that turns the setting off. If set, the setting is on by default.
+        off: Spellings of the flag that turns the setting off. If there are any, the setting is on
+            by default.
     """
     off = (off,) if isinstance(off, str) else off
     return flag(help_text, bool(off), names=off or names)
 
 
 def assign(config: object, name: str, value: object) -> None:
-    """Sets a field of a frozen dataclass, for use in the class's ``__post_init__``."""
+    """Sets a field of a frozen dataclass, for use in ``__post_init__``."""
     object.__setattr__(config, name, value)
 
 
@@ -177,28 +181,30 @@ class FieldSpec:
     """Specification of a field of a settings dataclass: its type, default and flag.
 
     Attributes:
-        dest: Name of the field, as in Megatron-LM.
+        dest: Name of the field. Megatron-LM uses the same name.
         base: Type of a single value: ``int``, ``float``, ``str`` or ``bool``.
         limits: Bounds of a single value.
         many: Whether the field is a tuple of values.
         length: Number of values in the tuple, or ``None`` for any number.
         optional: Whether the field may be ``None``.
         default: Default value, or ``MISSING`` if the field has no default.
-        help: Description for ``--help`` and ``docs/flags.md``, as a single sentence, or empty if no
-            flag sets the field.
+        help: Description for ``--help`` and ``docs/flags.md``, which is a single sentence. It is
+            empty if no flag sets the field.
         names: All spellings of the flag. Messages use the first spelling.
         choices: Allowed values. If empty, all values are allowed.
-        also_takes: Function that returns whether a value outside of ``choices`` is accepted. It
-            raises ``ValueError`` to reject the value with a reason.
+        also_takes: Function that takes a value outside of ``choices`` and returns whether it is
+            accepted. The function may raise ``ValueError`` to reject the value for a specific
+            reason.
         refused_choices: Reasons for rejecting values that Megatron-LM accepts, keyed by value.
         unit: Placeholder for the value in help texts. If empty, it is derived from the type.
-        derived: Description of a default that depends on other settings.
-        takes_value: Whether a boolean flag is followed by a value (``--profile-execution True``).
-        reader: Function that converts the argument to a value. For invalid text, it raises
-            ``ValueError`` with the reason.
-        named_values: Maps words that the flag accepts to the numbers that they represent. These
-            numbers may be outside of the limits.
-        detail: Longer description for ``--help``, which replaces ``help``.
+        derived: Description of the default if it depends on other settings.
+        takes_value: Whether a boolean flag is followed by a value, like ``--profile-execution
+            True``.
+        reader: Function that converts the argument to a value. If the argument is invalid, the
+            function raises ``ValueError`` with the reason.
+        named_values: Words that the flag accepts, with the numbers for which they stand. These
+            numbers may be out of bounds.
+        detail: Longer description that replaces ``help`` in ``--help``.
     """
 
     dest: str
@@ -227,12 +233,12 @@ class FieldSpec:
 
     @property
     def name(self) -> str:
-        """First spelling of the flag, which messages use."""
+        """First spelling of the flag. Messages use this spelling."""
         return self.names[0]
 
     @property
     def is_switch(self) -> bool:
-        """Whether the flag takes no value, so that its presence inverts the default."""
+        """Whether the flag takes no value. The presence of such a flag inverts the default."""
         return self.has_flag and self.base is bool and not self.takes_value
 
     @property
@@ -242,7 +248,7 @@ class FieldSpec:
 
     @property
     def default_text(self) -> str:
-        """Default for ``--help`` and ``docs/flags.md``, or ``none`` if the flag has no default."""
+        """Default as text for ``--help`` and ``docs/flags.md``, or ``none`` without a default."""
         if self.derived:
             return self.derived
         texts = ((MISSING, "required"), (None, "none"), ("", "none"), (True, "on"), (False, "off"))
@@ -255,14 +261,14 @@ class FieldSpec:
 
     @property
     def help_text(self) -> str:
-        """Description of the flag, followed by the list of its choices."""
+        """Description of the flag, followed by a list of the choices."""
         if not self.choices:
             return self.help
         return f"{self.help} One of: {', '.join(map(str, self.choices))}."
 
     @property
     def takes_any_number(self) -> bool:
-        """Whether the flag takes one or more arguments, without an upper limit."""
+        """Whether the flag takes any number of arguments, but at least one."""
         return self.many and self.length is None and not self.reader
 
     @property
@@ -272,9 +278,9 @@ class FieldSpec:
         return (self.unit or fallback) + (" ..." if self.takes_any_number else "")
 
     def options(self) -> dict[str, Any]:
-        """Returns the keyword arguments for argparse's ``add_argument``.
+        """Returns keyword arguments for the method ``add_argument`` of argparse.
 
-        argparse then sets no value (not even the default) for an absent flag.
+        With these arguments, argparse sets no value for an absent flag, not even the default.
         """
         text = (self.detail or self.help_text).replace("%", "%%")
         options: dict[str, Any] = {"dest": self.dest, "default": argparse.SUPPRESS}
@@ -302,14 +308,13 @@ class FieldSpec:
         return options
 
     def text_of(self, value: Any) -> str:
-        """Returns the flag followed by ``value``, as on a command line."""
+        """Returns the flag and ``value`` as text, as on a command line."""
         if self.is_switch:
             return self.name
         if isinstance(value, float):
             return f"{self.name} {value:g}"
         if isinstance(value, tuple):
-            # If the field has a reader, a single argument such as 4-4-4 or a,b represents the whole
-            # tuple.
+            # If the field has a reader, the whole tuple is a single argument such as 4-4-4 or a,b.
             joint = "," if "," in self.unit else "-"
             separator = joint if self.reader else " "
             value = separator.join(map(str, value))
@@ -330,9 +335,9 @@ class FieldSpec:
         return value
 
     def accept(self, value: Any) -> Any:
-        """Converts ``value``, which is not from the command line, to this field's type.
+        """Converts ``value``, which does not come from the command line, to the type of this field.
 
-        An integer is converted to a float for a float field, but numbers are never rounded.
+        For a float field, an integer is converted to a float. Numbers are never rounded.
 
         Raises:
             ValueError: The value has the wrong type or is invalid. The message contains the reason.
@@ -358,7 +363,7 @@ class FieldSpec:
         return value
 
     def words_of(self, value: Any) -> list[str]:
-        """Returns the flag and ``value`` as command-line arguments, without rounding numbers."""
+        """Returns the flag and ``value`` as command-line arguments. Numbers are not rounded."""
         if self.is_switch:
             return [] if bool(value) == (self.default is True) else [self.name]
         if isinstance(value, tuple):
@@ -367,7 +372,7 @@ class FieldSpec:
         return [self.name, str(self._word(value))]
 
     def _word(self, value: Any) -> Any:
-        """Returns the word that represents the number ``value``, or ``value`` if no word does."""
+        """Returns the word that stands for the number ``value``, or ``value`` if there is none."""
         return next((word for word, number in self.named_values.items() if number == value), value)
 
     def check(self, value: Any) -> None:
@@ -388,7 +393,7 @@ class FieldSpec:
 
 @functools.cache
 def fields_of(group: type) -> tuple[FieldSpec, ...]:
-    """Returns the specifications of the fields of a settings dataclass, in order of definition."""
+    """Returns the specifications of all fields of a settings dataclass, in order of definition."""
     hints = typing.get_type_hints(group, include_extras=True)
     return tuple(
         spec_of(item.name, hints[item.name], item.default, item.metadata.get(_METADATA_KEY, {}))
@@ -397,14 +402,14 @@ def fields_of(group: type) -> tuple[FieldSpec, ...]:
 
 
 def check_values(values: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> None:
-    """Checks settings from other sources than the command line against the limits of their flags.
+    """Checks settings that do not come from the command line against the limits of their flags.
 
     Args:
-        values: Values of the settings, keyed by name. Settings that are ``None`` are not checked.
+        values: Values of the settings, keyed by name. Values that are ``None`` are not checked.
         specs: Specifications of the settings, keyed by name.
 
     Raises:
-        ConfigError: A value is invalid. The message contains the name of the first invalid setting.
+        ConfigError: A value is invalid. The message names the first setting with an invalid value.
     """
     for name, value in values.items():
         try:
@@ -415,14 +420,14 @@ def check_values(values: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> N
 
 
 def spec_of(name: str, hint: Any, default: Any, options: Mapping[str, Any]) -> FieldSpec:
-    """Creates the specification of a field from its type annotation and default.
+    """Creates the specification of a field from its type annotation, default and metadata.
 
     Args:
         name: Name of the field.
         hint: Type annotation of the field, such as ``tuple[int, ...] | None``.
         default: Default value of the field, or ``MISSING`` if the field has no default.
-        options: Remaining attributes of the :class:`FieldSpec`, keyed by name, from the field's
-            metadata.
+        options: Other attributes of the :class:`FieldSpec` from the field's metadata, keyed by
+            name.
     """
     optional = typing.get_origin(hint) in (types.UnionType, typing.Union)
     if optional:
@@ -449,7 +454,7 @@ def spec_of(name: str, hint: Any, default: Any, options: Mapping[str, Any]) -> F
 
 
 def _shown(value: object) -> str:
-    """Returns a text that represents ``value`` in a message, truncated if it is long."""
+    """Returns ``value`` as text for a message. Long texts are truncated."""
     text = repr(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}...{text[-1]}"
 

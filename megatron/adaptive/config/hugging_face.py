@@ -1,7 +1,8 @@
 """Converts the ``config.json`` of a Hugging Face model to settings of the trainer.
 
-The model's family (``config/families``) defines the keys. The planner also accepts models that the
-trainer cannot build. The trainer uses :func:`load_config`, which rejects these models.
+The model's family (``config/families``) defines which keys the file has. The planner also accepts
+models that the trainer cannot build. The trainer uses :func:`load_config`, which rejects such
+models.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 LOAD_FLAG = "--load-hf"
 FLAGS_FILE = "model_flags.txt"
-"""Name of the file in a checkpoint folder that contains the model's flags. ``evaluate`` reads it.
+"""Name of the file with the model's flags in a checkpoint folder. The command ``evaluate`` reads
+it.
 """
 
 _TEXT_PARTS = ("text_config", "llm_config", "language_config")
@@ -35,7 +37,7 @@ class HuggingFaceModel(NamedTuple):
 
     Attributes:
         document: Contents of the file.
-        settings: Settings of the trainer for the model, keyed by field name.
+        settings: Values of the trainer's settings for the model, keyed by field name.
         family: Family of the model.
     """
 
@@ -45,7 +47,7 @@ class HuggingFaceModel(NamedTuple):
 
 
 def is_config(document: Any) -> bool:
-    """Returns whether ``document`` is the ``config.json`` of a Hugging Face model."""
+    """Returns whether ``document`` was read from the ``config.json`` of a Hugging Face model."""
     return isinstance(document, dict) and "model_type" in document and "format" not in document
 
 
@@ -60,19 +62,19 @@ def read_settings(
     Args:
         document: Contents of the file.
         where: Path of the file, for error messages.
-        sequence: Number of tokens per sample, or ``None`` for the longest sequence that the model
-            supports, but at most 4,096.
+        sequence: Number of tokens per sample. If ``None``, this is the longest sequence that the
+            model supports, but at most 4,096 tokens.
         hf_family: Value of ``--hf-family``, or ``None`` if it is absent.
 
     Returns:
-        Settings, keyed by field name, and the family of the model.
+        Values of the trainer's settings, keyed by field name, and the family of the model.
 
     Raises:
         ConfigError: The architecture is unknown or not supported, or a key is missing.
     """
     with _expected_kinds(where):
-        # If the model also accepts images or sound, use only the part of the file that describes
-        # its text model.
+        # If the model also accepts images or sound, only the part of the file that describes its
+        # text model is used.
         text = _text_part(document)
         config: Mapping[str, Any] = document if text is None else text
         family = family_of({"model_type": document["model_type"], **config}, where, hf_family)
@@ -82,15 +84,15 @@ def read_settings(
 
 
 def load_config(folder: Path, hf_family: str | None = None) -> HuggingFaceModel:
-    """Reads the ``config.json`` of a model, and checks that the trainer can build the model.
+    """Reads the ``config.json`` of a model, and checks that the trainer can build this model.
 
     Args:
         folder: Folder of a Hugging Face model.
         hf_family: Value of ``--hf-family``, or ``None`` if it is absent.
 
     Raises:
-        ConfigError: The trainer cannot build the model. The message contains the key, its value and
-            the nearest supported value.
+        ConfigError: The trainer cannot build the model. The message contains the unsupported key,
+            its value and the nearest supported value.
     """
     path = folder / CONFIG
     document = read_json(path, "pass the folder of a Hugging Face model")
@@ -107,7 +109,7 @@ def load_config(folder: Path, hf_family: str | None = None) -> HuggingFaceModel:
                 f"{family.nearest}"
             )
         family.check(document, settings, str(path))
-        # Folders that were saved by transformers do not contain layers for multi-token prediction.
+        # Folders that transformers has saved do not contain the layers for multi-token prediction.
         prefix = family.layer_prefix.format(settings["num_layers"])
         if "mtp_num_layers" in settings and not _has_weights(folder, prefix):
             del settings["mtp_num_layers"]
@@ -115,20 +117,20 @@ def load_config(folder: Path, hf_family: str | None = None) -> HuggingFaceModel:
 
 
 def _text_part(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Returns the settings of the text model if the model also accepts images or sound.
+    """Returns the keys of the text model, if the model also accepts images or sound.
 
-    Returns ``None`` for other models.
+    The result is ``None`` for all other models.
     """
     parts = (document.get(key) for key in _TEXT_PARTS)
     return next((part for part in parts if isinstance(part, dict)), None)
 
 
 def _refuse_other_input(document: Mapping[str, Any], where: str, hf_family: str | None) -> None:
-    """Rejects a model that accepts input other than text.
+    """Raises an error if a model accepts input other than text.
 
     Raises:
         ConfigError: The model also accepts images or sound. The message explains whether its text
-            part can be used alone.
+            part can be used on its own.
     """
     text = _text_part(document)
     kind = document["model_type"]
@@ -153,7 +155,7 @@ def _refuse_other_input(document: Mapping[str, Any], where: str, hf_family: str 
 
 @contextlib.contextmanager
 def _expected_kinds(where: str) -> Iterator[None]:
-    """Converts Python errors caused by values of the wrong type to a ConfigError."""
+    """Converts Python errors that are caused by values of the wrong type to a ConfigError."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -166,7 +168,7 @@ def _expected_kinds(where: str) -> Iterator[None]:
 def _has_weights(folder: Path, prefix: str) -> bool:
     """Returns whether ``folder`` contains weights whose names begin with ``prefix``.
 
-    The names are read from the index, or from the header of the weight file.
+    The names are read from the index file, or from the header of the weight file.
     """
     names: Iterable[str] = ()
     if (folder / INDEX).is_file():

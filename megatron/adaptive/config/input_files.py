@@ -1,9 +1,9 @@
 """Opens files, parses JSON within limits, and escapes untrusted text for display.
 
 Files, sockets and environment variables may contain arbitrary bytes, and a path may refer to a
-device or a pipe. Therefore, users' files are always opened with :func:`open_file`, and JSON is
+device or a pipe. Therefore, files from users are always opened with :func:`open_file`, and JSON is
 parsed with :func:`parse_json`. :func:`printable` escapes text for a terminal, a spreadsheet or a
-page.
+web page.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from typing import Any, BinaryIO
 from megatron.adaptive.errors import AdaptiveError, ConfigError
 
 MAX_BYTES = 1 << 28
-"""Maximum size in bytes of a file that is read into memory as a whole."""
+"""Maximum size in bytes of files that are read into memory as a whole."""
 MAX_LEVELS = 64
-"""Maximum nesting depth of lists and objects in JSON. This project's files have at most 10 levels.
+"""Maximum nesting depth of lists and objects in JSON. Files of this project have at most 10 levels.
 """
 _MAX_INTEGER = 1 << 64
 _MOST_DIGITS = 300  # An integer with 300 digits still fits into a float.
 _DIGITS = 18  # An integer with 18 digits fits into 64 bits.
 BYTE_ORDER_MARK = "\ufeff"
-"""Character that some editors write at the start of a UTF-8 file. Readers remove this character.
+"""Character that some editors write at the start of a UTF-8 file. All functions that read text
+remove it.
 """
 _WIDE = re.compile(r"\d{20}|[eE]\+?\d{3}")
-# The characters to escape are control characters, text direction marks, line separators and lone
-# surrogates.
+# Control characters, text direction marks, line separators and lone surrogates are escaped.
 _UNSAFE = "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 _UNPRINTABLE = re.compile(f"[{_UNSAFE}\t\n]")
 _ENDLESS = re.compile(r"\S{400,}")
@@ -52,10 +52,10 @@ _PIECE_BYTES = 1 << 20
 
 
 def require_file(path: str | Path) -> int:
-    """Checks that ``path`` is a regular file, for libraries that open the file themselves.
+    """Checks that ``path`` is a regular file. This is for libraries that open the file themselves.
 
-    Opening a named pipe (FIFO) might wait for a writer forever, and reading a device might never
-    end.
+    If the file were a named pipe (FIFO), opening it might wait for a writer forever. If it were a
+    device, reading it might never end.
 
     Args:
         path: Path of the file. Symbolic links are followed.
@@ -69,7 +69,7 @@ def require_file(path: str | Path) -> int:
     """
     try:
         status = os.stat(path)
-    # os.stat raises ValueError, for example, if the name contains a NUL character.
+    # For example, os.stat raises ValueError if the name contains a NUL character.
     except ValueError:
         raise OSError(errno.EINVAL, "this is not the name of a file", str(path)) from None
     return _require_regular(status, path)
@@ -85,7 +85,7 @@ def _require_regular(status: os.stat_result, path: str | Path) -> int:
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """Opens the regular file ``path`` for reading bytes.
+    """Opens ``path``, which must be a regular file, for reading bytes.
 
     Unlike Python's ``open``, this function never waits for another process.
 
@@ -93,7 +93,8 @@ def open_file(path: str | Path) -> BinaryIO:
         OSError: The file cannot be opened, or is not a regular file.
     """
     require_file(path)
-    # If a named pipe has replaced the file since the check, os.open must not wait for its writer.
+    # A named pipe may have replaced the file since the check. In this case, os.open must not wait
+    # for a process that writes to the pipe.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _require_regular(os.fstat(descriptor), path)
@@ -104,22 +105,22 @@ def open_file(path: str | Path) -> BinaryIO:
 
 
 def read_whole(path: str | Path, most: int = MAX_BYTES) -> bytes:
-    """Returns the contents of the regular file ``path``.
+    """Returns the contents of ``path``, which must be a regular file.
 
     Args:
         path: Path of the file.
         most: Largest allowed size in bytes.
 
     Raises:
-        OSError: The file cannot be read, is not a regular file, or is larger than allowed.
+        OSError: The file cannot be read, is not a regular file, or has more than ``most`` bytes.
     """
     with open_file(path) as file:
         pieces: list[bytes] = []
         left = most - os.fstat(file.fileno()).st_size
         while left >= 0 and (piece := file.read(_PIECE_BYTES)):
             pieces.append(piece)
-            # Count the bytes that were read, because files in /proc report size 0 and other files
-            # may grow.
+            # The bytes that were read are counted, because files in /proc report size 0 and other
+            # files may grow.
             left = most - sum(map(len, pieces))
     if left < 0:
         raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
@@ -132,12 +133,12 @@ def parse_json(data: str | bytes | bytearray, *, strict: bool = True, once: bool
     Args:
         data: Text to parse. Bytes are decoded as UTF-8.
         strict: Whether numbers must be finite and integers must fit into 64 bits. If false, NaN is
-            allowed (for example, as a loss), and integers that are too large for a float become
-            infinite.
-        once: Whether a duplicate key in an object is an error, as in files that people write.
+            allowed, for example as a loss. Integers that are too large for a float become infinite.
+        once: Whether a duplicate key in an object is an error. This is useful for files that people
+            write.
 
     Raises:
-        ValueError: The text is not JSON, or exceeds a limit. The message is a single line.
+        ValueError: The text is not JSON, or exceeds a limit. The message has a single line.
     """
     if len(data) > MAX_BYTES:
         raise ValueError(f"it has {len(data):,} bytes, more than {MAX_BYTES:,}")
@@ -187,9 +188,9 @@ def _integer(digits: str) -> int:
 
 
 def _any_integer(digits: str) -> int | float:
-    """Converts digits to an integer, or to infinity if the number is too large for a float.
+    """Converts ``digits`` to an integer, or to infinity if the number is too large for a float.
 
-    Without this conversion, dividing the integer later would raise OverflowError.
+    With such a large integer, a later division would raise OverflowError.
     """
     return int(digits) if len(digits) <= _MOST_DIGITS else math.copysign(math.inf, float(digits))
 
@@ -212,8 +213,8 @@ def read_text(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -
 
     Args:
         path: Path of the file.
-        hint: Advice to the user at the end of error messages.
-        error: Class of the error to raise.
+        hint: Advice to the user that ends error messages.
+        error: Class of the errors to raise.
 
     Raises:
         AdaptiveError: The file cannot be read, is too large, or is not UTF-8 text.
@@ -225,7 +226,7 @@ def read_text(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -
 
 
 def read_bytes(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -> bytes:
-    """Reads a regular file of at most :data:`MAX_BYTES`, with the errors of :func:`read_text`."""
+    """Reads a regular file of at most :data:`MAX_BYTES`. Errors are as in :func:`read_text`."""
     try:
         return read_whole(path)
     except OSError as caught:
@@ -233,12 +234,12 @@ def read_bytes(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) 
 
 
 def read_json(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -> Any:
-    """Reads a JSON file that was written by a person, in which duplicate keys are an error.
+    """Reads a JSON file that a person may have written, so duplicate keys are an error.
 
     Args:
         path: Path of the file.
-        hint: Advice to the user at the end of error messages.
-        error: Class of the error to raise.
+        hint: Advice to the user that ends error messages.
+        error: Class of the errors to raise.
 
     Raises:
         AdaptiveError: The file cannot be read, is not JSON, or exceeds a limit.
@@ -251,24 +252,24 @@ def read_json(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -
 
 
 def natural(text: str) -> int | None:
-    """Converts ``text`` to an integer of at most 18 digits, or returns ``None`` if impossible."""
+    """Converts ``text`` to an integer, or returns ``None`` unless it has 1 to 18 digits."""
     is_number = text.isascii() and text.isdecimal() and len(text) <= _DIGITS
     return int(text) if is_number else None
 
 
 def say(text: str, *, lines: bool = False) -> None:
-    """Prints a message to standard error, with escaped control characters, and flushes it.
+    """Prints a message to standard error with escaped control characters, and flushes the stream.
 
     Args:
         text: Text of the message.
-        lines: Whether to print line ends unchanged, for example in the drawing of a schedule. By
-            default, line ends are escaped.
+        lines: Whether to keep line ends, for example in the drawing of a schedule. By default, they
+            are escaped.
     """
     print(shown(text, lines=lines), file=sys.stderr, flush=True)
 
 
 def shown(text: str, *, lines: bool = False) -> str:
-    """Escapes control characters in a message, and truncates very long words.
+    """Returns a message with escaped control characters and with very long words truncated.
 
     Args:
         text: Text of the message, which may contain user input or parts of files.
@@ -278,11 +279,12 @@ def shown(text: str, *, lines: bool = False) -> str:
 
 
 def aligned(lines: Sequence[Sequence[str]], left: int = 0) -> list[str]:
-    """Formats a table as lines of text with aligned columns.
+    """Formats a table as lines of text in which columns are aligned.
 
     Args:
         lines: Cells of the table, row by row.
-        left: Number of leading columns to align left. All other columns are aligned right.
+        left: Number of columns at the left that are aligned left. All other columns are aligned
+            right.
     """
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
@@ -295,7 +297,7 @@ def aligned(lines: Sequence[Sequence[str]], left: int = 0) -> list[str]:
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    r"""Escapes control characters in a string, for example as ``\x1b``.
+    r"""Returns ``text`` with escaped control characters, for example ``\x1b``.
 
     Args:
         text: Any text, for example from a file or from a user.

@@ -1,7 +1,7 @@
 """Divides layers among stages according to Megatron-LM's flags, and checks the result.
 
 All layers for multi-token prediction (MTP) are on the same stage, after all transformer layers. By
-default, this is the last stage. Like the first stage, it needs the word embedding.
+default, this is the last stage. Like the first stage, this stage needs the word embedding.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _UNEVEN = (
 
 
 def lay_out(values: dict[str, Any], specs: Mapping[str, FieldSpec]) -> None:
-    """Sets the number of chunks and the layers per stage if Megatron-LM's flags determine them.
+    """Sets the number of chunks and the layers per stage if flags of Megatron-LM determine them.
 
     Args:
-        values: Values of the flags set by the user, keyed by setting name. The dict is modified in
-            place.
+        values: Values of the flags that the user has set, keyed by setting name. The function
+            modifies this dict.
         specs: Specifications of the settings, keyed by name.
 
     Raises:
-        ConfigError: The flags do not match the number of pipeline ranks or the number of layers.
+        ConfigError: The flags are incompatible with the number of pipeline ranks or layers.
     """
     if path := values.get("heterogeneous_layers_config_path"):
-        # The file may be deleted later, so store its contents in checkpoints.
+        # The file may be deleted later, so its contents are stored in checkpoints.
         values.setdefault("heterogeneous_layers_config_encoded_json", read_text(Path(path), _HINT))
     pipeline = values.get("pipeline_model_parallel_size", 1)
     if "num_layers_per_virtual_pipeline_stage" in values:
@@ -90,10 +90,10 @@ def lay_out(values: dict[str, Any], specs: Mapping[str, FieldSpec]) -> None:
 
 
 def _chunks_of(num_layers: int, pipeline: int, layers_per_chunk: int) -> int:
-    """Returns the number of chunks per pipeline rank if each has ``layers_per_chunk`` layers.
+    """Returns the number of chunks per pipeline rank if each chunk has ``layers_per_chunk`` layers.
 
     Raises:
-        ConfigError: The layers cannot be divided evenly into such chunks.
+        ConfigError: The layers cannot be divided evenly into chunks of this size.
     """
     unit = pipeline * layers_per_chunk
     if num_layers % unit != 0:
@@ -110,9 +110,9 @@ class UnlikeLayer(NamedTuple):
 
     Attributes:
         groups: Number of key and value heads, or 0 if the layer has no attention.
-        width: Inner width of the feed-forward block, or 0 if the layer has no such block.
-        linear: Number of blocks (attention and feed-forward) that are replaced by a linear layer,
-            from 0 to 2.
+        width: Inner width of the feed-forward block, or 0 if the layer has none.
+        linear: Number of blocks (attention and feed-forward) that a linear layer replaces, from 0
+            to 2.
     """
 
     groups: int
@@ -121,12 +121,12 @@ class UnlikeLayer(NamedTuple):
 
 
 def unlike_layers(config: TrainerConfig) -> list[UnlikeLayer] | None:
-    """Returns the layers of a model if their sizes differ, otherwise ``None``.
+    """Returns the sizes of all layers, or ``None`` if all layers have the same sizes.
 
-    Source: ``HeterogeneousTransformerConfig`` of megatron-core defines the format.
+    Source: The class ``HeterogeneousTransformerConfig`` of megatron-core, which defines the format.
 
     Raises:
-        ConfigError: The JSON text does not have the expected format.
+        ConfigError: The JSON text in the settings does not have the expected format.
     """
     text = config.core.heterogeneous_layers_config_encoded_json
     model = config.model
@@ -162,7 +162,7 @@ def unlike_layers(config: TrainerConfig) -> list[UnlikeLayer] | None:
 
 
 def _unlike(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str]]:
-    """Yields checks of a model whose layers have different sizes."""
+    """Yields the rules for models whose layers have different sizes."""
     model = config.model
     layers = unlike_layers(config)
     if layers is None:
@@ -185,12 +185,12 @@ def _unlike(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str]]:
 
 
 def layer_rules(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str]]:
-    """Yields checks of layers and stages, as pairs of an error condition and a message.
+    """Yields the rules for layers and stages, as pairs of a condition and an error message.
 
     Args:
         config: Settings of the run.
-        flags: Object with an attribute for each setting. The attribute contains the setting's flag
-            as on the command line, for error messages.
+        flags: Object with an attribute for each setting. The value of the attribute is the
+            setting's flag as on the command line, for error messages.
     """
     model = config.model
     layers = model.num_layers
@@ -228,7 +228,7 @@ def layer_rules(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str
 
 
 def _predictions(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str]]:
-    """Yields checks of layers for multi-token prediction and their stage."""
+    """Yields the rules for multi-token prediction layers and their stage."""
     layers = config.model.mtp_num_layers
     layout = config.schedule.pipeline_model_parallel_layout
     letters = "" if layout is None else "".join(parse_layout(layout))

@@ -1,10 +1,10 @@
-"""Creates flags from the settings of the installed megatron-core.
+"""Creates command-line flags from the settings of the installed megatron-core.
 
 Importing megatron-core's configuration classes would import torch, so this module parses their
-source. Every setting becomes a flag, with four exceptions: a different dataclass of this package
-has the setting, the trainer sets it (``_OWN``), ``unsupported_flags.py`` rejects the flag, or the
-command line cannot represent its type. Flags have the same names as in Megatron-LM. megatron-core
-checks that these settings are compatible with each other.
+source. A setting becomes a flag, except in four cases: another dataclass of this package has the
+setting, the trainer sets it (``_OWN``), ``unsupported_flags.py`` rejects the flag, or the command
+line cannot represent its type. Flags have the same names as in Megatron-LM. megatron-core checks
+that these settings are compatible with each other.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from megatron.adaptive.config.run import CheckpointConfig, LoggingConfig, RunCon
 from megatron.adaptive.config.schedule import ScheduleConfig
 from megatron.adaptive.config.unsupported_flags import is_idle, reason_for
 
-# This pattern matches a sentence about a default of None or False in megatron-core's docstrings.
-# Help texts omit this sentence, because such a flag is absent by default.
+# This pattern matches sentences in megatron-core's docstrings about a default of None or False.
+# Help texts omit these sentences, because flags with such a default are simply absent.
 _IDLE_DEFAULT = re.compile(r" ?(?:Defaults to|The default is) (?:None|False)\.")
 OTHERS = (
     ModelConfig,
@@ -52,7 +52,7 @@ _CLASSES = (
     ("optimizer/optimizer_config.py", "OptimizerConfig"),
     ("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),
 )
-# The trainer computes these settings from other settings or sets them to fixed values.
+# The trainer computes these settings from other settings, or sets them to fixed values.
 _OWN = frozenset(
     """
     virtual_pipeline_model_parallel_size num_layers_in_first_pipeline_stage
@@ -78,8 +78,8 @@ _NAMES = {
         "--ddp-param-name-patterns-for-fp32-local-accumulation"
     ),
 }
-# For these settings, Megatron-LM's command line has different defaults and choices than
-# megatron-core's classes.
+# For these settings, Megatron-LM's command line and megatron-core's classes have different defaults
+# and choices.
 _DEFAULTS: Mapping[str, Any] = {
     "q_lora_rank": None,
     "kv_lora_rank": 32,
@@ -101,7 +101,7 @@ _TYPES: Mapping[str, tuple[Any, dict[str, Any]]] = {
 
 
 def parse_pattern(text: str) -> int | list[int]:
-    """Parses a layer pattern, such as a number n (every n-th layer) or ``([1]*3+[0])*2``.
+    """Parses a layer pattern: a number n (every n-th layer), or a list like ``([1]*3+[0])*2``.
 
     Returns:
         The number n, or a list with a number for each layer.
@@ -161,11 +161,11 @@ class _Setting:
         name: Name of the field.
         of: Name of the class that contains the field.
         annotation: Source text of the type annotation, such as ``Optional[int]``.
-        default: Default value, or ``None`` if the default in the source is not a literal.
-        is_literal: Whether the default in the source is a literal, which may be ``None``.
-        names: Spellings of the flag in the field's metadata, or empty if the metadata contains no
-            spelling.
-        text: Docstring that follows the field, or empty if the field has no docstring.
+        default: Default value, or ``None`` if the source does not contain it as a literal.
+        is_literal: Whether the source contains the default as a literal, which may be ``None``.
+        names: Spellings of the flag in the field's metadata, or empty if the metadata contains
+            none.
+        text: Docstring after the field, or empty if there is none.
     """
 
     name: str
@@ -178,9 +178,9 @@ class _Setting:
 
 
 def _settings() -> Iterator[_Setting]:
-    """Yields all fields of the installed megatron-core's configuration classes."""
-    # Search the paths of the package megatron, because find_spec("megatron.core.x") would import
-    # megatron.core.
+    """Yields all fields of the configuration classes of the installed megatron-core."""
+    # The paths of the package megatron are searched, because find_spec("megatron.core.x") would
+    # import megatron.core.
     folders = (Path(part, "core") for part in sys.modules["megatron"].__path__)
     folder = next((candidate for candidate in folders if candidate.is_dir()), Path())
     trees: dict[str, ast.Module] = {}
@@ -206,8 +206,8 @@ def _settings_of(node: ast.ClassDef) -> Iterator[_Setting]:
         if isinstance(default, ast.Call):
             arguments = {keyword.arg: keyword.value for keyword in default.keywords}
             default = arguments.get("default")
-            # Evaluate only the flag's names, because other parts of the metadata may not be
-            # literals.
+            # Only the names of the flag are evaluated, because other parts of the metadata may not
+            # be literals.
             for part in ast.walk(arguments.get("metadata", ast.Pass())):
                 if isinstance(part, ast.Dict):
                     for key, spellings in zip(part.keys, part.values, strict=True):
@@ -233,7 +233,7 @@ def _settings_of(node: ast.ClassDef) -> Iterator[_Setting]:
 def _field_of(setting: _Setting) -> tuple[str, Any, Any] | None:
     """Converts ``setting`` to a dataclass field, and returns its name, type and description.
 
-    Returns ``None`` if the command line cannot represent the setting's type.
+    The result is ``None`` if the command line cannot represent the type of the setting.
     """
     kind = setting.annotation.replace("List[", "list[")
     if kind.startswith("Optional["):
@@ -322,7 +322,7 @@ LATENT_SETTINGS = tuple(
     for setting in _SETTINGS
     if setting.of == _LATENT and setting.name in vars(CoreConfig())
 )
-"""Names of the settings that have an effect only with multi-latent attention."""
+"""Names of the settings that only affect models with multi-latent attention."""
 
 EXPERT_SETTINGS = tuple(name for name in vars(CoreConfig()) if name.startswith("moe_"))
-"""Names of the settings that have an effect only in a mixture-of-experts model."""
+"""Names of the settings that only affect models with experts."""

@@ -28,7 +28,7 @@ _SWIGLU_MULTIPLE = 64
 
 
 def _fusion(operations: str, off: str) -> Any:
-    """Declares a flag that disables a fused kernel, which is enabled by default."""
+    """Declares a flag that disables a fused kernel. Such kernels are enabled by default."""
     text = f"Do not use a fused kernel for {operations}; without this flag it is used if available."
     return switch(text, off=off)
 
@@ -37,7 +37,8 @@ def _fusion(operations: str, off: str) -> Any:
 class ModelConfig:
     """Model.
 
-    If ``ffn_hidden_size`` or ``kv_channels`` is not set, it is computed from ``hidden_size``.
+    If ``ffn_hidden_size`` or ``kv_channels`` is not set, its value is computed from
+    ``hidden_size``.
     """
 
     num_layers: Layers = required(
@@ -189,9 +190,9 @@ class ModelConfig:
         if self.use_rotary_position_embeddings:
             assign(self, "position_embedding_type", "rope")
         if self.ffn_hidden_size is None:
-            # A gated block has three matrices instead of two. With two thirds of the usual width,
-            # it has the same number of parameters. Like Megatron-LM, round down to a multiple of
-            # 64.
+            # A gated block has three matrices instead of two. It has the same number of parameters
+            # if its width is two thirds of the usual width. The width is rounded down to a multiple
+            # of 64, as in Megatron-LM.
             gated = int((4 * self.hidden_size * 2 / 3) / _SWIGLU_MULTIPLE) * _SWIGLU_MULTIPLE
             assign(self, "ffn_hidden_size", gated if self.swiglu else 4 * self.hidden_size)
         if self.kv_channels is None:
@@ -205,17 +206,17 @@ class ModelConfig:
 
     @property
     def is_gated(self) -> bool:
-        """Whether the feed-forward block is gated, which means that it has three matrices."""
+        """Whether the feed-forward block is gated, so that it has three matrices instead of two."""
         return self.swiglu or self.quick_geglu or self.geglu
 
     @property
     def local_attention(self) -> str:
-        """Value of ``--attention-backend`` for the trainer's own (local) layers."""
+        """Value of ``--attention-backend`` that applies to the trainer's own (local) layers."""
         return self.attention_backend
 
     @property
     def query_groups(self) -> int:
-        """Number of key and value heads, equal to the query heads if queries are not grouped."""
+        """Number of key and value heads, or of query heads if queries are not grouped."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
 
@@ -226,8 +227,8 @@ _NO_EXPERTS = "individual parts of expert layers cannot be recomputed; use full,
 class RecomputeConfig:
     """Recompute.
 
-    The shorthands ``recompute_activations`` and ``checkpoint_activations`` set the fields
-    ``recompute_granularity``, ``recompute_method`` and ``recompute_num_layers``.
+    The flags ``recompute_activations`` and ``checkpoint_activations`` are shorthands, which set the
+    fields ``recompute_granularity``, ``recompute_method`` and ``recompute_num_layers``.
     """
 
     recompute_activations: bool = switch("Shorthand for --recompute-granularity selective.")
@@ -365,12 +366,12 @@ MODELS: Mapping[str, str] = {
 
 
 def model_flags(model: str, folder: Path) -> list[str]:
-    """Returns the trainer's flags for ``model``.
+    """Returns the trainer's command-line flags for the model ``model``.
 
     Args:
-        model: Name in :data:`MODELS`, or path of a text file with flags. In the file, ``#`` begins
-            a comment.
-        folder: Folder that contains the file if the path ``model`` is relative.
+        model: Name in :data:`MODELS`, or path of a text file with flags. In such a file, ``#``
+            starts a comment.
+        folder: Folder from which a relative path starts.
 
     Raises:
         ConfigError: ``model`` is neither a known name nor a readable file.

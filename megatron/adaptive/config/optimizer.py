@@ -1,4 +1,4 @@
-"""Defines the settings of data types, optimizer, learning rate and adapters."""
+"""Defines the settings of data types, of the optimizer, of the learning rate and of adapters."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _NOT_MOVED = "the trainer saves and moves the state of adam, sgd and muon; use o
 class OptimizerConfig:
     """Optimizer and learning rate.
 
-    Lengths in the learning rate schedule are numbers of iterations with ``--train-iters``, and
-    numbers of samples with ``--train-samples``. Flags for the unit that is not in use are ignored.
+    In the learning rate schedule, lengths are numbers of iterations with ``--train-iters``, and
+    numbers of samples with ``--train-samples``. Flags that use the other unit are ignored.
     """
 
     optimizer: str = flag(
@@ -213,11 +213,11 @@ class LoraConfig:
 
     @property
     def is_on(self) -> bool:
-        """Whether low-rank adapters are trained while the model's weights are frozen."""
+        """Whether low-rank adapters are trained, while the weights of the model are frozen."""
         return self.lora_rank is not None
 
     @property
     def scale(self) -> float:
-        """Factor by which the output of each adapter is multiplied, which is alpha / rank."""
+        """Factor for the output of each adapter, which is alpha / rank."""
         rank = self.lora_rank or 1
         return (self.lora_alpha or rank) / rank

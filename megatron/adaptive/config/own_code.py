@@ -1,7 +1,7 @@
 """Imports objects from users' code, so that users can extend this package.
 
-Flags refer to objects as ``package.module:name``. Installed packages can also provide short names
-for their objects, as entry points of a group.
+Flags refer to objects as ``package.module:name``. An installed package can also provide short names
+for its objects, as entry points of a group.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from megatron.adaptive.errors import ConfigError
 
 
 def import_object(path: str, subject: str) -> Any:
-    """Imports the object at ``path``, and also searches the current working directory.
+    """Imports the object at ``path``. The current working directory is also searched.
 
     Args:
-        path: Object as ``package.module:name``, as specified by the user.
-        subject: Kind of object for error messages, such as ``schedule``.
+        path: Path of the object in the form ``package.module:name``.
+        subject: Type of object for error messages, such as ``schedule``.
 
     Raises:
         ConfigError: The module cannot be imported, or does not contain the object.
@@ -54,15 +54,15 @@ def import_object(path: str, subject: str) -> Any:
 
 
 def find_object(name: str, *, group: str, subject: str) -> Any | None:
-    """Imports the object to which the value of a flag refers.
+    """Imports the object that the value of a flag names.
 
     Args:
-        name: Either ``package.module:name``, or the name of an entry point.
-        group: Group of the entry points.
-        subject: Kind of object for error messages, such as ``schedule``.
+        name: Value of the flag: either ``package.module:name``, or the name of an entry point.
+        group: Group in which the entry point is searched.
+        subject: Type of object for error messages, such as ``schedule``.
 
     Returns:
-        The object, or ``None`` if the name contains no colon and the entry point does not exist.
+        The object, or ``None`` if ``name`` contains no colon and is not the name of an entry point.
 
     Raises:
         ConfigError: The module cannot be imported, or does not contain the object.
@@ -75,13 +75,13 @@ def find_object(name: str, *, group: str, subject: str) -> Any | None:
 
 
 def modules_in(package: ModuleType) -> Iterator[ModuleType]:
-    """Imports and yields all modules of ``package``, sorted by name."""
+    """Imports all modules of ``package``, and yields them sorted by name."""
     for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda module: module.name):
         yield importlib.import_module(f"{package.__name__}.{module.name}")
 
 
 def source_of(function: Any) -> str:
-    """Returns the file and line in which ``function`` (a function or class) is defined."""
+    """Returns the file and line of the definition of ``function``, which may also be a class."""
     try:
         file = inspect.getsourcefile(function) or "?"
         line = inspect.getsourcelines(function)[1]

@@ -1,4 +1,4 @@
-"""Defines the settings for parallelism and for the transport of messages between ranks."""
+"""Defines the settings for parallelism, and for the transport of messages between ranks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from megatron.adaptive.errors import ConfigError
 class ParallelConfig:
     """Parallelism.
 
-    ``world_size`` is set by the launcher, not by a flag. With
+    The launcher sets ``world_size``, which has no flag. With
     ``num_layers_per_virtual_pipeline_stage``, the parser computes
-    ``num_virtual_stages_per_pipeline_rank`` (the number of chunks).
+    ``num_virtual_stages_per_pipeline_rank``, which is the number of chunks.
     """
 
     world_size: int
@@ -99,17 +99,17 @@ class ParallelConfig:
 
     @property
     def unequal_sizes(self) -> tuple[int, ...] | None:
-        """Number of ranks per stage, or ``None`` if all stages have the same number."""
+        """Number of ranks of each stage, or ``None`` if all stages have the same number."""
         sizes = self.stage_data_parallel_sizes
         return sizes if sizes is not None and len(set(sizes)) > 1 else None
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of data-parallel replicas, which process different samples.
+        """Number of data-parallel replicas, each of which processes different samples.
 
         If stages have unequal numbers of ranks, this is the least common multiple of these numbers.
-        The number of microbatches per step is a multiple of this number, so all ranks of a stage
-        run the same number of microbatches.
+        The number of microbatches per step is a multiple of the result, so all ranks of a stage run
+        the same number of microbatches.
         """
         if self.unequal_sizes is not None:
             return math.lcm(*self.unequal_sizes)
@@ -117,7 +117,7 @@ class ParallelConfig:
         return self.world_size // (ranks * self.context_parallel_size)
 
     def microbatches_of(self, pp_rank: int, num_microbatches: int) -> int:
-        """Returns the number of microbatches that each rank of a stage runs per step.
+        """Returns how many microbatches each rank of a stage runs per step.
 
         Args:
             pp_rank: Pipeline rank of the stage.
@@ -129,7 +129,7 @@ class ParallelConfig:
 
     @property
     def num_chunks(self) -> int:
-        """Number of model chunks (virtual stages) on each pipeline rank."""
+        """Number of model chunks (virtual stages) that each pipeline rank holds."""
         return self.num_virtual_stages_per_pipeline_rank or 1
 
     @property
@@ -139,7 +139,7 @@ class ParallelConfig:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages in the whole pipeline: pipeline ranks times chunks per rank."""
+        """Number of stages of the pipeline, which is pipeline ranks times chunks per rank."""
         return self.pipeline_model_parallel_size * self.num_chunks
 
 
@@ -153,10 +153,10 @@ _LEAST_SLOT_BYTES = 4096
 
 
 def _is_own_transport(name: str) -> bool:
-    """Returns whether ``name`` is a user's transport instead of a transport of this package.
+    """Returns whether ``name`` refers to a user's transport, not to a transport of this package.
 
     Raises:
-        ValueError: The transport does not exist, or it cannot be imported.
+        ValueError: The transport does not exist or cannot be imported.
     """
     try:
         load_transport(name)
@@ -232,5 +232,5 @@ class TransportConfig:
 
     @property
     def forced(self) -> str | None:
-        """Transport for all pairs of ranks, or ``None`` if each pair uses its best transport."""
+        """Transport that all pairs of ranks must use, or ``None`` to use the best for each pair."""
         return None if self.transport == AUTO else self.transport

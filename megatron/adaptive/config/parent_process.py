@@ -11,11 +11,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
-    """Asks the kernel to send a signal to this process when its parent exits.
+    """Asks the kernel to send a signal to this process when its parent process exits.
 
-    The setting remains in effect after ``exec``, but child processes do not inherit it. If a parent
-    with several threads is killed, the signal may arrive several times. The kernel sends the signal
-    each time it reparents this process from an exiting thread to a thread that is still running.
+    The request remains in effect after ``exec``, but child processes do not inherit it. If a parent
+    process with several threads is killed, the signal may arrive several times. The reason is that
+    the kernel moves this process from each exiting thread to a thread that still runs, and sends
+    the signal every time.
 
     Args:
         number: Number of the signal.
@@ -24,7 +25,7 @@ def end_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def ending_with_this_process(number: int) -> Callable[[], None]:
-    """Returns a ``preexec_fn`` for ``subprocess`` that ties the new process to this process.
+    """Returns a ``preexec_fn`` for ``subprocess`` so that the new process ends with this process.
 
     Args:
         number: Number of the signal that is sent to the new process when this process exits.
@@ -33,7 +34,7 @@ def ending_with_this_process(number: int) -> Callable[[], None]:
 
     def prepare() -> None:
         end_with_parent(number)
-        if os.getppid() != parent:  # The parent exited before the call above.
+        if os.getppid() != parent:  # The parent exited before the call above could take effect.
             os._exit(1)
 
     return prepare

@@ -1,8 +1,8 @@
 """Reads plan files, which contain the planner's decisions about a run as JSON.
 
-``docs/plan.md`` describes their schema. This module converts a plan to variables of ``conf.sh``,
-and these variables to flags of the trainer. The launcher and the trainer both use this code, so a
-plan has the same effect in both programs.
+``docs/plan.md`` describes the schema of plan files. This module converts a plan to variables of
+``conf.sh``, and these variables to flags of the trainer. Launcher and trainer both use this code,
+so a plan has the same effect in both.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SETTINGS = (
     "slice_tokens",
     "activation_cap",
 )
-"""Keys of a plan that are also variables of ``conf.sh`` with names in capital letters."""
+"""Keys of a plan that are also variables of ``conf.sh``, where they are in capital letters."""
 _RECOMPUTE_FLAGS = {
     "none": "",
     "selective": "--recompute-granularity selective",
@@ -61,7 +61,7 @@ FLAGS = {
     "SLICE_TOKENS": "--slice-tokens",
     "ACTIVATION_CAP": "--activation-cap",
 }
-"""Maps each ``conf.sh`` variable to the trainer flag that receives its value."""
+"""Maps variables of ``conf.sh`` to the flags of the trainer that receive their values."""
 _SWITCH_FLAGS = {
     "DISTRIBUTED_OPTIMIZER": "--use-distributed-optimizer",
     "OVERLAP_GRAD_REDUCE": "--overlap-grad-reduce",
@@ -69,16 +69,16 @@ _SWITCH_FLAGS = {
 }
 
 _LENGTHS_FLAG = "--variable-seq-lengths"
-"""Flag of runs whose documents keep their lengths. Only these runs use slices of fixed length."""
+"""Flag for runs that keep the lengths of documents. Only such runs use slices of fixed length."""
 
 
 def load_plan(path: Path) -> Any:
-    """Reads the plan file ``path`` as JSON, without checking it against the schema."""
+    """Reads the plan file ``path`` as JSON. The contents are not checked against the schema."""
     return read_json(path, "pass a plan file (see docs/plan.md)")
 
 
 def plan_flags(content: Any, where: str) -> list[str]:
-    """Checks a plan and converts it to flags of the trainer.
+    """Checks a plan against the schema, and converts it to flags of the trainer.
 
     Args:
         content: Contents of the plan file.
@@ -91,11 +91,11 @@ def plan_flags(content: Any, where: str) -> list[str]:
 
 
 def run_flags(values: Mapping[str, Any]) -> list[str]:
-    """Converts ``conf.sh`` variables that a plan may set to flags of the trainer.
+    """Converts the variables of ``conf.sh`` that a plan may set to flags of the trainer.
 
     Args:
-        values: Values of the variables, keyed by name, as text, numbers or booleans. A value of
-            ``None`` means that the variable is absent.
+        values: Values of the variables as text, numbers or booleans, keyed by name. ``None`` means
+            that the variable is absent.
     """
     flags: list[str] = []
     for name, flag in FLAGS.items():
@@ -113,7 +113,7 @@ def run_flags(values: Mapping[str, Any]) -> list[str]:
 
 
 def world_size_of(content: Mapping[str, Any]) -> int | None:
-    """Returns the number of processes that a plan requires, or ``None`` if it is unspecified."""
+    """Returns the number of processes that a plan needs, or ``None`` if it is not specified."""
     degrees = content.get("degrees", {})
     if "stages" in content:
         return sum(len(stage["tensor"]) for stage in content["stages"])
@@ -124,7 +124,7 @@ def world_size_of(content: Mapping[str, Any]) -> int | None:
 
 
 def plan_variables(content: Any, where: str) -> dict[str, str]:
-    """Checks a plan and converts it to variables of ``conf.sh``.
+    """Checks a plan against the schema, and converts it to variables of ``conf.sh``.
 
     Args:
         content: Contents of the plan file.
@@ -151,7 +151,7 @@ def plan_variables(content: Any, where: str) -> dict[str, str]:
 
 
 def _stages(stages: Sequence[Mapping[str, Any]], where: str) -> dict[str, str]:
-    """Returns the ``conf.sh`` variable for stages with unequal numbers of ranks."""
+    """Returns the variable of ``conf.sh`` with the numbers of ranks of unequal stages."""
     for index, stage in enumerate(stages):
         if any(width != 1 for width in stage["tensor"]):
             raise ConfigError(
@@ -188,7 +188,7 @@ PLAN_HELP = (
 
 
 def expand_plan(argv: Sequence[str], specs: Mapping[str, FieldSpec], world_size: int) -> list[str]:
-    """Replaces ``--plan FILE`` in a command line with the flags of the plan.
+    """Replaces ``--plan FILE`` in a command line by the flags of the plan.
 
     Args:
         argv: Command line of the trainer.
@@ -196,11 +196,11 @@ def expand_plan(argv: Sequence[str], specs: Mapping[str, FieldSpec], world_size:
         world_size: Number of processes of the job.
 
     Returns:
-        The command line with the plan's flags instead of ``--plan``. Flags that the command line
-        already sets to the same value are not repeated.
+        Command line with the flags of the plan instead of ``--plan``. Flags that are already
+        present with the same value are not repeated.
 
     Raises:
-        ConfigError: The plan cannot be read, contradicts a flag, or requires a different number of
+        ConfigError: The plan cannot be read, contradicts a flag, or needs a different number of
             processes.
     """
     typed = flags_in(argv)

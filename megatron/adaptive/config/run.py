@@ -1,4 +1,4 @@
-"""Defines the settings of run length, validation, checkpoints and logging."""
+"""Defines the settings of the length of a run, of validation, of checkpoints and of logging."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class CheckpointConfig:
 
     @property
     def saves_behind(self) -> bool:
-        """Whether checkpoints are written in the background while training continues."""
+        """Whether checkpoints are written in the background while the training continues."""
         return self.async_save or self.save_local is not None
 
 

@@ -1,4 +1,4 @@
-"""Reads the header of a ``safetensors`` file, with the same checks as that package.
+"""Reads the header of a ``safetensors`` file, with the same checks as the ``safetensors`` package.
 
 The file and its JSON header have the following layout::
 
@@ -6,9 +6,9 @@ The file and its JSON header have the following layout::
     {"__metadata__": {text: text}, NAME: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
 
 Tensors follow each other without gaps, from the end of the header to the end of the file. So a file
-is damaged if tensors overlap, or if some bytes do not belong to a tensor.
+is damaged if tensors overlap, or if a byte belongs to no tensor.
 
-Source: the format's description and the behaviour of the package ``safetensors`` 0.8.
+Source: the description of the format, and the behaviour of the package ``safetensors`` 0.8.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ BITS: Mapping[str, int] = {
     "F6_E3M2": 6,
     "F4": 4,
 }
-"""Number of bits per element of a tensor, keyed by the code of the data type."""
+"""Number of bits per element of a tensor, keyed by the code of its data type."""
 
-_LONGEST = 100_000_000  # The format defines this maximum size of a header in bytes.
+_LONGEST = 100_000_000  # Maximum size of a header in bytes, which the format defines.
 _RESTORE = "copy the file again"
 _METADATA = "__metadata__"
 _SIZE_LIMIT = 1 << 64
@@ -63,10 +63,10 @@ class TensorEntry:
     """Type, shape and position of a tensor in a file.
 
     Attributes:
-        dtype: Code of the data type, a key of :data:`BITS`.
+        dtype: Code of the data type, which is a key of :data:`BITS`.
         shape: Number of elements along each dimension.
-        begin: Offset of the tensor's first byte in the file.
-        end: Offset in the file directly after the tensor's last byte.
+        begin: Position of the tensor's first byte in the file.
+        end: Position directly after the tensor's last byte in the file.
     """
 
     dtype: str
@@ -87,14 +87,14 @@ class _Once(dict[str, Any]):
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Returns a dict with the type, shape and position of each tensor, in the order of the header.
+    """Returns type, shape and position of each tensor by name, in the order of the header.
 
     Raises:
         CheckpointError: The file cannot be read.
         DamagedCheckpointError: The file is truncated, or its header is invalid.
     """
     try:
-        # If the path is a named pipe, open() without O_NONBLOCK would wait for a writer.
+        # If the path is a named pipe, os.open() without O_NONBLOCK would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
             status = os.fstat(descriptor)
@@ -182,21 +182,21 @@ def _is_metadata(metadata: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    """Returns whether ``value`` is a string that can be encoded as UTF-8."""
+    """Returns whether ``value`` is a string that UTF-8 can encode."""
     return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
 def _entry(name: str, value: Any, first: int) -> TensorEntry:
-    """Parses the entry of a tensor in the header.
+    """Parses the header's entry for a tensor.
 
     Args:
         name: Name of the tensor.
-        value: Value of this name in the header. The value is an object if the file is intact.
-        first: Offset of the first byte after the header in the file.
+        value: Value of the entry, which is an object unless the file is damaged.
+        first: Position of the first byte after the header in the file.
 
     Raises:
-        ValueError: A field is missing or duplicated or has the wrong type, or the number of bytes
-            does not match the type and shape.
+        ValueError: A field is missing, is duplicated or has the wrong type. The error is also
+            raised if the number of bytes does not match type and shape.
     """
     if not _is_text(name) or not isinstance(value, _Once):
         raise ValueError(f"{_short(name)} must be an object, got {_short(value)}")
@@ -238,7 +238,7 @@ def _check_cover(entries: Mapping[str, TensorEntry], first: int, size: int) -> N
 
     Args:
         entries: Type, shape and position of each tensor in the file, keyed by name.
-        first: Offset of the first byte after the header in the file.
+        first: Position of the first byte after the header in the file.
         size: Size of the file in bytes.
     """
     end = first

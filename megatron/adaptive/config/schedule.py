@@ -1,4 +1,4 @@
-"""Defines the settings of the pipeline schedule, the layers per stage, and traces."""
+"""Defines the settings of the pipeline schedule, of the layers per stage, and of traces."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from megatron.adaptive.config.sequence_slices import (
 from megatron.adaptive.errors import ConfigError
 
 BALANCED = ("off", "lengths", "speed", "both")
-"""Allowed values of ``--balance-replicas``."""
+"""Possible values of ``--balance-replicas``."""
 
 
 def default_placement(schedule: str, num_chunks: int) -> PlacementKind:
-    """Returns the default of ``--pipeline-placement``, which assigns stages to ranks.
+    """Returns the default of ``--pipeline-placement``, which determines the rank of each stage.
 
     Args:
         schedule: Value of ``--pipeline-schedule``.
@@ -43,13 +43,13 @@ def default_placement(schedule: str, num_chunks: int) -> PlacementKind:
 
 
 TRACE_DETAILS = ("actions", "layers", "collectives", "kernels")
-"""Values of ``--trace-detail``. Each value includes all earlier values in this list."""
+"""Possible values of ``--trace-detail``. Each value includes all values before it."""
 
 _PARTITION = re.compile(r"[0-9]+(-[0-9]+)*")
 
 
 def parse_partition(text: str) -> tuple[int, ...]:
-    """Parses the number of layers per stage from a string such as ``0-11-8-8``.
+    """Parses a string such as ``0-11-8-8``, which contains the number of layers of each stage.
 
     Raises:
         ValueError: The text does not consist of non-negative integers joined by ``-``.
@@ -68,12 +68,12 @@ _MOST_LETTERS = 100_000
 
 
 def parse_layout(text: str) -> tuple[str, ...]:
-    """Parses the layers of each stage from a string such as ``Et|(tt|)*2mL``.
+    """Parses a string such as ``Et|(tt|)*2mL``, which contains the layers of each stage.
 
-    ``E`` is the embedding, ``t`` a transformer layer, ``m`` a layer for multi-token prediction, and
-    ``L`` the loss.
+    Stages are joined by ``|``. ``E`` is the embedding, ``t`` a transformer layer, ``m`` a layer for
+    multi-token prediction, and ``L`` the loss.
 
-    Source: ``PipelineParallelLayerLayout`` of megatron-core defines the notation.
+    Source: The class ``PipelineParallelLayerLayout`` of megatron-core, which defines the notation.
 
     Raises:
         ValueError: The text does not match the notation, or layers are in the wrong order.
@@ -112,17 +112,18 @@ def uneven_split(
     embedding: bool | None = False,
     loss: bool | None = False,
 ) -> tuple[int, ...]:
-    """Returns the number of layers per stage if the first or last rank has a specified number.
+    """Returns the number of layers per stage, for a given number on the first or last rank.
 
     The result is the same as in Megatron-LM. Stages are assigned to ranks round-robin (in a loop).
+    If the embedding or the loss counts as a layer, its stage gets one transformer layer fewer.
 
     Args:
         num_layers: Number of layers in the model.
         num_ranks: Number of pipeline ranks.
         num_chunks: Number of stages per rank.
-        first: Number of layers on the first rank, or ``None`` for the same number as on inner
+        first: Number of layers on the first rank, or ``None`` for the same number as on other
             ranks.
-        last: Number of layers on the last rank, or ``None`` for the same number as on inner ranks.
+        last: Number of layers on the last rank, or ``None`` for the same number as on other ranks.
         embedding: Whether the embedding counts as a layer of the first stage.
         loss: Whether the loss counts as a layer of the last stage.
 
@@ -148,7 +149,7 @@ def uneven_split(
 
 
 def parse_widths(text: str) -> tuple[int, ...]:
-    """Parses the number of ranks per stage from a string such as ``2-1-1``.
+    """Parses a string such as ``2-1-1``, which contains the number of ranks of each stage.
 
     Raises:
         ValueError: The text does not consist of positive integers joined by ``-``.
@@ -162,15 +163,15 @@ def parse_widths(text: str) -> tuple[int, ...]:
 
 
 def format_partition(layers_per_stage: Sequence[int]) -> str:
-    """Converts ``layers_per_stage`` to a text such as ``0-11-8-8``."""
+    """Converts numbers of layers to a string such as ``0-11-8-8``."""
     return "-".join(str(layers) for layers in layers_per_stage)
 
 
 def nearly_even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Divides layers among stages so that the numbers of layers differ by at most one.
+    """Divides layers among stages so that their numbers of layers differ by at most one.
 
-    Inner stages get the additional layers, because the first stage also computes the embedding and
-    the last stage also computes the loss.
+    If the layers cannot be divided evenly, inner stages get one layer more, because the first and
+    the last stage also compute the embedding and the loss.
     """
     base, rest = divmod(num_layers, num_stages)
     first = (num_stages - rest + 1) // 2
@@ -178,10 +179,10 @@ def nearly_even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def _is_own_schedule(name: str) -> bool:
-    """Returns whether ``name`` is a user's schedule instead of a schedule of this package.
+    """Returns whether ``name`` refers to a user's schedule, not to a schedule of this package.
 
     Raises:
-        ValueError: The schedule does not exist, or it cannot be imported.
+        ValueError: The schedule does not exist or cannot be imported.
     """
     try:
         return schedule_spec(name).is_own
@@ -190,10 +191,10 @@ def _is_own_schedule(name: str) -> bool:
 
 
 def _read_candidates(text: str) -> tuple[str, ...]:
-    """Parses a comma-separated list of schedule names.
+    """Parses a comma-separated list of names of schedules that ``auto`` may choose.
 
     Raises:
-        ValueError: A schedule does not exist, or ``auto`` does not support its kind.
+        ValueError: A schedule does not exist, or is of a kind that ``auto`` does not support.
     """
     names = tuple(name.strip() for name in text.split(","))
     for name in names:
@@ -212,9 +213,9 @@ class ScheduleConfig:
 
     Attributes:
         chosen_slices: Number of slices that ``--sequence-slices auto`` has chosen, or ``None``
-            before the choice. This field has no flag and is not saved in checkpoints.
+            before the choice. The field has no flag and is not saved in checkpoints.
         chosen_tokens: Number of tokens per slice that ``--slice-tokens auto`` has chosen, or
-            ``None`` before the choice. This field has no flag and is not saved in checkpoints.
+            ``None`` before the choice. The field has no flag and is not saved in checkpoints.
     """
 
     pipeline_schedule: str = flag(
@@ -387,12 +388,12 @@ class ScheduleConfig:
 
     @property
     def chooses_slices(self) -> bool:
-        """Whether the number of slices is chosen during the first steps."""
+        """Whether the trainer chooses the number of slices during the first steps."""
         return self.sequence_slices == CHOSEN_SLICES
 
     @property
     def chooses_tokens(self) -> bool:
-        """Whether the number of tokens per slice is chosen during the first steps."""
+        """Whether the trainer chooses the number of tokens per slice during the first steps."""
         return self.slice_tokens == CHOSEN_TOKENS
 
     @property
@@ -402,15 +403,15 @@ class ScheduleConfig:
 
     @property
     def trace_details(self) -> tuple[str, ...]:
-        """Details recorded for traced iterations: the chosen detail and all details before it."""
+        """Details that traced iterations record: ``--trace-detail`` and all values before it."""
         return trace_details(self.trace_detail)
 
     def traces(self, iterations_done: int) -> bool:
-        """Returns whether the next training iteration is recorded in the trace.
+        """Returns whether the trace records the next training iteration.
 
         Args:
             iterations_done: Number of iterations that this process has completed since it started.
-                Iterations before a loaded checkpoint do not count.
+                Iterations before a loaded checkpoint are not counted.
         """
         return self.trace_dir is not None and is_next_traced(
             iterations_done, self.trace_interval, self.trace_iterations
@@ -418,11 +419,12 @@ class ScheduleConfig:
 
 
 def is_next_traced(iterations_done: int, interval: int, most: int | None) -> bool:
-    """Returns whether the next iteration is recorded in a trace.
+    """Returns whether a trace records the next iteration.
 
     Args:
         iterations_done: Number of iterations that this process has completed since it started.
-        interval: Number of iterations from one traced iteration to the next.
+        interval: Number of iterations from the start of one traced iteration to the start of the
+            next.
         most: Maximum number of traced iterations, or ``None`` for no limit.
     """
     traced, rest = divmod(iterations_done, interval)
@@ -430,5 +432,5 @@ def is_next_traced(iterations_done: int, interval: int, most: int | None) -> boo
 
 
 def trace_details(chosen: str) -> tuple[str, ...]:
-    """Returns all details that the value ``chosen`` of ``--trace-detail`` includes."""
+    """Returns the value ``chosen`` of ``--trace-detail`` and all values that it includes."""
     return TRACE_DETAILS[: TRACE_DETAILS.index(chosen) + 1]

@@ -1,14 +1,14 @@
 """Defines the table of all pipeline schedules.
 
 A schedule determines the order in which each rank runs its actions (forward pass, backward pass,
-weight gradient). A schedule of this package is an entry of :data:`BUILT_IN` that refers to a
-function. Users' schedules need no entry: decorate a function with :func:`fixed_order` or
-:func:`run_time_rule`, and pass ``--pipeline-schedule package.module:name``. A package can also
-publish its schedules as entry points of the group ``megatron_adaptive.schedules``, which are
-selected by name (``examples/own_schedule``).
+weight gradient). Each schedule of this package is an entry of :data:`BUILT_IN`, which refers to a
+function. Users' schedules need no entry. A user decorates a function with :func:`fixed_order` or
+:func:`run_time_rule`, and passes ``--pipeline-schedule package.module:name``. A package can also
+publish its schedules as entry points of the group ``megatron_adaptive.schedules``. Such schedules
+are selected by name (``examples/own_schedule``).
 
 This module imports neither placements nor actions. ``schedule.catalog`` documents the arguments and
-results of the functions.
+the results of the functions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SplitBackward = Literal["never", "on request", "by default", "always"]
 Planned = Literal["no", "on request", "by default"]
 
 ENTRY_POINTS = "megatron_adaptive.schedules"
-"""Name of the entry point group through which installed packages provide schedules."""
+"""Name of the group of entry points through which installed packages provide schedules."""
 _PACKAGE = "megatron.adaptive.schedule"
 
 
@@ -39,40 +39,43 @@ class ScheduleSpec:
 
     Attributes:
         name: Name of the schedule on the command line.
-        function: Function that implements the schedule, or its path as ``package.module:function``.
-            It is empty for ``auto``, ``file`` and ``megatron``, which have no function.
+        function: Function that implements the schedule, or its path in the form
+            ``package.module:function``. It is empty for ``auto``, ``file`` and ``megatron``, which
+            have no function.
         kind: ``fixed`` if the order of actions is known before the step, or ``rule`` if each rank
             chooses its next action at run time. The schedules ``auto``, ``file`` and ``megatron``
             are separate kinds.
-        chunks: Number of model chunks (virtual stages) that each rank must have.
-        placements: Supported assignments of stages to ranks, with the default first: ``loop``
-            (round-robin) or ``v`` (from the first rank to the last and back).
-        prefers_v: Whether two chunks per rank are placed in a V by default.
-        splits_backward: Whether separate actions compute weight gradients instead of the backward
-            pass. With ``by default``, this depends on whether the model's layers support it.
-        overlaps_experts: Whether a rank may start an action while a different action waits for the
-            exchange of tokens with experts.
-        keeps_all: Whether all or nearly all forward passes run before the first backward pass, so
-            that all their activations are held at the same time.
+        chunks: Number of model chunks (virtual stages) that the schedule requires on each rank.
+        placements: Supported assignments of stages to ranks: ``loop`` (round-robin) or ``v`` (from
+            the first rank to the last and back). The default comes first.
+        prefers_v: Whether the two chunks of each rank are placed in a V by default.
+        splits_backward: Whether weight gradients are computed by separate actions instead of the
+            backward pass. With ``by default``, this depends on whether the model's layers support
+            it.
+        overlaps_experts: Whether a rank may start an action while another action waits for the
+            exchange of tokens between experts.
+        keeps_all: Whether all or nearly all forward passes run before the first backward pass. If
+            so, all their activations are held at the same time.
         allows_unequal_stages: Whether stages may have different numbers of ranks.
-        groups_microbatches: Whether microbatches run in groups, so that their number must be a
+        groups_microbatches: Whether microbatches run in groups. If so, their number must be a
             multiple of the group size.
-        takes_group_size: Whether ``--microbatch-group-size-per-virtual-pipeline-stage`` sets this
-            group size.
-        recomputes: Whether the schedule repeats forward passes, so that it requires full
-            recomputation.
-        microbatches_per_rank: Minimum number of microbatches per step for each pipeline rank, or 0
-            for no minimum. For example, with 2, four ranks need 8 microbatches.
-        is_hint: Whether the ``hinted`` schedule may use this schedule's order as its preference.
+        takes_group_size: Whether ``--microbatch-group-size-per-virtual-pipeline-stage`` sets the
+            size of these groups.
+        recomputes: Whether the schedule repeats forward passes. If so, full recomputation is
+            required.
+        microbatches_per_rank: Minimum number of microbatches per step divided by the number of
+            pipeline ranks, or 0 for no minimum. For example, if this is 2, four ranks need 8
+            microbatches.
+        is_hint: Whether the ``hinted`` schedule may prefer the order of this schedule.
         is_auto_candidate: Whether the ``auto`` schedule tries this schedule.
-        planned: Whether the planner considers the schedule: always (``by default``), only if the
-            user lists it (``on request``), or never (``no``).
+        planned: When the planner considers the schedule: always (``by default``), only if the user
+            lists it (``on request``), or never (``no``).
         orders_slices: Whether a fixed schedule also supports sequences that are cut into slices.
             Run-time rules always support slices.
-        torch_name: Name of the same schedule in ``torch.distributed.pipelining``, or empty if the
-            schedule does not exist there.
-        is_selectable: Whether users can select the schedule. The value is false for the schedule
-            used in validation.
+        torch_name: Name of the same schedule in ``torch.distributed.pipelining``, or empty if there
+            is none.
+        is_selectable: Whether users can select the schedule. It is false only for the schedule that
+            validation uses.
     """
 
     name: str
@@ -98,32 +101,32 @@ class ScheduleSpec:
 
     @property
     def is_rule(self) -> bool:
-        """Whether each rank chooses its next action at run time, including ``auto``."""
+        """Whether each rank chooses its next action at run time. This includes ``auto``."""
         return self.kind in ("rule", "auto")
 
     @property
     def is_v_only(self) -> bool:
-        """Whether the schedule supports only stages that are placed in a V over the ranks."""
+        """Whether the schedule requires stages that are placed in a V over the ranks."""
         return self.placements == ("v",)
 
     @property
     def default_placement(self) -> PlacementKind:
-        """Default placement of stages for two chunks per rank."""
+        """Assignment of stages to ranks that is used by default for two chunks per rank."""
         return "v" if self.prefers_v or self.is_v_only else "loop"
 
     @property
     def least_chunks(self) -> int:
-        """Minimum number of model chunks per rank that the schedule supports."""
+        """Minimum number of model chunks per rank."""
         return 2 if self.chunks in ("two", "several") else 1
 
     @property
     def most_chunks(self) -> int | None:
-        """Maximum number of chunks per rank, or ``None`` if the schedule has no limit."""
+        """Maximum number of model chunks per rank, or ``None`` if there is no limit."""
         return {"one": 1, "two": 2}.get(self.chunks)
 
     @property
     def is_own(self) -> bool:
-        """Whether the schedule was written by the user instead of being part of this package."""
+        """Whether the user wrote the schedule. If not, it belongs to this package."""
         return self.name not in BUILT_IN
 
     def load(self) -> Callable[..., Any]:
@@ -132,14 +135,14 @@ class ScheduleSpec:
             return self.function
         module, _, name = self.function.partition(":")
         loaded: Any = getattr(importlib.import_module(module), name)
-        # Functions of this package may be decorated like users' functions, so the object may be a
-        # ScheduleSpec.
+        # Functions of this package may be decorated in the same way as users' functions. In this
+        # case, the object is a ScheduleSpec.
         return loaded.load() if isinstance(loaded, ScheduleSpec) else loaded
 
 
 _BOTH: tuple[PlacementKind, ...] = ("loop", "v")
 
-# The order of the table matters, because the first of several equally fast schedules is chosen.
+# The order of this table matters: if several schedules are equally fast, the first is chosen.
 _TABLE = (
     ScheduleSpec(
         name="1f1b",
@@ -309,17 +312,18 @@ _TABLE = (
     ScheduleSpec(name="megatron", kind="megatron", groups_microbatches=True, takes_group_size=True),
 )
 BUILT_IN = {spec.name: spec for spec in _TABLE}
-"""Specifications of this package's schedules, keyed by name."""
+"""Specifications of the schedules of this package, keyed by name."""
 
 
 def selectable_names(
     matches: Callable[[ScheduleSpec], object] = lambda spec: True, *, also: Iterable[str] = ()
 ) -> tuple[str, ...]:
-    """Returns the names of schedules that users can select, in the order of the table.
+    """Returns the names of the schedules that users can select, in the order of the table.
 
     Args:
-        matches: Function that takes a schedule's specification, and returns whether to include it.
-        also: Names of schedules outside this package to add to the result.
+        matches: Function that takes the specification of a schedule, and returns whether to include
+            its name.
+        also: Names of schedules from outside this package that are also considered.
     """
     specs = [spec for spec in _TABLE if spec.is_selectable]
     specs += [schedule_spec(name) for name in also if name not in BUILT_IN]
@@ -327,11 +331,11 @@ def selectable_names(
 
 
 def schedule_spec(name: str) -> ScheduleSpec:
-    """Returns the specification of a schedule.
+    """Returns the specification of the schedule called ``name``.
 
     Args:
-        name: Name of a schedule of this package, name of an entry point, or ``package.module:name``
-            of a user's schedule.
+        name: Name of a schedule of this package, name of an entry point, or path of a user's
+            schedule in the form ``package.module:name``.
 
     Raises:
         ConfigError: The schedule does not exist, or its module cannot be imported.
@@ -362,18 +366,18 @@ def fixed_order(
     placements: tuple[PlacementKind, ...] = ("loop",),
     splits_backward: bool = False,
 ) -> Callable[[Callable[..., Any]], ScheduleSpec]:
-    """Creates a schedule from a function that lists the actions of all ranks.
+    """Creates a schedule from a function that lists the actions of all ranks in advance.
 
     The function takes the :class:`~megatron.adaptive.schedule.Placement` of the stages and the
     number of microbatches. It returns a tuple of :class:`~megatron.adaptive.schedule.Action` for
-    each rank, in rank order. The result is checked before training: each action must occur exactly
-    once, and the schedule must not deadlock.
+    each rank, in the order of the ranks. The result is checked before training: each action must
+    occur exactly once, and the schedule must not deadlock.
 
     Args:
-        chunks: Number of model chunks that each rank must have: ``any``, ``one``, ``two`` or
-            ``several``.
+        chunks: Number of model chunks that the schedule requires on each rank: ``any``, ``one``,
+            ``two`` or ``several``.
         placements: Supported assignments of stages to ranks: ``loop``, ``v``, or both.
-        splits_backward: Whether the function lists weight gradients as separate actions.
+        splits_backward: Whether the function lists separate actions for weight gradients.
     """
     return lambda function: ScheduleSpec(
         name=f"{function.__module__}:{function.__name__}",
@@ -397,10 +401,10 @@ def run_time_rule(
     quickly, and must not modify the state. It is tested in a simulation before training.
 
     Args:
-        chunks: Number of model chunks that each rank must have: ``any``, ``one``, ``two`` or
-            ``several``.
+        chunks: Number of model chunks that the schedule requires on each rank: ``any``, ``one``,
+            ``two`` or ``several``.
         placements: Supported assignments of stages to ranks, with the default first.
-        splits_backward: Whether weight gradients are separate actions by default.
+        splits_backward: Whether weight gradients are computed by separate actions by default.
     """
     return lambda function: ScheduleSpec(
         name=f"{function.__module__}:{function.__name__}",

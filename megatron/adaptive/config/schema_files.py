@@ -1,6 +1,6 @@
 """Reads YAML, TOML and JSON files that people write, and checks them against schemas.
 
-The file's suffix determines its format. Duplicate keys are an error in all three formats.
+The suffix of a file determines its format. Duplicate keys are an error in all three formats.
 Quantities are written with a unit (``40 GB``, ``25 Gbit/s``, ``5 us``), because a plain number does
 not show whether it means bits or bytes.
 
@@ -62,12 +62,12 @@ _QUANTITY = re.compile(r"\s*([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)\s*(\S*)\s*")
 
 
 def quantity(text: Any, unit: str, name: str, *, zero: bool = False) -> float:
-    """Converts a quantity such as ``25 GB/s`` to a number in the base unit ``unit``.
+    """Converts text with a quantity such as ``25 GB/s`` to a number in the base unit ``unit``.
 
     Args:
-        text: Number followed by its unit.
+        text: Number, followed by a unit.
         unit: Base unit of the result: ``bytes_per_s``, ``bytes``, ``s`` or ``flops``.
-        name: Name of the value for error messages, such as the file and key, or a command-line
+        name: Name of the value for error messages, for example the file and key, or a command-line
             option.
         zero: Whether 0 is allowed.
 
@@ -94,10 +94,10 @@ def read_file(path: Path, form: str) -> Any:
     Args:
         path: Path of the file. The suffix ``.toml`` means TOML, ``.json`` means JSON, and all other
             suffixes mean YAML.
-        form: Kind of the file for error messages: ``cluster``, ``model`` or ``profile``.
+        form: Type of file for error messages: ``cluster``, ``model`` or ``profile``.
 
     Raises:
-        ConfigError: The file cannot be read or is not valid in its format.
+        ConfigError: The file cannot be read, or is not valid YAML, TOML or JSON.
     """
     hint = f"pass a {form} file"
     if path.suffix.lower() == ".json":
@@ -151,7 +151,7 @@ _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
 
 
 FORMS = ("cluster", "model", "profile")
-"""Names of the schemas for the planner's input files."""
+"""Names of the schemas for the input files of the planner."""
 
 
 @functools.cache
@@ -163,18 +163,18 @@ def forms() -> Mapping[str, Any]:
 
 
 def check_form(value: Any, name: str, where: str) -> Any:
-    """Checks the contents of a file against a schema.
+    """Checks the contents of a file against the schema called ``name``.
 
     Args:
-        value: Contents of the file, as lists, dictionaries, strings and numbers.
+        value: Contents of the file as parsed from YAML, TOML or JSON.
         name: Name of the schema in ``data/forms.yaml``.
         where: Path of the file, for error messages.
 
     Returns:
-        A copy of the contents in which quantities such as ``40 GB`` are numbers in base units.
+        Copy of the contents in which quantities such as ``40 GB`` are numbers in base units.
 
     Raises:
-        ConfigError: The contents do not match the schema. The message describes the first problem.
+        ConfigError: The contents do not match the schema. The message describes the first mismatch.
     """
     return _check(value, forms()[name], where, "")
 
@@ -182,8 +182,8 @@ def check_form(value: Any, name: str, where: str) -> Any:
 def _check(value: Any, schema: Mapping[str, Any], where: str, path: str) -> Any:
     if rule := _broken_rule(value, schema):
         about = f" ({schema['description']})" if "description" in schema else ""
-        # Through aliases, a small YAML file can contain a list a million times. So shorten the
-        # value.
+        # A small YAML file with aliases can contain a list a million times, so the value is
+        # shortened.
         shown = reprlib.repr(value)
         raise ConfigError(f"{where}: {path or 'the file'} must be {rule}{about}, got {shown}")
     if isinstance(value, list):
@@ -197,7 +197,7 @@ def _check(value: Any, schema: Mapping[str, Any], where: str, path: str) -> Any:
 
 
 def _broken_rule(value: Any, schema: Mapping[str, Any]) -> str:
-    """Returns the requirement that ``value`` itself violates, or an empty string.
+    """Returns the requirement in ``schema`` that ``value`` violates, or an empty string.
 
     The entries of lists and objects are not checked.
     """

@@ -1,25 +1,25 @@
-"""Cuts sequences into slices, which ``--sequence-slices`` processes separately.
+"""Cuts sequences into slices, which are processed separately with ``--sequence-slices``.
 
 Most of a layer's work grows with the number of tokens. The work of attention grows with the number
-of pairs of tokens, because a slice attends to all slices before it. If attention is a fraction
-``a`` of the cost of the whole sequence, the part from ``x`` to ``y`` of a sequence of length 1
-costs
+of pairs of tokens, because a slice attends to all slices before it. Let ``a`` be the fraction of
+the cost of a whole sequence that is due to attention. Then, in a sequence of length 1, the part
+from ``x`` to ``y`` costs
 
     (1 - a) (y - x) + a (y^2 - x^2)
 
-Slices of equal length therefore cost more towards the end of the sequence, while slices of equal
+Therefore, slices of equal length cost more towards the end of the sequence, while slices of equal
 cost become shorter::
 
     equal-length    |    |    |    |    |     4 slices
     equal-cost      |       |    |   |  |
 
-A microbatch may be a row of several documents. A slice may end within a document, so a document may
+A microbatch may be a row of several documents. A slice may end within a document. So a document may
 extend over several slices, and a slice may contain several documents::
 
     documents       |    a    | b |       c       |d| e |
     slices of T     |      |      |      |      |      |      a: 0, 1   b: 1, 2   c: 2, 3, 4
 
-This module computes only the positions of the cuts. ``gpt/sequence_slices.py`` cuts tensors, and
+This module only computes the positions of the cuts. ``gpt/sequence_slices.py`` cuts tensors, and
 keeps the keys and values that later slices of a sequence need.
 
 Source: TeraPipe, arXiv 2102.07988, and Seq1F1B, arXiv 2406.03488, which cut sequences into slices
@@ -38,15 +38,15 @@ from typing import Literal, NamedTuple, get_args
 from megatron.adaptive.errors import ConfigError
 
 SliceCut = Literal["equal-cost", "equal-length"]
-"""Method of cutting a sequence: into slices of equal cost or of equal length."""
+"""Method of cutting a sequence: into slices of equal cost, or into slices of equal length."""
 SLICE_CUTS: tuple[SliceCut, ...] = get_args(SliceCut)
 
 LEAST_TOKENS = 16
 """Minimum number of tokens in a slice."""
 CHOSEN_SLICES = 0
-"""Value that represents ``--sequence-slices auto``."""
+"""Number of slices that stands for ``--sequence-slices auto``."""
 CHOSEN_TOKENS = 0
-"""Value that represents ``--slice-tokens auto``."""
+"""Number of tokens that stands for ``--slice-tokens auto``."""
 _MOST_CHOSEN = 32
 _FIRST = 8
 
@@ -56,17 +56,17 @@ def cut_points(num_slices: int, attention_share: float) -> tuple[float, ...]:
 
     Args:
         num_slices: Number of slices. It must be at least 1.
-        attention_share: Attention's fraction of the cost of the whole sequence. If it is 0, slices
-            have the same length.
+        attention_share: Fraction of the cost of the whole sequence that is due to attention. If it
+            is 0, all slices have the same length.
 
     Returns:
-        Positions from 0 to 1, including both ends of the sequence.
+        Positions from 0 to 1. Both ends of the sequence are included.
     """
     linear = 1 - attention_share
     parts = [number / num_slices for number in range(num_slices + 1)]
     if attention_share == 0:
         return tuple(parts)
-    # This form of the solution of linear x + share x^2 = part is also exact for small shares.
+    # This form of the solution of linear x + share x^2 = part is accurate for small shares, too.
     return tuple(
         2 * part / (linear + math.sqrt(linear * linear + 4 * attention_share * part))
         if part
@@ -78,13 +78,13 @@ def cut_points(num_slices: int, attention_share: float) -> tuple[float, ...]:
 class DocumentPart(NamedTuple):
     """Part of a document that lies in a slice.
 
-    All fields are positions in the microbatch's row.
+    All fields are positions in the row that contains the document.
 
     Attributes:
-        begin: Position of the document's first token.
-        start: Position of the part's first token.
-        end: Position directly after the part's last token.
-        close: Position directly after the document's last token.
+        begin: Position of the first token of the document.
+        start: Position of the first token of the part.
+        end: Position directly after the last token of the part.
+        close: Position directly after the last token of the document.
     """
 
     begin: int
@@ -105,18 +105,18 @@ class Cut:
     Attributes:
         ends: Position directly after the last token of each slice, in ascending order.
         documents: Position directly after the last token of each document in the row, in ascending
-            order, or empty if the row is a single document.
+            order. Empty if the row is a single document.
     """
 
     ends: tuple[int, ...]
     documents: tuple[int, ...] = ()
 
     def bounds(self, index: int) -> tuple[int, int]:
-        """Returns the start position and the end position of the slice ``index``."""
+        """Returns the start position and the end position of the slice with index ``index``."""
         return (self.ends[index - 1] if index else 0), self.ends[index]
 
     def pieces(self, index: int) -> list[DocumentPart]:
-        """Returns the parts of documents that lie in the slice ``index``, in order."""
+        """Returns the parts of documents in the slice with index ``index``, in order."""
         start, end = self.bounds(index)
         closes = self.documents or self.ends[-1:]
         number = bisect.bisect_right(closes, start)
@@ -130,16 +130,16 @@ class Cut:
         return pieces
 
     def work(self, index: int) -> tuple[int, int]:
-        """Returns the number of tokens and the number of attention pairs in the slice ``index``.
+        """Returns how many tokens the slice ``index`` has, and how many pairs attend to each other.
 
-        The first x tokens of a document count as x^2 pairs.
+        In this count, the first x tokens of a document have x^2 pairs.
         """
         parts = self.pieces(index)
         pairs = sum((p.end - p.begin) ** 2 - (p.start - p.begin) ** 2 for p in parts)
         return sum(part.end - part.start for part in parts), pairs
 
     def kept_tokens(self, index: int) -> int:
-        """Returns how many tokens of a slice are in documents that extend over several slices."""
+        """Returns how many tokens of a slice are in documents that extend beyond the slice."""
         parts = self.pieces(index)
         return sum(part.end - part.start for part in parts if not part.is_whole)
 
@@ -149,11 +149,12 @@ class SliceRule:
     """Determines where microbatches of different lengths are cut.
 
     Attributes:
-        slices: Number of slices per microbatch, which is ignored if ``tokens`` is set.
-        tokens: Number of tokens per slice, or ``None`` to cut into ``slices`` slices.
+        slices: Number of slices per microbatch. It is ignored if ``tokens`` is set.
+        tokens: Number of tokens per slice, or ``None`` if each microbatch has ``slices`` slices.
         multiple: Number by which the length of each slice must be divisible.
-        pair_cost: Cost of attention per pair of tokens, relative to all other work per token. A
-            document of x tokens has x^2 pairs. A value of 0 results in slices of equal length.
+        pair_cost: Cost of attention per pair of tokens, divided by the cost of all other work per
+            token. A document of x tokens has x^2 pairs. If the value is 0, all slices have equal
+            length.
         is_packed: Whether a microbatch is a single row of several documents.
         varies: Whether microbatches of a step may have different numbers of slices.
     """
@@ -168,12 +169,12 @@ class SliceRule:
     def cut(self, width: int, documents: Sequence[int] = ()) -> Cut:
         """Returns the positions at which a microbatch is cut.
 
-        Padding at the end of a packed row counts as documents of at most ``tokens`` tokens.
+        In a packed row, padding at the end counts as documents of at most ``tokens`` tokens.
 
         Args:
             width: Number of tokens in a row of the microbatch, including padding.
-            documents: Number of tokens in each document of the row, without padding. These numbers
-                are only used if documents are packed.
+            documents: Number of tokens in each document of the row, without padding. They are only
+                used if documents are packed.
         """
         closes = _closes(width, documents, self.tokens) if self.is_packed else ()
         if self.tokens is not None:
@@ -184,22 +185,22 @@ class SliceRule:
         return Cut(_rounded(points, width, self.multiple), closes)
 
     def most_tokens(self, width: int, longest: int) -> int:
-        """Returns an upper bound of the number of tokens in a slice.
+        """Returns an upper bound of the number of tokens in any slice.
 
         Args:
-            width: Largest number of tokens in a row of a microbatch.
-            longest: Largest number of tokens in a document.
+            width: Largest number of tokens in a row of any microbatch.
+            longest: Largest number of tokens in any document.
         """
         if self.tokens is not None:
             return self.tokens
-        # Each token costs at least 1, and each slice costs 1 / slices of the whole row.
+        # Each token costs at least 1, and each slice has 1 / slices of the cost of the whole row.
         share = width * (1 + self.pair_cost * longest) / self.slices
         least = LEAST_TOKENS + 2 * self.multiple
         return min(width, max(least, math.ceil(share) + self.multiple))
 
 
 def _closes(width: int, documents: Sequence[int], tokens: int | None) -> tuple[int, ...]:
-    """Returns the end positions of the documents and of the parts of padding in a packed row."""
+    """Returns the end positions of documents, and of parts of the padding, in a packed row."""
     closes = list(itertools.accumulate(documents))
     while tokens is not None and closes[-1] // tokens < (width - 1) // tokens:
         closes.append((closes[-1] // tokens + 1) * tokens)
@@ -214,7 +215,8 @@ def _points_of_documents(lengths: Sequence[int], num_slices: int, pair_cost: flo
     Args:
         lengths: Number of tokens in each document.
         num_slices: Number of slices. It must be at least 1.
-        pair_cost: Cost of attention per pair of tokens, relative to all other work per token.
+        pair_cost: Cost of attention per pair of tokens, divided by the cost of all other work per
+            token.
     """
     costs = [length + pair_cost * length * length for length in lengths]
     ends = list(itertools.accumulate(costs))
@@ -234,12 +236,13 @@ def _rounded(points: Sequence[float], length: int, multiple: int) -> tuple[int, 
     Each slice gets at least :data:`LEAST_TOKENS` tokens.
     """
     blocks = length // multiple
-    least = -(-LEAST_TOKENS // multiple)  # The minimum is counted in blocks of ``multiple`` tokens.
+    # This is the minimum length in blocks of ``multiple`` tokens.
+    least = -(-LEAST_TOKENS // multiple)
     slices = len(points) + 1
     ends = []
     before = 0
     for number, point in enumerate(points, 1):
-        # Leave enough blocks for this slice and for all later slices.
+        # Enough blocks are left for this slice and for all later slices.
         first, last = before + least, blocks - (slices - number) * least
         before = min(max(math.floor(point / multiple + 1e-9), first), last)
         ends.append(before * multiple)
@@ -247,7 +250,7 @@ def _rounded(points: Sequence[float], length: int, multiple: int) -> tuple[int, 
 
 
 def numbers_to_choose(length: int, multiple: int) -> tuple[int, ...]:
-    """Returns the candidate numbers of slices for ``--sequence-slices auto``, in ascending order.
+    """Returns the numbers of slices that ``--sequence-slices auto`` may choose, in ascending order.
 
     Args:
         length: Number of tokens in a sequence.
@@ -260,14 +263,14 @@ def numbers_to_choose(length: int, multiple: int) -> tuple[int, ...]:
 def first_number(length: int, multiple: int) -> int:
     """Returns the number of slices in the first steps with ``--sequence-slices auto``.
 
-    Half of this number is measured next. The arguments are the same as for
+    Half of this number is measured next. The arguments have the same meaning as in
     :func:`numbers_to_choose`.
     """
     return min(_FIRST, numbers_to_choose(length, multiple)[-1])
 
 
 def tokens_to_choose(longest: int, multiple: int) -> tuple[int, ...]:
-    """Returns the candidate slice lengths for ``--slice-tokens auto``, starting with the longest.
+    """Returns the slice lengths that ``--slice-tokens auto`` may choose, longest first.
 
     The longest slices can hold the longest document. Each further length is half of the previous
     length.
@@ -285,7 +288,7 @@ def tokens_to_choose(longest: int, multiple: int) -> tuple[int, ...]:
 def first_tokens(longest: int, multiple: int) -> int:
     """Returns the slice length in the first steps with ``--slice-tokens auto``.
 
-    The next longer slices are measured afterwards. The arguments are the same as for
+    The next longer length is measured afterwards. The arguments have the same meaning as in
     :func:`tokens_to_choose`.
     """
     lengths = tokens_to_choose(longest, multiple)
@@ -311,16 +314,16 @@ def slice_ends(
 ) -> tuple[int, ...]:
     """Returns the end position of each slice of a sequence.
 
-    Slices have about the same cost. Their lengths are rounded to ``multiple``, and each slice has
-    at least :data:`LEAST_TOKENS` tokens.
+    The slices have about the same cost. Their lengths are rounded to multiples of ``multiple``, and
+    each slice has at least :data:`LEAST_TOKENS` tokens.
 
     Args:
         length: Number of tokens in the sequence.
         slices: Number of slices. It must be at least 1.
         multiple: Number by which the length of each slice must be divisible, such as the number of
             tensor-parallel ranks that share each slice.
-        attention_share: Attention's fraction of the cost of the whole sequence. If it is 0, lengths
-            differ by at most ``multiple``.
+        attention_share: Fraction of the cost of the whole sequence that is due to attention. If it
+            is 0, lengths differ by at most ``multiple``.
 
     Returns:
         Position directly after the last token of each slice, in ascending order. The last position
@@ -336,7 +339,8 @@ def slice_ends(
             f"{multiple} (tensor parallel ranks), got {length}; change --seq-length"
         )
     shortest = blocks // slices * multiple
-    least = -(-LEAST_TOKENS // multiple)  # The minimum is counted in blocks of ``multiple`` tokens.
+    # This is the minimum length in blocks of ``multiple`` tokens.
+    least = -(-LEAST_TOKENS // multiple)
     if slices > 1 and shortest < LEAST_TOKENS:
         most = max(1, blocks // least)
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Checks settings of a trace that a user's program passes: profiled steps, and the collector."""
+"""Checks trace settings that a user's program passes: profiled steps, ranks and collector."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from megatron.adaptive.errors import ConfigError
 
 
 def require_profiled_steps(first: int, end: int) -> None:
-    """Checks that the range of profiled steps is not empty.
+    """Checks that there is at least one step to profile.
 
     Args:
-        first: First profiled step.
-        end: Step after the last profiled step.
+        first: Index of the first step to profile.
+        end: Index of the step after the last step to profile.
 
     Raises:
-        ConfigError: The range is empty.
+        ConfigError: There is no step to profile.
     """
     if first >= end:
         raise ConfigError(
@@ -26,13 +26,14 @@ def require_profiled_steps(first: int, end: int) -> None:
 
 
 def checked_profile_ranks(ranks: object) -> tuple[int, ...]:
-    """Returns the ranks to profile as a tuple.
+    """Returns the ranks to profile as a tuple of integers.
 
     Args:
-        ranks: Ranks from the user's code.
+        ranks: Ranks to profile, from the user's code.
 
     Raises:
-        ConfigError: The value is not a list of ranks, or a rank is not a non-negative integer.
+        ConfigError: ``ranks`` is not a list of ranks, or contains a value that is not a
+            non-negative integer.
     """
     if isinstance(ranks, str) or not isinstance(ranks, Iterable):
         raise ConfigError(f"profile_ranks must be a list of ranks such as [0], got {ranks!r}")
@@ -46,14 +47,14 @@ def checked_profile_ranks(ranks: object) -> tuple[int, ...]:
 
 
 def check_collector(target: str | None, trace_dir: str | None) -> None:
-    """Checks the setting ``trace_otlp``.
+    """Checks the setting ``trace_otlp``, which is the URL of a collector of spans.
 
     Args:
         target: URL of a collector, or ``None`` if spans are not sent to a collector.
         trace_dir: Folder of the trace, or ``None`` if tracing is off.
 
     Raises:
-        ConfigError: The target is not an HTTP URL, or tracing is off.
+        ConfigError: ``target`` is not an HTTP URL, or tracing is off.
     """
     if target is None:
         return

@@ -1,4 +1,4 @@
-"""Combines all settings of a run in one object, and converts it for checkpoints."""
+"""Combines all settings of a run in one object, and converts this object for checkpoints."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class TrainerConfig:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages in the whole pipeline: pipeline ranks times chunks per rank."""
+        """Number of stages of the pipeline, which is pipeline ranks times chunks per rank."""
         return self.parallel.num_stages
 
     @property
@@ -73,7 +73,7 @@ class TrainerConfig:
 
     @property
     def expert_layers(self) -> tuple[bool, ...]:
-        """Boolean for each transformer layer that is true if the layer has experts."""
+        """For each transformer layer, whether the layer has experts."""
         pattern = parse_pattern(self.core.moe_layer_freq)
         layers = range(self.model.num_layers)
         if self.core.num_moe_experts is None:
@@ -102,15 +102,15 @@ class TrainerConfig:
 
     @property
     def progress_dir(self) -> str | None:
-        """Folder for ``progress.jsonl``, or ``None`` if the file is not written."""
+        """Folder for the file ``progress.jsonl``, or ``None`` if this file is not written."""
         return self.logging.progress_dir or self.schedule.trace_dir
 
     @property
     def splits_backward(self) -> bool:
-        """Whether separate actions compute weight gradients, instead of the backward pass.
+        """Whether weight gradients are computed by separate actions, instead of the backward pass.
 
-        These actions fill the time in which a rank waits for messages. A single pipeline rank never
-        waits, so it does not have such actions by default.
+        Such actions fill the time in which a rank waits for messages. A single pipeline rank never
+        waits, so by default it has no such actions.
         """
         is_split = self.schedule.split_backward
         schedule = self.schedule.pipeline_schedule
@@ -125,13 +125,13 @@ class TrainerConfig:
 
     @property
     def num_microbatches(self) -> int:
-        """Number of microbatches per step and replica, after any ramp-up of the batch size."""
+        """Number of microbatches per step and replica, once the batch size has its final value."""
         samples = self.batch.micro_batch_size * self.parallel.data_parallel_size
         return self.batch.global_batch_size // samples
 
     @property
     def slice_ends(self) -> tuple[int, ...]:
-        """Positions directly after the last token of each slice of a sequence.
+        """Position directly after the last token of each slice of a sequence.
 
         Raises:
             ConfigError: ``--sequence-slices`` is incompatible with the length of the sequences.
@@ -142,7 +142,7 @@ class TrainerConfig:
 
     @property
     def num_slices(self) -> int:
-        """Number of slices of a sequence with ``--seq-length`` tokens, or 1 if it is not cut."""
+        """Number of slices per sequence of ``--seq-length`` tokens, or 1 without slices."""
         tokens = self.slice_tokens
         if self.schedule.chosen_slices is not None:
             return self.schedule.chosen_slices
@@ -155,14 +155,14 @@ class TrainerConfig:
 
     @property
     def slices_to_choose(self) -> tuple[int, ...]:
-        """Candidate numbers of slices for the first steps, or empty if the number is set."""
+        """Numbers of slices to choose from, or empty unless ``--sequence-slices`` is ``auto``."""
         if not self.schedule.chooses_slices:
             return ()
         return numbers_to_choose(self.model.seq_length, self.token_ranks)
 
     @property
     def slice_tokens(self) -> int | None:
-        """Number of tokens per slice, or ``None`` if ``--slice-tokens`` is not set."""
+        """Number of tokens per slice, or ``None`` without ``--slice-tokens``."""
         if not self.schedule.chooses_tokens:
             return self.schedule.slice_tokens
         chosen = self.schedule.chosen_tokens
@@ -170,24 +170,24 @@ class TrainerConfig:
 
     @property
     def tokens_to_choose(self) -> tuple[int, ...]:
-        """Candidate slice lengths for the first steps, or empty if the length is set."""
+        """Slice lengths to choose from, or empty unless ``--slice-tokens`` is ``auto``."""
         if not self.schedule.chooses_tokens:
             return ()
         return tokens_to_choose(self.model.seq_length, self.token_ranks)
 
     @property
     def constant_slices(self) -> int:
-        """Number of slices per microbatch in all steps, or 1 if it differs between steps."""
+        """Number of slices of each microbatch, or 1 if steps may have different numbers."""
         is_constant = self.slice_tokens is None or not self.data.variable_seq_lengths
         return self.num_slices if is_constant else 1
 
     @property
     def varies_slices(self) -> bool:
-        """Whether microbatches of a step may have different numbers of slices.
+        """Whether the microbatches of a step may have different numbers of slices.
 
-        If the order of actions is fixed before the step, all microbatches must have the same number
-        of slices. The same applies if replicas exchange tokens with experts, because these replicas
-        must run the same actions.
+        All microbatches must have the same number of slices if the order of actions is fixed before
+        the step. The same is true if replicas exchange tokens between experts, because these
+        replicas must run the same actions.
         """
         spec = schedule_spec(self.schedule.pipeline_schedule)
         follows = spec.kind not in ("rule", "auto") or spec.is_own or spec.name == "hinted"
@@ -196,7 +196,7 @@ class TrainerConfig:
 
     @property
     def cuts_sequences(self) -> bool:
-        """Whether microbatches may be cut into several slices, or are packed for slices."""
+        """Whether microbatches may be cut into several slices, or are packed in order to be cut."""
         packs = self.slice_tokens is not None and self.data.variable_seq_lengths
         return self.num_slices > 1 or packs
 
@@ -224,7 +224,7 @@ class TrainerConfig:
 
     @property
     def packs_documents(self) -> bool:
-        """Whether several documents share a row, with attention only within each document."""
+        """Whether several documents share a row. Tokens attend only within their document."""
         data = self.data
         tokens = self.slice_tokens
         return data.pack_to is not None or (tokens is not None and data.variable_seq_lengths)
@@ -235,7 +235,7 @@ class TrainerConfig:
 
     @property
     def token_ranks(self) -> int:
-        """Number of tensor-parallel ranks that share the tokens of a sequence.
+        """Number of tensor-parallel ranks among which the tokens of a sequence are divided.
 
         The number is 1 without sequence parallelism.
         """
@@ -244,22 +244,22 @@ class TrainerConfig:
 
     @property
     def attention_share(self) -> float:
-        """Attention's fraction of the FLOPs of a layer's forward pass.
+        """Fraction of the FLOPs of a layer's forward pass that is due to attention.
 
         Only FLOPs that grow with the square of the sequence length are counted. With
-        ``--window-size``, the FLOPs of attention grow linearly, so the fraction is 0.
+        ``--window-size``, the FLOPs of attention grow linearly, so the result is 0.
         """
         linear, per_token = self._layer_costs
-        # This product counts scores and values, of which half are masked.
+        # This product counts the work for scores and values. Half of the scores are masked.
         pairs = per_token * self.model.seq_length
         return pairs / (linear + pairs)
 
     def cost_of(self, tokens: float, squares: float) -> float:
-        """Returns the predicted cost of documents, in units of a token's work outside of attention.
+        """Returns the predicted cost of documents, where a token costs 1 outside of attention.
 
         Args:
-            tokens: Total number of tokens.
-            squares: Sum of the squared document lengths in tokens.
+            tokens: Total number of tokens in the documents.
+            squares: Sum of the squared numbers of tokens of the documents.
         """
         return tokens + self._pair_cost * squares
 
@@ -270,9 +270,9 @@ class TrainerConfig:
 
     @property
     def _layer_costs(self) -> tuple[int, int]:
-        """Numbers of multiply-adds in a layer: per token outside of attention, and per token pair.
+        """Multiply-adds of a layer: per token outside of attention, and per pair of tokens.
 
-        Half of the pairs are masked, so the second number is half of the work for a pair.
+        Half of the pairs are masked, so the second number is half of the work for one pair.
         """
         model = self.model
         assert model.kv_channels is not None
@@ -286,7 +286,7 @@ class TrainerConfig:
 
     @property
     def balance(self) -> str:
-        """Method of distributing microbatches over replicas, a value of ``--balance-replicas``."""
+        """Method of distributing microbatches over replicas, as in ``--balance-replicas``."""
         rule = self.schedule.balance_replicas
         if rule is None:
             has_lengths = self.data.variable_seq_lengths and not self.fixes_replicas
@@ -296,7 +296,7 @@ class TrainerConfig:
 
     @property
     def fixes_replicas(self) -> bool:
-        """Whether all data-parallel replicas must get the same number of microbatches."""
+        """Whether all data-parallel replicas must have the same number of microbatches."""
         return (
             self.parallel.unequal_sizes is not None
             or self.parallel.expert_model_parallel_size > 1
@@ -306,10 +306,10 @@ class TrainerConfig:
         )
 
     def in_elastic_job(self) -> TrainerConfig:
-        """Returns a copy with the defaults for a job started by ``train elastic``."""
+        """Returns a copy with the defaults for jobs that ``train elastic`` starts."""
         if self.schedule.balance_replicas is not None or self.fixes_replicas:
             return self
-        # The speed of replicas cannot be measured if the number of slices differs between steps.
+        # The speed of replicas cannot be measured if steps have different numbers of slices.
         if self.slice_tokens is not None:
             return self
         schedule = dataclasses.replace(self.schedule, balance_replicas="both")
@@ -317,7 +317,7 @@ class TrainerConfig:
 
     @property
     def least_microbatches(self) -> int:
-        """Minimum number of microbatches per step and replica that the schedule supports."""
+        """Minimum number of microbatches per step and replica that the schedule needs."""
         per_rank = schedule_spec(self.schedule.pipeline_schedule).microbatches_per_rank
         if per_rank:
             return per_rank * self.parallel.pipeline_model_parallel_size
@@ -334,12 +334,12 @@ class TrainerConfig:
         return 1
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Returns the settings of each group, converted to values that JSON can represent.
+        """Returns the settings of each group as values that JSON can represent.
 
-        Settings of megatron-core with default values are omitted, so that a checkpoint can be
-        loaded with a different version of megatron-core. Adapter settings are omitted if no
-        adapters are trained. A chosen number of slices is omitted, because the next run with
-        ``--sequence-slices auto`` chooses again. User, password and query are removed from URLs,
+        Settings of megatron-core that have their default values are omitted, so that a checkpoint
+        can be loaded with a different version of megatron-core. Settings of adapters are omitted if
+        no adapters are trained. A chosen number of slices is omitted, because the next run with
+        ``--sequence-slices auto`` chooses it again. User, password and query are removed from URLs,
         because checkpoints and loggers must not show secrets.
         """
         saved = dataclasses.asdict(self)
@@ -357,11 +357,11 @@ class TrainerConfig:
     def from_dict(cls, saved: Mapping[str, Any]) -> TrainerConfig:
         """Restores settings from the result of :meth:`to_dict`.
 
-        The method does not check that the settings are compatible. Missing settings and missing
-        groups get their defaults.
+        The method does not check that the settings are compatible. Missing groups and settings get
+        their defaults.
 
         Raises:
-            ConfigError: A group or a setting is unknown, or is missing and has no default.
+            ConfigError: A group or a setting is unknown, or a setting without a default is missing.
         """
         kinds = groups()
         try:
@@ -388,12 +388,12 @@ class TrainerConfig:
 
 
 def groups() -> dict[str, type]:
-    """Returns the dataclass of each group of settings, keyed by name, in the order of the docs."""
+    """Returns the dataclass of each group of settings by name, in the order of the docs."""
     return typing.get_type_hints(TrainerConfig)
 
 
 def flag_specs() -> dict[str, FieldSpec]:
-    """Returns the specification of each setting that has a flag, keyed by name."""
+    """Returns the specifications of all settings that have a flag, keyed by setting name."""
     return {
         spec.dest: spec for kind in groups().values() for spec in fields_of(kind) if spec.has_flag
     }
@@ -413,7 +413,7 @@ def _settings(saved: Mapping[str, Any], kind: Any) -> dict[str, Any]:
     }
 
 
-# Checkpoints of earlier versions contain these settings, which no longer exist and are ignored.
+# Checkpoints of earlier versions contain these settings, which no longer exist. They are ignored.
 _FORMER = frozenset(
     """
     data_impl deprecated_use_mcore_models async_tensor_model_parallel_allreduce exit_signal_handler

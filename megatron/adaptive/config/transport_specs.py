@@ -1,12 +1,12 @@
 """Lists the transports between ranks, which are the values of ``--transport``.
 
-A transport of this package is an entry of the table below, which contains the path of its class.
-Users' transports need no entry: derive a class from ``TransportKind`` of
-``megatron.adaptive.transport.kind``, and pass ``--transport package.module:Class``. A package can
-also publish its transports as entry points of the group ``megatron_adaptive.transports``, which are
-selected by name.
+Each transport of this package is an entry of the table below, which contains the path of its class.
+Users' transports need no entry. A user derives a class from ``TransportKind`` in
+``megatron.adaptive.transport.kind``, and passes ``--transport package.module:Class``. A package can
+also publish its transports as entry points of the group ``megatron_adaptive.transports``. Such
+transports are selected by name.
 
-This module does not import transports, because they import torch.
+This module does not import transports, because these import torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.adaptive.config.own_code import find_object, import_object
 from megatron.adaptive.errors import ConfigError
 
 ENTRY_POINTS = "megatron_adaptive.transports"
-"""Name of the entry point group through which installed packages provide transports."""
+"""Name of the group of entry points through which installed packages provide transports."""
 _PACKAGE = "megatron.adaptive.transport"
 
 
@@ -28,9 +28,9 @@ class TransportSpec:
 
     Attributes:
         name: Name of the transport on the command line.
-        path: Path of the class that implements the transport, as ``package.module:Class``.
+        path: Path of the class that implements the transport, in the form ``package.module:Class``.
         preference: Position of the transport in the order in which ``auto`` tries transports. The
-            smallest number is tried first.
+            transport with the smallest number is tried first.
     """
 
     name: str
@@ -46,7 +46,7 @@ _TABLE = (
     TransportSpec("nccl", f"{_PACKAGE}.nccl:NcclKind", 1),
 )
 BUILT_IN = {spec.name: spec for spec in _TABLE}
-"""Transports of this package, keyed by name."""
+"""Specifications of the transports of this package, keyed by name."""
 
 
 def by_preference() -> tuple[str, ...]:
@@ -55,11 +55,11 @@ def by_preference() -> tuple[str, ...]:
 
 
 def load_transport(name: str) -> Any:
-    """Imports and returns the class of the transport ``name``.
+    """Imports and returns the class that implements the transport ``name``.
 
     Args:
-        name: Name of a transport of this package, name of an entry point, or
-            ``package.module:Class`` of a user's transport.
+        name: Name of a transport of this package, name of an entry point, or path of a user's
+            transport in the form ``package.module:Class``.
 
     Raises:
         ConfigError: The transport does not exist, or its module cannot be imported.

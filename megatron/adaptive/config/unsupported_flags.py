@@ -2,11 +2,11 @@
 
 A flag is rejected if it contradicts the pipeline engine, or if ignoring it would result in a
 different training run. The error message contains the reason. For an unknown flag, the message can
-only suggest the most similar flag. If a feature's main flag is rejected, the feature's remaining
-flags are accepted and ignored. Flags that are never used in GPT pre-training are also ignored. A
-prefix stands for a group of flags, because such groups grow with each version of Megatron-LM.
-Prefixes do not apply to a flag that is listed by its full name. A test checks that the trainer's
-own flags are not listed here.
+only suggest the most similar flag. If the main flag of a feature is rejected, the other flags of
+this feature are accepted and ignored. Flags that are never used in GPT pre-training are also
+ignored. A prefix stands for a group of flags, because such groups grow with each version of
+Megatron-LM. Prefixes do not apply to a flag that is listed by its full name. A test checks that no
+flag of this trainer is listed here.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ it was renamed long ago; use --distributed-backend
     DDP-impl
 """
 
-# The following flags are accepted with any values but ignored. The notation is the same as above.
+# The following flags are accepted with any values, but ignored. The notation is the same as above.
 _IDLE_TABLE = """\
 it belongs to programs other than pre-training a GPT: vision, BERT, T5, retrieval, Mamba
     num-classes num-channels patch-dim classes-fraction data-per-class-fraction no-data-sharding
@@ -238,8 +238,8 @@ this trainer always behaves as with this flag
     no-one-logger one-logger-* enable-one-logger app-tag-*
 """
 
-# Later releases of megatron-core add these settings to their configuration classes. They become
-# flags of this trainer if such a release is installed.
+# Later releases of megatron-core add these settings to their configuration classes. If such a
+# release is installed, the settings become flags of this trainer.
 _NEWER = """
     ddp-param-name-patterns-for-fp32-local-accumulation dense-grouped-gemm fallback-to-eager-attn
     flash-attention-version fused-residual-rmsnorm grad-norm-skip-threshold head-wise-attn-gate
@@ -255,11 +255,11 @@ _NEWER = """
     use-grouped-gemm-for-shared-expert use-transformer-engine-op-fuser
 """
 NEWER = tuple(f"--{name}" for name in _NEWER.split())
-"""Flags that this trainer supports only with a later release of megatron-core, with dashes."""
+"""Flags, with dashes, that this trainer supports only with a later release of megatron-core."""
 
 
 def _reasons(table: str) -> dict[str, str]:
-    """Parses ``table``, and returns the reason for each flag and each prefix."""
+    """Parses ``table``, and returns the reason for each listed flag or prefix."""
     reasons: dict[str, str] = {}
     reason = ""
     for is_flags, lines in groupby(table.splitlines(), key=lambda line: line.startswith(" ")):
@@ -278,10 +278,10 @@ IDLE = _reasons(_IDLE_TABLE)
 
 
 def reason_for(name: str) -> str | None:
-    """Returns the reason for rejecting a flag of Megatron-LM, or ``None`` for all other flags.
+    """Returns why the trainer rejects a flag of Megatron-LM, or ``None`` for all other flags.
 
     Args:
-        name: Name of the flag, including leading dashes.
+        name: Name of the flag, with leading dashes.
     """
     bare = _listed_name(name)
     is_listed = bare in REFUSED or is_idle(name)
@@ -292,23 +292,23 @@ def is_idle(name: str) -> bool:
     """Returns whether the flag ``name`` of Megatron-LM is accepted but ignored.
 
     Args:
-        name: Name of the flag, including leading dashes.
+        name: Name of the flag, with leading dashes.
     """
     bare = _listed_name(name)
     return bare not in REFUSED and (bare in IDLE or _by_prefix(bare, IDLE) is not None)
 
 
 def with_no(name: str) -> str:
-    """Returns ``--no-X`` for ``--disable-X``, and all other names unchanged.
+    """Returns ``--no-X`` if ``name`` is ``--disable-X``, and otherwise ``name`` itself.
 
-    Megatron-LM accepts both spellings for a setting that is on by default.
+    Megatron-LM accepts both spellings of a flag for a setting that is on by default.
     """
     disabled = "--disable-"
     return f"--no-{name.removeprefix(disabled)}" if name.startswith(disabled) else name
 
 
 def _listed_name(name: str) -> str:
-    """Returns the name by which the tables contain the flag ``name``, without leading dashes."""
+    """Returns the name under which the tables list the flag ``name``, without leading dashes."""
     bare = name.removeprefix("--")
     if bare in REFUSED or bare in IDLE or _by_prefix(bare, REFUSED) or _by_prefix(bare, IDLE):
         return bare
@@ -321,5 +321,5 @@ def _by_prefix(bare: str, reasons: Mapping[str, str]) -> str | None:
 
 
 def refused_flags() -> tuple[str, ...]:
-    """Returns the rejected flags that are listed by their full names, with leading dashes."""
+    """Returns those rejected flags that are listed by their full names, with leading dashes."""
     return tuple(f"--{name}" for name in REFUSED if not name.endswith("*"))

@@ -13,9 +13,9 @@ model on two stages::
 
     fitted   embedding 1 s, transformer layer 2 s, head 3 s
 
-With run 1 alone, the fit cannot separate the embedding's time from the times of the layers after
-it, so it divides their total in proportion to their FLOPs. Runs with other partitions, and stages
-without embedding or head, make a profile more accurate.
+With run 1 alone, the fit cannot separate the embedding's time from the times of the layers in the
+same stage, so it divides their total in proportion to their FLOPs. Runs with different partitions,
+and stages that hold neither the embedding nor the head, make a profile more accurate.
 
 Times are not corrected for contention. If the ranks of a run shared CPU cores, the profile is only
 valid for ranks that share cores in the same way.
@@ -41,9 +41,9 @@ from megatron.adaptive.trace.step_view import stages_of_rank
 from megatron.adaptive.trace.trace_format import KINDS
 
 _PRIOR = 1e-3
-"""Weight of the prior in the fit, relative to a measured stage. The prior assumes that times are
-proportional to FLOPs. The weight is low, so the prior matters only if the stages cannot separate
-two kinds of layers."""
+"""Weight of the assumption that layer times are proportional to FLOPs, relative to one measured
+stage. The weight is low, so the assumption matters only if the measured stages do not determine the
+times of all kinds of layers."""
 
 _SIGMA_OF_MAD = 1.4826
 """Standard deviation of a normal distribution divided by its median absolute deviation."""
@@ -82,7 +82,7 @@ class TracedRun:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Number of layers in each stage, counted as in ``--num-layers``.
+        """Number of layers in each stage, without embedding and head.
 
         Raises:
             ConfigError: The trace does not contain the number of layers of each stage.
@@ -179,18 +179,19 @@ _Key = tuple[str, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class _Gathered:
-    """Measurements of all runs, except the times of stages.
+    """Measurements gathered from all runs, except the times of stages.
 
     Attributes:
-        travel: Times in seconds from sending a message to its arrival. The first key contains both
-            node types, and whether the message stayed within one host. The second key is the
-            message size in bytes.
-        reduce: Times of gradient reductions in seconds. The first key contains the node type and
-            the number of replicas. The second key is the size in bytes.
-        optimizer: Optimizer time per parameter in seconds, keyed by GPU name.
+        travel: Times in seconds from sending a message to its arrival. The keys of the outer dict
+            contain the node types of sender and receiver, and whether both are on one host. The
+            keys of the inner dicts are message sizes in bytes.
+        reduce: Times of gradient reductions in seconds. The keys of the outer dict contain the node
+            type and the number of replicas. The keys of the inner dicts are sizes in bytes.
+        optimizer: Duration of the optimizer step per parameter in seconds, keyed by GPU name.
         rest: Part of the step time in seconds that no other measurement explains, keyed by GPU
             name.
-        spread: Standard deviations of forward or backward times, each divided by the median time.
+        spread: Standard deviations of forward and backward times, each divided by the median time.
+            Estimated for each iteration, rank and stage.
     """
 
     travel: dict[tuple[str, str, bool], dict[int, list[float]]] = field(default_factory=dict)
@@ -201,14 +202,14 @@ class _Gathered:
 
 
 def _held(model: Model, run: TracedRun, rank: int) -> tuple[range, ...]:
-    """Returns the range of layer indices of each chunk (stage) that ``rank`` holds in ``run``."""
+    """Returns the range of layer indices of each stage that ``rank`` holds in ``run``."""
     header = run.trace.ranks[rank].header
     stages = model.stage_layers(run.layers)
     return tuple(stages[stage] for stage in stages_of_rank(header, header.pp_rank))
 
 
 def _stages(model: Model, run: TracedRun, figures: RunFigures) -> dict[_Key, list[_Stage]]:
-    """Returns the layer indices and measured times of every chunk in ``run``.
+    """Returns the layer indices and the measured times of every stage in ``run``.
 
     The result is grouped by GPU model, tensor-parallel size and microbatch size. ``figures``
     contains the median times of the run's actions.
@@ -222,8 +223,8 @@ def _stages(model: Model, run: TracedRun, figures: RunFigures) -> dict[_Key, lis
         host = run.trace.ranks[rank].header.host
         for chunk, layers in enumerate(_held(model, run, rank)):
             count = np.maximum(pieces[column, chunk], 1)
-            # The schedule may split a weight gradient into several actions. So multiply the time of
-            # an action by the number of actions.
+            # The schedule may split the computation of a weight gradient into several actions, so
+            # the time of one action is multiplied by the number of actions.
             whole = typical[column, chunk] * count / max(int(count[_F]), 1) / 1e9
             key = (run.hosts[host].gpu, run.tp, run.micro_batch)
             seconds = (float(whole[_F]), float(whole[_B]), float(whole[_W]))
@@ -232,7 +233,7 @@ def _stages(model: Model, run: TracedRun, figures: RunFigures) -> dict[_Key, lis
 
 
 def _layer_rows(model: Model, rows: Sequence[_Stage]) -> list[dict[str, Any]]:
-    """Fits layer times to the stage times in ``rows``, and returns one row per kind of layer."""
+    """Returns profile rows with the times of each layer kind, fitted to the stages in ``rows``."""
     kinds = sorted({model.layers[i] for layers, _ in rows for i in layers})
     held = [[sum(model.layers[i] == kind for i in layers) for kind in kinds] for layers, _ in rows]
     counts = np.array(held, dtype=np.float64)
@@ -257,10 +258,10 @@ def _layer_rows(model: Model, rows: Sequence[_Stage]) -> list[dict[str, Any]]:
 
 
 def _weight_share(model: Model, name: str) -> float:
-    """Returns the fraction of a layer's backward pass that is spent on weight gradients.
+    """Returns the share of weight gradients in the backward pass of the layer kind ``name``.
 
-    Half of the backward FLOPs count as weight gradients, except for attention scores, which have no
-    weights.
+    The share is estimated from FLOPs. Half of the backward FLOPs count as weight gradients, except
+    for attention scores, which have no weights.
     """
     kind = model.kinds[name]
     if not kind.parameters:
@@ -271,11 +272,11 @@ def _weight_share(model: Model, name: str) -> float:
 
 
 def _solve(counts: Any, seconds: Any, flops: Any) -> Any:
-    """Returns the times in seconds of the layer kinds that best explain the stage times.
+    """Fits the time in seconds of a layer of each kind to the measured times of stages.
 
-    Negative times are not allowed.
+    The fitted times are not negative.
 
-    Minimizes ``|A x - b|^2 + prior |x - p|^2`` by projected coordinate descent. ``A`` is
+    The fit minimizes ``|A x - b|^2 + prior |x - p|^2`` by projected coordinate descent. ``A`` is
     ``counts``, ``b`` is ``seconds``, and ``p`` contains times that are proportional to ``flops``.
 
     Args:
@@ -300,7 +301,7 @@ def _solve(counts: Any, seconds: Any, flops: Any) -> Any:
 
 
 def _gather(gathered: _Gathered, model: Model, run: TracedRun, figures: RunFigures) -> None:
-    """Adds all measurements of ``run`` except the stage times to ``gathered``."""
+    """Adds the measurements of ``run`` to ``gathered``, except the times of stages."""
     ranks = figures.ranks.tolist()
     headers = [run.trace.ranks[rank].header for rank in ranks]
     column = {kind: np.median(figures.kind_ns[:, :, KINDS.index(kind)], axis=0) for kind in KINDS}
@@ -337,7 +338,7 @@ def _gather(gathered: _Gathered, model: Model, run: TracedRun, figures: RunFigur
 
 
 def _messages(gathered: _Gathered, run: TracedRun, figures: RunFigures) -> None:
-    """Adds the travel times of messages in ``run`` to ``gathered``.
+    """Adds the transfer times of all messages in ``run`` to ``gathered``.
 
     Messages whose arrival was not recorded are skipped.
     """
@@ -357,10 +358,10 @@ def _messages(gathered: _Gathered, run: TracedRun, figures: RunFigures) -> None:
 
 
 def _curve(sizes: Mapping[int, Sequence[float]]) -> dict[str, Any]:
-    """Fits a link's latency and bandwidths to the median time of each message size.
+    """Fits a latency, and a bandwidth for each message size, to measured message times.
 
-    ``sizes`` maps message sizes in bytes to lists of times in seconds. If it contains only one
-    message size, the latency is set to 0.
+    ``sizes`` maps message sizes in bytes to measured times in seconds. The bandwidths are fitted to
+    the median time of each size. With only one message size, the latency is set to 0.
     """
     size = np.array(sorted(sizes), dtype=np.float64)
     seconds = np.array([median(sizes[int(message_bytes)]) for message_bytes in size])
@@ -374,7 +375,7 @@ def _curve(sizes: Mapping[int, Sequence[float]]) -> dict[str, Any]:
 
 
 def accuracy(predicted: Sequence[float], measured: Sequence[float]) -> dict[str, float]:
-    """Returns a dict of measures of how accurate the predicted step times are.
+    """Compares predicted with measured step times, and returns a dict of accuracy measures.
 
     Errors are fractions of the measured times. ``rank_correlation`` is 1 if predicted and measured
     times sort the runs in the same order. ``place_of_best`` is the position of the fastest run in
@@ -403,9 +404,9 @@ def accuracy(predicted: Sequence[float], measured: Sequence[float]) -> dict[str,
 
 
 def rank_correlation(values: Sequence[float], other: Sequence[float]) -> float:
-    """Returns Spearman's rank correlation of two sequences.
+    """Returns Spearman's rank correlation of the sequences ``values`` and ``other``.
 
-    Equal values get the mean of their ranks. The correlation is 0 if all values of a sequence are
+    Equal values get the mean of their ranks. The correlation is 0 if all values of one sequence are
     equal.
     """
     ranks, other_ranks = _ranks(values), _ranks(other)

@@ -1,11 +1,11 @@
-"""Finds the best number of layers per stage for a running job whose rank speeds were measured.
+"""Finds the best number of layers per stage for a running job from its measured rank speeds.
 
 The search has three steps:
 
 1. :func:`balanced` finds a partition whose slowest rank is as fast as possible. The *pace* of a
-   rank is its time per microbatch in seconds. Bisection finds the smallest pace T for which all
-   layers fit: a rank can hold (T - time outside of layers) / (time per layer) layers. Example with
-   32 layers on 4 ranks, where a layer takes 1 s, or 1.5 s on rank 1::
+   rank is its time per microbatch in seconds. Bisection finds the smallest pace T at which the
+   ranks can hold all layers. At pace T, a rank holds (T - time outside of layers) / (time per
+   layer) layers. Example with 32 layers on 4 ranks, where a layer takes 1 s, or 1.5 s on rank 1::
 
        layers of each stage    8  8  8  8    slowest pace 8 x 1.5 = 12 s
        fit at T = 9 s          9  6  9  9    33 layers, enough
@@ -57,29 +57,31 @@ Times = tuple[float, float, float]
 """Times of one microbatch in seconds: forward pass, backward pass, and weight gradients."""
 
 _ALIKE = 0.005
-"""Relative difference up to which two step times are treated as equal. Simulated and measured step
-times differ by more than this."""
+"""Relative difference up to which two step times are treated as equal. Errors of simulated step
+times are larger than this."""
 PLACEMENT_GAIN = 0.03
 """Minimum fraction of the step time that a different stage placement must save. This minimum is
 larger than the minimum for other changes, because a different placement requires moving weights."""
 _SIMULATIONS = 24
-"""Maximum number of partitions to simulate."""
+"""Maximum number of partitions that a search simulates."""
 _MOST_TRIED = 60
-"""Number of partitions that a search tries before it stops. These searches run before the first
-training step.
+"""Number of partitions that :func:`improved` tries per initial partition before it stops. The
+function runs before the first training step, so a longer search would delay the training.
 """
 _WHOLE = 3
-"""Usual time of a layer's forward and backward pass together, divided by its forward time."""
+"""Typical ratio of a layer's forward plus backward time to its forward time."""
 _LEAST_GAIN = 1e-3
 """Minimum fraction of the step time that moving a single layer must save."""
 _ORDERS = 6
 """Number of schedules under which each partition is simulated."""
 _LEAST_S = 1e-9
-"""Time in seconds that replaces 0, to avoid division by zero and rounding effects."""
+"""Time in seconds that serves as the smallest divisor and as the tolerance for rounding errors."""
 _ROUNDING = 1e-6
 """Maximum relative error of a value due to rounding."""
 _UNLIMITED = 1e9
-"""Number of layers that is used instead of infinity if memory is unlimited."""
+"""Number of layers that fit on a rank with unlimited memory. Infinity cannot be used here, because
+infinity times zero is NaN.
+"""
 _HALVINGS = 40
 """Number of bisection steps. This many steps determine the time per microbatch to 12 digits."""
 
@@ -91,11 +93,11 @@ class Loads:
     Attributes:
         placement: Assignment of stages to ranks.
         partition: Number of layers in each stage during the measurement.
-        layer_s: Times of a layer (forward pass, backward pass, weight gradients) in seconds, with
-            one entry per rank and kind of layer.
+        layer_s: Times of a layer in seconds (forward pass, backward pass, weight gradients), for
+            each rank and each kind of layer.
         beside_s: Times in seconds of each stage's work outside of its layers, such as embedding and
             loss.
-        most_layers: Number of average-sized layers that fit into the memory of each rank.
+        most_layers: Number of layers of average size that fit into the memory of each rank.
         kinds: Index of each layer's kind, in model order, or empty if all layers are equal.
         sizes: Memory size of a layer relative to the average, for each rank and kind of layer,
             or empty if all sizes are equal.
@@ -130,7 +132,7 @@ class Loads:
         return StageTimes(forward_s=forward, backward_s=backward, weight_s=weight)
 
     def placed(self, kind: PlacementKind) -> Loads:
-        """Returns the loads for the placement ``kind``, assuming unchanged rank speeds."""
+        """Returns the loads for the placement ``kind``, assuming that rank speeds stay the same."""
         if kind == self.placement.kind:
             return self
         placement = replace(self.placement, kind=kind)
@@ -158,11 +160,11 @@ class Loads:
         )
 
     def paces(self, partition: Sequence[int]) -> list[float]:
-        """Returns each rank's time per microbatch in seconds under ``partition``."""
+        """Returns the time in seconds that each rank needs per microbatch under ``partition``."""
         return self._by_rank(self._seconds(partition).sum(axis=1))
 
     def beside(self) -> list[float]:
-        """Returns each rank's time outside of its layers, in seconds per microbatch."""
+        """Returns each rank's time per microbatch outside of its layers, in seconds."""
         return self._by_rank(np.array(self.beside_s).sum(axis=1))
 
     def fits(self, partition: Sequence[int]) -> bool:
@@ -185,7 +187,7 @@ class Loads:
 
     @cached_property
     def _before(self) -> Any:
-        """Number of layers of each kind that precede each layer, ``[layers + 1, kinds]``."""
+        """Number of layers of each kind before each layer of the model, ``[layers + 1, kinds]``."""
         one_hot = np.eye(self._each.shape[1])
         kinds = list(self.kinds) or [0] * sum(self.partition)
         return np.concatenate([0 * one_hot[:1], one_hot[kinds].cumsum(axis=0)])
@@ -204,7 +206,7 @@ class Loads:
         return np.array(self.beside_s) + layers.sum(axis=1)
 
     def _by_rank(self, values: Any) -> list[float]:
-        """Returns the sum of ``values`` (one value per stage) over the stages of each rank."""
+        """Sums ``values``, which has one value per stage, over the stages of each rank."""
         ranks = self.placement.num_ranks
         sums: list[float] = np.bincount(self._ranks, weights=values, minlength=ranks).tolist()
         return sums
@@ -226,24 +228,25 @@ class PartitionMove:
 
     @property
     def gain(self) -> float:
-        """Fraction of the step time that the move saves."""
+        """Fraction of the step time that changing to this partition saves."""
         return 1 - self.step_s / self.present_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Decision of the ``auto`` schedule about schedule, placement and partition of a job.
+    """Schedule, placement and partition that ``--pipeline-schedule auto`` chooses for a job.
 
     Attributes:
-        text: Choice and its reason, as a single line for the log.
-        stay: Schedule to use if nothing moves, or ``None`` to keep the current schedule.
-        move: Schedule to use after moving stages or layers to other ranks, or ``None`` if nothing
-            moves.
+        text: Description of the choice and its reason, in a single line for the log.
+        stay: Schedule to use while all layers stay on their ranks, or ``None`` to keep the current
+            schedule.
+        move: Schedule to use after layers or whole stages have moved to other ranks, or ``None`` if
+            nothing is to move.
         partition: Number of layers in each stage after the move, or ``None`` to keep the current
             numbers.
-        present_s: Simulated step time in seconds if nothing moves, or ``None`` if no schedule fits
-            into memory.
-        step_s: Simulated step time in seconds after the move, or ``None`` if nothing moves.
+        present_s: Simulated step time in seconds if nothing moves, or ``None`` if no schedule
+            without a move fits into memory.
+        step_s: Simulated step time in seconds after the move, or ``None`` if nothing is to move.
     """
 
     text: str
@@ -255,7 +258,7 @@ class Decision:
 
 
 def travelling(old: Sequence[int], new: Sequence[int], placement: Placement) -> int:
-    """Returns how many layers change ranks when the partition ``old`` is replaced by ``new``."""
+    """Returns how many layers move to a different rank when partition ``old`` becomes ``new``."""
     ranks = [placement.locate(stage)[0] for stage in range(placement.num_stages)]
     return int((np.repeat(ranks, old) != np.repeat(ranks, new)).sum())
 
@@ -300,15 +303,16 @@ def charged_wholly(costs: Sequence[float], frozen_layers: int) -> list[float]:
 def improved(
     starts: Iterable[Partition], step_s: Callable[[Partition], float]
 ) -> tuple[Partition, float]:
-    """Improves partitions by moving single layers between stages while the step gets faster.
+    """Improves partitions by moving single layers between stages as long as the step gets faster.
 
     Args:
-        starts: Partitions from which searches start. The best result is returned.
-        step_s: Function that returns the step time in seconds under a partition; infinite if the
+        starts: Initial partitions. A search starts from each of them, and the best result is
+            returned.
+        step_s: Function that returns the step time in seconds under a partition, or infinity if the
             partition cannot be used.
 
     Returns:
-        Partition, and its step time in seconds.
+        Fastest partition that was found, and its step time in seconds.
     """
     tried: dict[Partition, float] = {}
     for start in dict.fromkeys(starts):
@@ -328,15 +332,15 @@ def _better(
     tried: dict[Partition, float],
     step_s: Callable[[Partition], float],
 ) -> Partition | None:
-    """Moves one layer of ``partition`` so that the step time is below ``limit_s``.
+    """Moves one layer of ``partition`` to another stage to get a step time below ``limit_s``.
 
-    Returns ``None`` if no such move was found.
+    Returns the new partition, or ``None`` if no move makes the step fast enough.
 
     Args:
         partition: Number of layers of each stage.
         limit_s: Step time in seconds that the result must stay below.
-        tried: Step time in seconds of each partition tried so far. The partitions that this
-            function tries are added.
+        tried: Step time in seconds of each partition tried so far. This function adds the
+            partitions that it tries.
         step_s: Function that returns the step time in seconds under a partition.
     """
     for giver, taker in permutations(range(len(partition)), 2):
@@ -361,10 +365,10 @@ def propose(
         loads: Measured times and memory of the stages.
         step_s: Function that returns the step time in seconds under a partition, such as the result
             of :func:`simulated_step`.
-        gain: Minimum fraction of the step time that a move must save.
+        gain: Minimum fraction of the step time that a new partition must save.
 
     Returns:
-        The move, or ``None`` if no move saves enough time.
+        Faster partition, or ``None`` if no partition saves enough time.
     """
     present = loads.partition
     start = balanced(loads)
@@ -400,10 +404,10 @@ def choose_together(
     Args:
         loads: Measured times and memory of the stages under the current placement and partition.
         profile: Measured times of actions with their variation, and times of messages.
-        limits: Functions, keyed by placement, that return the memory limit under a partition. The
-            current placement comes first. A limit is the maximum number of activations held, in
-            units of one microbatch's activations in all stages of a rank.
-        halves: Loads measured over separate parts of the steps. A move must save enough time under
+        limits: For each placement, a function that takes a partition and returns the maximum number
+            of activations to hold. The current placement comes first. The unit is the activations
+            of one microbatch in all stages of a rank.
+        halves: Loads measured over different parts of the steps. A move must save enough time under
             each of these loads.
         gain: Minimum fraction of the step time that moving layers must save, or ``None`` if layers
             must not be moved.
@@ -465,11 +469,12 @@ def choose_together(
 def _decision(
     loads: Loads, moves: list[tuple[float, Partition, ScheduleChoice]], stay: ScheduleChoice | None
 ) -> Decision:
-    """Returns a decision for the best move, or for staying if there is no move.
+    """Returns the decision to make the fastest of ``moves``, or to move nothing if there are none.
 
     Args:
         loads: Measured times and memory under the current placement and partition.
-        moves: Step time in seconds after each move, with its partition and schedule.
+        moves: Possible moves of stages or layers to other ranks. Each entry contains the step time
+            in seconds after the move, the new partition and the schedule.
         stay: Best schedule without a move, or ``None`` if no schedule fits into memory.
     """
     if not moves:
@@ -494,7 +499,7 @@ def _decision(
 
 
 class _Runs:
-    """Simulates steps, and compiles a simulation loop once it has simulated enough actions.
+    """Simulates steps. A simulation loop is compiled after it has simulated enough actions.
 
     Args:
         num_microbatches: Number of microbatches per step.
@@ -502,8 +507,7 @@ class _Runs:
 
     def __init__(self, num_microbatches: int) -> None:
         self._num_microbatches = num_microbatches
-        # The keys are names of simulation loops. The values count the actions that were simulated
-        # with the loop.
+        # Maps the name of each simulation loop to the number of actions that it has simulated.
         self._actions: Counter[str] = Counter()
 
     def evaluate(self, candidate: Candidate, profile: StageProfile) -> CandidateOutcome:
@@ -515,12 +519,12 @@ class _Runs:
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """Inputs of :func:`choose_together` that do not change, with methods that run simulations.
+    """Inputs that are constant during a call of :func:`choose_together`, and methods that use them.
 
     Attributes:
         profile: Measured times of actions with their variation, and times of messages.
-        limits: Functions, keyed by placement, that return the maximum activations held under a
-            partition.
+        limits: For each placement, a function that takes a partition and returns the maximum number
+            of activations to hold.
         num_microbatches: Number of microbatches per step.
         splittable: Whether the model can compute weight gradients as separate actions (W).
         pieces: Maximum number of W actions per weight gradient.
@@ -544,13 +548,13 @@ class _Job:
         return _Runs(self.num_microbatches)
 
     def _profile_of(self, loads: Loads, partition: Partition) -> StageProfile:
-        """Returns a copy of the measured profile with the stage times under ``partition``."""
+        """Returns the measured profile, but with the stage times for ``partition``."""
         return replace(self.profile, times=loads.stage_times(partition))
 
     def fastest(self, loads: Loads, partition: Partition, *, quick: bool = False) -> ScheduleChoice:
         """Returns the fastest schedule for ``partition`` with the measured times in ``loads``.
 
-        If ``quick``, fewer simulations are run.
+        If ``quick`` is true, fewer simulations are run.
         """
         return choose(
             self._profile_of(loads, partition),
@@ -572,10 +576,10 @@ class _Job:
         earlier: Sequence[ScheduleChoice | None],
         moves_layers: bool,
     ) -> tuple[Partition, ScheduleChoice] | None:
-        """Chooses a partition, and the fastest schedule for it, under the placement of ``loads``.
+        """Chooses a partition and its fastest schedule, both for the placement of ``loads``.
 
         Args:
-            loads: Measured times and memory, converted to the placement.
+            loads: Measured times and memory, converted to the placement to choose for.
             present: Current number of layers of each stage.
             earlier: Choices made earlier for other placements or partitions. Their schedules are
                 also compared.
@@ -639,10 +643,10 @@ def balanced(loads: Loads) -> Partition:
 def _quickest(
     loads: Loads, start: Partition, step_s: Callable[[Partition], float]
 ) -> tuple[Partition, float]:
-    """Finds a fast partition by moving single layers, starting from the current one or ``start``.
+    """Finds a fast partition by moving single layers of the current partition or of ``start``.
 
-    Among partitions that are about as fast as the fastest, the partition that moves the fewest
-    layers to a different rank is returned.
+    Several partitions may be about as fast as the fastest. The one that moves the fewest layers to
+    a different rank is returned.
 
     Returns:
         Partition, and its step time in seconds.
@@ -673,7 +677,7 @@ def _quickest(
 def _filled(loads: Loads, pace: float) -> Partition | None:
     """Fills stages in order with as many layers as ``pace`` and the memory allow.
 
-    ``pace`` is the maximum time of each rank per microbatch, in seconds.
+    ``pace`` is the time in seconds that no rank may exceed per microbatch.
 
     Returns:
         Number of layers in each stage, or ``None`` if the stages cannot hold all layers.
@@ -704,7 +708,7 @@ def _filled(loads: Loads, pace: float) -> Partition | None:
 
 
 def _descended(loads: Loads, partition: Partition) -> Partition:
-    """Moves single layers of ``partition`` between stages while the slowest rank gets faster."""
+    """Moves single layers of ``partition`` between stages as long as the slowest rank improves."""
     pace = max(loads.paces(partition))
     better = True
     while better:

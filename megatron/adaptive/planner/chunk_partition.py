@@ -1,10 +1,10 @@
-"""Improves the schedule and the number of layers per stage of pipelines found by the search.
+"""Improves the schedule and the number of layers per stage of the pipelines that the search finds.
 
-The search finds 1F1B pipelines with one stage per rank. This module tries other schedules, and
-repartitions the layers for schedules with several stages (chunks) per rank. Unlike the search, it
-does not find a provably optimal solution, but improves an initial partition step by step. Example
-with 15 layers in 4 interleaved stages on 2 ranks, with 4 microbatches. A layer takes 1 s forward
-and 2 s backward on rank 0 (stages 0 and 2), and twice as long on rank 1 (stages 1 and 3)::
+The search finds 1F1B pipelines with one stage per rank. This module tries other schedules. For
+schedules with several stages (chunks) per rank, it also changes the number of layers per stage. The
+module improves an initial partition step by step, so its result may not be optimal. An example has
+15 layers in 4 interleaved stages on 2 ranks, and 4 microbatches. A layer takes 1 s forward and 2 s
+backward on rank 0 (stages 0 and 2), and twice as long on rank 1 (stages 1 and 3)::
 
     first partition   5 3 5 2   135 s   work in proportion to the speed of the ranks
     0 gives to 1      4 4 5 2   156 s   slower, undone
@@ -13,8 +13,8 @@ and 2 s backward on rank 0 (stages 0 and 2), and twice as long on rank 1 (stages
 
 Each change is timed with the schedule's order of actions (``order_timing``). A run-time scheduling
 rule has no fixed order, so the order of a static schedule with the same placement is used as an
-approximation. The plans that are finally chosen are improved once more, with predictions for the
-plan's actual schedule (:func:`handed_over`).
+approximation. :func:`handed_over` improves the finally chosen plans once more, with predictions for
+the plan's actual schedule.
 """
 
 from __future__ import annotations
@@ -39,30 +39,31 @@ from megatron.adaptive.planner.stage_classes import StageClass
 from megatron.adaptive.schedule import catalog
 
 ONE_CHUNK = selectable_names(lambda spec: spec.planned != "no" and spec.least_chunks == 1)
-"""Schedules that the trainer can run with one chunk per rank."""
+"""Names of the schedules that the trainer can run with one chunk per rank."""
 _NO_CAP = 1e6
-"""Limit on activations, in microbatches, that is larger than the number of microbatches in a step.
+"""Limit on activations that never takes effect, because it exceeds the number of microbatches in a
+step.
 """
 
 
 def hand_over(
     cuts: Any, seconds: float, seconds_of: Callable[[Any], float], most: int
 ) -> tuple[Any, float, int]:
-    """Moves one layer at a time between two stages, as long as this makes the pipeline faster.
+    """Moves one layer at a time from one stage to another, as long as the pipeline gets faster.
 
-    All pairs of stages are tried in turn. The stages between the pair shift by one layer and keep
-    their number of layers. The search ends when a round over all pairs brings no improvement.
+    All pairs of stages are tried in turn. The stages between the pair keep their number of layers,
+    but shift by one layer. The search ends when no pair brings an improvement any more.
 
     Args:
-        cuts: Index of the first layer of each stage, followed by the number of layers,
+        cuts: Index of the first layer of each stage, followed by the number of layers of the model,
             ``[stages + 1]``.
         seconds: Step time with the initial ``cuts``, in seconds.
         seconds_of: Function that takes cuts and returns the step time in seconds, or infinity if
             the pipeline does not fit into memory.
-        most: Maximum number of candidates to time.
+        most: Maximum number of partitions to time.
 
     Returns:
-        Best cuts, their step time in seconds, and the number of candidates timed.
+        Best cuts, their step time in seconds, and the number of partitions timed.
     """
     pairs = list(itertools.permutations(range(len(cuts) - 1), 2))
     timed = 0
@@ -90,8 +91,8 @@ class ChunkedPipeline:
 
     Args:
         arrays: Costs of every possible stage, as ``search_kernel.ShapeArrays``.
-        classes: Stage classes that the pipeline's shape (parallel sizes) allows.
-        ranks: Index of each pipeline rank's class in ``classes``.
+        classes: Classes of interchangeable stages that the pipeline may use.
+        ranks: For each pipeline rank, the index of its class in ``classes``.
         schedule: Name of a static schedule.
         chunks: Number of chunks per rank.
     """
@@ -113,7 +114,7 @@ class ChunkedPipeline:
         self._rank_of = np.array([placement.locate(stage)[0] for stage in stages])
         self._classes = np.array(ranks)[self._rank_of]
         self._held = np.array(in_flight(*order))[self._rank_of]
-        # Ranks of a block share a node or a group of nodes. So messages between these ranks use
+        # Ranks of a block share a node or a group of nodes, so messages between these ranks use
         # faster links.
         blocks = list[int]()
         left = 0
@@ -126,13 +127,14 @@ class ChunkedPipeline:
         """Finds a partition by moving single layers between stages.
 
         Args:
-            most: Maximum number of candidates to time.
-            hopeless_s: Step time in seconds. If the initial partition takes at least this long, it
-                is not improved.
+            most: Maximum number of partitions to time.
+            hopeless_s: Step time in seconds from which the initial partition counts as too slow to
+                be improved.
 
         Returns:
-            Index of the first layer of each stage, followed by the number of layers, or empty if
-            the initial partition is too slow or no partition fits into memory.
+            Index of the first layer of each stage, followed by the number of layers of the model.
+            The tuple is empty if the initial partition is too slow or no partition fits into
+            memory.
         """
         cuts = self._first_cuts()
         best = self._seconds(cuts)
@@ -142,10 +144,10 @@ class ChunkedPipeline:
         return tuple(cuts.tolist()) if math.isfinite(best) else ()
 
     def _first_cuts(self) -> Any:
-        """Returns an initial partition with each stage's work proportional to its rank's speed.
+        """Returns a partition in which each stage's work is proportional to its rank's speed.
 
         Returns:
-            Index of the first layer of each stage, followed by the number of layers,
+            Index of the first layer of each stage, followed by the number of layers of the model,
             ``[stages + 1]``.
         """
         arrays = self._arrays
@@ -157,21 +159,21 @@ class ChunkedPipeline:
         done = work[0] / max(float(work[0, n]), 1e-30)
         cuts = np.concatenate([[0], np.searchsorted(done, share - 1e-9)]).astype(np.int64)
         cuts[-1] = n
-        # Every stage needs at least one layer. So make the cuts strictly increasing, and leave a
-        # layer for every later stage.
+        # Every stage needs at least one layer. So the cuts are made strictly increasing, and one
+        # layer is left for every later stage.
         numbers = np.arange(stages + 1)
         cuts = np.maximum.accumulate(cuts - numbers) + numbers
         return np.minimum(cuts, n - stages + numbers)
 
     def _by_rank(self, values: Any) -> Any:
-        """Adds up ``values`` (``[tables, stages]``) over each rank's chunks.
+        """Adds up ``values``, with shape ``[tables, stages]``, over the stages of each rank.
 
         Returns an array of shape ``[tables, ranks]``.
         """
         return values @ (self._rank_of[:, None] == np.arange(len(self._ranks)))
 
     def _fits(self, cuts: Any) -> bool:
-        """Returns whether every rank has enough memory for its chunks with these ``cuts``."""
+        """Returns whether every rank has enough memory for its stages with these ``cuts``."""
         classes = self._classes
         low = cuts[:-1]
         high = cuts[1:]
@@ -183,7 +185,7 @@ class ChunkedPipeline:
         return bool((fixed + self._by_rank(chunk_bytes) <= 0).all())
 
     def _seconds(self, cuts: Any) -> float:
-        """Returns the step time for ``cuts`` in seconds, or infinity if memory is exceeded.
+        """Returns the step time in seconds for ``cuts``, or infinity if the memory is too small.
 
         The time of the all-reduce of tied embeddings is omitted, because it does not depend on the
         cuts.
@@ -215,16 +217,16 @@ class ChunkedPipeline:
 
 
 def handed_over(plan: Plan, seconds: float, inputs: PlanInputs, most: int) -> tuple[Plan, float]:
-    """Improves ``plan`` by moving layers between stages, based on predicted step times.
+    """Improves ``plan`` by moving layers between stages as long as the predicted step gets faster.
 
     Args:
         plan: Plan whose layers are moved between stages.
-        seconds: Predicted step time of the plan, in seconds.
+        seconds: Predicted step time of ``plan``, in seconds.
         inputs: Model, cluster and profile of layer times.
         most: Maximum number of plans to predict.
 
     Returns:
-        Best plan, and its step time in seconds.
+        Best plan, and its predicted step time in seconds.
     """
 
     def plan_of(cuts: Any) -> Plan:
@@ -243,15 +245,15 @@ def scheduled(plan: Plan, inputs: PlanInputs, schedules: Sequence[str]) -> PlanR
     """Combines ``plan`` with the fastest schedule that fits into memory, and predicts the result.
 
     Args:
-        plan: Plan from the search. If its stages have unequal parallel sizes, it is first converted
-            to microbatches of equal size (``cost.as_run``).
+        plan: Plan from the search. If its stages have unequal parallel sizes, the plan is first
+            converted to microbatches of equal size (``cost.as_run``).
         inputs: Model, cluster and profile of layer times.
-        schedules: Schedules to choose from. If the plan has one chunk per rank, schedules with
-            several chunks are skipped.
+        schedules: Names of the schedules to choose from. If the plan has one chunk per rank,
+            schedules that need several chunks are skipped.
 
     Returns:
-        Plan and prediction, or ``None`` if the plan supports none of the schedules. If no schedule
-        fits into memory, the plan has the fastest schedule.
+        Plan with the chosen schedule, and its prediction, or ``None`` if the plan supports none of
+        the schedules. If no schedule fits into memory, the fastest schedule is chosen.
     """
     run = as_run(plan)
     rows = []
@@ -272,18 +274,18 @@ def scheduled(plan: Plan, inputs: PlanInputs, schedules: Sequence[str]) -> PlanR
 
 
 def _with_cap(plan: Plan, inputs: PlanInputs) -> PlanRow:
-    """Predicts the step time of ``plan``, and chooses its activation limit if sequences are sliced.
+    """Predicts the step time of ``plan``, with a suitable activation limit if sequences are sliced.
 
-    The default limit is kept if the plan fits into memory with it, or if sequences are not cut.
-    Otherwise, lower limits are tried, the largest first. If the plan does not fit with any of them,
-    the default limit is kept. If documents are packed, the fastest of several limits is chosen.
+    The default limit is kept if the plan fits into memory with it, or if sequences are not sliced.
+    Otherwise, two lower limits are tried, the larger first. If the plan fits with neither, the
+    default limit is kept. If documents are packed, the fastest of several limits is chosen.
     """
     if plan.slice_tokens is not None:
         plan = with_row_cap(plan, inputs)
     row = PlanRow(plan=plan, prediction=predict(plan, inputs))
     if plan.slices == 1 or row.prediction.fits:
         return row
-    # Under the fixed order of slices, the first rank holds this number of microbatches.
+    # The first rank holds this number of microbatches with the fixed order of slices.
     fixed = min(float(plan.num_microbatches), (plan.pp - 1 + plan.slices) / plan.slices)
     for cap in dict.fromkeys((round(fixed, 2), 1.0)):
         capped = replace(plan, cap=max(1.0, cap))
@@ -294,7 +296,7 @@ def _with_cap(plan: Plan, inputs: PlanInputs) -> PlanRow:
 
 
 def with_row_cap(plan: Plan, inputs: PlanInputs) -> Plan:
-    """Simulates a plan with packed documents, and returns it with the best activation limit."""
+    """Returns a plan with packed documents and the activation limit that is best in simulations."""
     ends = [replace(plan, cap=cap) for cap in (1.0, _NO_CAP)]
     lowest, highest = (StageSums.of(end, inputs, OURS) for end in ends)
     pipeline = row_pipeline(plan, lowest)
@@ -302,7 +304,7 @@ def with_row_cap(plan: Plan, inputs: PlanInputs) -> Plan:
     least, most = (held_slices(end, pipeline.costs) for end in ends)
     room = math.inf
     for low, high in zip(lowest.memory, highest.memory, strict=True):
-        # Memory is a linear function of the slices held.
+        # Memory grows linearly with the number of slices held.
         slice_bytes = (high.total_bytes - low.total_bytes) / max(most - least, 1e-9)
         left = low.limit_bytes - low.total_bytes
         if slice_bytes > 0 or left < 0:

@@ -26,22 +26,22 @@ from megatron.adaptive.config.schema_files import check_form, read_file
 from megatron.adaptive.errors import ConfigError
 
 MEMORY_MARGIN = 0.1
-"""Fraction of each GPU's memory that plans leave free. In measurements, the predicted peak memory
-was too low by at most this fraction (``studies/planner.py``, memory)."""
+"""Fraction of each GPU's memory that plans leave free. In measurements, the actual peak memory
+exceeded the prediction by at most this fraction (``memory`` in ``studies/planner.py``)."""
 _NOISE = re.compile(r"nvidia|geforce|tesla|quadro|[^a-z0-9]+")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A GPU model and its properties according to the data sheet.
+    """A GPU model and its properties according to its data sheet.
 
     Attributes:
         name: Name of the GPU in cluster files.
         memory_bytes: Memory size in bytes. A GB on the data sheet counts as 10^9 bytes.
         memory_bytes_per_s: Memory bandwidth in bytes per second.
-        flops: Peak FLOP/s of dense matrix multiplications by dtype: ``bf16``, ``fp16``, ``tf32`` or
-            ``fp32``. Unsupported dtypes are omitted.
-        source: Title of the data sheet with these numbers.
+        flops: Peak FLOP/s of dense matrix multiplications, keyed by dtype: ``bf16``, ``fp16``,
+            ``tf32`` or ``fp32``. Unsupported dtypes are omitted.
+        source: Title of the data sheet from which the values are taken.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Gpu:
 
 @functools.cache
 def _table() -> tuple[Mapping[str, Gpu], Mapping[str, str]]:
-    """Returns a dict from GPU name to GPU, and a dict from accepted spelling to GPU name."""
+    """Returns all known GPUs by name, and a dict that maps accepted spellings to these names."""
     file = resources.files("megatron.adaptive.planner") / "data" / "gpus.json"
     parts, names = {}, {}
     for row in json.loads(file.read_text(encoding="utf-8"))["gpus"]:
@@ -83,24 +83,24 @@ def _table() -> tuple[Mapping[str, Gpu], Mapping[str, str]]:
 
 
 def plain_name(name: str) -> str:
-    """Returns the GPU name ``name`` in lower case, without spaces, hyphens and brand names."""
+    """Returns ``name`` in lower case, without spaces, hyphens and brand names of GPUs."""
     return _NOISE.sub("", name.lower())
 
 
 def gpu_names() -> tuple[str, ...]:
-    """Returns the names of all GPUs in the table."""
+    """Returns the names of all GPUs in this package's table."""
     return tuple(_table()[0])
 
 
 def known_gpu(name: str) -> Gpu | None:
-    """Returns the GPU that cluster files or drivers call ``name``, or ``None`` if unknown."""
+    """Returns the GPU that a cluster file or a driver calls ``name``, or ``None`` if unknown."""
     parts, names = _table()
     listed_name = names.get(plain_name(name))
     return None if listed_name is None else parts[listed_name]
 
 
 def find_gpu(name: str, where: str) -> Gpu:
-    """Returns the GPU with the name ``name`` from the table.
+    """Returns the GPU called ``name`` from this package's table.
 
     Args:
         name: Name of the GPU. Case, spaces and the vendor's name are ignored.
@@ -125,18 +125,18 @@ class LinkSpeed:
     """Speed of a link in one direction.
 
     Attributes:
-        bytes_per_s: Bandwidth for large messages in bytes per second. If ``shared``, all pairs of
-            GPUs together have this bandwidth. Otherwise, each pair has this bandwidth.
+        bytes_per_s: Bandwidth for large messages in bytes per second. If ``shared`` is true, this
+            is the total bandwidth of all pairs of GPUs. Otherwise, each pair has this bandwidth.
         latency_s: Time in seconds to send an empty message.
-        shared: Whether pairs of GPUs that send at the same time share the bandwidth. They share a
-            node's network card, but not a switch between GPUs.
+        shared: Whether pairs of GPUs that send at the same time share the bandwidth. For example,
+            they share the network card of a node, but not a switch between the GPUs of a node.
         sizes: Measured pairs of message size in bytes and bandwidth in bytes per second, in
-            ascending order. Bandwidth is interpolated over the logarithm of the size. Outside of
-            the measured range, the nearest size is used. Empty if ``bytes_per_s`` applies to all
-            sizes.
-        by_pairs: Speeds of the link measured while several pairs sent at the same time. Each entry
-            contains the number of pairs and the speed. For a number of pairs that was not measured,
-            the next smaller number is used.
+            ascending order. Between two sizes, the bandwidth is interpolated over the logarithm of
+            the size. Outside of the measured range, the nearest size is used. Empty if
+            ``bytes_per_s`` applies to all sizes.
+        by_pairs: Speeds of the link that were measured while several pairs sent at the same time.
+            Each entry contains the number of pairs and the speed. For a number of pairs without an
+            entry, the entry with the next smaller number is used.
     """
 
     bytes_per_s: float
@@ -156,8 +156,9 @@ class LinkSpeed:
         if measured:
             count, link = max(measured, key=lambda entry: entry[0])
             whole = link._curve(message_bytes)
-            # A bandwidth measured with several pairs is their total if the link is shared. Then
-            # divide it by ``pairs``. Otherwise, divide it by the measured number of pairs.
+            # A speed measured with several pairs contains their total bandwidth. If the link is
+            # shared, ``pairs`` pairs divide this total. Otherwise, each pair keeps the share that
+            # it had in the measurement.
             return whole / pairs if self.shared else whole / count
         return self._curve(message_bytes) / (pairs if self.shared else 1)
 
@@ -192,21 +193,21 @@ class NodeType:
 
     Attributes:
         name: Name of the type, unique within a cluster.
-        gpu: Name of the GPU model, as in profiles and in the table of GPUs.
+        gpu: Name of the GPU model, as in profiles and in this package's table of GPUs.
         gpus: Number of GPUs per node.
         memory_bytes: Usable memory of each GPU in bytes.
         intra: Speed of the link between two GPUs of the node.
-        islands: Groups of neighbouring GPUs with a fast link, as pairs of group size (number of
-            GPUs) and link. Sizes are ascending: parts of a node come first, then groups of several
-            nodes, such as the nodes on one switch.
+        islands: Groups of neighbouring GPUs with a fast link. Each entry contains the number of
+            GPUs in a group and the link. Numbers are ascending: parts of a node come first, then
+            groups of several nodes, such as the nodes on one switch.
         network: Speed of the node's network link, or ``None`` for the cluster's default.
         price_per_hour: Price of the whole node per hour, in the user's currency.
-        zone: Name of the node's availability zone. The cluster may define a special link between
+        zone: Name of the node's availability zone. The cluster may define a separate link between
             nodes in different zones.
-        slowness: Factor by which all durations from the profile are multiplied on this node, or 1
-            if the node is as fast as the profile.
-        like: Name of another node type with the same links. If empty, the name of this type is
-            used.
+        slowness: Factor by which all durations from the profile are multiplied on this node. It is
+            1 if the node is as fast as the nodes in the profile.
+        like: Name of another node type that has the same links in the cluster's tables. If empty,
+            the name of this type is used.
     """
 
     name: str
@@ -223,14 +224,14 @@ class NodeType:
 
     @property
     def link_name(self) -> str:
-        """Name of this node type in tables of links."""
+        """Name under which tables of links list this node type."""
         return self.like or self.name
 
     def island(self, gpus: int) -> tuple[int, LinkSpeed] | None:
-        """Returns the smallest island whose number of GPUs is a multiple of ``gpus``.
+        """Returns the smallest island that can be divided into groups of ``gpus`` GPUs.
 
-        An island is a group of GPUs with a fast link. If ``gpus`` GPUs fit on one node, only parts
-        of a node are considered, otherwise only islands of several nodes.
+        An island is a group of GPUs with a fast link. If ``gpus`` GPUs fit on one node, only
+        islands within a node are considered, otherwise only islands of several nodes.
 
         Returns:
             Number of GPUs in the island and its link speed, or ``None`` if no island qualifies.
@@ -245,7 +246,7 @@ class NodeType:
 def link_in(
     links: Mapping[tuple[str, str], LinkSpeed], node_type: NodeType, other: NodeType
 ) -> LinkSpeed | None:
-    """Returns the link between two node types in ``links``, or ``None`` if no link is listed."""
+    """Returns the link between two node types in ``links``, or ``None`` if ``links`` has none."""
     names = node_type.link_name, other.link_name
     return links.get(names) or links.get(names[::-1])
 
@@ -255,7 +256,7 @@ class NodePool:
     """All nodes of one type in a cluster.
 
     Attributes:
-        type: Type of the nodes.
+        type: Type of all these nodes.
         count: Number of nodes.
         hosts: Host names of the nodes, if known. All names are kept even if ``count`` is reduced.
     """
@@ -269,7 +270,7 @@ class NodePool:
 class Cluster:
     """Nodes that a job may use.
 
-    Node indices start at 0 and follow the order of the groups.
+    Nodes have indices that start at 0 and follow the order of the groups.
 
     Attributes:
         groups: Nodes by type. Each type occurs once.
@@ -316,7 +317,7 @@ class Cluster:
 
     @cached_property
     def nodes(self) -> tuple[NodeType, ...]:
-        """Type of every node, by the node's index."""
+        """Type of every node, in the order of the nodes' indices."""
         return tuple(group.type for group in self.groups for _ in range(group.count))
 
     @property
@@ -330,7 +331,7 @@ class Cluster:
         return all(known_gpu(node.gpu) is not None for node in self.types)
 
     def with_memory(self, times: float = 1.0, more_bytes: float = 0.0) -> Cluster:
-        """Returns a copy of the cluster with a different memory size per GPU.
+        """Returns a copy of the cluster in which each GPU has a different memory size.
 
         Args:
             times: Factor by which the memory size is multiplied.
@@ -376,7 +377,7 @@ def read_cluster(path: Path, memories: Mapping[str, float] | None = None) -> Clu
     Args:
         path: Path of the file, which is YAML, TOML or JSON.
         memories: Memory sizes of GPUs in bytes from a profile, keyed by GPU name. They are used for
-            node types whose memory size is not in the file.
+            node types for which the file does not specify a memory size.
 
     Raises:
         ConfigError: The file cannot be read, or a key is invalid.
@@ -388,9 +389,10 @@ def make_cluster(document: Any, where: str, memories: Mapping[str, float]) -> Cl
     """Creates a cluster from the contents of a cluster file.
 
     Args:
-        document: Contents of the file, as lists, dictionaries, strings and numbers.
+        document: Contents of the file as parsed from YAML, TOML or JSON.
         where: Path of the file, for error messages.
-        memories: Memory sizes of GPUs in bytes from a profile, keyed by GPU name.
+        memories: Memory sizes of GPUs in bytes from a profile, keyed by GPU name. They are used for
+            node types for which ``document`` does not specify a memory size.
 
     Raises:
         ConfigError: The contents are invalid.
@@ -421,8 +423,8 @@ def make_cluster(document: Any, where: str, memories: Mapping[str, float]) -> Cl
         links[first, second] = _speed(entry, key)
     for group in groups:
         for size, link in group.type.islands:
-            # If an island contains all nodes of a type, it contains every pair of these nodes. So
-            # its link connects each pair.
+            # An island that contains all nodes of a type also contains every pair of these nodes,
+            # so the pairs use the island's link.
             if size >= group.count * group.type.gpus:
                 links.setdefault((group.type.name, group.type.name), link)
     try:
@@ -438,10 +440,10 @@ def make_cluster(document: Any, where: str, memories: Mapping[str, float]) -> Cl
 
 
 def _node_type(entry: Mapping[str, Any], key: str, memories: Mapping[str, float]) -> NodeType:
-    """Creates a node type from ``entry``, an entry of a cluster file.
+    """Creates a node type from ``entry``, which describes it in a cluster file.
 
-    Error messages call the entry ``key``. ``memories`` contains the memory sizes of GPUs from a
-    profile, in bytes.
+    ``key`` is the name of the entry in error messages. ``memories`` contains the memory sizes of
+    GPUs from a profile, in bytes.
     """
     gpu = known_gpu(entry["gpu"])
     name = entry["gpu"] if gpu is None else gpu.name
@@ -470,7 +472,7 @@ def _node_type(entry: Mapping[str, Any], key: str, memories: Mapping[str, float]
 
 
 def _islands(node: Mapping[str, Any], key: str) -> tuple[tuple[int, LinkSpeed], ...]:
-    """Creates a node type's islands (groups of GPUs with a fast link) from its entry ``node``."""
+    """Returns the islands (groups of GPUs with a fast link) in ``node``, an entry of the file."""
     islands: list[tuple[int, LinkSpeed]] = []
     node_gpus = node["gpus_per_node"]
     before = 1
@@ -496,20 +498,20 @@ def _islands(node: Mapping[str, Any], key: str) -> tuple[tuple[int, LinkSpeed], 
 
 
 def _speed(entry: Any, key: str, *, shared: bool = True) -> Any:
-    """Creates a link from a cluster file's ``entry``, or returns ``None`` if ``entry`` is ``None``.
+    """Creates a link from ``entry``, which describes the link in a cluster file.
 
     Args:
-        entry: Entry with bandwidth and latency, or ``None``.
+        entry: Entry with bandwidth and latency. If it is ``None``, the function returns ``None``.
         key: Name of the entry in error messages.
-        shared: Whether pairs of GPUs share the link's bandwidth if the entry does not specify this.
+        shared: Whether pairs of GPUs share the bandwidth of a link that does not specify this.
     """
     if entry is None:
         return None
     rails = entry.get("rails", 1)
     share = 1 / entry.get("oversubscription", 1.0)
     if rails > 1 or share < 1:
-        # A rail is a separate network. One pair of GPUs uses one rail, and two pairs use two rails,
-        # up to the number of rails. So the bandwidth grows with the number of pairs.
+        # A rail is a separate network. One pair of GPUs uses one rail, two pairs use two rails, and
+        # so on until all rails are used. So the total bandwidth grows with the number of pairs.
         speed = entry["bandwidth"] * share
         expanded = ("rails", "oversubscription")
         entry = {name: value for name, value in entry.items() if name not in expanded}

@@ -6,10 +6,10 @@ A step has four consecutive parts::
       actions and messages, in the order of the
       plan's schedule
 
-The pipeline is timed by simulating the schedule's order of actions. A stage is as fast as its
-slowest replica, and a message is sent across every boundary between stages. Then each rank reduces
-its gradients across its replicas. The first and last stage add up the gradients of tied embeddings.
-Finally, the optimizer runs.
+The pipeline is timed by simulating the actions in the order of the schedule. A stage is as fast as
+its slowest replica, and every boundary between stages on different ranks costs a message. Then each
+rank reduces its gradients across its replicas. The first and last stage add up the gradients of
+tied embeddings. Finally, the optimizer runs.
 
 A plan may have stages with unequal parallel sizes. The search gives such stages microbatches of
 unequal sizes, so that all stages have the same number of microbatches. The trainer uses
@@ -70,15 +70,16 @@ def predict(
 ) -> Prediction:
     """Predicts the time, memory and price of one step of a plan.
 
-    A plan that does not fit into memory also gets a predicted time, but ``Prediction.fits`` is
-    false.
+    A plan that does not fit into memory also gets a predicted time. In this case,
+    ``Prediction.fits`` is false.
 
     Args:
         plan: Plan to predict.
         inputs: Model, cluster and profile of layer times.
-        runtime: Properties of the training program.
-        predictions: Number of planned predictions of similar plans, used to decide whether to
-            compile their simulations; ``None`` to always compile them.
+        runtime: Properties of the training program, such as its use of memory.
+        predictions: Number of similar plans that the caller is going to predict. A simulation is
+            compiled if this saves time for that many plans. If ``None``, simulations are always
+            compiled.
 
     Raises:
         ConfigError: The profile does not contain a layer's time, or the partition has a different
@@ -101,7 +102,8 @@ def predict(
     jitter = _jitter_s(plan, stages, inputs.profile.action_sigma)
     seconds = float(ends[last]) + tied + beside + jitter
     quiet = _pipeline(plan, stages.without_messages(), runtime, predictions)
-    # Use the times of the rank that finishes last, because they add up to the whole step.
+    # All parts are the times of the rank that finishes last, because these add up to the whole
+    # step.
     tp_s = float(of_rank[last] @ stages.tp_s) * stages.num_items
     parts = {
         "compute": float(times.busy_s[last]) - tp_s,
@@ -126,11 +128,11 @@ def predict(
 def _stage_predictions(
     stages: StageSums, times: ScheduleTimes, slices: float
 ) -> tuple[StagePrediction, ...]:
-    """Returns the predicted times and memory of each pipeline rank.
+    """Returns the predicted times and memory of each pipeline rank of a plan.
 
     Args:
         stages: Costs of the plan's stages.
-        times: End times and busy times of the ranks.
+        times: Simulated end times and busy times of the ranks.
         slices: Mean number of slices per microbatch, or 1 for whole microbatches.
     """
     forward = stages.of_rank @ stages.durations_s[0] * slices
@@ -153,7 +155,7 @@ class StageSums:
     """Costs of each stage and rank of a plan, summed over layers. Each chunk counts as a stage.
 
     Times and messages are per microbatch. If sequences are cut into slices, they are per slice of
-    average cost.
+    average cost instead.
 
     Attributes:
         durations_s: Times of forward pass, input gradients and weight gradients on the slowest
@@ -162,23 +164,24 @@ class StageSums:
             stages]``. A rank can launch kernels while it waits for its input.
         tp_s: Part of ``durations_s`` in seconds that is tensor-parallel communication,
             ``[stages]``.
-        latency_s: Latency of the message after each forward and backward pass, in seconds, ``[2,
+        latency_s: Latency in seconds of the messages that a stage sends after a forward and after a
+            backward pass, ``[2, stages]``.
+        occupancy_s: Time in seconds during which each of these messages keeps its link busy, ``[2,
             stages]``.
-        occupancy_s: Time in seconds for which each of these messages keeps its link busy, ``[2,
-            stages]``.
-        reduce_s: Time of the gradient reduction in seconds if it is not overlapped, ``[ranks]``.
-        optimizer_s: Duration of the optimizer in seconds, ``[ranks]``.
-        memory: Memory needed by each pipeline rank.
+        reduce_s: Duration of a gradient reduction that does not overlap with the backward pass, in
+            seconds, ``[ranks]``.
+        optimizer_s: Duration of the optimizer step in seconds, ``[ranks]``.
+        memory: Memory that each pipeline rank needs.
         of_rank: Matrix of shape ``[ranks, stages]`` that contains 1 if the rank holds the stage,
             otherwise 0.
-        message_bytes: Size of the messages that a stage sends forward and backward for one
-            microbatch of a replica, in bytes, ``[2, stages]``.
-        estimated: Whether a time was estimated instead of measured.
-        num_items: Number of slices per replica and step, or the mean over steps if documents are
-            packed.
+        message_bytes: Size in bytes of the messages that a stage sends forward and backward for one
+            microbatch of a replica, ``[2, stages]``.
+        estimated: Whether any of the times was estimated instead of measured.
+        num_items: Number of slices that a replica processes per step. If documents are packed, this
+            is a mean over steps.
         slices: Number of slices per microbatch, or 1 for whole microbatches. If documents are
             packed, this is a mean over steps.
-        attention_share: Fraction of a forward pass whose time grows with the square of the sequence
+        attention_share: Fraction of the forward time that grows with the square of the sequence
             length.
         rows: Rows of packed documents and costs of their slices, or ``None`` if all samples have
             the same length.
@@ -296,11 +299,11 @@ def _tables(plan: Plan, stage_place: StagePlace, inputs: PlanInputs) -> _Tables:
 def _durations(
     rank_of: Sequence[int], bounds: Any, tables: list[_Tables], inputs: PlanInputs
 ) -> tuple[Any, Any, Any, Any]:
-    """Returns each stage's duration, launch time and communication time, in seconds.
+    """Returns durations, launch times and communication times of each stage, in seconds.
 
-    The first three arrays are fields of :class:`StageSums`. The last array has shape ``[3,
-    stages]`` and contains the time for each pair of tokens that attend to each other. This time is
-    0 unless documents are packed.
+    The first three arrays are the fields ``durations_s``, ``launch_s`` and ``tp_s`` of
+    :class:`StageSums`. The last array has shape ``[3, stages]``. It contains the time per pair of
+    tokens that attend to each other, or 0 for plans without packed documents.
 
     Args:
         rank_of: Pipeline rank of each stage.
@@ -328,7 +331,7 @@ def _durations(
 def _row_costs(
     plan: Plan, inputs: PlanInputs, rank_of: Sequence[int], bounds: Any
 ) -> RowCosts | None:
-    """Returns the rows of packed documents and their costs, or ``None`` if none are packed."""
+    """Returns packed rows of documents and their costs, or ``None`` for plans without packing."""
     if plan.slice_tokens is None:
         return None
 
@@ -342,10 +345,10 @@ def _row_costs(
 
 
 def _held(plan: Plan, rank: int, inputs: PlanInputs, rows: RowCosts | None) -> tuple[float, float]:
-    """Returns the maximum numbers of microbatches that a rank holds, and that wait for action W.
+    """Returns the maximum number of microbatches that a rank holds, and how many wait for action W.
 
-    The action W computes weight gradients. If the plan cuts or packs sequences, slices are counted
-    instead of microbatches.
+    The action W computes weight gradients. If the plan cuts sequences into slices or packs
+    documents, slices are counted instead of microbatches.
     """
     if rows is not None:
         held = held_slices(plan, rows)
@@ -366,13 +369,14 @@ def _memory(
     inputs: PlanInputs,
     runtime: Runtime,
 ) -> StageMemory:
-    """Returns the memory that a pipeline rank needs, on its replica with the least free memory.
+    """Returns the memory that a pipeline rank needs on its replica with the least free memory.
 
     Args:
         plan: Plan of the pipeline.
         rank: Pipeline rank.
-        layers: Whether the rank holds each layer, ``[layers]``.
-        held: Number of microbatches or slices in flight, and the number that wait for W.
+        layers: Boolean array with ``True`` for each layer that the rank holds, ``[layers]``.
+        held: Number of microbatches or slices that the rank holds, and the number that wait for
+            action W.
         tables: Layer tables of the rank, one per kind of replica.
         inputs: Model, cluster and profile of layer times.
         runtime: Properties of the training program.
@@ -433,10 +437,11 @@ def _messages(
 def _pipeline(
     plan: Plan, stages: StageSums, runtime: Runtime, predictions: int | None
 ) -> ScheduleTimes:
-    """Computes end times and busy times of the pipeline's ranks, excluding reduction and optimizer.
+    """Computes when each rank of the pipeline finishes, and how long it is busy.
 
-    For a static schedule, the times follow directly from its fixed order. Run-time scheduling rules
-    and stages with unequal numbers of replicas are simulated.
+    Gradient reductions and the optimizer step are not included. For a static schedule, the times
+    follow directly from its fixed order. Run-time scheduling rules and stages with unequal numbers
+    of replicas are simulated.
     """
     latency, occupancy = stages.latency_s, stages.occupancy_s
     if (widths := dealt_widths(plan)) is not None:
@@ -456,7 +461,7 @@ def _pipeline(
 
 
 def row_pipeline(plan: Plan, stages: StageSums) -> RowPipeline | None:
-    """Returns the pipeline of a plan with packed documents, or ``None`` for other plans.
+    """Returns a simulated pipeline for a plan with packed documents, or ``None`` for other plans.
 
     Args:
         plan: Plan to simulate.
@@ -476,12 +481,12 @@ def row_pipeline(plan: Plan, stages: StageSums) -> RowPipeline | None:
 def simulated(plan: Plan, stages: StageSums, *, predictions: int | None = None) -> SimResult:
     """Simulates the pipeline of a plan whose stages have equal parallel sizes.
 
-    If documents are packed, the first of the drawn steps is simulated.
+    If documents are packed, only the first of the planner's sample steps is simulated.
 
     Args:
         plan: Plan to simulate.
         stages: Times of the plan's stages and messages.
-        predictions: Number of planned predictions, as for :func:`predict`.
+        predictions: Number of similar plans to predict, as for :func:`predict`.
     """
     if (pipeline := row_pipeline(plan, stages)) is not None:
         return pipeline.simulated()[0]
@@ -522,13 +527,13 @@ def _is_compiled(
     policies: Sequence[Policy],
     predictions: int | None,
 ) -> bool:
-    """Returns whether to compile the simulation of a plan.
+    """Returns whether compiling the simulation of a plan saves time.
 
     Args:
-        candidate: Schedule or rule of the plan.
+        candidate: Schedule or run-time scheduling rule of the plan.
         num_microbatches: Number of microbatches per step.
-        policies: Policies of the plan's ranks.
-        predictions: Number of planned predictions, as for :func:`predict`.
+        policies: Scheduling policy of each rank.
+        predictions: Number of similar plans to predict, as for :func:`predict`.
     """
     shared = rule_of(policies)
     if not catalog.is_rule(candidate.name) or shared is None:
@@ -536,15 +541,15 @@ def _is_compiled(
     if predictions is None:
         return True
     items = candidate.placement.num_stages * num_microbatches * candidate.num_slices
-    # Each prediction simulates the plan with messages and without them.
+    # Each prediction simulates the plan twice: with messages and without them.
     return saves_time(shared[0], 2 * predictions * items * (2 + candidate.weight_pieces))
 
 
 def _weight_pieces(plan: Plan, *, splittable: bool) -> int:
-    """Returns the number of W actions per weight gradient that the trainer uses by default.
+    """Returns the number of actions into which the trainer splits each weight gradient by default.
 
     Args:
-        plan: Plan whose schedule determines the number.
+        plan: Plan whose schedule determines the result.
         splittable: Whether the profile has separate times for weight gradients.
     """
     if not catalog.is_rule(plan.schedule):
@@ -555,10 +560,10 @@ def _weight_pieces(plan: Plan, *, splittable: bool) -> int:
 
 
 def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
-    """Returns the time in seconds that random variation of durations adds to a step.
+    """Returns by how many seconds random variation of action durations lengthens a step.
 
-    The result is 0 for a run-time scheduling rule, because it runs another action if an input is
-    late.
+    ``sigma`` is the standard deviation of the logarithm of a duration. The result is 0 for a
+    run-time scheduling rule, because it runs another action if an input is late.
     """
     if sigma <= 0 or catalog.is_rule(plan.schedule):
         return 0.0
@@ -574,10 +579,10 @@ def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
 
 
 def as_run(plan: Plan) -> Plan:
-    """Returns a copy of the plan with equal microbatch sizes, if the trainer can run this copy.
+    """Returns a copy of the plan in which all stages have the same microbatch size.
 
-    If the trainer cannot run the copy, or if all stages have equal parallel sizes, ``plan`` is
-    returned unchanged.
+    If the trainer cannot run the copy, or if all stages already have equal parallel sizes, ``plan``
+    is returned unchanged.
     """
     is_tp_1 = all(
         replica.tp == 1 for stage_place in plan.places for replica in stage_place.replicas
@@ -590,10 +595,9 @@ def as_run(plan: Plan) -> Plan:
 
 
 def dealt_widths(plan: Plan) -> Widths | None:
-    """Returns the number of replicas of each stage if microbatches are distributed over them.
+    """Returns the number of replicas of each stage if these numbers differ between stages.
 
-    This applies to plans whose stages have different numbers of replicas and equal microbatch
-    sizes. Returns ``None`` for all other plans.
+    All stages must have the same microbatch size. The result is ``None`` for all other plans.
     """
     if plan.uniform or any(
         stage_place.micro_batch != plan.micro_batch for stage_place in plan.places
@@ -603,7 +607,7 @@ def dealt_widths(plan: Plan) -> Widths | None:
 
 
 def held_of(plan: Plan, widths: Widths) -> tuple[float, ...]:
-    """Returns the maximum number of microbatches in flight on a replica of each stage.
+    """Returns, for each stage, the maximum number of microbatches that a replica holds.
 
     Args:
         plan: Plan that distributes microbatches over the replicas of each stage.
@@ -625,10 +629,10 @@ def held_of(plan: Plan, widths: Widths) -> tuple[float, ...]:
 def _hop_s(
     sender: StagePlace, receiver: StagePlace, inputs: PlanInputs, bytes_per_sample: float
 ) -> tuple[float, float]:
-    """Computes the time of one message between replicas of two successive stages.
+    """Returns the time of one message from a replica of ``sender`` to a replica of ``receiver``.
 
     Returns:
-        Latency between the slowest pair of replicas, and the time for which their link is busy,
+        Latency between the slowest pair of replicas, and the time during which their link is busy,
         both in seconds.
     """
     hops = [

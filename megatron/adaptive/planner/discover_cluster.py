@@ -1,9 +1,9 @@
 """Creates cluster files from the output of Slurm, ``nvidia-smi`` and ``doctor --json``.
 
-No single tool reports everything, so their outputs are combined. Slurm reports all nodes with their
-GPUs and switches. ``nvidia-smi`` and ``doctor`` report the memory and links of a single node. A
-report about one node is used for all of Slurm's nodes with the same GPU and the same number of
-GPUs. Values that are in none of the outputs are assumed, and reported as assumptions.
+No single tool reports everything, so the outputs of several tools are combined. Slurm reports all
+nodes with their GPUs and switches. ``nvidia-smi`` and ``doctor`` report the memory and links of a
+single node. Such a report is used for all nodes in Slurm's output that have the same GPU and the
+same number of GPUs. Values that no tool reports are assumed, and listed as assumptions.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import known_gpu, plain_name
 
 _NVLINK_GB_PER_S = {"p100": 20.0, "b200": 50.0}
-"""Bandwidth of one NVLink in one direction in GB/s, by GPU. All GPUs that are not listed have 25
-GB/s. Source: NVIDIA's architecture whitepapers."""
+"""Bandwidth of one NVLink in one direction in GB/s, by GPU. GPUs that are not listed have 25 GB/s.
+Source: NVIDIA's architecture whitepapers."""
 _LANE_GB_PER_S = {3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-"""Bandwidth of one lane in one direction in GB/s, by PCI Express generation."""
+"""Bandwidth of one PCI Express lane in one direction in GB/s, by generation."""
 _PCIE_SHARE = 0.8
-"""Fraction of the PCI Express bandwidth that copies between two GPUs achieve."""
+"""Fraction of the PCI Express bandwidth that a copy between two GPUs achieves."""
 _ASSUMED_LINK = {"bandwidth": "25 GB/s", "latency": "8 us"}
 _ASSUMED_NETWORK = {"bandwidth": "100 Gbit/s", "latency": "10 us"}
 _DOWN = ("DOWN", "DRAIN", "FAIL", "UNKNOWN", "FUTURE", "NOT_RESPONDING")
 
 
 def describe_cluster(texts: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], list[str]]:
-    """Creates a cluster file from the outputs of tools.
+    """Creates the contents of a cluster file from the outputs of tools.
 
     Args:
-        texts: Pairs of source and text, one per output. Supported are ``scontrol show node`` or
-            ``show topology``, ``sinfo -N -o "%N %G %T"``, ``nvidia-smi -q`` and ``topo -m`` of a
-            node, and ``doctor --json``.
+        texts: Pairs of a source and an output. Supported outputs are those of ``scontrol show
+            node`` or ``show topology``, ``sinfo -N -o "%N %G %T"``, ``nvidia-smi -q`` and ``topo
+            -m`` on a node, and ``doctor --json``.
 
     Returns:
         Contents of a cluster file, and a list of the assumptions that were made for missing values.
@@ -73,7 +73,7 @@ def describe_cluster(texts: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], 
 
 @dataclass(frozen=True, kw_only=True)
 class _ToolOutputs:
-    """Parsed outputs of tools that describe nodes and switches.
+    """Parsed outputs of the tools that describe nodes and switches.
 
     Attributes:
         reports: Nodes described by ``doctor --json``, as entries of a cluster file.
@@ -90,7 +90,7 @@ class _ToolOutputs:
     matrices: list[str] = field(default_factory=list)
 
     def add(self, text: str, where: str) -> None:
-        """Parses a tool's output and stores the parsed contents.
+        """Parses a tool's output and adds the result to the attributes.
 
         Args:
             text: Output of a tool, without colour codes.
@@ -123,7 +123,10 @@ class _ToolOutputs:
             raise ValueError(f"it begins with {text.strip()[:20]!r}")
 
     def entries(self, assumed: list[str]) -> list[dict[str, Any]]:
-        """Returns the nodes that are up and have GPUs, and appends assumptions to ``assumed``."""
+        """Returns the nodes that are up and have GPUs, as entries of a cluster file.
+
+        Assumptions about missing values are appended to ``assumed``.
+        """
         logs_and_matrices = itertools.zip_longest(self.logs, self.matrices, fillvalue="")
         reports = self.reports + [describe_node(log, matrix) for log, matrix in logs_and_matrices]
         if not self.slurm:
@@ -146,9 +149,9 @@ _MATRIX = re.compile(r"^\s*GPU0\s", re.MULTILINE)
 
 
 def _slurm_entry(fields: Mapping[str, str]) -> dict[str, Any]:
-    """Creates the cluster file entry of a node from Slurm's fields.
+    """Creates the cluster file entry of a node from the fields of Slurm's output.
 
-    The GPU in the entry may be empty, or only the name of a family such as ``a100``.
+    The name of the GPU in the entry may be empty, or only that of a family such as ``a100``.
     """
     host = fields["NodeName"]
     gres = fields.get("Gres", "")
@@ -195,11 +198,11 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def describe_node(log: str, matrix: str) -> dict[str, Any]:
-    """Creates the cluster file entry of a node from the output of ``nvidia-smi``.
+    """Creates the cluster file entry of a node from the outputs of ``nvidia-smi``.
 
     Args:
-        log: Output of ``nvidia-smi -q``. It may be empty.
-        matrix: Output of ``nvidia-smi topo -m``. It may be empty.
+        log: Output of ``nvidia-smi -q``, or an empty string.
+        matrix: Output of ``nvidia-smi topo -m``, or an empty string.
     """
     names = re.findall(r"Product Name\s*: (.+)", log)
     entry: dict[str, Any] = {"gpu": names[0].strip() if names else "", "gpus_per_node": len(names)}
@@ -217,8 +220,8 @@ def describe_node(log: str, matrix: str) -> dict[str, Any]:
             "latency": "8 us",
         }
     rows = [line.split() for line in matrix.splitlines() if re.match(r"\s*GPU\d+\s", line)]
-    # The heading of the table also begins with GPU0. The filter skips the heading, because it does
-    # not contain X, which marks a GPU's link to itself.
+    # The heading of the table also begins with GPU0, but does not contain X, which marks the
+    # diagonal of the matrix. The filter skips the heading.
     ways = [row[1:] for row in rows if "X" in row]
     count = len(ways)
     entry["gpus_per_node"] = entry["gpus_per_node"] or count
@@ -240,11 +243,12 @@ def describe_node(log: str, matrix: str) -> dict[str, Any]:
 def _with_report(
     node: dict[str, Any], reports: Sequence[Mapping[str, Any]], assumed: list[str]
 ) -> dict[str, Any]:
-    """Completes Slurm's entry of a node with a report about the same node or a similar node.
+    """Adds the values of a report to ``node``, the entry of a node from Slurm's output.
 
     Args:
-        node: Slurm's entry of the node.
-        reports: Entries from ``doctor`` and ``nvidia-smi``.
+        node: Entry of the node, from Slurm's output.
+        reports: Entries from ``doctor`` and ``nvidia-smi``. A report about this node is preferred
+            to a report about a node with the same GPUs.
         assumed: List to which assumptions about the node are appended.
 
     Raises:
@@ -282,9 +286,9 @@ def _with_report(
 def _grouped(
     entries: Sequence[Mapping[str, Any]], switches: Sequence[tuple[int, set[str]]]
 ) -> list[dict[str, Any]]:
-    """Groups identical nodes into the entries of a cluster file.
+    """Combines each set of identical nodes into one entry of a cluster file.
 
-    Within a group, nodes on the same switch are adjacent.
+    Within an entry, hosts on the same switch are adjacent.
 
     Args:
         entries: Entries of single nodes, in the format of a cluster file.
@@ -297,7 +301,7 @@ def _grouped(
         groups.setdefault(json.dumps(plain, sort_keys=True), (plain, []))[1].extend(hosts)
 
     def above(host: str, least: int) -> list[tuple[int, int]]:
-        """Returns the switches above ``host`` from level ``least`` upwards, highest first."""
+        """Returns ``(-level, index)`` of each switch above ``host``, from level ``least`` up."""
         numbered = enumerate(switches)
         return sorted(
             (-level, i) for i, (level, held) in numbered if level >= least and host in held

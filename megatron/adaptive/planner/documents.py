@@ -2,8 +2,8 @@
 
 With ``--slice-tokens``, the trainer packs the documents of a step into rows and cuts the rows into
 slices of equal length. The rows of a step depend only on the lengths of its documents. So the
-planner draws the documents of some steps from the known lengths, and packs them as the trainer
-would (``schedule/document_rows.py``). All plans are predicted for the same steps.
+planner draws documents for a few steps from the known lengths, and packs them as the trainer would
+(``schedule/document_rows.py``). All plans are predicted for the same steps.
 """
 
 from __future__ import annotations
@@ -29,22 +29,24 @@ Lengths: TypeAlias = npt.NDArray[np.integer[Any]]
 """Number of tokens of each document, ``[documents]``."""
 
 _LEAST_STEPS = 4
-"""Number of steps whose documents are drawn first."""
+"""Number of steps for which documents are drawn initially."""
 _MOST_STEPS = 64
-"""Maximum number of steps, because each plan of a search is simulated with all of them."""
+"""Maximum number of steps to draw. Each plan of a search is simulated with all drawn steps, so more
+steps would make the search slow.
+"""
 _DRAWN = 512
-"""Maximum number of drawn documents, unless a single step has more. Means over this many documents
-vary little."""
+"""Maximum number of documents to draw, unless a single step has more. The mean length of this many
+documents varies little."""
 _STABLE = 0.02
-"""Maximum relative error of the mean length of drawn documents."""
+"""Relative error of the mean length up to which drawn documents represent all documents."""
 _STABLE_SQUARES = 0.05
-"""Maximum relative error of the mean square of the lengths of drawn documents."""
+"""Relative error of the mean squared length up to which drawn documents represent all documents."""
 _CHUNK = 1 << 16
-"""Number of lengths that are squared at once."""
+"""Number of lengths that are squared at once, to limit the memory of the squares."""
 
 
 class RowSettings(NamedTuple):
-    """Settings of a plan that determine its packed rows and the replica with the most work.
+    """Settings of a plan that determine how documents are packed into rows.
 
     Attributes:
         tokens: Number of tokens of each slice.
@@ -52,8 +54,8 @@ class RowSettings(NamedTuple):
         pp: Number of pipeline ranks.
         chunks: Number of stages per pipeline rank.
         schedule: Name of the pipeline schedule.
-        expert_ranks: Number of replicas that the experts are distributed over.
-        tp: Number of tensor-parallel ranks that divide each slice, or 1 without sequence
+        expert_ranks: Number of replicas over which the experts are distributed.
+        tp: Number of tensor-parallel ranks among which each slice is divided, or 1 without sequence
             parallelism.
     """
 
@@ -68,17 +70,17 @@ class RowSettings(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunDocuments:
-    """Lengths of a run's documents, and the microbatches of some steps.
+    """Document lengths of a training run, and the microbatches of some drawn steps.
 
     Attributes:
-        config: Settings of a run of the model with ``--slice-tokens``. Parallel sizes, schedule and
-            length of slices are replaced by the values of a plan.
-        steps: Number of tokens of each document, for each drawn step.
+        config: Settings of a run that trains the model with ``--slice-tokens``. For each plan, the
+            parallel sizes, the schedule and the length of slices are replaced by the plan's values.
+        steps: For each drawn step, the number of tokens of each document.
         batch: Number of documents per step.
         longest: Largest number of tokens that a document may have.
-        packed_slices: Number of slices per row if rows are packed up to the sequence length, as
-            with ``--pack-to`` and ``--sequence-slices``, or ``None`` if slices have a fixed length.
-            This field is used to compare plans with runs that pack rows up to the sequence length.
+        packed_slices: Number of slices per row in runs that pack rows up to the sequence length, as
+            with ``--pack-to`` and ``--sequence-slices``. ``None`` if slices have a fixed length.
+            The field is used to compare plans with such runs.
     """
 
     config: TrainerConfig
@@ -94,7 +96,7 @@ class RunDocuments:
 
     @cached_property
     def mean_squares(self) -> float:
-        """Mean over the steps of the sum of squared lengths of a step's documents."""
+        """Sum of squared document lengths of a step, averaged over the steps."""
         return sum(n * n for step in self.steps for n in step) / len(self.steps)
 
     @cached_property
@@ -102,10 +104,10 @@ class RunDocuments:
         return {}
 
     def cuts(self, rows: RowSettings) -> tuple[list[Cut], ...]:
-        """Returns the microbatches of the replica with the most work, for each step.
+        """Returns the microbatches of the replica with the most work, for each drawn step.
 
-        The microbatches are in the order in which they run. The argument ``rows`` contains the
-        settings of the plan.
+        The microbatches are listed in the order in which they run. ``rows`` contains the settings
+        of the plan.
 
         Raises:
             ConfigError: A step has too few documents for the replicas.
@@ -136,16 +138,16 @@ class RunDocuments:
         return replace(config, schedule=schedule, data=data)
 
     def mean_items(self, tokens: int) -> float:
-        """Returns the mean number of slices of ``tokens`` tokens per step, over all replicas."""
+        """Returns how many slices of ``tokens`` tokens a step has on average, over all replicas."""
         cuts = self.cuts(RowSettings(tokens))
         return sum(len(cut.ends) for step in cuts for cut in step) / len(cuts)
 
     def mean_pairs(self, tokens: int) -> float:
-        """Returns the mean number of pairs of tokens in a slice that attend to each other.
+        """Returns the mean number of pairs of tokens per slice that attend to each other.
 
         ``tokens`` is the number of tokens per slice.
 
-        The first x tokens of a document have x^2 pairs.
+        In this count, the first x tokens of a document have x^2 pairs.
         """
         cuts = self.cuts(RowSettings(tokens))
         works = [cut.work(n) for step in cuts for cut in step for n in range(len(cut.ends))]
@@ -156,10 +158,10 @@ class RunDocuments:
         return -(-self.longest // tokens)
 
     def most_slices(self, tokens: int) -> int:
-        """Returns the maximum number of slices of ``tokens`` tokens in a packed row.
+        """Returns the maximum number of slices of ``tokens`` tokens that a packed row can have.
 
-        If all rows of a step have the same number of slices, such as with experts, rows may be
-        longer than the longest document needs.
+        Usually, the longest document determines this number. But if all rows of a step must have
+        the same number of slices, for example with experts, rows may be longer.
         """
         needed = self.needed_slices(tokens)
         return most_slices(needed) if self._has_equal_rows else needed
@@ -171,18 +173,19 @@ class RunDocuments:
 
 
 def draw_steps(lengths: Lengths, batch: int) -> tuple[tuple[int, ...], ...]:
-    """Draws documents for some steps that represent all known documents.
+    """Draws documents for a few steps, so that they represent all known documents.
 
     The sorted lengths are divided into equal parts, and one document is drawn from each part. So
-    the drawn documents contain short and long documents as often as the known documents. More steps
-    are drawn until mean and mean square of the drawn lengths are close to those of all lengths.
+    short and long documents are drawn in the same proportion as they occur. The number of steps is
+    doubled until the mean and the mean square of the drawn lengths are close to those of all
+    lengths.
 
     Args:
         lengths: Number of tokens of each known document, ``[documents]``.
         batch: Number of documents per step.
 
     Returns:
-        Number of tokens of each document, for each step.
+        For each step, the number of tokens of each document.
     """
     ordered = np.sort(lengths)
     mean, square = _means(ordered)
@@ -215,14 +218,14 @@ def _means(lengths: Lengths) -> tuple[float, float]:
 def make_documents(
     model: Model, lengths: Sequence[int] | Lengths, batch: int, *, longest: int | None = None
 ) -> RunDocuments:
-    """Draws the documents of a run that trains ``model`` with ``--slice-tokens``.
+    """Draws the documents of some steps of a run that trains ``model`` with ``--slice-tokens``.
 
     Args:
         model: Model to train.
         lengths: Number of tokens of each document, at least 1.
         batch: Number of documents per step.
-        longest: Largest number of tokens that a document may have before it is cut. Defaults to the
-            largest number in ``lengths``.
+        longest: Number of tokens after which documents are cut. Defaults to the largest number in
+            ``lengths``.
 
     Raises:
         ConfigError: The trainer's ``--slice-tokens`` does not support the model.
@@ -237,7 +240,7 @@ def make_documents(
     flags = [] if "--transformer-impl" in names else ["--transformer-impl", implementation]
     flags += ["--variable-seq-lengths", "--slice-tokens", str(LEAST_TOKENS)]
     flags += ["--pipeline-model-parallel-size", "2", "--global-batch-size", str(batch)]
-    # Without --partition, the number of layers would have to be a multiple of the two stages.
+    # Without --partition, the number of layers would have to be divisible by the two stages.
     num_layers = sum(model.layer(index).counted for index in range(model.num_layers))
     flags += ["--partition", f"0-{num_layers}"]
     try:

@@ -1,7 +1,7 @@
-"""Explains a plan: parts of its step, memory of its ranks, and why other plans are slower.
+"""Explains a plan: the parts of its step, the memory of its ranks, and why other plans are slower.
 
-Neighbours of a plan differ from it in one setting. A plan with packed documents is also compared
-with rows that are packed up to the longest document.
+A plan is compared with its neighbours, which differ from it in one setting. A plan with packed
+documents is also compared with plans that pack rows up to the length of the longest document.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _PARTS = {
 }
 _WORDS = {"micro_batch": "microbatch", "schedules": "schedule", "slice_tokens": "tokens of a slice"}
 _PACKED_SLICES = (1, 4, 8, 16)
-"""Numbers of slices per packed row that are compared with slices of a fixed length."""
+"""Numbers of slices per packed row to try in a comparison with slices of a fixed length."""
 _WORTH = 0.02
-"""Minimum fraction of the step time that packed rows must save to be mentioned in a hint."""
+"""Fraction of the step time that packed rows must at least save before a hint recommends them."""
 _GB = 1e9
 _BAR = 30
-"""Number of characters of a bar that represents a whole step."""
+"""Number of characters of the bar for a whole step."""
 _NEIGHBOUR_CPU_S = 0.5
-"""Maximum CPU time in seconds per node type for the search for one neighbour of a plan."""
+"""CPU time in seconds per node type that the search for one neighbour of a plan may take."""
 
 
 def explain(row: PlanRow, inputs: PlanInputs) -> str:
-    """Returns a text about the parts of a step, each stage's memory, and the largest part."""
+    """Returns a text with the parts of a step, the memory of each stage, and the largest part."""
     plan, prediction = row.plan, row.prediction
     lines = [f"a step of {seconds_text(prediction.seconds)}:"]
     for name, seconds in prediction.parts.items():
@@ -96,12 +96,12 @@ def _stage_table(plan: Plan, prediction: Prediction, inputs: PlanInputs) -> str:
 
 
 def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
-    """Compares a plan with its neighbours, and returns a line of text for each neighbour.
+    """Compares a plan with its neighbours, and returns one line of text per neighbour.
 
-    A neighbour differs in one setting: a parallel size or the microbatch size is doubled or divided
-    by its smallest divisor, or recompute or schedule is changed. All other settings except the
-    slice length are chosen again within the limits of the request. The line shows how much slower
-    the best plan with this change is, or how much memory it lacks.
+    A neighbour differs in one setting. A parallel size or the microbatch size is doubled or divided
+    by its smallest divisor, or recomputation or the schedule is changed. All other settings except
+    the slice length are chosen again within the limits of the request. The line states how much
+    slower the best plan with this change is, or how much memory it lacks.
 
     Args:
         inputs: Model, cluster and profile of layer times.
@@ -135,7 +135,7 @@ def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
             fitting = searcher_for(inputs, changed).search().plans
             plans = fitting or searcher_for(roomy, changed).search().plans
         except ConfigError as error:
-            # Some messages begin with the flag, which the title already names.
+            # Some messages begin with the flag, which the title of the line already names.
             flag = f"--{name.replace('_', '-')} {value}: "
             lines.append(f"{title} {str(error).removeprefix(flag)}")
             continue
@@ -151,12 +151,12 @@ def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
 
 
 def _packed_lines(best: PlanRow, inputs: PlanInputs) -> list[str]:
-    """Compares a plan whose slices have a fixed length with packed rows.
+    """Compares a plan whose slices have a fixed length with plans that pack rows.
 
     The rows are packed up to the length of the longest document.
 
     Returns:
-        A line of text for each number of slices per row. The first line is about whole rows.
+        One line of text for each number of slices per row. The first line is about uncut rows.
     """
     lines = []
     for slices, prediction in packed_predictions(best.plan, inputs).items():
@@ -167,16 +167,17 @@ def _packed_lines(best: PlanRow, inputs: PlanInputs) -> list[str]:
 
 
 def packed_predictions(plan: Plan, inputs: PlanInputs) -> dict[int, Prediction]:
-    """Predicts the step time if rows are packed up to the longest document and cut by cost.
+    """Predicts the steps of a plan if rows are packed up to the longest document and then cut.
 
-    The layers of each stage stay the same. The limit on activations is chosen again.
+    Rows are cut into slices of equal cost. The number of layers of each stage stays the same, and
+    the limit on activations is chosen again.
 
     Args:
         plan: Plan to change.
         inputs: Model, cluster, profile and documents.
 
     Returns:
-        Predictions by number of slices per row. The dict is empty for plans without
+        Predictions, keyed by the number of slices per row. The dict is empty for plans without
         ``slice_tokens``.
     """
     if plan.slice_tokens is None:
@@ -191,7 +192,7 @@ def packed_predictions(plan: Plan, inputs: PlanInputs) -> dict[int, Prediction]:
 
 
 def packed_advice(best: PlanRow, inputs: PlanInputs) -> str:
-    """Returns a hint if the plan would be faster with packed rows, otherwise an empty string."""
+    """Returns a hint to pack rows if this makes the plan faster, otherwise an empty string."""
     fitting = {
         slices: prediction.seconds
         for slices, prediction in packed_predictions(best.plan, inputs).items()
@@ -214,7 +215,7 @@ def _packed_title(slices: int, inputs: PlanInputs) -> str:
 
 
 def _near_tokens(plan: Plan, inputs: PlanInputs) -> tuple[int, ...]:
-    """Returns half and twice the plan's slice length, in tokens, if these lengths are allowed."""
+    """Returns half and twice the plan's slice length in tokens, unless these are not allowed."""
     if plan.slice_tokens is None:
         return ()
     tokens, longest = plan.slice_tokens, known_documents(inputs).longest

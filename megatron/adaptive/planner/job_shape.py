@@ -1,8 +1,8 @@
 """Chooses pipeline size, microbatch size and partition for a job with running processes.
 
 Unlike ``search``, which chooses nodes and their order, this module uses every process in rank
-order. Only few combinations remain, so all of them are tried. The model is a list of pieces, which
-are the parts between two cut points::
+order. Few combinations remain, so all of them are tried. The model is a list of pieces. A piece is
+a part of the model between two possible stage boundaries (cut points)::
 
     for each pipeline size that divides the processes:
         for each microbatch size that divides a replica's samples:
@@ -12,7 +12,7 @@ are the parts between two cut points::
     predict the step times by ascending bound, until no bound is lower than the second-best
     step time
 
-:func:`least_largest` finds the best partition exactly, by dynamic programming.
+:func:`least_largest` finds the best partition by dynamic programming.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from megatron.adaptive.planner.profile import PlanInputs, Profile
 from megatron.adaptive.schedule import catalog
 from megatron.adaptive.schedule.stage_placement import Placement
 
-# The memory limit of a process is its free memory after the device context was created. So the
+# The memory limit of a process is its free memory after the device context was created, so the
 # context must not be counted again.
 _RUNTIME = Runtime(context_bytes=0.0)
-# Number of options whose partitions are improved by simulation if layers are frozen.
+# Number of options whose partitions are improved by simulation if the model has frozen layers.
 _REFINED = 2
-# Rough number of predictions that such an improvement needs.
+# Approximate number of predictions needed to improve the partition of one option.
 _SEARCHED = 50
 
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
-    """A running job, its model, and the measured times of the model.
+    """A running job, with its model and the measured times of the model.
 
     Attributes:
         model: Model as a list of pieces (parts between two cut points).
@@ -62,12 +62,14 @@ class Running:
         order: Indices of the nodes in rank order.
         batch: Number of samples per step over all replicas.
         schedule: Name of the pipeline schedule.
-        chunks: Number of stages per process, if the schedule lets the user choose it.
-        whole: Times of the pieces if the backward pass computes weight gradients.
+        chunks: Number of stages per process. It matters only if the schedule leaves this choice to
+            the user.
+        whole: Times of the pieces if weight gradients are computed within the backward pass.
         split: Times of the pieces if a separate pass computes weight gradients, or ``None`` if the
-            schedule has no such pass. Pipelines with several processes use these times.
-        cap: Maximum activations held by a process under a run-time scheduling rule, or ``None`` for
-            the rule's default. The unit is one microbatch in all stages of the process.
+            schedule has no such pass. These times are used for pipelines with several processes.
+        cap: Maximum activations that a process may hold under a run-time scheduling rule, or
+            ``None`` for the rule's default. The unit is the activations of one microbatch in all
+            stages of the process.
     """
 
     model: Model
@@ -85,24 +87,24 @@ class Running:
         return catalog.placement_for(self.schedule, pipeline_size, self.chunks)
 
     def inputs(self, pipeline_size: int) -> PlanInputs:
-        """Returns model, cluster and times for pipelines with ``pipeline_size`` processes."""
+        """Returns model, cluster and layer times for pipelines of ``pipeline_size`` processes."""
         profile = self.whole if pipeline_size == 1 or self.split is None else self.split
         return PlanInputs(self.model, self.cluster, profile)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """A pipeline size, microbatch size and partition for the job, with predicted time and memory.
+    """A choice of pipeline size, microbatch size and partition, with predicted time and memory.
 
     Attributes:
         pipeline_size: Number of processes per pipeline.
         replicas: Number of pipelines (data-parallel replicas).
         micro_batch_size: Number of samples per microbatch.
         partition: Number of pieces (parts between cut points) of each stage.
-        seconds: Predicted step time in seconds. Before the prediction, this is a lower bound.
+        seconds: Predicted step time in seconds, or a lower bound until a prediction was made.
         needed_bytes: Memory in bytes that the process with the least free memory needs.
         limit_bytes: Memory in bytes that the process with the least free memory may use.
-        fullest: Index of the process with the least free memory in its pipeline.
+        fullest: Index of the process with the least free memory within its pipeline.
     """
 
     pipeline_size: int
@@ -144,8 +146,8 @@ def choose_option(
         pipeline_sizes: Pipeline sizes to choose from, or empty for all possible sizes.
         micro_batches: Microbatch sizes in samples to choose from, or empty for all sizes from
             ``least`` to ``most``.
-        partition: Function that returns the user's partition for a number of stages, or ``None`` if
-            the user did not set a partition.
+        partition: Function that takes a number of stages and returns the user's partition, or
+            ``None`` if the user did not set a partition.
         least: Minimum number of samples per microbatch.
         most: Maximum number of samples per microbatch.
 
@@ -163,19 +165,19 @@ def choose_option(
             shape = _Shape(running, size, micro_batch)
             untimed.append((shape, shape.best(partition(shape.placement.num_stages))))
         except ScheduleError:
-            continue  # Skip shapes with fewer microbatches per step than the schedule needs.
+            continue  # Skip sizes with fewer microbatches per step than the schedule needs.
     if not untimed:
         raise ConfigError(_nothing_divides(running, pipeline_sizes, micro_batches))
     fitting = [(shape, option) for shape, option in untimed if option.fits]
     if not fitting:
         raise ConfigError(_nothing_fits([option for _, option in untimed]))
-    # If layers are frozen, some partitions are improved by simulation, which needs more
-    # predictions.
+    # If the model has frozen layers, some partitions are improved by simulation, which needs
+    # additional predictions.
     count = len(fitting) + (_REFINED * _SEARCHED if running.model.frozen_layers else 0)
     timed: list[tuple[_Shape, Option]] = []
     for shape, option in sorted(fitting, key=lambda pair: pair[1].seconds):
-        # Options are sorted by ``option.seconds``, which is a lower bound at this point. So no
-        # later option can be among the two fastest.
+        # Options are sorted by ``option.seconds``, which is still a lower bound here. So no later
+        # option can be among the two fastest.
         if len(timed) > 1 and option.seconds >= sorted(other.seconds for _, other in timed)[1]:
             break
         try:
@@ -195,7 +197,7 @@ def choose_option(
 def _shapes(
     running: Running, pipeline_sizes: Sequence[int], micro_batches: Sequence[int], sizes: range
 ) -> Iterator[tuple[int, int]]:
-    """Yields pipeline sizes and microbatch sizes that divide the job's processes and samples.
+    """Yields the pairs of pipeline size and microbatch size that divide processes and samples.
 
     ``sizes`` contains the microbatch sizes to try if ``micro_batches`` is empty.
     """
@@ -242,8 +244,8 @@ class _Shape:
     def _rank(self, rank: int) -> tuple[Any, Any, float]:
         """Returns time and memory of every range of pieces on a rank, and the rank's memory limit.
 
-        Both arrays have shape ``[pieces + 1, pieces + 1]``. They are indexed by the first piece and
-        the end of the range.
+        The arrays of times in seconds and memory in bytes have shape ``[pieces + 1, pieces + 1]``.
+        They are indexed by the first piece and the end of the range.
         """
         running = self._running
         count = running.model.num_layers
@@ -269,7 +271,7 @@ class _Shape:
         return seconds, needed, min(node.memory_bytes for node in nodes)
 
     def best(self, fixed: tuple[int, ...] | None) -> Option:
-        """Returns the option with the best partition.
+        """Returns the option with the best partition for this pipeline size and microbatch size.
 
         The option's ``seconds`` is a lower bound of the step time, not a prediction.
 
@@ -305,11 +307,11 @@ class _Shape:
         )
 
     def _divide(self, *, bounded: bool) -> tuple[int, ...] | None:
-        """Returns the partition whose slowest stage is fastest, or ``None`` if nothing fits.
+        """Returns the partition whose slowest stage is fastest, or ``None`` if no partition fits.
 
         Args:
             bounded: Whether the partition must fit into memory. If a rank has several stages, each
-                may use an equal part of the rank's memory.
+                of them may use an equal part of the rank's memory.
         """
         costs = []
         for stage in range(self.placement.num_stages):
@@ -321,12 +323,12 @@ class _Shape:
     def refined(self, option: Option, predictions: int) -> Option:
         """Improves the partition of ``option`` by simulating similar partitions.
 
-        If layers are frozen, the partition whose slowest stage is fastest is not the best, because
-        the forward passes of frozen layers can run while a process would wait.
+        A partition whose slowest stage is as fast as possible is not the best if layers are frozen.
+        The reason is that forward passes of frozen layers can run while a process would wait.
 
         Args:
             option: Option whose partition is improved.
-            predictions: Number of planned predictions for this job.
+            predictions: Number of predictions that will be made for this job.
         """
 
         def step_s(partition: tuple[int, ...]) -> float:
@@ -342,11 +344,11 @@ class _Shape:
         return replace(self.best(partition), seconds=seconds)
 
     def seconds(self, partition: tuple[int, ...], predictions: int) -> float:
-        """Returns the predicted step time in seconds with the partition ``partition``.
+        """Returns the predicted step time with the given ``partition``, in seconds.
 
         Args:
-            partition: Number of segments in each stage.
-            predictions: Number of planned predictions for this job.
+            partition: Number of pieces in each stage.
+            predictions: Number of predictions that will be made for this job.
         """
         running = self._running
         chunks = self.placement.num_chunks
@@ -366,19 +368,19 @@ class _Shape:
 
 
 def least_largest(costs: Sequence[Any]) -> tuple[int, ...] | None:
-    """Divides pieces among stages so that the cost of the most expensive stage is minimal.
+    """Divides pieces among stages so that the most expensive stage costs as little as possible.
 
-    Among equally good divisions, the division with the smallest sum of squared costs is chosen. For
-    example, pieces with costs 3 1 1 4 on two stages are divided into 3 1 | 1 4, with stage costs 4
+    Among equally good divisions, the one with the smallest sum of squared costs is chosen. For
+    example, pieces with costs 3 1 1 4 are divided into 3 1 | 1 4 on two stages, with stage costs 4
     and 5.
 
     Dynamic programming proceeds stage by stage. The best division of the first pieces among k
     stages extends the best division of fewer pieces among k - 1 stages.
 
     Args:
-        costs: Cost of each stage for every range of pieces, ``[pieces + 1, pieces + 1]``, indexed
-            by the first piece and the end of the range. Infinite for ranges that do not fit on the
-            stage.
+        costs: For each stage, the cost of every range of pieces, ``[pieces + 1, pieces + 1]``,
+            indexed by the first piece and the end of the range. The cost is infinite if the range
+            does not fit on the stage.
 
     Returns:
         Number of pieces of each stage (at least 1), or ``None`` if no division is possible.
@@ -425,7 +427,7 @@ def least_largest_of(weights: Sequence[float], num_stages: int) -> tuple[int, ..
 def _nothing_divides(
     running: Running, pipeline_sizes: Sequence[int], micro_batches: Sequence[int]
 ) -> str:
-    """Returns the error message for sizes that do not divide the processes and samples evenly."""
+    """Returns the error message for the case that no sizes divide processes and samples evenly."""
     world = running.cluster.num_gpus
     sizes = ", ".join(map(str, pipeline_sizes)) or "any"
     samples = ", ".join(map(str, micro_batches)) or "any"
@@ -439,7 +441,7 @@ def _nothing_divides(
 
 
 def _nothing_fits(options: Sequence[Option]) -> str:
-    """Returns the error message for a job if none of ``options`` fits into memory."""
+    """Returns the error message for the case that none of ``options`` fits into memory."""
     best = min(options, key=lambda option: option.needed_bytes - option.limit_bytes)
     return (
         f"no pipeline and microbatch size fit into memory: the nearest is {best}, where process "

@@ -1,10 +1,11 @@
 """Computes the time and memory of layers on a node type.
 
-A layer's time is taken from the profile if it was measured. Otherwise it is estimated from the
-GPU's data sheet (:func:`make_estimator`). Matrix multiplications run at 70% of the arithmetic peak.
-All other operations move their operands through memory at 80% of the bandwidth. A pass takes at
-least as long as its kernel launches. Example of a layer with 1e12 FLOPs per forward pass, and 0.5
-GB of activations and output, on an A100 (312e12 FLOP/s and 1555 GB/s)::
+A layer's time is taken from the profile if it was measured. Otherwise, it is estimated from the
+GPU's data sheet (:func:`make_estimator`). The estimate assumes that matrix multiplications run at
+70% of the arithmetic peak, and that all other operations move their operands through memory at 80%
+of the bandwidth. A pass takes at least as long as launching its kernels. An example is a layer with
+1e12 FLOPs per forward pass, and 0.5 GB of activations and output, on an A100 (312e12 FLOP/s and
+1555 GB/s)::
 
     matmuls            1e12 / (0.7 x 312e12)         4.6 ms
     other operations   2 x 0.5e9 / (0.8 x 1555e9)    0.8 ms   each byte is written and read once
@@ -54,7 +55,7 @@ ends of a pipeline need half of this memory."""
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """Properties of the training program that are not part of plans.
+    """Properties of the training program that a plan does not contain.
 
     By default, the planner predicts the performance of this project's trainer. Comparisons with
     other programs use a different runtime.
@@ -78,16 +79,16 @@ class Runtime:
 
 
 OURS = Runtime()
-"""Properties of this project's trainer."""
+"""Properties of this project's trainer, for which plans are made by default."""
 PLAIN = StageSettings()
 _GRADIENT_BYTES = 4
-"""Size in bytes of an element of the accumulated gradients of keys and values."""
+"""Size in bytes of each element of the accumulated gradients of attention keys and values."""
 _HOST_MESSAGES = 8
-"""Number of messages whose buffers in host memory are allocated but usually empty: free slots in
-the queues of a rank and its neighbour (``transport.select.size_of_channel``)."""
+"""Number of message buffers in host memory that are allocated but usually empty. These are the free
+slots in the queues of a rank and its neighbour (``transport.select.size_of_channel``)."""
 _HOST_BLOCK_BYTES = 2**25
-"""Minimum size in bytes of a block that the C library allocates separately. Such a block is
-returned to the system when it is freed.
+"""Size in bytes from which the C library allocates a block separately. Such a block is returned to
+the system when it is freed.
 """
 _HOST_FREE_BYTES = 2 * _HOST_BLOCK_BYTES
 """Maximum number of free bytes that the C library keeps at the end of its heap."""
@@ -103,23 +104,25 @@ def in_flight(
     cap: float | None = None,
     attention_share: float = 0.0,
 ) -> tuple[float, ...]:
-    """Returns the maximum number of microbatches in flight on each rank.
+    """Returns, for each rank, the maximum number of microbatches whose activations it holds.
 
-    A microbatch in one of several chunks counts as ``1 / chunks``. For example, 1F1B on 4 ranks
-    with at least 4 microbatches returns (4, 3, 2, 1). If sequences are cut into slices, slices are
-    counted instead of microbatches.
+    These microbatches are in flight: their forward pass has begun, but their backward pass has not
+    ended. On a rank with several chunks, a microbatch in one chunk counts as ``1 / chunks``. For
+    example, 1F1B on 4 ranks with at least 4 microbatches returns (4, 3, 2, 1). If sequences are cut
+    into slices, slices are counted instead of microbatches.
 
     Args:
         schedule: Name of the schedule.
         pp: Number of pipeline ranks.
         chunks: Number of stages per rank.
         num_microbatches: Number of microbatches per step.
-        slices: Number of slices per microbatch. If this is above 1, ``1f1b`` stands for the
+        slices: Number of slices per microbatch. With more than one slice, ``1f1b`` stands for the
             ``seq-1f1b`` order, and all other schedules are run-time rules.
-        cap: Limit on the microbatches held under a run-time rule, or ``None`` for the rule's
-            default.
-        attention_share: Attention's fraction of the cost of a sequence. If this is above 0, slices
-            of equal cost have different lengths, and the result counts slices of average length.
+        cap: Maximum number of microbatches that a rank holds under a run-time rule, or ``None`` for
+            the rule's default.
+        attention_share: Fraction of the cost of a sequence that is due to attention. If it is above
+            0, slices of equal cost have different lengths, and the result counts slices of average
+            length.
     """
     if slices > 1:
         most = num_microbatches * slices
@@ -140,17 +143,17 @@ def in_flight(
 
 
 def _in_mean_slices(count: float, slices: int, attention_share: float) -> float:
-    """Returns the maximum total length of slices in flight, divided by the average slice length.
+    """Returns the maximum total length of ``count`` slices in flight, in average slice lengths.
 
     The backward passes of a microbatch's slices run in reverse order, so its first slices stay in
-    memory. These are the longest slices. This applies to the oldest microbatch, which has begun its
-    backward passes, and to the newest, which has begun its forward passes. All slices of the
-    microbatches between these two are in memory.
+    memory the longest. The first slices are also the longest slices. Only two microbatches are
+    partly in memory: the oldest, whose backward passes have begun, and the newest. All slices of
+    the microbatches between these two are in memory.
 
     Args:
         count: Number of slices in flight.
         slices: Number of slices per microbatch.
-        attention_share: Attention's fraction of the cost of a sequence.
+        attention_share: Fraction of the cost of a sequence that is due to attention.
     """
     if not attention_share:
         return float(count)
@@ -174,13 +177,13 @@ def waiting(
     cap: float | None = None,
     attention_share: float = 0.0,
 ) -> tuple[float, ...]:
-    """Returns the maximum number of microbatches per rank that wait for weight gradients (W).
+    """Returns, for each rank, how many microbatches at most wait for their weight gradients (W).
 
     A waiting microbatch has computed its input gradients (B) but not yet its weight gradients (W).
 
-    A microbatch in one of several chunks counts as ``1 / chunks``. A run-time scheduling rule may
-    postpone the weight gradients of all microbatches in flight. The arguments are the same as for
-    :func:`in_flight`.
+    On a rank with several chunks, a microbatch in one chunk counts as ``1 / chunks``. A run-time
+    scheduling rule may postpone the weight gradients of all microbatches in flight. The arguments
+    have the same meaning as in :func:`in_flight`.
     """
     if catalog.is_rule(schedule):
         return in_flight(schedule, pp, chunks, num_microbatches, slices, cap, attention_share)
@@ -211,23 +214,23 @@ def stage_memory(
 ) -> StageMemory:
     """Adds up the memory that a stage needs on its GPU.
 
-    If arguments are arrays, the result describes one stage per element.
+    If arguments are arrays, each element describes one stage, and the result contains arrays.
 
     Args:
         model: Model that defines the bytes per parameter, gradient and optimizer state.
         parameters: Number of parameters on the GPU, including experts.
         expert_parameters: Number of parameters on the GPU that belong to experts.
         frozen_parameters: Number of parameters on the GPU that are not trained.
-        kept_bytes: Size in bytes of the activations that a microbatch keeps in all layers of the
-            rank.
+        kept_bytes: Size in bytes of the activations that all layers of the rank keep for one
+            microbatch.
         held: Maximum number of microbatches in flight, from :func:`in_flight`.
         workspace_bytes: Size in bytes of the largest workspace that a layer needs while it runs.
         dp: Number of data-parallel replicas.
-        settings: Settings of the plan, including whether replicas divide the optimizer state.
+        settings: Settings of the plan, such as whether the replicas divide the optimizer state.
         limit_bytes: Usable memory of the GPU in bytes.
         runtime: Properties of the training program.
-        context_bytes: Measured memory of the process without tensors in bytes, or ``None`` for the
-            value in ``runtime``.
+        context_bytes: Measured size in bytes of the process memory that holds no tensors, or
+            ``None`` for the value in ``runtime``.
     """
     context = runtime.context_bytes if context_bytes is None else context_bytes
     besides = context + parameters * runtime.parameter_copies_bytes
@@ -247,11 +250,11 @@ def stage_memory(
 
 @dataclass(frozen=True, eq=False)
 class LayerTable:
-    """Costs of all layers of a model on one GPU of a replica, as arrays ``[layers] float64``.
+    """Costs of all layers of a model on one GPU, as arrays of shape ``[layers]`` (float64).
 
-    Times and sizes are for one microbatch, or for one slice of mean size if sequences are cut. The
-    workspace is for the longest slice. If documents are packed, a slice has the mean number of
-    pairs of tokens that attend to each other.
+    Times and sizes are for one microbatch, or for one slice of average size if sequences are cut
+    into slices. The workspace is for the longest slice. If documents are packed, the slice has the
+    average number of pairs of tokens that attend to each other.
 
     Attributes:
         estimated: Whether any time was estimated instead of measured.
@@ -261,17 +264,17 @@ class LayerTable:
             the backward pass as a whole.
         launch_s: Part of ``forward_s`` in seconds that is spent launching kernels. Kernels can be
             launched before the input arrives. ``backward_s`` contains the same amount.
-        tp_s: Part of ``forward_s`` and ``backward_s`` in seconds that is communication: the
-            exchange of tokens between experts and, unless the measured times include them, the
-            messages between tensor-parallel ranks.
-        pair_s: Time within ``forward_s``, in seconds, for each pair of tokens that attend to each
-            other. This time is 0 unless documents are packed.
-        pair_back_s: Time within ``backward_s`` for each of these pairs, in seconds.
+        tp_s: Part of ``forward_s`` and ``backward_s`` in seconds that is communication. It includes
+            the exchange of tokens between experts. It also includes the messages between
+            tensor-parallel ranks, unless these are part of the measured times.
+        pair_s: Part of ``forward_s`` in seconds for each pair of tokens that attend to each other.
+            It is 0 for plans without packed documents.
+        pair_back_s: Part of ``backward_s`` in seconds for each of these pairs.
         parameters: Number of parameters on the GPU, including experts.
         expert_parameters: Number of parameters on the GPU that belong to experts.
         frozen_parameters: Number of parameters on the GPU that are not trained.
         kept_bytes: Size in bytes of the activations kept from the forward to the backward pass.
-        workspace_bytes: Size in bytes of the additional memory that is in use while the layer runs.
+        workspace_bytes: Size in bytes of the additional memory that the layer uses while it runs.
         waiting_bytes: Size in bytes of the additional data kept between the computation of input
             gradients and weight gradients.
         gathered_bytes: Size in bytes of the accumulated gradients of keys and values of a whole
@@ -306,17 +309,17 @@ def layer_table(
 ) -> LayerTable:
     """Returns the times and memory sizes of all layers on the node type ``node``.
 
-    The table is computed once and cached in ``inputs.layer_tables``.
+    The table is computed once per combination of arguments, and cached in ``inputs.layer_tables``.
 
     Args:
         inputs: Model, cluster and profile of layer times.
         node: Type of the node on which the layers run.
         tp: Number of tensor-parallel ranks.
         micro_batch: Number of samples per microbatch.
-        settings: Settings of the plan. If they cut sequences into slices, the table describes a
+        settings: Settings of the plan. If sequences are cut into slices, the table describes one
             slice.
         others: Types of all nodes that share experts or sequences with this node. The slowest link
-            to any of these is used. If empty, only ``node`` is used.
+            between this node and these nodes is used. If empty, only ``node`` is used.
 
     Raises:
         ConfigError: The profile does not contain the time of a layer.
@@ -336,8 +339,8 @@ def layer_table(
         inputs=inputs,
         node=node,
         tp=tp,
-        # A rank that has half of each sequence does the same work as a rank that has half of the
-        # samples. So divide the number of samples. The same holds for a slice of half of each
+        # A rank with half of each sequence does the same work as a rank with half of the samples,
+        # so the number of samples is divided. The same is true for a slice of half of each
         # sequence.
         samples=micro_batch * settings.share_of(inputs.model.sequence) / context_ranks,
         longest_slice=_longest_slice(inputs.model, settings, tp),
@@ -355,19 +358,20 @@ def layer_table(
 
 
 def known_documents(inputs: PlanInputs) -> RunDocuments:
-    """Returns the documents of a run whose plans have slices of a fixed number of tokens."""
+    """Returns the documents in ``inputs``, which plans with ``slice_tokens`` require."""
     assert inputs.documents is not None, "plans with slice_tokens need the lengths of documents"
     return inputs.documents
 
 
 def _longest_slice(model: Model, settings: StageSettings, tp: int) -> float:
-    """Returns the length of the longest slice of a sequence, relative to the average length."""
+    """Returns the length of the longest slice of a sequence divided by the average length."""
     slices, share = settings.slices, model.attention_share
     if slices == 1:
         return 1.0
     try:
         ends = slice_ends(model.sequence, slices, tp if settings.sequence_parallel else 1, share)
-    except ConfigError:  # The trainer rejects such sequences, so use the approximate cut points.
+    # The trainer rejects sequences of this length, so the approximate cut points are used.
+    except ConfigError:
         return cut_points(slices, share)[1] * slices
     longest = max(end - start for start, end in pairwise((0, *ends)))
     return longest * slices / model.sequence
@@ -375,20 +379,20 @@ def _longest_slice(model: Model, settings: StageSettings, tp: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class _LayerSetup:
-    """Inputs, settings and communication times shared by all layers of a table.
+    """Inputs, settings and communication times that all layers of a table share.
 
     Attributes:
         inputs: Model, cluster and profile of layer times.
         node: Type of the node on which the layers run.
         tp: Number of tensor-parallel ranks.
-        samples: Number of samples per microbatch on each rank. It can be fractional if ranks share
-            sequences or sequences are cut into slices.
-        longest_slice: Length of the longest slice, relative to the average length.
+        samples: Number of samples per microbatch on each rank. The number is fractional if ranks
+            share sequences or if sequences are cut into slices.
+        longest_slice: Length of the longest slice divided by the average length.
         settings: Settings of the plan.
-        exchange: Function from :func:`exchange_of`. It returns the time in seconds to send tokens
-            to their experts.
-        ring: Function from :func:`context_ring`. It returns the time in seconds to send keys and
-            values to the next rank that shares the sequence.
+        exchange: Function that takes a number of bytes and returns the time in seconds to exchange
+            tokens between experts, from :func:`exchange_of`.
+        ring: Function that takes a number of bytes and returns the time in seconds to send keys and
+            values to the next rank that shares the sequence, from :func:`context_ring`.
     """
 
     inputs: PlanInputs
@@ -401,14 +405,14 @@ class _LayerSetup:
     ring: Callable[[float], float]
 
     def measured(self, name: str) -> tuple[LayerKind, LayerTimes]:
-        """Returns the layer kind for ``name`` and its measured or estimated times.
+        """Returns the layer kind called ``name``, and its measured or estimated times.
 
-        The kind depends on the number of ranks that share the experts.
+        The kind depends on the number of ranks over which the experts are distributed.
         """
         base = self.inputs.model.kinds[name]
         kind = self.inputs.model.kinds.get(f"{name}/{self.settings.expert_ranks}", base)
-        # If experts are distributed over ranks, the busiest rank has more work than average. So
-        # scale the times to the work of this rank.
+        # If experts are distributed over ranks, the busiest rank has more work than the average
+        # rank. So the times are scaled to the work of this rank.
         load = kind.forward_flops / (base.forward_flops or 1)
         times = self.inputs.profile.times(
             kind.name, self.node.gpu, self.tp, self.samples, load or 1.0
@@ -417,17 +421,18 @@ class _LayerSetup:
 
     @property
     def slices(self) -> int:
-        """Number of slices per microbatch, or in the longest row if documents are packed."""
+        """Number of slices per microbatch. If documents are packed, this is the maximum per row."""
         tokens = self.settings.slice_tokens
         if tokens is None:
             return self.settings.slices
         return known_documents(self.inputs).most_slices(tokens)
 
     def pairs_share(self, kind: LayerKind) -> float:
-        """Returns how many pairs of tokens attend to each other, relative to whole sequences.
+        """Returns the number of token pairs that attend to each other, relative to whole sequences.
 
-        The result is below 1 if documents are shorter than whole sequences. For layers with a
-        window, the result is 1, because their number of pairs grows with the number of tokens.
+        The result is below 1 if documents are shorter than whole sequences. For layers with an
+        attention window, the result is 1, because their number of pairs grows linearly with the
+        number of tokens.
         """
         tokens = self.settings.slice_tokens
         if tokens is None or kind.is_local:
@@ -436,16 +441,16 @@ class _LayerSetup:
         return pairs / (tokens * self.inputs.model.sequence)
 
     def passes_keys(self, kind: LayerKind) -> bool:
-        """Returns whether ranks that share a sequence exchange keys and values around a ring.
+        """Returns whether the ranks that share a sequence send keys and values around a ring.
 
-        Attention in Transformer Engine uses a ring. All other attention implementations gather all
-        parts of the sequence first.
+        Attention in Transformer Engine uses a ring. For all other implementations, each rank
+        gathers the keys and values of the whole sequence first.
         """
         return not kind.attention_bytes and not self.inputs.model.has_own_kernels
 
 
 class _LayerSeconds(NamedTuple):
-    """Times of a layer in seconds, as fields of ``LayerTable``."""
+    """Times of a layer in seconds. The fields are explained in ``LayerTable``."""
 
     forward_s: float
     backward_s: float
@@ -457,7 +462,7 @@ class _LayerSeconds(NamedTuple):
 
 
 class _LayerBytes(NamedTuple):
-    """Parameters and memory sizes of a layer, as fields of ``LayerTable``."""
+    """Parameters and memory sizes of a layer. The fields are explained in ``LayerTable``."""
 
     parameters: float
     expert_parameters: float
@@ -474,7 +479,7 @@ def _layer_seconds(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _L
     samples = setup.samples
     recompute = setup.settings.recompute
     context_ranks = setup.settings.context_ranks
-    # Every forward pass sends tokens to their experts and back. This takes two exchanges.
+    # Every forward pass sends tokens to their experts and back, which takes two exchanges.
     once = 2 * setup.exchange(kind.routed_bytes * samples / tp)
     if tp > 1 and not times.tp_included and kind.tp_bytes:
         link = link_within(setup.inputs, setup.node, tp)
@@ -482,14 +487,14 @@ def _layer_seconds(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _L
     whole_attention = times.forward_s * kind.attention_flops / (kind.forward_flops or 1)
     attention = whole_attention * setup.pairs_share(kind)
     saved = whole_attention - attention
-    # Attention takes twice as long in a backward pass as in a forward pass, unless a measurement of
-    # the whole backward pass contradicts this.
+    # Attention is assumed to take twice as long in a backward pass as in a forward pass, but at
+    # most as long as the measured backward pass.
     back = min(2.0, times.backward_input_s / whole_attention) if whole_attention else 0.0
     saved_back = back * saved
     # Each rank that shares a sequence sends the keys and values of its part to all other ranks. On
-    # a ring, a rank computes the attention of one part while it receives the next part, and the
-    # backward pass sends and computes twice as much. Without a ring, all parts arrive before the
-    # attention begins, and the backward pass sends back gradients of the same size.
+    # a ring, a rank computes the attention of one part while it receives the next part. The
+    # backward pass on a ring sends and computes twice as much. Without a ring, all parts arrive
+    # before the attention begins, and the backward pass sends gradients of the same size back.
     is_ring = setup.passes_keys(kind)
     part_s = setup.ring(kind.context_bytes * samples / tp)
     turns = context_ranks - 1
@@ -520,7 +525,7 @@ def _layer_seconds(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _L
 
 
 def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _LayerBytes:
-    """Returns a layer's number of parameters, and its memory per microbatch in bytes."""
+    """Returns the number of parameters of a layer, and its memory sizes per microbatch in bytes."""
     tp, samples = setup.tp, setup.samples
     model = setup.inputs.model
     recompute, sequence_parallel = setup.settings.recompute, setup.settings.sequence_parallel
@@ -528,12 +533,12 @@ def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _Lay
     whole = times.kept_bytes
     if whole is None or not model.has_experts:
         # If a model has experts, the measured size already includes the effect of sequence
-        # parallelism, so it is not reduced here.
+        # parallelism, so it is not reduced in this case.
         whole = kind.kept_bytes(tp) * samples if whole is None else whole
         whole -= kind.replicated_activation_bytes * samples * (1 - 1 / shared)
     if not setup.passes_keys(kind):
-        # Gathered keys and values are kept together with the scores. Selective recomputation drops
-        # the keys, values and scores.
+        # Gathered keys and values are kept together with the attention scores. Selective
+        # recomputation drops all of these.
         whole += kind.context_bytes / tp * samples * (setup.settings.context_ranks - 1)
     kept = kind.kept_bytes(tp, recompute, sequence_parallel=sequence_parallel) * samples
     if recompute == "none" or not kind.counted:
@@ -541,7 +546,8 @@ def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _Lay
     slices = setup.slices
     gathered = 0.0
     if slices > 1:
-        # Without an attention kernel, a slice keeps only its scores with earlier tokens.
+        # If attention does not use a fused kernel, a slice keeps only its scores with earlier
+        # tokens.
         scores = kind.attention_bytes if recompute == "none" else 0.0
         kept -= scores / tp * samples * (slices - 1) / (2 * slices)
         # Keys and values are kept until the backward pass of the first slice. Their gradients are
@@ -549,20 +555,21 @@ def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _Lay
         kept += kind.keys_bytes / tp * samples
         gathered = kind.keys_bytes / tp * samples * slices
         gathered *= _GRADIENT_BYTES / model.precision.element_bytes
-    # A backward pass with recomputation holds all activations of the layer that is recomputed. The
-    # longest slice needs the most memory, except for scores: it attends to the fewest tokens.
+    # A backward pass with recomputation holds all activations of the layer that it recomputes. The
+    # longest slice needs the most memory for these, except for attention scores, because it attends
+    # to the fewest tokens.
     longest = setup.longest_slice
     working = kind.workspace_bytes / tp * samples * longest + max(whole - kept, 0.0)
     working += max(whole - kept - kind.attention_bytes / tp * samples, 0.0) * (longest - 1)
     share = setup.inputs.profile.allocator_share.get(setup.node.gpu)
     messages = 0 if share is None else _HOST_MESSAGES
-    # Sequence parallelism gathers whole sequences in a buffer before every matrix multiplication.
+    # Sequence parallelism gathers whole sequences into a buffer before every matrix multiplication.
     whole_outputs = messages / shared + (shared > 1 and kind.forward_flops > 0)
     output = kind.output_elements * model.precision.element_bytes * samples * longest
     working += whole_outputs * output
     if share:
         # The allocator returns large blocks to the system when they are freed. Small blocks lie
-        # between blocks in use, so the process keeps their memory.
+        # between blocks that are in use, so their memory stays with the process.
         block = kind.attention_bytes / tp * samples
         is_large = block >= _HOST_BLOCK_BYTES
         kept = whole if recompute == "selective" and not is_large else kept
@@ -583,7 +590,7 @@ def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _Lay
 
 
 def range_sums(values: Any) -> Any:
-    """Returns the sums of all ranges of ``values``, ``[n + 1, n + 1]`` for ``n`` values.
+    """Returns the sum of every range of ``values``, ``[n + 1, n + 1]`` for ``n`` values.
 
     Entry ``[begin, end]`` is the sum of ``values[begin:end]``.
     """
@@ -592,7 +599,7 @@ def range_sums(values: Any) -> Any:
 
 
 def range_largest(values: Any) -> Any:
-    """Returns the maxima of all ranges of ``values``, ``[n + 1, n + 1]`` for ``n`` values.
+    """Returns the maximum of every range of ``values``, ``[n + 1, n + 1]`` for ``n`` values.
 
     Entry ``[begin, end]`` is the maximum of ``values[begin:end]``, or 0 if the range is empty.
     """
@@ -604,38 +611,39 @@ def range_largest(values: Any) -> Any:
 
 
 MATRIX_SHARE = 0.7
-"""Average fraction of the arithmetic peak that a layer's large matrix multiplications achieve.
+"""Average fraction of the arithmetic peak that the large matrix multiplications of a layer achieve.
 
 Source: Narayanan et al. 2021 (arXiv:2104.04473), table 1, and Korthikanti et al. 2022
-(arXiv:2205.05198), table 5. They report 44-57% of the peak for whole training steps on A100, of
-which matrix multiplications take about three quarters.
+(arXiv:2205.05198), table 5. They report 44-57% of the peak for whole training steps on A100. Matrix
+multiplications take about three quarters of these steps.
 """
 MEMORY_SHARE = 0.8
 """Fraction of the memory bandwidth that element-wise kernels achieve. Source: BabelStream reports
 0.8 to 0.93 of the data sheet's bandwidth for V100, A100 and H100."""
 LAUNCH_S = 5e-6
-"""Time to launch a kernel, in seconds. Source: NVIDIA's CUDA programming guides report a few
+"""Time to launch a kernel, in seconds. Source: NVIDIA's CUDA programming guides, which report a few
 microseconds."""
 _KERNELS = 20
-"""Number of kernels in a transformer layer's forward pass without fusion: 4 matrix multiplications,
-2 more in the attention, 2 norms, biases, activation, softmax, dropout and additions."""
+"""Number of kernels in the forward pass of a transformer layer without fused kernels: 4 matrix
+multiplications, 2 more in the attention, 2 norms, biases, activation, softmax, dropout and
+additions."""
 _FEW_KERNELS = 4
-"""Number of kernels in the forward pass of a layer that is not a transformer layer, and in the
-computation of weight gradients.
+"""Number of kernels in the forward pass of any other layer, and in the computation of weight
+gradients.
 """
 _OPTIMIZER_MOVES = 7
 """Number of four-byte values that Adam reads or writes per parameter. Adam reads the gradient, the
-master weight and two moments, and writes the master weight and the moments."""
+master weight and two moments. It writes the master weight and the two moments."""
 
 
 def make_estimator(model: Model) -> Callable[[str, str, int, float], LayerTimes]:
     """Returns a function that estimates the times of layers that the profile does not contain.
 
     Returns:
-        Function that takes layer kind, GPU, number of tensor-parallel ranks and samples per
-        microbatch, and returns the estimated times. The times do not include communication between
-        tensor-parallel ranks. The function raises ``ConfigError`` if the GPU or kind is unknown, or
-        if the GPU does not support the model's precision.
+        Function that takes the layer kind, the GPU, the number of tensor-parallel ranks and the
+        samples per microbatch, and returns the estimated times. These do not include communication
+        between tensor-parallel ranks. The function raises ``ConfigError`` if the GPU or kind is
+        unknown, or if the GPU does not support the model's precision.
     """
 
     @cache
@@ -656,14 +664,14 @@ def _estimate(model: Model, kind: LayerKind, gpu: Gpu, tp: int, micro_batch: flo
     if sizes.fp8 and kind.counted:
         linear_s *= gpu.peak(sizes.name) / gpu.peak("fp8")
     attention_s = micro_batch * kind.attention_flops / tp / pace
-    # Activations that are kept and the output are written once and read at least once, so count
-    # each of these bytes twice.
+    # Kept activations and the output are written once and read at least once, so each byte counts
+    # twice.
     kept = micro_batch * kind.kept_bytes(tp)
     output = micro_batch * kind.output_elements * sizes.element_bytes
     elements_s = 2 * (kept + output) / moving
     weights = kind.held_parameters(tp)
-    # Matrix multiplications read all weights, even for few samples. A table lookup reads only a few
-    # rows.
+    # Matrix multiplications read all weights, even for few samples. A lookup of embeddings reads
+    # only a few rows of the table.
     read_s = weights * sizes.parameter_bytes / moving if kind.forward_flops else 0.0
     gradient_s = (
         weights * (sizes.parameter_bytes * sizes.trained + 2 * sizes.gradient_bytes) / moving

@@ -2,13 +2,13 @@
 
 A link has a latency and a bandwidth (``cluster.LinkSpeed``). A message takes latency + bytes /
 bandwidth. If several GPUs of a node send over its network link at the same time, they share the
-bandwidth. Example of 4 GPUs of a node that each send 100 MB to a different node, over one network
+bandwidth. In an example, 4 GPUs of a node each send 100 MB to a different node, over one network
 link with 12.5 GB/s and 10 us::
 
     bandwidth of each    12.5 / 4 = 3.125 GB/s
     seconds              10 us + 100 MB / 3.125 GB/s = 32 ms
 
-Neighbouring GPUs may have a faster link: within a node, within a part of a node, or on a switch.
+Neighbouring GPUs may have a faster link within a node, within a part of a node, or on a switch.
 Such groups of GPUs are called *islands*. A group of ranks communicates over the smallest island
 that contains all its GPUs.
 """
@@ -28,15 +28,16 @@ from megatron.adaptive.planner.profile import PlanInputs
 
 
 def all_reduce_s(link: LinkSpeed, message_bytes: float, ranks: int, pairs: int = 1) -> float:
-    """Returns the time in seconds of a ring all-reduce of ``message_bytes`` bytes.
+    """Returns the time in seconds of a ring all-reduce of a tensor with ``message_bytes`` bytes.
 
-    A ring of n ranks sends ``2 (n - 1)`` successive messages, each with 1/n of the tensor.
+    On a ring of n ranks, each rank sends ``2 (n - 1)`` messages one after the other. Each message
+    contains 1/n of the tensor.
 
     Args:
         link: Slowest link on the ring.
         message_bytes: Size of the tensor in bytes.
         ranks: Number of ranks on the ring.
-        pairs: Number of rings that share the link.
+        pairs: Number of rings that share the link at the same time.
     """
     if ranks < 2 or message_bytes <= 0:
         return 0.0
@@ -48,19 +49,19 @@ def exchange_of(
 ) -> Callable[[float], float]:
     """Returns a function that computes the time of an all-to-all exchange between ranks.
 
-    Exchanges within a node overlap with exchanges between nodes. Ranks on different nodes share
-    each node's network link.
+    Messages within a node overlap with messages between nodes. The GPUs of a node share its network
+    link.
 
     Args:
-        inputs: Model, cluster and profile. The cluster and the profile define the links.
+        inputs: Model, cluster and profile. The links come from the cluster and the profile.
         node: Type of one node whose ranks participate.
         others: Types of all nodes whose ranks participate.
         tp: Number of neighbouring GPUs that form one rank (tensor-parallel size).
         ranks: Number of ranks in the exchange.
 
     Returns:
-        Function that takes the total size in bytes of the parts that a rank sends or keeps, and
-        returns the time in seconds.
+        Function that takes the total size in bytes of the parts that a rank distributes, including
+        the part for itself, and returns the time in seconds.
     """
     near = min(ranks, max(node.gpus // tp, 1))
     far = ranks - near
@@ -83,15 +84,16 @@ def exchange_of(
 def context_ring(
     inputs: PlanInputs, node: NodeType, others: Sequence[NodeType], tp: int, ranks: int
 ) -> Callable[[float], float]:
-    """Returns a function that computes how long a rank needs to send data to the next on a ring.
+    """Returns a function that computes how long ranks on a ring need to send data to the next rank.
 
     Args:
-        inputs: Model, cluster and profile. The cluster and the profile define the links.
+        inputs: Model, cluster and profile. The links come from the cluster and the profile.
         node: Type of one node whose ranks participate.
-        others: Types of all nodes whose ranks participate. The slowest link between these is used.
+        others: Types of all nodes whose ranks participate. The slowest link between these nodes is
+            used.
         tp: Number of neighbouring GPUs that form one rank (tensor-parallel size).
-        ranks: Number of ranks that share a sequence. If all these ranks fit on a node, the ring
-            stays within the node.
+        ranks: Number of ranks that share a sequence. If a node has room for all of these ranks, the
+            ring stays within the node.
 
     Returns:
         Function that takes the number of bytes that each rank sends, and returns the time in
@@ -113,7 +115,7 @@ def context_ring(
 def link_within(inputs: PlanInputs, node: NodeType, gpus: int) -> LinkSpeed:
     """Returns the link between ``gpus`` neighbouring GPUs of a node type.
 
-    This is the link of the smallest island that contains these GPUs, if such an island exists.
+    If these GPUs are in an island, this is the link of the smallest such island.
     """
     if (island := node.island(gpus)) is not None:
         return island[1]
@@ -125,10 +127,10 @@ def link_within(inputs: PlanInputs, node: NodeType, gpus: int) -> LinkSpeed:
 def links_out(
     inputs: PlanInputs, node: NodeType, others: Sequence[NodeType], nodes: int
 ) -> list[LinkSpeed]:
-    """Returns the links from ``node`` to the nodes of a group.
+    """Returns the links that ``node`` uses to send to the other nodes of a group.
 
     Args:
-        inputs: Model, cluster and profile. The cluster and the profile define the links.
+        inputs: Model, cluster and profile. The links come from the cluster and the profile.
         node: Type of the node.
         others: Node types of the group.
         nodes: Number of nodes in the group.
@@ -139,13 +141,13 @@ def links_out(
 
 
 def link_of_types(inputs: PlanInputs, node: NodeType, other: NodeType) -> LinkSpeed:
-    """Returns the measured link between two node types, or the link from the cluster file."""
+    """Returns the link between two node types from the profile, or else from the cluster file."""
     measured = link_in(inputs.profile.links, node, other)
     return inputs.cluster.link_of_types(node, other) if measured is None else measured
 
 
 def link_between(inputs: PlanInputs, replica: Replica, other: Replica) -> LinkSpeed:
-    """Returns the fastest link between two replicas: the link of their smallest common island."""
+    """Returns the link between two replicas, which is that of their smallest common island."""
     return _link_at(
         inputs, replica.node, other.node, _common_island(inputs.cluster, replica, other)
     )
@@ -187,9 +189,10 @@ def boundary_s(
     *,
     sliced: bool = False,
 ) -> tuple[float, float]:
-    """Computes the time to send one message from every replica of a stage to the next stage.
+    """Returns the time to send one message from every replica of a stage to the next stage.
 
-    All replicas send at about the same time. Replicas on the same node share its network link.
+    All replicas send at about the same time. Replicas on the same node share the node's network
+    link.
 
     Args:
         sender: GPUs of the pipeline rank that holds the sending stage.
@@ -200,8 +203,8 @@ def boundary_s(
             sequence parallelism. Otherwise, each rank sends the whole tensor.
 
     Returns:
-        Latency for the slowest replica, and the time for which this replica's link is busy, both in
-        seconds.
+        Latency for the slowest replica, and the time during which this replica's link is busy, both
+        in seconds.
     """
     flows = _flows(sender, receiver, inputs.cluster, bytes_per_sample, sliced)
     leaving = Counter[tuple[int, bool]]()
@@ -225,12 +228,12 @@ def _flows(
     bytes_per_sample: float,
     sliced: bool,
 ) -> dict[tuple[int, int, int | None], tuple[int, float]]:
-    """Returns the number of messages between two stages, and the largest message size in bytes.
+    """Returns the number of messages between two stages, and the size in bytes of the largest.
 
-    Messages are grouped by sending node, receiving node, and index of an island (group of
-    directly linked GPUs) that contains both replicas. The samples of a round of microbatches
-    are numbered consecutively over the replicas of a stage. If the stages have different
-    numbers of replicas, a replica sends each receiver the samples that the receiver needs::
+    Messages are grouped by sending node, receiving node, and the index of the island (group of
+    directly linked GPUs) that contains both replicas, if any. Each stage numbers the samples of a
+    round of microbatches consecutively over its replicas. If the stages have different numbers of
+    replicas, each receiver gets its samples from the replicas that computed them::
 
         3 replicas of 2 samples send    | 0 1 | 2 3 | 4 5 |
         2 replicas of 3 receive         | 0 1 2 | 3 4 5   |    the second sends one sample to each
@@ -262,7 +265,7 @@ def reduce_s(
     expert_parameters: float = 0.0,
     expert_ranks: int = 1,
 ) -> float:
-    """Returns the time in seconds to reduce gradients among the replicas of a pipeline rank.
+    """Returns how long the replicas of a pipeline rank need to reduce their gradients, in seconds.
 
     Args:
         places: GPUs of all pipeline ranks.
@@ -285,9 +288,9 @@ def reduction(
 ) -> Callable[[float], float]:
     """Returns a function that computes the time of a pipeline rank's gradient reduction.
 
-    The replicas form one ring per tensor-parallel rank. Rings of all pipeline ranks that leave a
-    node share its network link. If all replicas are on one node and the profile contains an
-    all-reduce measured on this node type, the measured time is used instead.
+    The replicas form one ring per tensor-parallel rank. All rings that leave a node share its
+    network link. If all replicas are on one node and the profile contains an all-reduce measured on
+    this node type, the measured time is used instead.
 
     Args:
         places: GPUs of all pipeline ranks.
@@ -335,9 +338,10 @@ def reduction(
 def exposed_reduce_s(whole_s: Any, backward_s: Any, layers: Any) -> Any:
     """Returns the part of a gradient reduction that does not overlap with the backward pass.
 
-    A layer's reduction starts after the last microbatch's backward pass of the layer. Reductions
-    that are still running when this backward pass ends take additional time. At least one layer's
-    reduction always takes additional time. All arguments are numbers, or arrays of the same shape.
+    The reduction of a layer starts after the last microbatch's backward pass through this layer.
+    Reductions that are still running when the whole backward pass ends take additional time. This
+    is true for at least one layer's reduction. The arguments are numbers, or arrays of the same
+    shape. The result has the unit of ``whole_s``.
 
     Args:
         whole_s: Duration of the whole reduction without overlap, in seconds.
@@ -352,10 +356,10 @@ def _ring(replicas: tuple[Replica, ...]) -> list[tuple[Replica, Replica]]:
 
 
 def embedding_s(places: tuple[StagePlace, ...], inputs: PlanInputs, tp: int) -> float:
-    """Returns the time in seconds to add up the gradients of tied embeddings.
+    """Returns how long the first and the last stage need to add up gradients of tied embeddings.
 
-    The first and the last stage each compute a part of these gradients. ``tp`` is the
-    tensor-parallel size.
+    Each of these stages computes a part of the gradients. ``tp`` is the tensor-parallel size. The
+    result is in seconds.
     """
     if len(places) < 2 or not inputs.model.tied_parameters:
         return 0.0
@@ -372,8 +376,8 @@ def embedding_s(places: tuple[StagePlace, ...], inputs: PlanInputs, tp: int) -> 
     names = {inputs.cluster.nodes[first.node].link_name for first, _ in pairs}
     measured = [inputs.profile.all_reduce.get((name, 2)) for name in names]
     if not leaving and None not in measured:
-        # Use the measured time if possible. An all-reduce may be slower than messages between
-        # stages, because these use a different transport.
+        # Use the measured time of an all-reduce if possible. It may be longer than the time of
+        # messages between stages, because these use a different transport.
         sharing = max(sharing for _, sharing in segments)
         return max(curve.seconds(size, sharing) for curve in measured if curve is not None)
     return max(all_reduce_s(link, size, 2, sharing) for link, sharing in segments)
@@ -382,7 +386,7 @@ def embedding_s(places: tuple[StagePlace, ...], inputs: PlanInputs, tp: int) -> 
 def tied_bytes(model: Model, tp: int) -> float:
     """Returns the size in bytes of the gradients of tied embeddings on one rank.
 
-    The stages exchange gradients in the precision used for accumulation, which may differ from the
-    precision of the reduction between replicas.
+    Stages exchange these gradients in the precision in which gradients are accumulated. Replicas
+    may reduce gradients in a different precision.
     """
     return model.tied_parameters / tp * model.precision.gradient_bytes

@@ -1,4 +1,4 @@
-"""Stores a module's measurements in a file, so that a job can plan again after nodes change.
+"""Stores a module's measurements in a file, so that a job can be planned again if its nodes change.
 
 The ranks write the file once, before they choose the first layout, and the planner reads it. The
 JSON file is replaced atomically, so a reader never sees an incomplete file.
@@ -25,24 +25,25 @@ from megatron.adaptive.planner.profile_file import make_profile
 
 FORMAT = 1
 MESSAGE_ELEMENT_BYTES = 4
-"""Size in bytes that profiles assume for each element of a message between pieces."""
+"""Size in bytes that profiles assume for each element of a message between two pieces of a module.
+"""
 _FORMER_HOST_KEYS = ("cores",)
-"""Keys that earlier versions wrote to the file and that this version ignores."""
+"""Keys of a host that earlier versions wrote to the file. This version ignores them."""
 _UNMEASURED = LinkSpeed(bytes_per_s=10e9, latency_s=10e-6)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredHost:
-    """Properties of a node, as measured by the processes on the node.
+    """Properties of a node that were measured by the job's processes on the node.
 
     Attributes:
         host: Host name of the node.
-        type: Name of the node type, as in the profile.
-        gpu: Name of the node's GPU or CPU, as in the profile.
+        type: Name of the node type in the profile.
+        gpu: Name of the node's GPU or CPU in the profile.
         processes: Number of the job's processes on the node.
         memory_bytes: Memory in bytes that each process may use.
-        shares_memory: Whether the node's processes share the same memory. If so, each process may
-            use more memory if there are fewer processes.
+        shares_memory: Whether the node's processes use the same memory. If so, each of them may use
+            more memory if there are fewer processes.
     """
 
     host: str
@@ -55,31 +56,33 @@ class MeasuredHost:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredModule:
-    """Measurements of a module, and the settings that each new layout must keep.
+    """Measurements of a module, and the settings that every layout of the job must keep.
 
     Attributes:
-        signature: Hash of the model and the script's settings. A file with a different hash belongs
-            to a different module.
+        signature: Hash of the model and the script's settings. A file with a different hash than
+            the running script's belongs to a different module.
         name: Name of the model.
-        whole: Contents of a profile file, measured with weight gradients computed in the backward
-            pass.
-        split: Contents of a profile file, measured with weight gradients computed in a separate
-            pass, or ``None`` if the schedule has no such pass.
-        element_bytes: Size in bytes of each element in most of the parameters.
+        whole: Contents of a profile file with times of backward passes that compute the weight
+            gradients, too.
+        split: Contents of a profile file with separate times of weight gradients, or ``None`` if
+            the schedule does not compute them in a separate pass.
+        element_bytes: Size in bytes of an element of the most common parameter dtype.
         hosts: Nodes on which the module was measured.
         batch_size: Number of samples per step over all replicas.
-        most: Largest measured microbatch size, in samples.
+        most: Largest microbatch size that was measured, in samples.
         schedule: Name of the pipeline schedule.
         chunks: Number of stages per process.
-        cap: Maximum activations held by a process under a run-time scheduling rule, or ``None`` for
-            the rule's default. The unit is one microbatch in all stages of the process.
-        pipeline_size: Number of processes per pipeline set by the user, or ``None`` if the number
+        cap: Maximum activations that a process may hold under a run-time scheduling rule, or
+            ``None`` for the rule's default. The unit is the activations of one microbatch in all
+            stages of the process.
+        pipeline_size: Number of processes per pipeline that the user set, or ``None`` if the number
             may change.
-        micro_batch_size: Number of samples per microbatch set by the user, or ``None`` if the
+        micro_batch_size: Number of samples per microbatch that the user set, or ``None`` if the
             number may change.
-        partition: Number of segments (parts between cut points) in each stage, or ``None`` to
-            choose a partition. The partition is only used for pipelines with this number of stages.
-        weights: Cost of each segment set by the user, or ``None`` to use the measured costs.
+        partition: Number of pieces in each stage that the user set, or ``None`` to choose a
+            partition. A piece is a part of the module between two cut points. The partition is only
+            used for pipelines with this number of stages.
+        weights: Cost of each piece that the user set, or ``None`` to use the measured costs.
         is_random: Whether the model draws random numbers that depend on the microbatch.
     """
 
@@ -108,20 +111,20 @@ class MeasuredModule:
 
     @cached_property
     def model(self) -> Model:
-        """Model as a list of pieces (segments between cut points)."""
+        """Model in which each layer is a piece of the module (a part between two cut points)."""
         return module_model(self.whole["model"], self.name, self.element_bytes)
 
     def profile(self, *, split: bool) -> Profile:
-        """Returns the profile with the measured times.
+        """Returns the profile that contains the measured times.
 
         Args:
-            split: Whether to return times with a separate weight-gradient pass if they were
-                measured.
+            split: Whether to return the profile with separate times of weight gradients, if it
+                exists.
         """
         return make_profile(self.split if split and self.split is not None else self.whole)
 
     def costs(self, micro_batch_size: int) -> tuple[float, ...]:
-        """Returns the time in seconds that each piece takes on the first node's device.
+        """Returns how many seconds each piece of the module takes on the first node's device.
 
         Args:
             micro_batch_size: Number of samples per microbatch. The nearest measured size is used.
@@ -138,7 +141,7 @@ class MeasuredModule:
         return tuple(seconds[layer["kind"]] for layer in self.whole["model"]["layers"])
 
     def write(self, path: Path) -> None:
-        """Writes the measurements to the file ``path``, and replaces an existing file atomically.
+        """Writes the measurements to the file ``path``. An existing file is replaced atomically.
 
         Raises:
             OSError: The file cannot be written.
@@ -192,16 +195,16 @@ class MeasuredModule:
 
 
 def measured_cluster(hosts: Sequence[MeasuredHost], profile: Profile) -> Cluster:
-    """Creates a cluster from measured hosts.
+    """Creates a cluster from the hosts on which a module was measured.
 
-    The memory of a node type is the memory of its smallest host.
+    The memory size of a node type is that of its host with the least memory.
 
     Args:
         hosts: Nodes of the cluster, as measured.
         profile: Profile with the links between the nodes.
     """
     counts = Counter(host.type for host in hosts)
-    # A dictionary keeps the last value of a key at the position where the key occurred first. So
+    # A dictionary keeps the last value of a key, at the position where the key occurred first. So
     # the types keep their order, and each type gets the values of its host with the least memory.
     least_last = sorted(hosts, key=lambda host: -host.memory_bytes)
     smallest = {host.type: host for host in (*hosts, *least_last)}
@@ -222,12 +225,12 @@ def measured_cluster(hosts: Sequence[MeasuredHost], profile: Profile) -> Cluster
 
 
 def node_numbers(kinds: Sequence[Hashable]) -> tuple[int, ...]:
-    """Returns each node's index in a cluster that groups nodes of the same kind.
+    """Returns the index that each node has in a cluster that groups nodes of the same kind.
 
     For example, nodes of the kinds a, b and a get the indices 0, 2 and 1.
 
     Args:
-        kinds: Kind of each node.
+        kinds: Kind of each node, as any hashable value.
     """
     first = list(dict.fromkeys(kinds))
     together = sorted(range(len(kinds)), key=lambda node: first.index(kinds[node]))
@@ -235,14 +238,14 @@ def node_numbers(kinds: Sequence[Hashable]) -> tuple[int, ...]:
 
 
 def module_model(layers: Mapping[str, Any], name: str, element_bytes: int) -> Model:
-    """Converts a module to a planner model, with one layer per piece between cut points.
+    """Converts a module to a planner model with one layer per piece between two cut points.
 
-    Gradients and Adam state have the data type of the parameters.
+    Gradients and optimizer state are assumed to have the data type of the parameters.
 
     Args:
         layers: Value of the key ``model`` in the module's profile.
         name: Name of the model.
-        element_bytes: Size in bytes of each element in most of the parameters.
+        element_bytes: Size in bytes of an element of the most common parameter dtype.
     """
     precision = Precision(
         name="fp32" if element_bytes == 4 else f"{8 * element_bytes} bit",

@@ -1,8 +1,8 @@
 """Defines the planner's description of a model, which is a list of layers.
 
-The costs of a layer, such as its FLOPs, depend only on the layer's kind.
+The costs of a layer, such as its FLOPs, depend only on the kind of layer.
 
-Each layer of a model has a kind. A kind has parameters, FLOPs and memory sizes::
+Each layer of a model has a kind, for which parameters, FLOPs and memory sizes are defined::
 
     layers    embedding  transformer  transformer  ...  transformer  head
     kinds     embedding, transformer, head
@@ -23,8 +23,9 @@ from megatron.adaptive.config.sequence_slices import LEAST_TOKENS
 from megatron.adaptive.errors import ConfigError
 
 ATTENTIONS = ("fused", "kernel", "unfused")
-"""Attention implementations. ``fused`` (Transformer Engine) and ``kernel`` (torch's kernels in the
-trainer's own layers) do not store scores. ``unfused`` writes all scores to memory and keeps them.
+"""Names of attention implementations. ``fused`` (Transformer Engine) and ``kernel`` (torch's
+kernels in the trainer's own layers) do not store attention scores. ``unfused`` writes all scores to
+memory and keeps them.
 """
 RECOMPUTE = ("none", "selective", "full")
 """Parts of the forward pass that the backward pass recomputes: nothing, only attention, or whole
@@ -34,16 +35,16 @@ layers.
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Sizes in bytes of the numbers in a training run.
+    """Sizes in bytes of the numbers that a training run stores and sends.
 
     Attributes:
         name: Name of the data type, such as ``bf16``.
         element_bytes: Size in bytes of each element of an activation, in memory and in messages.
-        parameter_bytes: Size in bytes of a weight in the copy that layers use.
+        parameter_bytes: Size in bytes of a weight in the copy that forward and backward passes use.
         gradient_bytes: Size in bytes of a weight's accumulated gradient.
         optimizer_bytes: Size in bytes of a weight's optimizer state and master copy. With a
-            distributed optimizer, replicas divide this memory.
-        reduce_bytes: Size in bytes of a gradient in messages between data-parallel replicas.
+            distributed optimizer, this memory is divided among the replicas.
+        reduce_bytes: Size in bytes of a gradient when data-parallel replicas exchange it.
         trained: Fraction of the weights that are trained, greater than 0 and at most 1.
         fp8: Whether layers run matrix multiplications in fp8, as with ``--fp8-format hybrid``.
     """
@@ -58,10 +59,10 @@ class Precision:
     fp8: bool = False
 
     def beside_frozen(self, share: float) -> Precision:
-        """Returns average sizes per frozen weight, including the adapters that are trained instead.
+        """Returns average sizes per frozen weight, if adapters are trained instead of the weights.
 
         Args:
-            share: Number of trained adapter weights per frozen weight.
+            share: Number of adapter weights per frozen weight.
         """
         return replace(
             self,
@@ -95,7 +96,7 @@ class Precision:
         if name == "fp32":
             return cls(name=name, element_bytes=4, parameter_bytes=4, optimizer_bytes=8)
         if name == "fp16":
-            # Gradients are in fp16 if --accumulate-allreduce-grads-in-fp32 is not set.
+            # Gradients are in fp16, unless --accumulate-allreduce-grads-in-fp32 is set.
             return cls(name=name, gradient_bytes=2, reduce_bytes=2)
         if name == "bf16":
             return cls(name=name)
@@ -104,44 +105,46 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKind:
-    """Costs of one kind of layer, for one sample (one sequence).
+    """Costs of one kind of layer per sample, where a sample is one sequence.
 
     Attributes:
         name: Name of the kind, such as ``transformer``, ``embedding`` or ``head``.
-        parameters: Number of parameters that tensor-parallel ranks divide among themselves.
+        parameters: Number of parameters that are divided among tensor-parallel ranks.
         replicated_parameters: Number of parameters that every tensor-parallel rank holds.
-        output_elements: Number of elements passed to the next layer.
+        output_elements: Number of elements that the layer passes to the next layer.
         forward_flops: FLOPs of a forward pass, without tensor parallelism.
-        attention_flops: Part of ``forward_flops`` that selective recomputation repeats.
+        attention_flops: Part of ``forward_flops`` that selective recomputation repeats, which is
+            the computation of attention.
         activation_bytes: Size in bytes of the activations that are kept for the backward pass and
             divided among tensor-parallel ranks.
         replicated_activation_bytes: Size in bytes of the activations that every tensor-parallel
             rank keeps for the backward pass.
         attention_bytes: Part of ``activation_bytes`` that selective recomputation does not keep.
         input_bytes: Size in bytes of the layer's input. Full recomputation keeps only this input.
-        workspace_bytes: Size in bytes of the temporary memory that is in use while the layer runs,
+        workspace_bytes: Size in bytes of the temporary memory that the layer uses while it runs,
             without tensor parallelism.
-        weight_bytes: Size in bytes of the data needed to compute weight gradients: inputs and
-            output gradients of the matrix multiplications that tensor-parallel ranks divide.
+        weight_bytes: Size in bytes of the data needed to compute weight gradients. These are the
+            inputs and output gradients of the matrix multiplications that tensor-parallel ranks
+            divide.
         tp_bytes: Number of bytes that tensor-parallel ranks all-reduce in a forward pass, and again
             in a backward pass.
-        expert_parameters: Part of ``parameters`` that belongs to experts. If experts are
-            distributed over more ranks, fewer replicas hold each expert.
-        frozen_parameters: Part of ``parameters`` that is not trained, so it has no gradients and no
-            optimizer state.
+        expert_parameters: Part of ``parameters`` that belongs to experts. The more ranks experts
+            are distributed over, the fewer replicas hold each expert.
+        frozen_parameters: Part of ``parameters`` that is not trained. These parameters have no
+            gradients and no optimizer state.
         context_bytes: Size in bytes of the keys and values that ranks exchange in a forward pass if
-            they share a sequence, without tensor parallelism, or 0 if ranks cannot share a
-            sequence.
-        keys_bytes: Size in bytes of the keys and values that later slices of a sequence attend to,
-            without tensor parallelism, or 0 if the sequence cannot be cut into slices.
+            they share a sequence. The size is without tensor parallelism, and 0 if ranks cannot
+            share a sequence.
+        keys_bytes: Size in bytes of the keys and values that later slices of a sequence attend to.
+            The size is without tensor parallelism, and 0 if sequences cannot be cut into slices.
         routed_bytes: Size in bytes of the copies of tokens that are kept for experts. If experts
-            are distributed over ranks, a forward pass sends this amount to the experts and back,
-            and a backward pass does so again.
-        group: ``encoder`` or ``decoder`` if a stage must not contain layers of both, otherwise
-            empty.
-        is_local: Whether attention has a window that limits the number of tokens that a token
-            attends to.
-        counted: Whether ``--num-layers`` and the partition in a plan file include the layer.
+            are distributed over ranks, a forward pass sends this amount to the experts and back. A
+            backward pass sends the same amount.
+        group: ``encoder`` or ``decoder`` for models in which a stage must not contain layers of
+            both groups, otherwise empty.
+        is_local: Whether an attention window limits the number of tokens that a token attends to.
+        counted: Whether the layer counts as a layer in ``--num-layers`` and in the partition of a
+            plan file.
     """
 
     name: str
@@ -167,7 +170,7 @@ class LayerKind:
     counted: bool = True
 
     def held_parameters(self, tp: int) -> float:
-        """Returns the number of parameters on one of ``tp`` tensor-parallel ranks."""
+        """Returns the number of parameters that each of ``tp`` tensor-parallel ranks holds."""
         return self.parameters / tp + self.replicated_parameters
 
     def kept_bytes(
@@ -175,12 +178,12 @@ class LayerKind:
     ) -> float:
         """Returns the number of bytes per sample that a rank keeps for the backward pass.
 
-        Full recomputation does not apply to embedding and head, which are not counted as layers.
+        Full recomputation does not apply to embedding and head.
 
         Args:
             tp: Number of tensor-parallel ranks.
             recompute: Kind of activation recomputation, one of ``RECOMPUTE``.
-            sequence_parallel: Whether tensor-parallel ranks divide all activations.
+            sequence_parallel: Whether all activations are divided among tensor-parallel ranks.
         """
         share = tp if sequence_parallel else 1
         if recompute == "full" and self.counted:
@@ -196,24 +199,25 @@ class Model:
     """A model as a list of layers, with the costs of each kind of layer.
 
     Attributes:
-        name: Name that matches profiles with the model.
+        name: Name by which profiles refer to the model.
         kinds: Every kind of layer, keyed by name.
         layers: Name of each layer's kind in pipeline order, including embedding and head.
-        tokens_per_sample: Number of tokens per sample, used to compute the speed in tokens per
-            second.
-        tied_parameters: Number of weights shared by embedding and head, or 0 if they share no
-            weights. If embedding and head are on different stages, each stage has a copy, and the
-            gradients are added up. The parameters of the head's kind include these weights.
+        tokens_per_sample: Number of tokens per sample, from which the speed in tokens per second is
+            computed.
+        tied_parameters: Number of weights that embedding and head share, or 0 if they share no
+            weights. If embedding and head are on different stages, each stage has a copy of these
+            weights, and the gradients are added up. The parameters of the head's kind include these
+            weights.
         tied_layers: Indices of the layers that share the tied weights.
         frozen_layers: Number of leading layers through which no gradient flows. Stages that consist
             of such layers have no backward passes.
         max_tp: Largest tensor-parallel size by which the model's sizes are divisible.
         precision: Sizes in bytes of the numbers in a training run.
         arguments: Megatron's command-line arguments for the model, which are written to plan files.
-            They may be empty.
+            The tuple is empty if they are unknown.
         expert_ranks: Possible numbers of ranks over which experts are distributed, including 1.
-        sequence: Number of tokens per sample that ranks can divide among themselves, or 1 if they
-            cannot divide a sample.
+        sequence: Number of tokens per sample if ranks can divide a sample among themselves,
+            otherwise 1.
         has_own_kernels: Whether the trainer's own layers compute attention without storing scores.
             These layers can compute weight gradients in a separate pass. If ranks share a sequence,
             each rank gathers the keys and values of the whole sequence.
@@ -248,7 +252,7 @@ class Model:
 
     @property
     def num_counted(self) -> int:
-        """Number of layers that ``--num-layers`` counts, without embedding and head."""
+        """Number of layers that ``--num-layers`` counts, which excludes embedding and head."""
         return sum(self.kinds[name].counted for name in self.layers)
 
     @property
@@ -265,7 +269,7 @@ class Model:
 
     @cached_property
     def attention_share(self) -> float:
-        """Attention's fraction of the FLOPs of all transformer layers.
+        """Fraction of the FLOPs of all transformer layers that attention needs.
 
         Attention with a window is excluded, because its FLOPs do not grow with the square of the
         sequence length.
@@ -287,12 +291,13 @@ class Model:
         return max(1, self.sequence // LEAST_TOKENS)
 
     def divides_sequence(self, tp: int, context_ranks: int, sequence_parallel: bool) -> bool:
-        """Returns whether the given numbers of ranks can divide a sequence evenly in all layers.
+        """Returns whether sequences can be divided evenly among ranks in all layers.
 
         Args:
             tp: Number of tensor-parallel ranks.
             context_ranks: Number of ranks that share each sequence (context parallelism).
-            sequence_parallel: Whether tensor-parallel ranks divide the sequence further.
+            sequence_parallel: Whether each part of a sequence is divided further among
+                tensor-parallel ranks.
         """
         kinds = [self.kinds[name] for name in set(self.layers)]
         attending = [kind for kind in kinds if kind.attention_flops]
@@ -320,13 +325,14 @@ class Model:
         return self.kinds[self.layers[index]]
 
     def stage_layers(self, counted: Sequence[int]) -> tuple[range, ...]:
-        """Returns each stage's layers as a range of indices, including embedding and head.
+        """Returns the layers of each stage as a range of indices, including embedding and head.
 
         A layer that ``--num-layers`` does not count, such as the embedding, belongs to the stage of
         the next counted layer. The last layers, such as the head, belong to the last stage.
 
         Args:
-            counted: Number of layers in each stage, counted as in ``--num-layers``.
+            counted: Number of layers in each stage, without embedding and head, as in
+                ``--num-layers``.
 
         Raises:
             ConfigError: The numbers do not add up to the model's number of layers.
@@ -337,8 +343,8 @@ class Model:
                 f" {self.name} has {self.num_counted} layers; make them equal"
             )
         positions = [i for i in range(self.num_layers) if self.layer(i).counted]
-        # A stage ends after its last counted layer. A stage without counted layers is empty. The
-        # first stage also contains the layers before the first counted layer.
+        # A stage ends after its last counted layer. A stage without counted layers is empty, except
+        # that the first stage always contains the layers before the first counted layer.
         ends = [
             positions[num_done - 1] + 1 if num_done else positions[0]
             for num_done in accumulate(counted[:-1])
@@ -346,9 +352,9 @@ class Model:
         return tuple(map(range, (0, *ends), (*ends, self.num_layers)))
 
     def counted(self, partition: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns how many layers of each stage ``--num-layers`` counts.
+        """Returns the number of layers in each stage, without embedding and head.
 
-        Plan files contain these numbers.
+        Plan files contain these numbers, which add up to ``--num-layers``.
 
         Args:
             partition: Number of layers in each stage, including embedding and head.

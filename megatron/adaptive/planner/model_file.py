@@ -1,8 +1,9 @@
 """Reads models from preset names, trainer arguments, model files and profiles.
 
 GPT and Llama presets are defined in ``config.model`` and shared with the trainer. BERT and T5
-presets exist only in the planner, for Megatron-LM's own scripts. The file format is defined by the
-schema ``model`` in ``config.schema_files`` and described in ``docs/reference/planner.md``.
+presets exist only in the planner, for training with Megatron-LM's own scripts. The format of model
+files is defined by the schema ``model`` in ``config.schema_files`` and described in
+``docs/reference/planner.md``.
 """
 
 from __future__ import annotations
@@ -36,17 +37,18 @@ _VOCABULARY |= {"deepseek": 129280} | dict.fromkeys(
 )
 """Vocabulary size of each model family."""
 _SMALL_VOCABULARY = 50303
-"""Vocabulary size of all presets whose family is not listed above."""
+"""Vocabulary size of all presets whose family is not in the table above."""
 ANY_RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
-"""Arguments that the trainer requires, but that do not affect the model."""
+"""Arguments that the trainer requires but that do not change the model."""
 
 
 def _only_planned(
     name: str, layers: int, hidden: int, heads: int, width: int = 64, ffn: int = 0
 ) -> TransformerShape:
-    """Returns the sizes of a BERT or T5 preset as built by Megatron-LM.
+    """Returns the sizes of a BERT or T5 preset, as Megatron-LM builds it.
 
-    Unlike the original T5, Megatron's T5 has learned positions, one shared embedding, and biases.
+    Unlike the original T5, Megatron's T5 has learned positions, biases, and a single embedding that
+    encoder and decoder share.
     """
     family = name.partition("-")[0]
     return TransformerShape(
@@ -83,7 +85,7 @@ PRESETS: Mapping[str, TransformerShape] = {
         _only_planned("t5-11b", 24, 1024, 128, 128, 65536),
     )
 }
-"""Models that the planner supports but the trainer does not, keyed by name."""
+"""Sizes of the models that the planner supports but the trainer does not, keyed by name."""
 
 
 def preset_names() -> tuple[str, ...]:
@@ -101,7 +103,8 @@ def preset(
         precision: Data type of the training run: ``fp32``, ``fp16`` or ``bf16``.
         attention: Attention implementation, one of ``ATTENTIONS``, or ``None`` for the preset's
             default.
-        imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
+        imbalance: Number of tokens on the rank with the busiest experts, divided by the average
+            number.
 
     Raises:
         ConfigError: The preset does not exist. The message suggests the most similar name.
@@ -110,8 +113,8 @@ def preset(
     name = by_plain_name.get(name.lower().replace("-", ""), name)
     if name in PRESETS:
         shape = replace(PRESETS[name], precision=Precision.named(precision))
-        # Models in PRESETS are trained with Megatron-LM's own programs, which do not use the
-        # trainer's layers.
+        # Presets in PRESETS are trained with Megatron-LM's own programs, which do not use the
+        # trainer's layers, so only fused attention avoids storing scores.
         return build_model(replace(shape, fused_attention=attention == "fused"))
     if name not in MODELS:
         names = preset_names()
@@ -132,22 +135,23 @@ def arguments_model(
     attention: str | None = None,
     imbalance: float = 1.0,
 ) -> Model:
-    """Returns the model that a list of trainer arguments describes.
+    """Returns the model that a list of command-line arguments for the trainer describes.
 
-    Only arguments about the model and its precision are used. The plan determines the parallel
-    sizes. Arguments about data, logs and checkpoints are ignored. Without ``--vocab-size`` or a
-    readable vocabulary file, GPT-2's vocabulary size is used.
+    Only arguments about the model and its precision are used. Parallel sizes are ignored, because
+    the plan determines them. Arguments about data, logs and checkpoints are ignored, too. Without
+    ``--vocab-size`` or a readable vocabulary file, GPT-2's vocabulary size is used.
 
     Args:
         arguments: Command-line arguments of ``pretrain_gpt.py``.
-        name: Name that matches profiles with the model.
-        precision: Data type, which overrides ``--fp16`` and ``--bf16``. If the data type is not
-            specified in any way, fp32 is used, as in a training run.
-        attention: Attention implementation, one of ``ATTENTIONS``, used if the arguments do not
-            choose an implementation. Defaults to the implementation that training runs without GPUs
-            use. With ``kernel``, the memory of attention scores is still counted if no kernel
-            supports the model's attention.
-        imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
+        name: Name by which profiles refer to the model.
+        precision: Data type, which overrides ``--fp16`` and ``--bf16``. If neither this argument
+            nor a flag sets the data type, it is fp32, as in a training run.
+        attention: Attention implementation, one of ``ATTENTIONS``. It is used if the arguments do
+            not choose an implementation. Defaults to the implementation that training runs without
+            GPUs use. If it is ``kernel`` but no kernel supports the model's attention, the memory
+            of attention scores is counted.
+        imbalance: Number of tokens on the rank with the busiest experts, divided by the average
+            number.
 
     Raises:
         ConfigError: An argument is invalid, unknown or missing.
@@ -168,15 +172,16 @@ def settings_model(
     attention: str | None = None,
     imbalance: float = 1.0,
 ) -> Model:
-    """Returns the model that the trainer's settings describe.
+    """Returns the model that the given settings of the trainer describe.
 
     Args:
-        settings: Values of the model's settings, keyed by field name.
-        name: Name that matches profiles with the model.
+        settings: Values of the trainer's settings for the model, keyed by field name.
+        name: Name by which profiles refer to the model.
         precision: Data type: ``fp32``, ``fp16`` or ``bf16``.
-        attention: Attention implementation, one of ``ATTENTIONS``, used if the settings do not
-            choose an implementation.
-        imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
+        attention: Attention implementation, one of ``ATTENTIONS``. It is used if the settings do
+            not choose an implementation.
+        imbalance: Number of tokens on the rank with the busiest experts, divided by the average
+            number.
 
     Raises:
         ConfigError: A setting is invalid.
@@ -192,7 +197,7 @@ class _ModelSource(NamedTuple):
     Attributes:
         name: Name of the model.
         arguments: Command-line arguments that build the model in a training run.
-        parsed: Command-line arguments to parse in addition to ``settings``.
+        parsed: Command-line arguments that are parsed in addition to ``settings``.
         settings: Values of the trainer's settings, keyed by field name.
     """
 
@@ -205,7 +210,7 @@ class _ModelSource(NamedTuple):
 def _built(source: _ModelSource, attention: str | None, imbalance: float) -> Model:
     """Builds the model that ``source`` describes.
 
-    The remaining arguments are the same as for :func:`arguments_model`.
+    ``attention`` and ``imbalance`` have the same meaning as in :func:`arguments_model`.
     """
     names = {argument.split("=")[0] for argument in source.arguments}
     all_arguments = [*source.parsed, *ANY_RUN]
@@ -217,8 +222,8 @@ def _built(source: _ModelSource, attention: str | None, imbalance: float) -> Mod
         all_arguments,
         world_size=1,
         last_wins=True,
-        # The planner may run on a machine without the kernels of the training run, so assume that
-        # these kernels are installed.
+        # The planner may run on a machine that lacks the kernels of the training run, so the
+        # kernels are assumed to be installed.
         installed=Installed(transformer_engine=True),
         settings=source.settings,
     )
@@ -237,9 +242,9 @@ def _built(source: _ModelSource, attention: str | None, imbalance: float) -> Mod
 
 
 def _model_arguments(arguments: Sequence[str], precision: str | None) -> list[str]:
-    """Returns the arguments in ``arguments`` that concern the model and its precision.
+    """Returns those of ``arguments`` that concern the model and its precision.
 
-    If the vocabulary size is missing, the result contains an additional ``--vocab-size``.
+    If ``arguments`` contain no vocabulary size, the result contains an additional ``--vocab-size``.
     """
     groups = (ModelConfig, PrecisionConfig, CoreConfig)
     kept = only_groups(arguments, groups, ("vocab_size",))
@@ -254,7 +259,7 @@ def _model_arguments(arguments: Sequence[str], precision: str | None) -> list[st
 
 
 def usual_attention(*, on_gpus: bool) -> str:
-    """Returns the attention implementation that a run with the installed packages uses.
+    """Returns the attention implementation that a run uses with the packages installed here.
 
     Args:
         on_gpus: Whether the training runs use GPUs.
@@ -267,7 +272,7 @@ def usual_attention(*, on_gpus: bool) -> str:
 def _adapter_parameters(config: TrainerConfig) -> int:
     """Returns the number of adapter weights in all layers.
 
-    An adapted matrix has rank x (inputs + outputs) adapter weights.
+    For each adapted matrix, the adapter has rank x (inputs + outputs) weights.
     """
     model = config.model
     core = config.core
@@ -277,8 +282,8 @@ def _adapter_parameters(config: TrainerConfig) -> int:
     pairs = [model.query_groups * model.kv_channels] * 2
     down = core.q_lora_rank or 0
     queries = heads * (core.qk_head_dim + core.qk_pos_emb_head_dim)
-    # Each entry contains the number of inputs of a weight matrix, and the number of outputs of each
-    # separate part of the matrix.
+    # Each entry describes a weight matrix. It contains the number of inputs, and the number of
+    # outputs of each part of the matrix that can be adapted separately.
     sizes = {
         "qkv": (hidden, [values, *pairs]),
         "proj": (values, [hidden]),
@@ -301,12 +306,12 @@ def _adapter_parameters(config: TrainerConfig) -> int:
 
 
 def _vocabulary(arguments: Sequence[str]) -> int:
-    """Returns the number of entries in a vocabulary file.
+    """Returns the number of entries in the vocabulary file that ``arguments`` name.
 
-    If the file cannot be read, GPT-2's vocabulary size is returned.
+    If the file cannot be read, the size of GPT-2's vocabulary is returned.
 
     Args:
-        arguments: Argument ``--vocab-file`` with its path, or empty if no file is used.
+        arguments: Argument ``--vocab-file`` with its path, or empty if there is no such file.
     """
     try:
         return len(parse_json(read_whole(arguments[-1].partition("=")[2] or arguments[-1])))
@@ -321,14 +326,14 @@ def trainer_shape(
     *,
     device: str = "cpu",
 ) -> TransformerShape:
-    """Returns the sizes of the model that a run with the settings ``config`` builds.
+    """Returns the sizes of the model that is built in a run with the settings ``config``.
 
     Args:
         config: Settings of the training run.
         name: Name of the model.
         arguments: Command-line arguments from which the settings were read.
-        device: Type of the device that trains the model, ``cuda`` or ``cpu``. It determines the
-            attention kernel.
+        device: Type of the device that trains the model, ``cuda`` or ``cpu``. The available
+            attention kernels depend on it.
     """
     model = config.model
     core = config.core
@@ -396,7 +401,7 @@ def _window_layers(core: CoreConfig, num_layers: int, name: str) -> tuple[bool, 
 
 
 def _precision(config: PrecisionConfig) -> Precision:
-    """Returns the sizes in bytes of the numbers in a run with the precision ``config``."""
+    """Returns the sizes in bytes of the numbers in a run with the precision settings ``config``."""
     names = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
     sizes = Precision.named(names[config.dtype_name])
     if config.accumulate_allreduce_grads_in_fp32:
@@ -407,11 +412,11 @@ def _precision(config: PrecisionConfig) -> Precision:
 
 
 def _has_kernel(config: TrainerConfig, device: str) -> bool:
-    """Returns whether a run with the settings ``config`` does not store attention scores."""
+    """Returns whether attention in a run with the settings ``config`` avoids storing scores."""
     model, core = config.model, config.core
     if model.transformer_impl == "transformer_engine":
-        # If scores are bounded (soft-capped), the trainer's own layers compute attention and store
-        # the scores.
+        # Attention with bounded (soft-capped) scores is computed by the trainer's own layers, which
+        # store the scores.
         keeps_scores = model.attention_backend == "unfused" or model.attention_softcap
         return not keeps_scores
     latent = core.multi_latent_attention
@@ -434,8 +439,8 @@ def _read_arguments(text: str, folder: Path, where: str) -> list[str]:
 
     Args:
         text: Arguments, or the name of a file with arguments. Text that begins with ``-`` is parsed
-            as arguments. In the file, ``#`` begins a comment.
-        folder: Folder that contains the file if its name is relative.
+            as arguments. In a file, ``#`` starts a comment.
+        folder: Folder from which a relative file name starts.
         where: Source of the text, for error messages.
 
     Raises:
@@ -476,18 +481,20 @@ def read_model(
     sequence: int | None = None,
     imbalance: float = 1.0,
 ) -> Model:
-    """Reads a model from the value of ``--model``.
+    """Creates a model from the value of the flag ``--model``.
 
     Args:
         text: Preset name, list of the trainer's arguments, or path of a file or folder. A file is a
             model or profile file (``.yaml``, ``.toml``, ``.json``), a file with arguments, or a
             Hugging Face ``config.json``. A folder contains such a ``config.json``.
-        precision: Data type of the training run, which overrides the data type of the model.
+        precision: Data type of the training run. It overrides the data type that the model
+            specifies.
         default: Data type for models that do not specify a data type.
-        attention: Attention implementation, one of ``ATTENTIONS``, used if the model does not
+        attention: Attention implementation, one of ``ATTENTIONS``. It is used if the model does not
             choose an implementation.
         sequence: Number of tokens per sample. This is only allowed for a ``config.json``.
-        imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
+        imbalance: Number of tokens on the rank with the busiest experts, divided by the average
+            number.
 
     Raises:
         ConfigError: The text does not describe a model, or the model is invalid.
@@ -505,8 +512,9 @@ def read_model(
         model = settings_model(
             settings, name, precision or default, attention=attention, imbalance=imbalance
         )
-        # If a feature is missing, the arguments are only an approximation that is sufficient for
-        # planning. The trainer would build a different model from these arguments, so drop them.
+        # If the trainer lacks a feature of the model, the arguments are only an approximation that
+        # is sufficient for planning. The trainer would build a different model from these
+        # arguments, so they are dropped.
         return replace(model, arguments=()) if family.missing_feature else model
     if sequence is not None:
         raise ConfigError(
@@ -527,7 +535,7 @@ def _of_file(
 ) -> Model:
     """Creates a model from ``document``, the contents of the model file ``path``.
 
-    The other arguments are the same as for :func:`read_model`.
+    The other arguments have the same meaning as in :func:`read_model`.
     """
     where = str(path)
     check_form(document, "model", where)
@@ -558,7 +566,7 @@ def _of_file(
 
 
 def listed_model(document: Mapping[str, Any], name: str, precision: Precision) -> Model:
-    """Creates a model from the list of layers in a model file or profile.
+    """Creates a model from the list of layers in a model file or in a profile.
 
     Args:
         document: Dictionary with the list ``layers``, and optionally ``tokens_per_sample``,
@@ -568,7 +576,7 @@ def listed_model(document: Mapping[str, Any], name: str, precision: Precision) -
 
     Raises:
         ConfigError: Two layers of the same kind have different sizes, a layer has more frozen
-            parameters than parameters, or there are more frozen layers than layers.
+            parameters than parameters, or all layers are frozen.
     """
     kinds: dict[str, LayerKind] = {}
     layers: list[str] = []
@@ -608,7 +616,7 @@ def listed_model(document: Mapping[str, Any], name: str, precision: Precision) -
 def _of_profile(
     document: Mapping[str, Any], where: str, precision: str | None, make: Callable[..., Model]
 ) -> Model:
-    """Returns the model from the profile ``document``, which was measured with this model."""
+    """Returns the model for which the profile ``document`` was measured."""
     check_form(document, "profile", where)
     model = document["model"]
     if model.get("layers"):

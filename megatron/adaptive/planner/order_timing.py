@@ -1,30 +1,31 @@
-"""Computes the duration of a step with a fixed order of actions, in one pass over the actions.
+"""Computes the duration of a step with a fixed order of actions, in a single pass over the actions.
 
 A static schedule fixes the order of the actions on every rank. An action starts when its rank is
 free and its input has arrived. So the step time is the critical path: the longest path through
-actions and messages. Example of 1F1B on 2 ranks with 2 microbatches, 1 s per forward pass, 2 s per
-backward pass, and messages that take no time::
+actions and messages. In an example, 1F1B runs on 2 ranks with 2 microbatches. A forward pass takes
+1 s and a backward pass 2 s. Messages take no time::
 
     second    0    1    2    3    4    5    6    7    8    9
     rank 0    | F0 | F1 |         | B0      |    | B1      |
     rank 1         | F0 | B0      | F1 | B1      |
 
-``F1`` on rank 1 starts at 4: its input arrives at 2, but the rank is busy until 4. Actions are
-visited in topological order, which means that each action comes after all actions it depends on
-(:func:`steps_of`). So one visit per action suffices. The order depends only on the schedule and is
-cached.
+``F1`` on rank 1 starts at 4 s. Its input arrives at 2 s, but the rank is busy until 4 s. Actions
+are visited in topological order, which means that each action comes after all actions on which it
+depends (:func:`steps_of`). So one visit per action suffices. The order depends only on the
+schedule, so it is cached.
 
 A message is sent when its action has ended and the previous message has left the link. It occupies
-the link for its occupancy time, and arrives after an additional latency. Launching an action's
-kernels requires no input, so a rank launches them while it waits for the input.
+the link for its occupancy time, and arrives after an additional latency. Launching the kernels of
+an action requires no input, so a rank launches kernels while it waits for the input.
 
-If a duration increases, the step never gets shorter. The search relies on this property. Schedules
-that choose the next action at run time do not have this property, so they are simulated instead.
+A step never gets shorter if the duration of an action increases. The search relies on this
+property. Schedules that choose the next action at run time do not have this property, so they are
+simulated instead.
 
-:func:`jitter_s` estimates the effect of random variation. Variation does not change the average
-time of a single rank. But in a pipeline, each action waits for the later of two events: its rank
-becomes free, and its input arrives. So the mean step time is longer than the step time with mean
-durations.
+:func:`jitter_s` estimates the effect of random variation of durations. The variation does not
+change the average time of a single rank. But in a pipeline, each action waits until its rank is
+free and its input has arrived, so it waits for the later of these two events. So the mean step time
+is longer than the step time with mean durations.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ _KINDS = {ActionKind.F: _F, ActionKind.B: _B, ActionKind.W: _W}
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Steps:
-    """A schedule's actions in topological order, so that inputs are computed before their use.
+    """Actions of a schedule in topological order: every action comes after its inputs.
 
     Attributes:
         placement: Assignment of stages to ranks.
         num_microbatches: Number of microbatches per step.
-        rows: Kind (0 for F, 1 for B, 2 for W), stage, microbatch and rank of each action,
-            ``[actions, 4] int64``.
-        split: Whether weight gradients are separate actions (W).
+        rows: Kind (0 for F, 1 for B, 2 for W), stage, microbatch and rank of each action, as an
+            array ``[actions, 4] int64``.
+        split: Whether weight gradients are computed by separate actions (W).
     """
 
     placement: Placement
@@ -62,12 +63,12 @@ class Steps:
     split: bool
 
     def table(self, seconds: Any) -> Any:
-        """Returns a copy of ``seconds`` that matches the kinds of actions in the schedule.
+        """Returns a copy of ``seconds`` with times for the kinds of actions in this schedule.
 
         ``seconds`` contains the times of forward passes (F), input gradients (B) and weight
         gradients (W), with shape ``[3, stages]``.
 
-        If the schedule has no separate W actions, the copy adds the times of W to the times of B.
+        If the schedule has no separate W actions, the times of W are added to the times of B.
         """
         copy = np.array(seconds, dtype=np.float64)
         if not self.split:
@@ -78,12 +79,12 @@ class Steps:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScheduleTimes:
-    """End times and busy times of the ranks in a step.
+    """Times at which the ranks end a step, and times for which they are busy.
 
     Attributes:
-        end_s: Time from the start of the step to the end of each rank's last action, in seconds,
+        end_s: Time in seconds from the start of the step to the end of each rank's last action,
             ``[ranks]``.
-        busy_s: Time in seconds for which each rank runs actions, ``[ranks]``.
+        busy_s: Total duration of the actions on each rank in seconds, ``[ranks]``.
     """
 
     end_s: Any
@@ -91,7 +92,7 @@ class ScheduleTimes:
 
     @property
     def seconds(self) -> float:
-        """Time in seconds until the last action on any rank ends."""
+        """Time in seconds from the start of the step to the end of the last action on any rank."""
         return float(self.end_s.max())
 
 
@@ -153,23 +154,23 @@ def step_times(
     launch_s: Any = None,
     factors: Any = 1.0,
 ) -> ScheduleTimes:
-    """Computes end times and busy times of all ranks in one step.
+    """Computes when each rank ends a step, and for how long it is busy.
 
     Args:
         steps: Actions of the schedule in topological order, from :func:`steps_of`.
         durations_s: Times of forward pass, input gradients and weight gradients in seconds, ``[3,
-            stages] float64``. If the schedule has no separate W actions, the last two times are
-            added up.
-        latency_s: Latency of the message after each stage's forward and backward pass in seconds,
-            ``[2, stages]``, or 0 if no message is sent. Forward messages go to the next stage, and
-            backward messages to the previous stage.
-        occupancy_s: Time in seconds for which each of these messages keeps its link busy, ``[2,
+            stages] float64``. If the schedule has no separate W actions, the weight gradients are
+            computed together with the input gradients.
+        latency_s: Latency in seconds of the messages that a stage sends after its forward and
+            backward passes, ``[2, stages]``, or 0 if it sends no message. Forward messages go to
+            the next stage, and backward messages go to the previous stage.
+        occupancy_s: Time in seconds during which each of these messages keeps its link busy, ``[2,
             stages]``.
-        launch_s: Part of ``durations_s`` in seconds in which the CPU launches kernels, ``[3,
+        launch_s: Part of ``durations_s`` in seconds during which the CPU launches kernels, ``[3,
             stages]``, or ``None`` if launches take no time. A rank can launch kernels while it
             waits for the input.
-        factors: Factors by which the actions' durations are multiplied, in the order of ``steps``,
-            ``[actions]``. A single number applies to all actions.
+        factors: Factor for the duration of each action, in the order of ``steps``, ``[actions]``. A
+            single number applies to all actions.
     """
     kind, stage = steps.rows[:, 0], steps.rows[:, 1]
     seconds = steps.table(durations_s)[kind, stage] * factors
@@ -203,11 +204,11 @@ def _run_steps(
     end: Any,
     busy: Any,
 ) -> None:
-    """Computes the times of all actions in order, and writes them to the last four arrays.
+    """Computes the times of all actions, and writes the results to the last four arrays.
 
-    The function fills ``arrival``, ``free``, ``end`` and ``busy``. ``arrival`` contains the arrival
-    time of each input, by kind, stage and microbatch. ``free`` contains the time at which the link
-    after each stage becomes free, by kind and stage.
+    ``arrival`` contains the arrival time of each input, by kind, stage and microbatch. ``free``
+    contains the time at which the link after each stage becomes free, by kind and stage. ``end``
+    and ``busy`` contain the end time and the busy time of each rank.
     """
     stages = latency.shape[1]
     for i in range(rows.shape[0]):
@@ -228,7 +229,7 @@ def _run_steps(
 
 
 _MANY_ROWS = 500
-"""Number of actions above which compiled code is faster, even though importing numba takes half a
+"""Number of actions above which compiled code saves time, although importing numba takes half a
 second per process."""
 
 
@@ -241,16 +242,17 @@ def _compiled_steps() -> Any:
 
 
 DRAWS = 32
-"""Number of steps that are simulated to determine the mean delay from jitter. With this number, the
-mean is accurate to about 10 %."""
+"""Number of simulated steps from which the mean delay due to jitter is computed. With this number,
+the mean is accurate to about 10 %."""
 
 
 def jitter_s(steps: Steps, durations_s: Any, message_s: Any, sigma: float) -> float:
-    """Returns the mean time in seconds (at least 0) that random variation adds to a step.
+    """Returns by how many seconds random variation of durations lengthens a step on average.
 
-    Simulates ``DRAWS`` steps. Each action's duration is multiplied by a lognormal random factor
-    with mean 1. The factor depends only on the action's position in the order. So plans with the
-    same order of actions get the same factors, and their times can be compared.
+    The function simulates ``DRAWS`` steps, in which each action's duration is multiplied by a
+    lognormal random factor with mean 1. The factor depends only on the action's position in the
+    order. So plans with the same order of actions get the same factors, and their times can be
+    compared. The result is never negative.
 
     Args:
         steps: Actions of the schedule in topological order, from :func:`steps_of`.

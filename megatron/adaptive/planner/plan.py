@@ -25,20 +25,20 @@ from megatron.adaptive.planner.documents import RowSettings
 from megatron.adaptive.planner.profile import PlanInputs
 
 FP8_FLAGS = ("--fp8-format", "hybrid")
-"""Megatron-LM's command-line flags for training in fp8. The arguments of a model that is planned in
-fp8 contain these flags."""
+"""Megatron-LM's command-line flags for training in fp8. The arguments of a model contain these
+flags if it is planned in fp8."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replica:
-    """GPUs of one data-parallel replica of a stage.
+    """GPUs of one data-parallel replica of a stage, all on the same node.
 
-    The GPUs have consecutive indices on one node.
+    The GPUs have consecutive indices.
 
     Attributes:
         node: Index of the node in the cluster.
         gpu: Index of the replica's first GPU within the node.
-        tp: Number of GPUs in the replica (tensor-parallel size).
+        tp: Number of GPUs of the replica, which is the tensor-parallel size.
     """
 
     node: int
@@ -48,14 +48,13 @@ class Replica:
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlace:
-    """GPUs of one pipeline rank, and its microbatch size.
+    """GPUs and microbatch size of one pipeline rank.
 
     Attributes:
         replicas: Data-parallel replicas of the pipeline rank, ordered by data-parallel rank.
-        micro_batch: Number of samples per microbatch on each replica. If stages have unequal
-            parallel sizes, all stages have the same microbatch size only if microbatches are
-            distributed over the replicas (``cost.as_run``). Otherwise, all stages have the same
-            ``micro_batch * len(replicas)``.
+        micro_batch: Number of samples per microbatch on each replica. Usually, ``micro_batch *
+            len(replicas)`` is the same for all stages. Plans from ``cost.as_run`` are an exception,
+            because they distribute microbatches of equal size over different numbers of replicas.
     """
 
     replicas: tuple[Replica, ...]
@@ -68,18 +67,18 @@ class StageSettings:
 
     Attributes:
         recompute: Kind of activation recomputation, one of ``model_description.RECOMPUTE``.
-        distributed_optimizer: Whether replicas divide the optimizer state among themselves.
+        distributed_optimizer: Whether the optimizer state is divided among the replicas.
         overlap_reduce: Whether gradient reduction overlaps with backward passes.
-        sequence_parallel: Whether sequence parallelism is enabled. Tensor-parallel ranks then also
-            divide the activations outside of attention and MLP.
-        expert_ranks: Number of consecutive replicas over which the experts are distributed
-            (expert-parallel size).
-        context_ranks: Number of consecutive ranks that divide each sequence among themselves
-            (context-parallel size).
-        slices: Number of slices into which each sequence is cut, or 1 for whole sequences. If
-            sequences are cut, an action is the work of a stage on one slice of a microbatch.
-        slice_tokens: Number of tokens of each slice if documents of different lengths are packed
-            into rows and cut, or ``None`` if all sequences have the same length.
+        sequence_parallel: Whether sequence parallelism is enabled. If so, the activations outside
+            of attention and MLP are also divided among the tensor-parallel ranks.
+        expert_ranks: Expert-parallel size, which is the number of consecutive replicas over which
+            the experts are distributed.
+        context_ranks: Context-parallel size, which is the number of consecutive ranks among which
+            each sequence is divided.
+        slices: Number of slices into which each sequence is cut, or 1 for whole sequences. With
+            several slices, an action processes one slice of a microbatch on a stage.
+        slice_tokens: Number of tokens per slice if documents of different lengths are packed into
+            rows that are cut into slices. ``None`` if all sequences have the same length.
     """
 
     recompute: str = "none"
@@ -93,7 +92,7 @@ class StageSettings:
 
     @property
     def is_cut(self) -> bool:
-        """Whether microbatches are cut, so that an action is the work on one slice."""
+        """Whether microbatches are cut into slices, so that an action processes one slice."""
         return self.slices > 1 or self.slice_tokens is not None
 
     def share_of(self, sequence: int) -> float:
@@ -105,11 +104,11 @@ class StageSettings:
         return 1 / self.slices if self.slice_tokens is None else self.slice_tokens / sequence
 
     def state_parameters(self, parameters: Any, expert_parameters: Any, dp: int) -> Any:
-        """Returns the number of parameters whose optimizer state each replica updates.
+        """Returns for how many parameters each replica keeps and updates the optimizer state.
 
-        A distributed optimizer divides a parameter's state among the replicas that hold the
-        parameter. There are ``dp`` replicas. If experts are distributed over ``expert_ranks``
-        replicas, only ``dp / expert_ranks`` replicas hold each expert.
+        A distributed optimizer divides the state of a parameter among the replicas that hold the
+        parameter. Normally, these are all ``dp`` replicas. If experts are distributed over
+        ``expert_ranks`` replicas, only ``dp / expert_ranks`` replicas hold each expert.
         """
         if not self.distributed_optimizer:
             return parameters
@@ -118,12 +117,12 @@ class StageSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(StageSettings):
-    """Parallel sizes, partition, nodes and settings for running a model on a cluster.
+    """Parallel sizes, partition, nodes and settings with which a model runs on a cluster.
 
     Attributes:
-        tp: Tensor-parallel size, or the largest size if stages have different sizes.
-        dp: Number of data-parallel replicas, or the number of replicas of the first stage if stages
-            have different numbers.
+        tp: Tensor-parallel size. If stages have different sizes, this is the largest.
+        dp: Number of data-parallel replicas. If stages have different numbers of replicas, this is
+            the number of the first stage.
         pp: Number of pipeline ranks.
         chunks: Number of stages (model chunks) per pipeline rank.
         micro_batch: Number of samples per microbatch on one replica of the first stage.
@@ -133,8 +132,9 @@ class Plan(StageSettings):
             ``[pp * chunks]``.
         places: GPUs of each pipeline rank, ``[pp]``. Each context-parallel rank counts as a
             replica, so a stage has ``dp * context_ranks`` replicas.
-        cap: Maximum activations that a rank holds under a run-time rule, or ``None`` for the rule's
-            default. The unit is one microbatch in all chunks of the rank.
+        cap: Maximum activations that a rank may hold under a run-time scheduling rule, or ``None``
+            for the rule's default. The unit is the activations of one microbatch in all chunks of
+            the rank.
     """
 
     tp: int
@@ -150,12 +150,12 @@ class Plan(StageSettings):
 
     @property
     def num_microbatches(self) -> int:
-        """Number of microbatches per replica and step, or of documents if they are packed."""
+        """Number of microbatches, or of documents if they are packed, per replica and step."""
         return self.global_batch // (self.dp * self.micro_batch)
 
     @property
     def rows(self) -> RowSettings:
-        """Settings that determine how documents are packed. The plan must have ``slice_tokens``."""
+        """Settings that determine how documents are packed, for a plan with ``slice_tokens``."""
         assert self.slice_tokens is not None
         return RowSettings(
             tokens=self.slice_tokens,
@@ -185,14 +185,15 @@ class Plan(StageSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """Memory that one pipeline rank needs on its GPU with the least free memory.
+    """Memory that a pipeline rank needs on the GPU that has the least free memory.
 
     Attributes:
         parameter_bytes: Size of the weights in bytes.
         gradient_bytes: Size of the gradients in bytes.
         optimizer_bytes: Size of optimizer state and master weights in bytes.
         activation_bytes: Peak size of the activations under the schedule, in bytes.
-        workspace_bytes: Size in bytes of temporary buffers, CUDA context and all remaining memory.
+        workspace_bytes: Size in bytes of everything else, such as temporary buffers and the CUDA
+            context.
         limit_bytes: Usable memory of the GPU in bytes.
     """
 
@@ -205,14 +206,14 @@ class StageMemory:
 
     @property
     def total_bytes(self) -> float:
-        """Memory that the rank needs in total, in bytes."""
+        """Memory in bytes that the rank needs in total."""
         *parts, _limit = vars(self).values()
-        total: float = sum(parts)  # This is an array if the parts are arrays, as in the search.
+        total: float = sum(parts)  # The parts and the total are arrays in the search.
         return total
 
     @property
     def missing_bytes(self) -> float:
-        """Memory in bytes that the stage needs in addition to the GPU's memory, or 0 if it fits."""
+        """Memory in bytes that the rank lacks on its GPU, or 0 if its memory suffices."""
         return max(0.0, self.total_bytes - self.limit_bytes)
 
 
@@ -226,8 +227,8 @@ class StagePrediction:
         backward_s: Duration of a microbatch's backward pass through all chunks of the rank in
             seconds, including weight gradients and recomputation.
         send_s: Time to send a message to the next stage, in seconds.
-        bubble: Idle fraction of the pipeline's time, from 0 to 1.
-        memory: Memory that the rank needs on its GPU with the least free memory.
+        bubble: Fraction of the pipeline's time during which the rank is idle, from 0 to 1.
+        memory: Memory that the rank needs on the GPU that has the least free memory.
     """
 
     forward_s: float
@@ -239,18 +240,18 @@ class StagePrediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Predicted time, memory and price of a plan.
+    """Predicted time, memory and price of a training step with a plan.
 
     Attributes:
         seconds: Step time in seconds.
-        parts: Parts of the step time in seconds, keyed by name, which add up to ``seconds``:
-            ``compute``, ``bubble``, ``transfer``, ``tp``, ``reduction``, ``embedding`` and
-            ``optimizer``. If the profile contains them, ``jitter`` and ``beside`` (all remaining
-            work in a step) are also present.
+        parts: Parts of the step time in seconds, keyed by name. The parts ``compute``, ``bubble``,
+            ``transfer``, ``tp``, ``reduction``, ``embedding`` and ``optimizer`` are always present.
+            If the profile contains them, ``jitter`` and ``beside`` (all remaining work) are added.
+            All parts add up to ``seconds``.
         stages: Predicted times and memory of each pipeline rank.
-        tokens_per_s: Number of tokens per second processed by the whole job.
-        price_per_hour: Price per hour of all nodes in use.
-        estimated: Whether any time was estimated instead of measured.
+        tokens_per_s: Number of tokens that the whole job processes per second.
+        price_per_hour: Price per hour of all nodes that the plan uses.
+        estimated: Whether any of the times was estimated instead of measured.
     """
 
     seconds: float
@@ -262,7 +263,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether every stage fits in the memory of its GPUs."""
+        """Whether every stage fits into the memory of its GPUs."""
         return all(stage.memory.missing_bytes == 0 for stage in self.stages)
 
     @property
@@ -272,7 +273,7 @@ class Prediction:
 
     @property
     def peak_bytes(self) -> float:
-        """Memory in bytes needed on the GPU that needs the most memory."""
+        """Memory in bytes that is needed on the GPU with the highest memory use."""
         return max(stage.memory.total_bytes for stage in self.stages)
 
 
@@ -281,8 +282,8 @@ def place_ranks(
 ) -> tuple[StagePlace, ...]:
     """Assigns GPUs to every pipeline rank of a plan whose stages have equal parallel sizes.
 
-    A GPU has rank (pipeline rank * dp + replica) * tp + tensor-parallel rank. Ranks are assigned in
-    ascending order, and fill each node before the next.
+    A GPU has rank (pipeline rank * dp + replica) * tp + tensor-parallel rank. Ranks are assigned to
+    the GPUs of the nodes in ascending order, and each node is filled before the next.
 
     Args:
         cluster: Cluster that contains the nodes.
@@ -308,9 +309,9 @@ def place_ranks(
 def place_stage(
     cluster: Cluster, order: Sequence[int], tp: int, dp: int, micro_batch: int, *, position: int = 0
 ) -> StagePlace:
-    """Assigns GPUs to a stage that follows ``position`` stages with the same parallel sizes.
+    """Assigns GPUs to a stage after ``position`` earlier stages with the same parallel sizes.
 
-    The arguments are the same as for :func:`place_ranks`.
+    The arguments have the same meaning as in :func:`place_ranks`.
 
     Raises:
         ConfigError: A tensor-parallel group would span two nodes.
@@ -329,7 +330,7 @@ def place_stage(
 
 
 def plan_document(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> dict[str, Any]:
-    """Returns the contents of the plan file for ``plan`` as a dictionary.
+    """Returns the contents of a plan file for ``plan``, with its prediction, as a dictionary.
 
     If stages have unequal parallel sizes, the file lists the sizes of each stage. The trainer
     supports such plans only without tensor parallelism.
@@ -385,10 +386,10 @@ def plan_document(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> dic
 
 
 def flops_share(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> float | None:
-    """Returns the model FLOPs utilization (MFU): the model's FLOP/s divided by the GPUs' peak.
+    """Returns the model FLOPs utilization (MFU): the FLOP/s of the model divided by the GPUs' peak.
 
-    Recomputation is not counted. Returns ``None`` if the GPU table does not contain the peak of a
-    GPU in this precision, or if the FLOPs of the model are unknown.
+    The FLOPs of recomputation are not counted. The result is ``None`` if the table of GPUs lacks
+    the peak of a GPU in this precision, or if the FLOPs of the model are unknown.
     """
     peak = 0.0
     for node, count in gpus_used(plan).items():
@@ -401,9 +402,9 @@ def flops_share(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> float
 
 
 def gpus_used(plan: Plan) -> Counter[int]:
-    """Returns the number of GPUs that a plan uses on each node, keyed by node index.
+    """Returns the number of GPUs that a plan uses on each node, keyed by the node's index.
 
-    Nodes are in rank order.
+    The nodes are in rank order.
     """
     used = Counter[int]()
     for stage_place in plan.places:
@@ -413,7 +414,7 @@ def gpus_used(plan: Plan) -> Counter[int]:
 
 
 def placement_groups(plan: Plan, cluster: Cluster) -> list[dict[str, Any]]:
-    """Returns the plan's nodes in rank order, with consecutive equal nodes merged into groups."""
+    """Returns the plan's nodes in rank order, with consecutive equal nodes merged into a group."""
     kinds = [(cluster.nodes[node].name, count) for node, count in gpus_used(plan).items()]
     return [
         {"type": name, "nodes": len(list(nodes)), "processes_per_node": processes}
@@ -440,7 +441,7 @@ def write_plan(document: Mapping[str, Any], path: Path, *, as_conf: bool = False
 
 
 def conf_text(document: Mapping[str, Any]) -> str:
-    """Returns the plan in ``document`` as shell variables for ``conf.sh``.
+    """Returns shell variables for ``conf.sh`` that describe the plan in ``document``.
 
     Raises:
         ConfigError: The stages have unequal parallel sizes that the trainer does not support.
@@ -464,16 +465,16 @@ EXPORTS = ("megatron", "torchtitan", "conf", "sbatch", "plan")
 
 
 def export_text(document: Mapping[str, Any], form: str, arguments: Sequence[str], file: str) -> str:
-    """Returns the plan in ``document`` in the format of another program.
+    """Converts the plan in ``document`` to the format of another program, and returns the text.
 
     Args:
         document: Contents of the plan file, from :func:`plan_document`.
         form: Name of the format, one of :data:`EXPORTS`.
         arguments: Trainer arguments that describe the model. They may be empty.
-        file: Name of the plan file that the Slurm command uses.
+        file: Name of the plan file that the Slurm command passes to the trainer.
 
     Raises:
-        ConfigError: The other program does not support the plan.
+        ConfigError: The program does not support the plan.
     """
     if form == "plan":
         return json.dumps(document, indent=2) + "\n"
@@ -595,7 +596,7 @@ def _sbatch_line(document: Mapping[str, Any], arguments: Sequence[str], file: st
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRow:
-    """A plan and its prediction, shown as one row of a table.
+    """A plan with its prediction. Tables show it as one row.
 
     Attributes:
         plan: Sizes, settings, layers and nodes of the plan.

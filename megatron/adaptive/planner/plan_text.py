@@ -22,7 +22,7 @@ def compare_text(files: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """Returns a table that compares the settings, time, memory and price of plans.
 
     Args:
-        files: Names and contents of plan files, with their predictions.
+        files: Names and contents of plan files. The plans must include predictions.
 
     Raises:
         ConfigError: A plan does not match the schema, or has no prediction.
@@ -48,7 +48,7 @@ def compare_text(files: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
 
 
 def _figure_lines(predictions: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Returns table rows with predicted values and their change relative to the first plan."""
+    """Returns table rows with predicted values, and how much these differ from the first plan's."""
     lines = []
     figures = [
         {
@@ -68,12 +68,12 @@ def _figure_lines(predictions: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def _reason(prediction: Mapping[str, Any], first: Mapping[str, Any], first_name: str) -> str:
-    """Describes how a plan's step time differs from that of the first plan, and why.
+    """Describes how the step time of a plan differs from that of the first plan, and why.
 
     Args:
-        prediction: Prediction of the plan, as in a plan file.
-        first: Prediction of the first plan, as in a plan file.
-        first_name: Name of the first plan's file.
+        prediction: Prediction of the plan, in the form of a plan file.
+        first: Prediction of the first plan, in the form of a plan file.
+        first_name: Name of the file with the first plan.
     """
     parts, base = prediction["parts_s"], first["parts_s"]
     gains = {key: parts.get(key, 0.0) - base.get(key, 0.0) for key in {**base, **parts}}
@@ -88,7 +88,7 @@ def _reason(prediction: Mapping[str, Any], first: Mapping[str, Any], first_name:
 
 
 def _settings(document: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the settings in the plan file ``document`` as text, keyed by name."""
+    """Returns the settings in ``document``, the contents of a plan file, as text by name."""
     settings = {**document.get("degrees", {})}
     for key, value in document.items():
         if key == "placement":
@@ -103,8 +103,8 @@ def _settings(document: Mapping[str, Any]) -> dict[str, str]:
 
 _GB = 1e9
 _LEAST_SHARE = 0.001
-"""Minimum difference in a part of the step that is listed as a reason, as a fraction of the step
-time.
+"""Minimum difference in a part of the step, as a fraction of the step time. Smaller differences are
+not listed as a reason.
 """
 
 
@@ -114,8 +114,8 @@ def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> s
     Args:
         rows: Plans with their predictions, starting with the best. The list must not be empty.
         inputs: Model, cluster and profile of layer times.
-        tokens: Number of tokens in the whole training run, used to show its duration and price. If
-            0, these columns are omitted.
+        tokens: Number of tokens in the whole training run, from which the run's duration and price
+            are computed. If 0, the columns with these values are omitted.
     """
     has_prices = any(row.prediction.price_per_hour for row in rows)
     is_shown = {
@@ -142,7 +142,7 @@ def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> s
 
 
 def _columns(row: PlanRow, inputs: PlanInputs, tokens: float) -> dict[str, str]:
-    """Returns the table cells of the plan in ``row``, keyed by column title."""
+    """Returns the cells of the table row for the plan in ``row``, keyed by column title."""
     plan, prediction = row.plan, row.prediction
     steps = tokens / inputs.step_tokens(plan.global_batch)
     is_packed = plan.slice_tokens is not None
@@ -177,7 +177,7 @@ def _columns(row: PlanRow, inputs: PlanInputs, tokens: float) -> dict[str, str]:
 
 
 def placement_text(plan: Plan, cluster: Cluster) -> str:
-    """Returns the plan's nodes in rank order as text, such as ``2 a100 x 8, 1 v100 x 4``."""
+    """Describes the plan's nodes in rank order, for example as ``2 a100 x 8, 1 v100 x 4``."""
     return ", ".join(
         f"{group['nodes']} {group['type']} x {group['processes_per_node']}"
         for group in placement_groups(plan, cluster)
@@ -185,7 +185,7 @@ def placement_text(plan: Plan, cluster: Cluster) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Returns a duration as text with a suitable unit, from days to milliseconds."""
+    """Formats a duration as text with a suitable unit, from days to milliseconds."""
     for least, unit, word in ((86400, 86400, "d"), (3600, 3600, "h"), (100, 60, "min")):
         if seconds >= least:
             return f"{seconds / unit:.4g} {word}"

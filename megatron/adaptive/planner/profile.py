@@ -1,8 +1,8 @@
-"""Defines profiles: measured layer times by GPU, tensor-parallel size and microbatch size.
+"""Defines profiles, which contain the measured times of a model's layers.
 
-A profile also interpolates times between measured microbatch sizes, and estimates times that were
-not measured. Each time is marked as measured or estimated. ``profile_file`` reads and writes
-profile files.
+A profile contains times by GPU, tensor-parallel size and microbatch size. It interpolates times
+between measured microbatch sizes, and estimates times that were not measured. Each time is marked
+as measured or estimated. ``profile_file`` reads and writes profile files.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from megatron.adaptive.planner.model_description import Model
 Source = Literal["measured", "estimated"]
 
 Key = tuple[str, str, int, int]
-"""Key of a layer's times: kind, GPU, tensor-parallel size, and samples per microbatch."""
+"""Key of a layer's times: kind of layer, GPU, tensor-parallel size, and samples per microbatch."""
 _PARTS = ("forward_s", "backward_input_s", "backward_weight_s")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTimes:
-    """Times of a layer per microbatch on one tensor-parallel rank.
+    """Times that a layer takes for one microbatch on one tensor-parallel rank.
 
     Attributes:
         forward_s: Duration of the forward pass, in seconds.
@@ -37,12 +37,12 @@ class LayerTimes:
             whole backward pass if ``backward_weight_s`` is 0.
         backward_weight_s: Time for computing the weight gradients, in seconds.
         tp_included: Whether the times include communication between tensor-parallel ranks.
-        launch_s: Time in seconds that the forward pass spends launching kernels. The backward pass
+        launch_s: Time in seconds during which the forward pass launches kernels. The backward pass
             spends the same time on launches. This time does not grow with the microbatch size. A
             rank can launch kernels while it waits for its input.
         kept_bytes: Measured size in bytes of the activations kept for the backward pass, or
-            ``None`` to use the size computed from the model.
-        source: Origin of the times, ``measured`` or ``estimated``.
+            ``None`` if the size is computed from the model.
+        source: Origin of the times: ``measured`` or ``estimated``.
     """
 
     forward_s: float
@@ -84,26 +84,27 @@ class Profile:
     Attributes:
         layers: Times of layers, keyed by layer kind, GPU, tensor-parallel size and microbatch size.
         model: Name of the measured model, or empty if the profile applies to any model.
-        links: Measured links between two nodes, keyed by the names of both node types. They replace
-            the links of the cluster.
-        intra_links: Measured links within a node, keyed by node type. They replace the links of the
-            cluster.
+        links: Measured links between two nodes, keyed by the names of both node types. They take
+            precedence over the links of the cluster.
+        intra_links: Measured links within a node, keyed by node type. They take precedence over the
+            links of the cluster.
         all_reduce: Measured all-reduces within a node, keyed by node type and number of ranks. Each
-            all-reduce is stored as a link whose bandwidth is the tensor size in bytes divided by
-            the duration of the operation.
-        optimizer_s_per_parameter: Optimizer time in seconds per updated parameter, keyed by GPU.
-        launch_s: Additional time in seconds per action that is spent outside of layers, keyed by
+            of them is stored as a link, whose bandwidth is the tensor size in bytes divided by the
+            duration of the all-reduce.
+        optimizer_s_per_parameter: Duration of the optimizer step in seconds per updated parameter,
+            keyed by GPU.
+        launch_s: Additional time in seconds that each action spends outside of layers, keyed by
             GPU.
-        step_s: Additional time in seconds per step that is spent outside of pipeline, reduction and
+        step_s: Additional time in seconds that each step spends outside of pipeline, reduction and
             optimizer, keyed by GPU.
         action_sigma: Standard deviation of the logarithm of an action's duration.
-        context_bytes: GPU memory in bytes used by a process without tensors, keyed by GPU. For GPUs
-            that are not listed, the value in ``layer_costs.Runtime`` is used.
-        allocator_share: Additional memory that the allocator holds, as a fraction of activations
-            and workspace, keyed by GPU. This is only set for models in host memory.
-        estimator: Function that estimates missing times from kind of layer, GPU, number of
-            tensor-parallel ranks and microbatch size. If ``estimator`` is ``None``, missing times
-            raise an error.
+        context_bytes: GPU memory in bytes that a process uses without tensors, keyed by GPU. For
+            GPUs that are not listed, the value in ``layer_costs.Runtime`` is used.
+        allocator_share: Additional memory that the allocator holds, as a fraction of the memory for
+            activations and workspace, keyed by GPU. It is only set for models in host memory.
+        estimator: Function that estimates missing times from the kind of layer, the GPU, the number
+            of tensor-parallel ranks and the microbatch size, or ``None`` if missing times raise an
+            error.
     """
 
     layers: Mapping[Key, LayerTimes] = field(default_factory=dict)
@@ -125,18 +126,19 @@ class Profile:
         """Returns the measured, interpolated or estimated times of a layer.
 
         For a microbatch size that was not measured, times are linearly interpolated between the
-        nearest measured sizes. Above the largest measured size, they are extrapolated from the two
-        largest. Below the smallest size, or if only one size was measured, times except launch
-        times are proportional to the size. If experts are distributed over a number of ranks that
-        was not measured, the nearest measured number is used.
+        nearest measured sizes. Above the largest measured size, times are extrapolated from the two
+        largest sizes. Below the smallest size, or if only one size was measured, all times except
+        launch times are proportional to the size. If the number of ranks over which experts are
+        distributed was not measured, the nearest measured number is used.
 
         Args:
             kind: Kind of the layer.
             gpu: Name of the GPU.
             tp: Number of tensor-parallel ranks.
             micro_batch: Number of samples per microbatch.
-            load: Number of FLOPs on the rank divided by the FLOPs of the measured kind. The value
-                is above 1 if the busiest rank has more expert work than average.
+            load: FLOPs of the layer on the busiest rank, divided by the FLOPs of the measured kind
+                of layer. The value is above 1 if the busiest rank has more expert work than
+                average.
 
         Raises:
             ConfigError: The layer was not measured and cannot be estimated.
@@ -144,8 +146,8 @@ class Profile:
         near = self._nearest(kind, gpu, tp)
         if near is not None:
             sizes = self._sizes[near, gpu, tp]
-            # The declared type of this part of the key is int, but an equal float finds the same
-            # entry. So no conversion is needed.
+            # The declared type of this part of the key is int, but a float with the same value
+            # finds the same entry, so no conversion is needed.
             times = self.layers.get((near, gpu, tp, micro_batch))  # type: ignore[arg-type]
             times = times or self._between(near, gpu, tp, micro_batch, sizes)
             times = times if near == kind else replace(times, source="estimated")
@@ -165,7 +167,7 @@ class Profile:
         )
 
     def knows(self, kind: str, gpu: str, tp: int) -> bool:
-        """Returns whether :meth:`times` can return times for ``kind``, measured or estimated."""
+        """Returns whether :meth:`times` has measured or estimated times for these arguments."""
         is_estimated = self.estimator is not None and known_gpu(gpu) is not None
         return is_estimated or self._nearest(kind, gpu, tp) is not None
 
@@ -173,7 +175,7 @@ class Profile:
         """Returns the most similar measured kind of layer, or ``None`` if no kind is similar.
 
         For layers with experts, the nearest measured number of ranks is used. For example,
-        ``experts/8`` replaces ``experts/16``.
+        ``experts/8`` (experts on 8 ranks) replaces ``experts/16``.
         """
         if (kind, gpu, tp) in self._sizes:
             return kind
@@ -189,7 +191,7 @@ class Profile:
 
     @cached_property
     def _sizes(self) -> dict[tuple[str, str, int], tuple[int, ...]]:
-        """Measured microbatch sizes by layer kind, GPU and tensor-parallel size, ascending."""
+        """Measured microbatch sizes in ascending order, by layer kind, GPU and ``tp``."""
         sizes: dict[tuple[str, str, int], list[int]] = {}
         for kind, gpu, tp, micro_batch in self.layers:
             sizes.setdefault((kind, gpu, tp), []).append(micro_batch)
@@ -198,7 +200,7 @@ class Profile:
     def _between(
         self, kind: str, gpu: str, tp: int, micro_batch: float, sizes: tuple[int, ...]
     ) -> LayerTimes:
-        """Estimates the times for a microbatch size from the nearest measured sizes."""
+        """Estimates the times for the size ``micro_batch`` from the nearest measured sizes."""
         if micro_batch < sizes[0] or len(sizes) == 1:
             scaled = self.layers[kind, gpu, tp, sizes[0]].scaled(micro_batch / sizes[0])
             return replace(scaled, source="estimated")
@@ -210,8 +212,8 @@ class Profile:
             low_value, high_value = getattr(low, name), getattr(high, name)
             rate = (high_value - low_value) / (large - small)
             if micro_batch > large:
-                # Bound the extrapolation: an additional sample takes between half and all of the
-                # time per sample at the largest size.
+                # The extrapolation is bounded: an additional sample takes between half of and all
+                # of the time per sample at the largest measured size.
                 rate = min(max(rate, high_value / large / 2), high_value / large)
             return float(high_value + rate * (micro_batch - large))
 
@@ -233,7 +235,7 @@ class PlanInputs:
         model: Model to train.
         cluster: Nodes and links to plan for.
         profile: Times of the model's layers on the nodes.
-        documents: Documents of the run if their lengths vary, or ``None`` if all samples have the
+        documents: Documents to train on if their lengths vary, or ``None`` if all samples have the
             length of the model's sequences.
     """
 
@@ -244,11 +246,11 @@ class PlanInputs:
 
     @cached_property
     def layer_tables(self) -> dict[Any, Any]:
-        """Cache of the tables from ``layer_costs.layer_table`` for these inputs."""
+        """Cache for the tables that ``layer_costs.layer_table`` returns for these inputs."""
         return {}
 
     def step_tokens(self, samples: int) -> float:
-        """Returns the mean number of tokens per step.
+        """Returns how many tokens a step with ``samples`` samples contains on average.
 
         Args:
             samples: Number of samples per step.
@@ -258,7 +260,7 @@ class PlanInputs:
         return samples * self.model.tokens_per_sample
 
     def step_flops(self, samples: int) -> float:
-        """Returns the mean number of floating-point operations in all forward passes of a step.
+        """Returns the mean number of FLOPs in all forward passes of a step.
 
         Args:
             samples: Number of samples per step.
@@ -273,11 +275,14 @@ class PlanInputs:
         return (whole - pairs) * self.documents.mean_tokens / length + pairs * squares
 
     def action_s(self, nodes: Iterable[NodeType]) -> float:
-        """Returns the seconds that an action spends outside of layers on the slowest node."""
+        """Returns the time in seconds per action outside of layers, on the slowest of ``nodes``."""
         each = self.profile.launch_s
         return max(each.get(node.gpu, 0.0) * node.slowness for node in nodes)
 
     def optimizer_s(self, nodes: Iterable[NodeType]) -> float:
-        """Returns the optimizer's seconds per parameter on the slowest node, or 0 if unknown."""
+        """Returns the optimizer's time in seconds per parameter on the slowest of ``nodes``.
+
+        Times that are unknown count as 0.
+        """
         each = self.profile.optimizer_s_per_parameter
         return max(each.get(node.gpu, 0.0) * node.slowness for node in nodes)

@@ -1,11 +1,11 @@
-"""Reads, merges and writes profile files, and converts measurements of cut points to profiles.
+"""Reads, merges and writes profile files, and converts measurements of model pieces to profiles.
 
 The file format is defined by the schema ``profile`` in ``config.schema_files`` and described in
 ``docs/reference/planner.md``.
 
-Users can plan for a model that the planner does not support, if they can measure the times of its
+A user can plan for a model that the planner does not support by measuring the times of the model's
 pieces. A piece is the part between two cut points, at which the model can be divided among stages.
-Such measurements are a CSV file with a header, or a JSON list of objects with the same keys. Each
+The measurements are a CSV file with a header, or a JSON list of objects with the same keys. Each
 row describes a piece on a GPU with a microbatch size::
 
     cut_point,gpu,micro_batch,forward_s,backward_s,parameters,output_bytes,kept_bytes
@@ -39,7 +39,7 @@ from megatron.adaptive.planner.profile import LayerTimes, Profile
 
 FORMAT = 1
 _SAME = 0.02
-"""Relative difference up to which two numbers of parameters or FLOPs are treated as equal."""
+"""Relative difference up to which numbers of parameters, elements or FLOPs are treated as equal."""
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -54,10 +54,10 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def profile_of_plan(content: Any, where: str) -> Any:
-    """Returns the profile in a plan file that ``plan --try`` wrote.
+    """Returns the profile that ``plan --try`` has written into a plan file.
 
     Args:
-        content: Contents of the file. If it is not a plan file, the contents are returned
+        content: Contents of the file. If the file is not a plan file, its contents are returned
             unchanged.
         where: Path of the file, for error messages.
 
@@ -76,7 +76,7 @@ def profile_of_plan(content: Any, where: str) -> Any:
 
 
 def load_all(paths: Sequence[Path]) -> dict[str, Any]:
-    """Reads the profile files ``paths`` of one model, and merges them into one profile."""
+    """Reads the profile files ``paths``, all for the same model, and merges them into one."""
     return merge([(str(path), load(path)) for path in paths])
 
 
@@ -107,22 +107,23 @@ def document(
 ) -> dict[str, Any]:
     """Creates the contents of a profile file from measurements.
 
-    Each argument is the value of the key with the same name. If an argument is ``None``, its key is
-    omitted.
+    The value of each argument is stored under the key with the argument's name. If an argument is
+    ``None``, its key is omitted.
 
     Args:
         model: Name of the model, and its arguments or layers.
         layers: Rows with the times of layers, in seconds.
         made: Date and time of the measurement, from :func:`timestamp`.
         nodes: Properties of the measured nodes, keyed by node type.
-        links: Rows with the latency and bandwidth of links between GPUs.
-        all_reduce: Rows with the bandwidth of all-reduces within a node.
-        optimizer_s_per_parameter: Optimizer time in seconds per parameter, keyed by GPU.
-        step_s: Time in seconds per step that is spent outside of pipeline, reduction and optimizer,
+        links: Rows with the latency and the bandwidths of links between GPUs.
+        all_reduce: Rows with the latency and the bandwidths of all-reduces within a node.
+        optimizer_s_per_parameter: Duration of the optimizer step in seconds per parameter, keyed by
+            GPU.
+        step_s: Time in seconds that each step spends outside of pipeline, reduction and optimizer,
             keyed by GPU.
         action_sigma: Standard deviation of the logarithm of an action's duration, or 0 if durations
             do not vary.
-        launch_s: Time in seconds per action that is spent outside of layers, keyed by GPU.
+        launch_s: Time in seconds that each action spends outside of layers, keyed by GPU.
 
     Raises:
         ConfigError: An entry is invalid.
@@ -144,7 +145,7 @@ def document(
 
 
 def timestamp() -> str:
-    """Returns the current time in the format of the key ``made`` in profile files."""
+    """Returns the current time as text in the format of the key ``made`` in profile files."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
@@ -154,10 +155,10 @@ def cut_kind(number: int) -> str:
 
 
 def merge(parts: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Merges profiles of the same model, for example from nodes of different types.
+    """Merges profiles of the same model, for example profiles of nodes of different types.
 
-    If several profiles contain the same measurement, the last profile's value is used. However,
-    estimated values never replace measured values.
+    If several profiles contain the same measurement, the value of the last profile is used.
+    However, an estimated value never replaces a measured value.
 
     Args:
         parts: Names and validated contents of the profile files.
@@ -192,19 +193,18 @@ def merge(parts: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
                 if former is None or _is_measured(row) or not _is_measured(former):
                     rows[key_of(row)] = row
             merged[key] = list(rows.values())
-    # All nodes wait for the node with the most variation, so use this node's value for the whole
-    # job.
+    # All nodes wait for the node with the most variation, so its value is used for the whole job.
     merged["action_sigma"] = max(part.get("action_sigma", 0.0) for _, part in parts)
     return merged
 
 
 def _is_measured(row: Mapping[str, Any]) -> bool:
-    """Returns whether the numbers in the profile row ``row`` were measured."""
+    """Returns whether the times in ``row``, a row of a profile, were measured, not estimated."""
     return bool(row.get("source", "measured") == "measured")
 
 
 def make_profile(content: Mapping[str, Any]) -> Profile:
-    """Creates a profile from the contents of a profile file.
+    """Creates a profile from ``content``, the contents of a profile file.
 
     Args:
         content: Contents of the file, validated by :func:`load`.
@@ -259,23 +259,23 @@ def make_profile(content: Mapping[str, Any]) -> Profile:
 
 
 def _gpu(name: str) -> str:
-    """Returns the name of a GPU in the table of GPUs, or ``name`` if it is not listed."""
+    """Returns the name under which the table of GPUs lists ``name``, or ``name`` if unknown."""
     listed = known_gpu(name)
     return name if listed is None else listed.name
 
 
 def _by_gpu(values: Mapping[str, float]) -> dict[str, float]:
-    """Returns a copy of ``values`` whose keys are GPU names from the table of GPUs."""
+    """Returns a copy of ``values`` in which keys are replaced by names from the table of GPUs."""
     return {_gpu(name): value for name, value in values.items()}
 
 
 def _link(by_pairs: Mapping[int, Mapping[str, Any]], *, shared: bool) -> LinkSpeed:
-    """Creates a link from measurements with different numbers of communicating pairs of GPUs.
+    """Creates a link from bandwidths measured with different numbers of communicating GPU pairs.
 
-    The file contains the bandwidth per pair. So the total bandwidth is ``pairs`` times as high.
+    The rows contain the bandwidth of each pair, so the total bandwidth is ``pairs`` times as high.
 
     Args:
-        by_pairs: Rows of the file, keyed by the number of pairs that sent at the same time.
+        by_pairs: Rows of a profile file, keyed by the number of pairs that sent at the same time.
         shared: Whether the pairs share the link's bandwidth.
     """
     links: list[tuple[int, LinkSpeed]] = []
@@ -290,7 +290,7 @@ def _link(by_pairs: Mapping[int, Mapping[str, Any]], *, shared: bool) -> LinkSpe
 
 
 def of_nodes(content: Mapping[str, Any], fact: str) -> dict[str, float]:
-    """Returns a property of the nodes in a profile, keyed by GPU name.
+    """Returns the value of a property of the nodes in a profile, keyed by GPU name.
 
     Args:
         content: Contents of a profile file.
@@ -306,19 +306,19 @@ def of_nodes(content: Mapping[str, Any], fact: str) -> dict[str, float]:
 def renamed(
     content: Mapping[str, Any], gpus: Mapping[str, str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Renames the node types in a profile to the names used in a cluster.
+    """Replaces the node types in a profile by the names that a cluster uses for these types.
 
-    If the cluster does not contain the profile's node type, but exactly one type with the same GPU,
-    this type is used. For types that remain unknown, the planner ignores the measured links and
-    all-reduces.
+    If the cluster does not contain a node type of the profile, but exactly one type with the same
+    GPU, this type is used. The planner ignores measured links and all-reduces of types that remain
+    unknown.
 
     Args:
         content: Contents of the profile file, validated by :func:`load`.
-        gpus: GPU name of each node type in the cluster.
+        gpus: Name of the GPU of each node type in the cluster.
 
     Returns:
-        Updated contents, and the names of node types with measured links or all-reduces that the
-        cluster does not contain.
+        Updated contents, and the names of the node types that are missing in the cluster although
+        the profile contains links or all-reduces for them.
     """
     names: dict[str, str] = {}
     for name, facts in content.get("nodes", {}).items():
@@ -343,16 +343,16 @@ def renamed(
 
 
 def profile_of_cut_points(path: Path, name: str, precision: str = "fp32") -> dict[str, Any]:
-    """Reads a file with measurements of a model's pieces between cut points.
+    """Reads a file with measurements of model pieces, and returns the contents of a profile file.
 
     Args:
         path: Path of the file. It is read as JSON if its name ends with ``.json``, otherwise as
             CSV.
         name: Name of the model.
-        precision: Data type of the messages between pieces.
+        precision: Data type of the messages that are sent between pieces.
 
     Returns:
-        Contents of a profile file, with the pieces as layers of the model.
+        Contents of a profile file, in which each piece is a layer of the model.
 
     Raises:
         ConfigError: The file cannot be read, or a row is invalid. The message contains the row
@@ -395,7 +395,7 @@ def profile_of_cut_points(path: Path, name: str, precision: str = "fp32") -> dic
 
 
 def _rows(path: Path) -> list[Any]:
-    """Reads the rows of the JSON or CSV file ``path``, and converts the numbers in a CSV file."""
+    """Reads the rows of the JSON or CSV file ``path``, and converts numbers in a CSV file."""
     hint = "name a file of measurements per cut point"
     if path.suffix.lower() == ".json":
         return list(read_json(path, hint))
@@ -406,7 +406,7 @@ def _rows(path: Path) -> list[Any]:
 
 
 def _number(text: Any) -> Any:
-    """Converts ``text`` to a number if possible, and otherwise returns it unchanged."""
+    """Converts ``text`` to an int or float if possible, otherwise returns it unchanged."""
     for kind in (int, float):
         with suppress(ValueError, TypeError):
             return kind(text)
@@ -414,7 +414,7 @@ def _number(text: Any) -> Any:
 
 
 def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
-    """Checks that a profile contains all of a model's kinds of layers.
+    """Checks that a profile was measured with ``model``, or with a model of equal sizes.
 
     Args:
         content: Contents of the profile file.
@@ -422,14 +422,14 @@ def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
         where: Name of the profile file, for error messages.
 
     Raises:
-        ConfigError: The profile does not contain a kind of layer, or a size or the precision
-            differs.
+        ConfigError: The profile lacks a kind of layer, or differs from ``model`` in a size or in
+            the precision.
     """
     measured = content["model"]
     subject = f"{where} describes model {measured['name']}"
     advice = "measure the model that is being planned, or remove --profile"
-    # The suffix after "/" is the number of ranks over which experts are distributed. It may differ,
-    # so ignore it.
+    # The suffix after "/" is the number of ranks over which experts are distributed. The profile
+    # may contain a different number, so the suffix is ignored.
     kinds = {row["kind"].partition("/")[0] for row in content["layers"]}
     missing = [kind for kind in model.kinds if kind.partition("/")[0] not in kinds]
     if missing:
@@ -461,9 +461,9 @@ def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
 
 
 def precision_of(model: Mapping[str, Any]) -> str:
-    """Returns the name of the precision of ``model``, which is the model of a profile.
+    """Returns the name of the precision of ``model``, the value of the key ``model`` in a profile.
 
-    The precision is taken from the key ``precision`` or from the model's arguments.
+    The name is taken from the key ``precision``, or else from the model's arguments.
     """
     arguments = model.get("arguments", ())
     named = next((name for name in ("fp16", "bf16") if f"--{name}" in arguments), "fp32")

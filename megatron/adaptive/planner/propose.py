@@ -1,8 +1,8 @@
 """Finds the best plans for a user's request, or explains why no plan is possible.
 
-If no plan is possible, the error message identifies the stage that does not fit into memory, or the
-limits that contradict each other. It also lists changes that would help. Each of these changes was
-tested: fewer restrictions, more nodes, or more memory per GPU.
+If no plan is possible, the error message names the stage that does not fit into memory, or the
+limits that contradict each other. It also lists changes that would help: fewer restrictions, more
+nodes, or more memory per GPU. Each listed change was tested.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from megatron.adaptive.schedule.simulate import SimResult
 from megatron.adaptive.trace.views.palette import ACTION_NAMES, chunk_color
 
 SCHEDULES = selectable_names(lambda spec: spec.planned == "by default")
-"""Schedules that the planner considers by default."""
+"""Names of the schedules that the planner considers by default."""
 
 _COLOUR = "#1f77b4"
 _SPEED, _PRICE = "tokens per second", "price of a million tokens"
@@ -60,9 +60,9 @@ class Request:
 
     Attributes:
         global_batch: Number of samples per step.
-        objective: Quantity to minimize, and limits for plans.
-        options: Settings that the search may choose from. In this class, ``partition`` excludes
-            embedding and head, as in ``--partition``. In the search, ``partition`` includes them.
+        objective: Quantity to minimize, and limits on time and price.
+        options: Settings from which the search may choose. ``partition`` excludes embedding and
+            head here, as in ``--partition``. Within the search, ``partition`` includes them.
     """
 
     global_batch: int
@@ -72,12 +72,12 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """Plans found for a user's request.
+    """Plans that were found for a user's request.
 
     Attributes:
         rows: Plans that the trainer accepts, starting with the best.
         result: Result of the search, including its lower bound on the objective.
-        refused: Reasons why the trainer rejects the remaining plans that the search found.
+        refused: Reasons why the trainer rejects some of the plans that the search found.
     """
 
     rows: tuple[PlanRow, ...]
@@ -86,15 +86,16 @@ class Proposal:
 
 
 def complete_profile(profile: Profile | None, model: Model, cluster: Cluster) -> Profile:
-    """Adds estimated times to ``profile`` for layers and GPUs that were not measured.
+    """Returns a profile that also contains estimates for layers and GPUs that were not measured.
 
     Args:
-        profile: Measured profile, or ``None`` if there are no measurements.
+        profile: Profile with measured times, or ``None`` if there are no measurements.
         model: Model to plan for.
         cluster: Cluster to plan for.
 
     Raises:
-        ConfigError: A GPU is neither known nor in the profile, or does not support the precision.
+        ConfigError: A GPU is neither in the table of GPUs nor in the profile, or does not support
+            the model's precision.
     """
     completed = profile or Profile()
     measured = {gpu for _, gpu, _, _ in completed.layers}
@@ -110,7 +111,7 @@ def complete_profile(profile: Profile | None, model: Model, cluster: Cluster) ->
 
 
 def propose(inputs: PlanInputs, request: Request) -> Proposal:
-    """Finds the best plans for the request ``request``.
+    """Finds the best plans for the user's request ``request``.
 
     Args:
         inputs: Model, cluster and profile of layer times.
@@ -158,24 +159,24 @@ def propose(inputs: PlanInputs, request: Request) -> Proposal:
 def _runnable(
     rows: Sequence[PlanRow], inputs: PlanInputs
 ) -> tuple[tuple[PlanRow, ...], tuple[str, ...]]:
-    """Returns the plans that the trainer accepts, and the reasons for rejecting other plans."""
+    """Returns the plans that the trainer accepts, and why it rejects the other plans."""
     rules = [_refusal(row, inputs) for row in rows]
     accepted = tuple(row for row, rule in zip(rows, rules, strict=True) if not rule)
     return accepted, tuple(dict.fromkeys(rule for rule in rules if rule))
 
 
 def _refusal(row: PlanRow, inputs: PlanInputs) -> str:
-    """Returns the reason why the trainer rejects the plan in ``row``, or an empty string.
+    """Returns why the trainer rejects the plan in ``row``, or an empty string if it does not.
 
-    If the model was not described by the trainer's arguments, its plans are accepted, because they
-    cannot be checked.
+    Plans for a model that is not described by the trainer's arguments cannot be checked, so they
+    are accepted.
     """
     document = plan_document(row.plan, inputs, row.prediction)
     return trainer_refusal(inputs.model, plan_flags(document, "the plan"), world_size_of(document))
 
 
 def brief(plan: Plan) -> str:
-    """Returns a plan's most important settings as text."""
+    """Returns the most important settings of a plan as text."""
     slices = f" in {plan.slices} slices" if plan.slices > 1 else ""
     if plan.slice_tokens is not None:
         slices = f" in slices of {plan.slice_tokens} tokens"
@@ -186,7 +187,7 @@ def brief(plan: Plan) -> str:
 
 
 def _rows(entries: Sequence[Found], inputs: PlanInputs) -> tuple[PlanRow, ...]:
-    """Predicts the time, memory and price of the plans in ``entries``."""
+    """Returns the plans in ``entries`` with their predicted time, memory and price."""
     plans = [entry.plan for entry in entries]
     return tuple(PlanRow(plan=plan, prediction=predict(plan, inputs)) for plan in plans)
 
@@ -202,9 +203,9 @@ def searcher_for(inputs: PlanInputs, request: Request) -> Searcher:
 
 
 def _whole_partition(partition: tuple[int, ...], model: Model) -> tuple[int, ...]:
-    """Adds embedding and head to ``partition``, the number of layers per stage.
+    """Adds embedding and head to ``partition``, which contains the number of layers per stage.
 
-    The flag ``--partition`` excludes embedding and head.
+    Like the flag ``--partition``, the argument excludes embedding and head.
     """
     if not partition:
         return ()
@@ -221,11 +222,11 @@ def _whole_partition(partition: tuple[int, ...], model: Model) -> tuple[int, ...
 
 
 def find_front(inputs: PlanInputs, request: Request) -> tuple[PlanRow, ...]:
-    """Finds plans on the Pareto front of time and price per step, starting with the fastest.
+    """Returns the plans on the Pareto front of time and price per step, starting with the fastest.
 
     Args:
         inputs: Model, cluster and profile of layer times.
-        request: User's request. The quantity to minimize is ignored.
+        request: User's request. Its quantity to minimize is ignored.
 
     Raises:
         ConfigError: The cluster has no prices, or no plan satisfies the limits.
@@ -250,12 +251,12 @@ def find_front(inputs: PlanInputs, request: Request) -> tuple[PlanRow, ...]:
 def pareto(
     searcher: Searcher, objective: Objective | None = None
 ) -> tuple[tuple[Found, ...], float]:
-    """Finds the Pareto front of time and price per step over all parts of a cluster.
+    """Finds the Pareto front of time and price per step, where plans may use parts of a cluster.
 
-    A part of the cluster can be faster or cheaper than the whole cluster. The search divides
-    pipelines into levels by the set of nodes that they use. So one pass over the shapes
-    (combinations of parallel sizes) covers all parts, without a separate search for each part.
-    Levels are skipped if a known plan is better in both time and price. Example::
+    A plan on a part of the cluster can be faster or cheaper than a plan on the whole cluster. The
+    search divides the pipelines of each shape (combination of parallel sizes) into levels, one per
+    set of nodes. So a single pass over the shapes covers all parts of the cluster. Levels are
+    skipped if a known plan is better in both time and price. Example::
 
         plan    nodes    step     price per step
         1       4        10 ms    8
@@ -264,13 +265,13 @@ def pareto(
 
     Args:
         searcher: Searcher for the model, the whole cluster and the options.
-        objective: Limits on time and price, or ``None`` for no limits. The quantity to minimize is
+        objective: Limits on time and price, or ``None`` for no limits. Its quantity to minimize is
             ignored.
 
     Returns:
         Plans with ascending step time and descending price per step, where ``Found.value`` is the
-        price. The second value is a bound on how much faster unsearched plans may be than the
-        front, as a fraction of the step time. It is 0 if all plans were searched.
+        price. The second value bounds how much faster than the front the plans that were not
+        searched may be, as a fraction of the step time. It is 0 if all plans were searched.
     """
     front = _Points(objective or Objective())
     shapes = searcher.shapes()
@@ -284,10 +285,10 @@ def pareto(
 
 
 class _Points(Best):
-    """Keeps the plans on the Pareto front, sorted by step time.
+    """Collects the plans on the Pareto front, sorted by step time.
 
-    The search visits levels (sets of nodes) in ascending order of the lower bound of their step
-    time.
+    The search visits levels, which are sets of nodes, in ascending order of the lower bound of
+    their step time.
     """
 
     def __init__(self, objective: Objective) -> None:
@@ -301,7 +302,7 @@ class _Points(Best):
         most = self.objective.most_seconds(price, math.inf)
         hourly = price / 3600
         for point in self.points:
-            # A new plan is only useful if it is faster or cheaper than this point. At the new
+            # A new plan is only useful if it is faster or cheaper than this point. Given the new
             # plan's price per hour, it is cheaper if its step takes less than ``as_expensive_s``.
             as_expensive_s = point.value / hourly if hourly else math.inf
             most = min(most, max(point.seconds, as_expensive_s))
@@ -316,23 +317,23 @@ class _Points(Best):
         self.points = sorted(kept, key=lambda point: point.seconds)
 
     def slack(self, seconds: float, price: float) -> float:
-        """Returns how far the step time ``seconds`` is below the step times on the front.
+        """Returns by which fraction the step time ``seconds`` is below the step times on the front.
 
-        ``seconds`` is a lower bound. The result is a fraction of the front's step time, or 0 if
-        ``seconds`` is not below the front.
+        ``seconds`` is a lower bound of a step time. The result is 0 if ``seconds`` is not below the
+        front's step time for the price per hour ``price``.
         """
         most = self.most_seconds(price)
         return max(0.0, 1 - seconds / most) if math.isfinite(most) else 0.0
 
 
 def write_front(rows: Sequence[PlanRow], inputs: PlanInputs, folder: Path) -> None:
-    """Writes a Pareto front as an HTML page, a PNG image and plan files.
+    """Writes the plans on a Pareto front as an HTML page, a PNG image and plan files.
 
     Args:
         rows: Plans with their predictions, starting with the fastest.
         inputs: Model, cluster and profile of layer times.
-        folder: Folder in which ``front.html``, ``front.png``, ``front.json`` and ``plan-N.json``
-            are written.
+        folder: Folder for the files ``front.html``, ``front.png``, ``front.json`` and
+            ``plan-N.json``.
 
     Raises:
         ConfigError: The folder is not writable.
@@ -353,7 +354,7 @@ def write_front(rows: Sequence[PlanRow], inputs: PlanInputs, folder: Path) -> No
 
 
 def _prices(rows: Sequence[PlanRow]) -> list[float]:
-    """Returns the price per million tokens of each plan."""
+    """Returns the price of each plan per million tokens."""
     predictions = [row.prediction for row in rows]
     return [
         prediction.price_per_hour / 3600 / prediction.tokens_per_s * 1e6
@@ -362,16 +363,16 @@ def _prices(rows: Sequence[PlanRow]) -> list[float]:
 
 
 def _title(rows: Sequence[PlanRow], inputs: PlanInputs) -> str:
-    """Returns the chart title, which contains the model and the number of samples per step."""
+    """Returns the chart title, which names the model and the number of samples per step."""
     return f"{inputs.model.name}, {rows[0].plan.global_batch} samples per step"
 
 
 def write_page(rows: Sequence[PlanRow], inputs: PlanInputs, path: Path) -> None:
     """Writes a self-contained HTML page with charts of plans to the file ``path``.
 
-    The first chart shows the speed and price of all plans. If nodes have no prices, it shows the
-    highest memory use of a GPU instead. Two more charts describe the first plan: the memory of each
-    rank, and a simulated step.
+    The first chart shows the speed and price of all plans. If nodes have no prices, the highest
+    memory use of a GPU replaces the price. Two more charts describe the first plan: the memory of
+    each rank, and a simulated step.
 
     Args:
         rows: Plans with their predictions, starting with the best.
@@ -406,7 +407,7 @@ def write_page(rows: Sequence[PlanRow], inputs: PlanInputs, path: Path) -> None:
 
 
 def _add_plans(figure: Any, rows: Sequence[PlanRow], inputs: PlanInputs) -> None:
-    """Adds a point for each plan to the first chart of a report page."""
+    """Adds a point for each plan to the first chart of the report page ``figure``."""
     import plotly.graph_objects as go
 
     has_prices = all(row.prediction.price_per_hour for row in rows)
@@ -427,7 +428,7 @@ def _add_plans(figure: Any, rows: Sequence[PlanRow], inputs: PlanInputs) -> None
 
 
 def _add_memory(figure: Any, prediction: Prediction) -> None:
-    """Adds the memory and memory limit of each rank to the second chart of a report page."""
+    """Adds the memory and the memory limit of each rank to the second chart of ``figure``."""
     import plotly.graph_objects as go
 
     ranks = list(range(len(prediction.stages)))
@@ -443,7 +444,7 @@ def _add_memory(figure: Any, prediction: Prediction) -> None:
 
 
 def _add_timeline(figure: Any, step: SimResult) -> None:
-    """Adds a bar for each action of the simulated ``step`` to the third chart of a report page."""
+    """Adds a bar for each action of the simulated ``step`` to the third chart of ``figure``."""
     import plotly.graph_objects as go
 
     chunks = step.placement.num_chunks
@@ -469,7 +470,7 @@ def _add_timeline(figure: Any, step: SimResult) -> None:
 
 
 def _write_picture(prices: list[float], speeds: list[float], title: str, path: Path) -> None:
-    """Writes a chart of plans by price and speed to the PNG file ``path``."""
+    """Writes a chart of plans with the given prices and speeds to the PNG file ``path``."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -485,7 +486,7 @@ def _write_picture(prices: list[float], speeds: list[float], title: str, path: P
 
 
 def _check_request(request: Request, options: SearchOptions, inputs: PlanInputs) -> None:
-    """Checks that a request is consistent and fits the model and the cluster.
+    """Checks that a request is free of contradictions and fits the model and the cluster.
 
     Args:
         request: User's request, with a partition that excludes embedding and head.
@@ -493,7 +494,7 @@ def _check_request(request: Request, options: SearchOptions, inputs: PlanInputs)
         inputs: Model, cluster and profile of layer times.
 
     Raises:
-        ConfigError: The request is inconsistent, or does not fit the model or the cluster.
+        ConfigError: The request contradicts itself, or does not fit the model or the cluster.
     """
     cluster = inputs.cluster
     if request.global_batch < 1:
@@ -522,11 +523,11 @@ def _check_request(request: Request, options: SearchOptions, inputs: PlanInputs)
 
 
 def _check_ranks(options: SearchOptions, model: Model, cluster: Cluster) -> None:
-    """Checks that the model and the nodes can be divided among the requested ranks.
+    """Checks that the model and the nodes can be divided among the requested numbers of ranks.
 
     Raises:
-        ConfigError: A number of ranks does not divide the experts, the sequence, the heads or a
-            node's GPUs.
+        ConfigError: A number of ranks does not divide the number of experts, the sequence length,
+            the number of heads, or the number of GPUs of a node.
     """
     spreads = options.expert_ranks
     if spreads and not set(spreads) & set(model.expert_ranks):
@@ -557,50 +558,52 @@ def _check_ranks(options: SearchOptions, model: Model, cluster: Cluster) -> None
 
 
 def _flags(options: Mapping[str, tuple[int, ...]]) -> str:
-    """Returns ``options`` as command-line flags with their values."""
+    """Returns ``options`` as text, with a command-line flag and its values for each of them."""
     return " and ".join(f"--{name} {_list(values)}" for name, values in options.items() if values)
 
 
 def _list(values: Sequence[int]) -> str:
-    """Returns ``values`` as comma-separated text, which is the form of a flag's value."""
+    """Returns ``values`` separated by commas, as in the value of a flag."""
     return ",".join(map(str, values))
 
 
 _GB = 1e9
 _TIMES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
-"""Factors by which the number of nodes is multiplied to find a cluster with enough memory."""
+"""Factors for the number of nodes that are tried to find a cluster with enough memory."""
 _CLOSE = 1e-3
-"""Relative accuracy of the lowest possible price in an error message."""
+"""Relative accuracy with which an error message states the lowest possible price."""
 _LIMITS = {
     "most_seconds_per_step": "--time-limit",
     "most_price_per_hour": "--max-price",
     "most_price_per_step": "--budget",
 }
 NO_LIMIT_BYTES = 1e15
-"""Number of bytes added to each GPU's memory to make every model fit."""
+"""Number of bytes added to the memory of each GPU so that every model fits."""
 _MORE = 16
 """Number of additional plans to search for if the trainer rejects some plans."""
 _MOST_BARS = 20_000
-"""Maximum number of actions in a timeline on a report page."""
+"""Maximum number of actions in the timeline of a report page."""
 _NEAR = 0.01
-"""Relative accuracy of the missing memory in an error message."""
+"""Relative accuracy with which an error message states the missing memory."""
 _FEW_LEVELS = 500
-"""Maximum number of levels (sets of nodes with a first stage) in the search for the nearest plan,
-which needs the least additional memory."""
+"""Maximum number of levels (combinations of a set of nodes and a first stage) in the search for the
+plan that needs the least additional memory."""
 _MOST_CPU_S = 2.0
-"""CPU seconds per node type that the search for the nearest plan may use."""
+"""CPU time in seconds per node type for the search for the plan that needs the least additional
+memory.
+"""
 
 
 def _explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOptions) -> str:
-    """Returns an error message with the stage that exceeds the memory, and possible remedies.
+    """Returns an error message with the stage that exceeds the memory, and with possible remedies.
 
-    The stage belongs to the nearest plan, which is the plan that needs the least additional memory
-    per GPU. Bisection finds this plan.
+    The stage belongs to the plan that needs the least additional memory per GPU. Bisection over the
+    memory size finds this plan.
 
     Args:
         inputs: Model, cluster and profile of layer times.
         global_batch: Number of samples per step.
-        options: Options for which no plan fits into memory.
+        options: Options with which no plan fits into memory.
     """
     model, cluster = inputs.model, inputs.cluster
 
@@ -636,7 +639,7 @@ def _explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOption
 
 
 def _explain_rows(inputs: PlanInputs, request: Request) -> str:
-    """Returns an error message for a request with ``slice_tokens`` for which no plan exists."""
+    """Returns an error message for a request with ``slice_tokens`` for which no plan was found."""
     flag = f"--slice-tokens {_list(request.options.slice_tokens)}"
     roomy = replace(inputs, cluster=inputs.cluster.with_memory(more_bytes=NO_LIMIT_BYTES))
     plans = searcher_for(roomy, request).search().plans
@@ -659,7 +662,7 @@ def _explain_rows(inputs: PlanInputs, request: Request) -> str:
 def _leanest_plan(inputs: PlanInputs, global_batch: int, options: SearchOptions) -> Plan | None:
     """Searches briefly for a plan that fits into memory.
 
-    Returns the plan, or ``None`` if the search does not find such a plan.
+    Returns the plan, or ``None`` if the brief search finds no such plan.
     """
     lean = replace(
         options,
@@ -676,7 +679,7 @@ def _leanest_plan(inputs: PlanInputs, global_batch: int, options: SearchOptions)
 
 
 def _fullest_stage(plan: Plan, inputs: PlanInputs) -> tuple[int, StageMemory]:
-    """Returns the index of the stage that lacks the most memory, and this stage's memory."""
+    """Returns the index of the stage that lacks the most memory, and the memory that it needs."""
     memories = [stage.memory for stage in predict(plan, inputs).stages]
     stage = max(range(len(memories)), key=lambda number: memories[number].missing_bytes)
     return stage, memories[stage]
@@ -685,14 +688,15 @@ def _fullest_stage(plan: Plan, inputs: PlanInputs) -> tuple[int, StageMemory]:
 def _remedies(
     find: Callable[[Cluster, SearchOptions], Plan | None], cluster: Cluster, options: SearchOptions
 ) -> Iterator[str]:
-    """Yields descriptions of changes after which a plan would fit into memory.
+    """Yields descriptions of changes with which a plan would fit into memory.
 
-    Only the smallest change of each kind is described.
+    Of each kind of change, only the smallest is described.
 
     Args:
-        find: Function that returns a plan that fits into memory, or ``None`` if no plan fits.
+        find: Function that takes a cluster and options, and returns a plan that fits into memory,
+            or ``None`` if it finds no such plan.
         cluster: Cluster on which no plan fits.
-        options: Options for which no plan fits.
+        options: Options with which no plan fits.
     """
     free = SearchOptions()
     names = {
@@ -717,8 +721,8 @@ def _remedies(
             try:
                 larger = replace(cluster, groups=tuple(groups))
             except ConfigError:
-                # If the cluster file contains only one node of this type, the link between two such
-                # nodes may be missing.
+                # If the cluster file contains only one node of this type, it may define no link
+                # between two such nodes.
                 break
             if find(larger, options):
                 yield f"{group.count * times} nodes of {group.type.name} instead of {group.count}"
@@ -726,7 +730,7 @@ def _remedies(
 
 
 def _explain_limits(searcher: Searcher, objective: Objective) -> str:
-    """Returns an error message with the limits that exclude all plans."""
+    """Returns an error message with the limits of ``objective`` that exclude all plans."""
     limits: dict[str, Any] = {name: getattr(objective, name) for name in _LIMITS}
     active = {name: limit for name, limit in limits.items() if limit < math.inf}
     for names in (*combinations(active, 1), *combinations(active, 2)):
@@ -745,7 +749,7 @@ def _explain_limits(searcher: Searcher, objective: Objective) -> str:
 
 
 def _least(searcher: Searcher, name: str, others: dict[str, Any]) -> str:
-    """Returns a text with the lowest value of a limit that all other limits allow.
+    """Returns a text with the lowest possible value of one limit if all other limits are kept.
 
     Args:
         searcher: Searcher for the user's request.

@@ -2,12 +2,13 @@
 
 The time of a stage's action on a slice has a fixed part, a part per token, and a part per pair of
 tokens that attend to each other. To separate these parts, the trainer measures slices of two
-lengths (``schedule/choose_slice_tokens.py``). The planner computes the times of slices of the
-plan's length and of the longest slices, and simulates the steps like the trainer does.
+lengths (``schedule/choose_slice_tokens.py``). Similarly, the planner computes times for slices of
+the plan's length and for slices of the longest document's length. Then it simulates steps like the
+trainer.
 
-The memory of a rank follows from the limit on activations (cap). The unit of the limit is the mean
-row of a step. If the limit is lower than the longest row of the step, it is raised to the longest
-row (``memory_caps``). So a rank holds, in tokens, at most::
+The memory of a rank follows from the limit on activations (cap). The unit of the limit is the
+average row of a step. A limit that is lower than the longest row of the step is raised to the
+longest row (``memory_caps``). So a rank holds, in tokens, at most::
 
     max over the steps of max(cap, longest row / mean row) x mean row
 
@@ -43,22 +44,23 @@ from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.workload import PS_PER_S, Link
 
 _GAIN = 0.005
-"""Minimum relative gain of a limit on activations over the limits that were tried earlier."""
+"""Minimum relative gain in step time for which a different activation limit is chosen."""
 _ALWAYS = 1 << 40
-"""Number of planned actions that is large enough for every simulation to be compiled. A search
-simulates many plans."""
+"""Number of planned actions that is so large that every simulation is compiled. This saves time
+because a search simulates many plans."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowCosts:
-    """Rows of all drawn steps, and the times of actions on their slices.
+    """Rows of the planner's sample steps, and the times of actions on slices of these rows.
 
     Attributes:
-        cuts: For each step, the microbatches of the replica with the most work, in the order in
-            which they run.
-        parts: Parts of the times of actions, keyed by kind and stage.
-        tokens: Number of tokens per slice of the plan.
-        longest: Number of slices that the longest document of the data needs.
+        cuts: For each step, the microbatches of the replica with the most work. They are listed in
+            the order in which they run.
+        parts: Fixed part, part per token and part per token pair of each action's time, keyed by
+            kind of action and stage.
+        tokens: Number of tokens per slice in the plan.
+        longest: Maximum number of slices of a row.
     """
 
     cuts: tuple[list[Cut], ...]
@@ -68,28 +70,28 @@ class RowCosts:
 
     @property
     def num_items(self) -> float:
-        """Mean number of slices per step, measured in slices of the plan's length."""
+        """Mean number of tokens per step, measured in slices of the plan's length."""
         return (
             sum(cut.ends[-1] for step in self.cuts for cut in step) / self.tokens / len(self.cuts)
         )
 
     @property
     def slices_per_row(self) -> float:
-        """Mean number of slices per row, measured in slices of the plan's length."""
+        """Mean number of tokens per row, measured in slices of the plan's length."""
         return self.num_items * len(self.cuts) / sum(map(len, self.cuts))
 
 
 def row_costs(
     plan: Plan, inputs: PlanInputs, times_of: Callable[[int], tuple[Any, Any]]
 ) -> RowCosts:
-    """Returns the rows of a plan with packed documents, and their costs.
+    """Returns the rows of a plan with packed documents, and the costs of their slices.
 
     Args:
         plan: Plan with ``slice_tokens``.
         inputs: Model, cluster, profile and documents.
-        times_of: Function that takes the number of tokens of a slice. It returns two arrays ``[3,
-            stages]``: the times of F, B and W in seconds for a slice with the mean number of token
-            pairs, and the time for each pair.
+        times_of: Function that takes the number of tokens of a slice and returns two arrays ``[3,
+            stages]``. The first contains the times of F, B and W in seconds for a slice with the
+            mean number of token pairs. The second contains the times per pair.
 
     Raises:
         ConfigError: A step has too few documents for the replicas.
@@ -123,15 +125,17 @@ def row_costs(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowPipeline:
-    """A pipeline of packed documents, with the times of its actions and messages.
+    """A pipeline that trains on packed documents, with the times of its actions and messages.
 
     Attributes:
         plan: Plan with ``slice_tokens``.
-        costs: Rows of the drawn steps, and costs of actions.
-        latency_s: Latency of the messages after each stage's F and B, in seconds, ``[2, stages]``.
-        occupancy_s: Time for which a message of a slice keeps its link busy, in seconds,
-            ``[2, stages]``.
-        weight_pieces: Number of W actions per weight gradient.
+        costs: Rows of the planner's sample steps, and costs of actions.
+        latency_s: Latency in seconds of the messages that a stage sends after F and after B, ``[2,
+            stages]``.
+        occupancy_s: Time in seconds during which the message of a slice keeps its link busy, ``[2,
+            stages]``.
+        weight_pieces: Number of actions (W) into which the computation of a weight gradient is
+            split.
     """
 
     plan: Plan
@@ -146,10 +150,10 @@ class RowPipeline:
         return catalog.placement_for(self.plan.schedule, self.plan.pp, self.plan.chunks)
 
     def setting(self, room_tokens: float = math.inf) -> Setting:
-        """Returns the settings of the pipeline for simulations.
+        """Returns the pipeline's settings in the form that simulations need.
 
         Args:
-            room_tokens: Number of tokens whose activations all ranks can hold.
+            room_tokens: Number of tokens whose activations fit into the memory of every rank.
         """
         placement = self.placement
         links = {}
@@ -171,7 +175,7 @@ class RowPipeline:
         )
 
     def steps(self) -> list[SlicedStep]:
-        """Returns the steps to simulate, with the costs of their slices."""
+        """Returns the sample steps to simulate, with the costs of their slices."""
         setting, placement = self.setting(), self.placement
         return [
             SlicedStep.of(cuts, self.costs.parts, placement, setting) for cuts in self.costs.cuts
@@ -190,12 +194,12 @@ class RowPipeline:
         )
 
     def simulated(self) -> list[SimResult]:
-        """Simulates all steps with the plan's limit on activations."""
+        """Simulates all sample steps with the plan's activation limit, and returns the results."""
         candidate = self.candidate(self.plan.cap)
         return [step.simulate(candidate, _ALWAYS) for step in self.steps()]
 
     def times(self) -> ScheduleTimes:
-        """Returns the end times and busy times of the ranks, as means over all steps."""
+        """Returns the end times and busy times of the ranks, averaged over all sample steps."""
         results = self.simulated()
         ends = [[float(end[-1]) / PS_PER_S for end in result.ends_ps] for result in results]
         return ScheduleTimes(
@@ -204,14 +208,14 @@ class RowPipeline:
         )
 
     def best_cap(self, room_tokens: float) -> float | None:
-        """Returns the activation limit that fits into memory and has the shortest steps.
+        """Returns the activation limit with the shortest steps among those that fit into memory.
 
         Args:
-            room_tokens: Number of tokens whose activations all ranks can hold. If this number is
-                too small for any limit, the result is the default.
+            room_tokens: Number of tokens whose activations fit into the memory of every rank. If
+                this number is too small for any limit, the result is the default.
 
         Returns:
-            Limit in microbatches, or ``None`` for the default.
+            Limit in microbatches, or ``None`` for the default limit.
         """
         steps = self.steps()
         offered = fitting_candidates(
@@ -227,7 +231,7 @@ class RowPipeline:
 
 
 def _shown_cap(cap: float | None) -> float | None:
-    """Rounds the activation limit ``cap`` down to two decimals, but not below 1.
+    """Rounds the activation limit ``cap`` down to two decimals, but not to less than 1.
 
     ``None`` is returned unchanged.
     """
@@ -235,9 +239,9 @@ def _shown_cap(cap: float | None) -> float | None:
 
 
 def held_slices(plan: Plan, costs: RowCosts) -> float:
-    """Returns the maximum number of slices whose activations a rank holds.
+    """Returns the maximum number of slices whose activations a rank holds under ``plan``.
 
-    Slices are counted in units of the plan's slice length.
+    Tokens are counted in slices of the plan's length.
     """
     placement = catalog.placement_for(plan.schedule, plan.pp, plan.chunks)
     held = float(costs.longest)

@@ -1,4 +1,4 @@
-"""Searches for a model's best plan on a cluster, and bounds its distance from the optimum.
+"""Searches for the best plan for a model on a cluster, and bounds its distance from the optimum.
 
 The search is a branch and bound over three levels of choices::
 
@@ -7,7 +7,7 @@ The search is a branch and bound over three levels of choices::
         plan    class and layers of every stage
 
 1. Every shape gets a quick lower bound (:meth:`Searcher._work_s`), which is its total work divided
-   evenly over all GPUs.
+   evenly among all GPUs.
 2. Shapes are visited in ascending order of their estimated step time. Each visit computes the
    bounds of all levels of the shape (``search_kernel``), and searches the most promising level.
    This finds good plans early.
@@ -16,25 +16,24 @@ The search is a branch and bound over three levels of choices::
    have been skipped or searched, the best plan is optimal.
 
 The search times a limited number of pipelines within a limited number of CPU seconds. If a limit
-ends the search early, the result contains a bound on how much better an unsearched plan can be. For
-example, :attr:`SearchResult.gap` is 0.03 if the best plan takes 100 ms and the lowest bound of the
-unsearched plans is 97 ms. If too many orders of nodes are possible, only some of them are searched.
-A weaker bound over all orders then applies (``stage_classes.capacity_bound``).
+ends the search early, the result bounds how much better the skipped plans can be. For example,
+:attr:`SearchResult.gap` is 0.03 if the best plan takes 100 ms and the lowest bound of the skipped
+plans is 97 ms. If too many orders of nodes are possible, only some of them are searched. A weaker
+bound over all orders then applies (``stage_classes.capacity_bound``).
 
 The search itself times only the 1F1B schedule. Its order of actions is fixed, so shorter durations
 never make a plan slower, and lower bounds are valid. If other schedules are allowed, the fastest
-1F1B pipeline of each shape and set of nodes is also timed under each of these schedules. For
-schedules with several chunks per rank, its layers are partitioned again. The fastest result is
-kept. If other schedules are allowed, the search uses a bound that holds for every schedule
-(:meth:`Searcher._work_s`).
+1F1B pipeline of each shape and set of nodes is also timed under each of them, and the fastest
+result is kept. For schedules with several chunks per rank, the pipeline's layers are partitioned
+again. The search then uses a bound that holds for every schedule (:meth:`Searcher._work_s`).
 
 If sequences may be cut into slices, shapes with slices are searched after all other shapes, in the
-same way. For the search, such a shape is a 1F1B pipeline whose microbatches are the slices. No
-backward pass of a microbatch starts before the forward passes of all its n slices. So rank r of p
+same way. Such a shape is searched as a 1F1B pipeline whose microbatches are the slices. The
+backward passes of a microbatch start after the forward passes of all its n slices. So rank r of p
 holds p - r - 1 + n slices, where 1F1B without slices holds p - r microbatches. The resulting
 pipelines are timed under run-time rules that order slices. If documents are packed into rows and
 cut, the search counts all slices of a step with a mean cost, and n is the number of slices in the
-longest row. Pipelines are timed with the real rows (``row_times``).
+longest row. The resulting pipelines are timed with the real rows (``row_times``).
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ from megatron.adaptive.schedule.catalog import is_rule
 _FEW_LEVELS = 2000
 """Maximum number of levels (sets of nodes with a first stage) per shape during its first visit."""
 _SMALL_LEVELS = 200
-"""Maximum number of levels of a shape that is searched fully during its first visit."""
+"""Maximum number of levels for which a shape is searched fully during its first visit."""
 _CHUNKED = {
     "zb-v": ((2,), ("zb-v", "adaptive", "hinted")),
     "v-half": ((2,), ("v-half",)),
@@ -98,38 +97,38 @@ _CHUNKED = {
 """Static schedules with several chunks per rank, keyed by name. Each value contains the numbers of
 chunks per rank to try, and the names of all schedules with the same stage placement."""
 SEARCHED = tuple(dict.fromkeys((*ONE_CHUNK, *(n for _, names in _CHUNKED.values() for n in names))))
-"""Names of all schedules that the search can choose from."""
+"""Names of all schedules from which the search can choose."""
 _WHOLE_BACKWARD = selectable_names(
     lambda spec: spec.planned != "no" and spec.splits_backward == "never"
 )
 _MOST_SLICES = 1024
-"""Maximum number of slices of all microbatches of a step. With this many slices, pipelines already
+"""Maximum total number of slices of a step's microbatches. With this many slices, pipelines already
 have almost no idle time."""
 _ROW_STEPS = 500_000
 """Maximum number of actions to simulate for each shape, set of nodes and number of stages."""
 _FORWARD_BACK = 2.5
-"""Other schedules are timed if the 1F1B step time is at most this factor times the best step time
-so far. A 1F1B step takes at most the time of one microbatch through all stages plus the work of the
-busiest rank. Both are lower bounds for every schedule, so no other schedule takes less than half as
-long."""
+"""Largest ratio of the 1F1B step time to the best step time so far for which other schedules are
+timed. A 1F1B step takes at most the time of one microbatch through all stages plus the work of the
+busiest rank. Both are lower bounds for every schedule, so no schedule takes less than half as long.
+"""
 _NO_HOPE = 1.08
-"""An initial partition into chunks is improved if its step time is at most this factor times the
-best step time so far."""
+"""Largest ratio of an initial partition's step time to the best step time so far for which the
+partition into chunks is improved."""
 _HAND_OVERS = 30
 """Maximum number of pipelines to time while moving layers between stages."""
 
 
 @dataclass(kw_only=True, eq=False)
 class SearchShape:
-    """A combination of parallel sizes, microbatch size and memory settings, with its bounds.
+    """A combination of parallel sizes, microbatch size and memory settings, with lower bounds.
 
     Attributes:
         classes: Stage classes (parallel sizes and node types) that pipelines of the shape can use.
-        choice: Settings shared by all stages.
-        bound_s: Lower bound of the step time in seconds, before the shape is searched.
-        least_s: Lower bound of the step time in seconds, after a complete visit.
-        least_value: Lower bound of the objective (step time or price), after the first visit.
-        partial: Whether the visit skipped some orders of nodes.
+        choice: Settings that all stages share.
+        bound_s: Lower bound of the step time in seconds, known before the shape is searched.
+        least_s: Lower bound of the step time in seconds, known after a complete visit.
+        least_value: Lower bound of the objective (step time or price), known after the first visit.
+        partial: Whether the visit left out some orders of nodes.
     """
 
     classes: tuple[StageClass, ...]
@@ -146,7 +145,7 @@ class SearchShape:
 
 
 class _Goal(NamedTuple):
-    """A level (set of nodes and first stage) whose pipelines may be among the best.
+    """A level (set of nodes and first stage) that may contain one of the best pipelines.
 
     Attributes:
         value: Lower bound of the objective's value (step time or price).
@@ -168,11 +167,11 @@ class _Bounded(NamedTuple):
     """A shape (combination of parallel sizes) and the bounds of all its levels.
 
     Attributes:
-        shape: Combination of parallel sizes and settings that all pipelines of the shape use.
+        shape: Combination of parallel sizes and settings of all pipelines of the shape.
         levels: Levels of the shape. Each level is a set of nodes with the class of its first stage.
         arrays: Costs of all possible stages, and graph of levels, as ``search_kernel.ShapeArrays``.
         bounds: Lower bounds of all levels, computed by ``search_kernel.bound_levels``.
-        goals: Levels whose bound is below the best plans so far, starting with the lowest bound.
+        goals: Levels that may contain a better plan, starting with the lowest bound.
     """
 
     shape: SearchShape
@@ -183,11 +182,11 @@ class _Bounded(NamedTuple):
 
 
 class _Cutting(NamedTuple):
-    """Way of cutting the microbatches of a step.
+    """A way to cut the microbatches of a step into slices.
 
     Attributes:
-        num_items: Number of slices of all microbatches of a replica, or of microbatches if they are
-            not cut.
+        num_items: Number of slices of all microbatches of a replica. If microbatches are not cut,
+            this is their number.
         slices: Number of slices of each sequence.
         tokens: Number of tokens per slice of packed documents, or ``None`` if all sequences have
             the same length.
@@ -202,10 +201,10 @@ class _Widths(NamedTuple):
     """Parallel sizes and microbatch size of a stage.
 
     Attributes:
-        tp: Tensor-parallel size, in GPUs per replica.
+        tp: Tensor-parallel size, which is the number of GPUs per replica.
         dp: Number of data-parallel replicas.
         micro_batch: Number of samples per microbatch.
-        context_ranks: Number of ranks that share a sequence (context parallelism).
+        context_ranks: Context-parallel size, which is the number of ranks that share a sequence.
     """
 
     tp: int
@@ -215,12 +214,12 @@ class _Widths(NamedTuple):
 
 
 class Searcher:
-    """Searches for plans on a cluster. Several searches share the cached cost tables.
+    """Searches for plans on a cluster. All searches of an object share its cached cost tables.
 
     Args:
         inputs: Model, cluster and profile of layer times.
         global_batch: Number of samples per step.
-        options: Settings that the search may choose from, and its limits.
+        options: Settings from which the search may choose, and limits of the search.
     """
 
     def __init__(
@@ -246,7 +245,7 @@ class Searcher:
         self.placements = 0
 
     def search(self, objective: Objective | None = None) -> SearchResult:
-        """Finds the best plans for ``objective``.
+        """Finds the best plans for ``objective``, which defaults to the shortest step time.
 
         Args:
             objective: Quantity to minimize, and limits. Defaults to the step time without limits.
@@ -264,14 +263,14 @@ class Searcher:
         )
 
     def _search_shapes(self, shapes: Sequence[SearchShape], best: Best) -> float:
-        """Searches shapes until the CPU time limit is reached.
+        """Searches ``shapes`` until all of them are searched or the CPU time limit is reached.
 
         Args:
             shapes: Shapes to search, starting with the lowest estimated step time.
-            best: Best plans so far. Better plans are added to it.
+            best: Best plans so far. The search adds better plans to it.
 
         Returns:
-            Lower bound of the value (step time or price) of all plans that were not searched.
+            Lower bound of the objective (step time or price) of all plans that were not searched.
         """
         visited = []
         self._until = search_s() + self.options.most_cpu_s * len(self._counts)
@@ -295,10 +294,10 @@ class Searcher:
         return left_out
 
     def _handed_over(self, entry: Found) -> Found:
-        """Moves layers between the stages of the plan in ``entry`` to make the plan faster.
+        """Moves layers between the stages of the plan in ``entry`` as long as the step gets faster.
 
         The plan is returned unchanged if 1F1B is the only schedule, because the search has already
-        found the best partition.
+        found the best partition in this case.
         """
         plan = entry.plan
         if self._exact or self.options.partition or not plan.uniform or self.model.splits:
@@ -352,7 +351,7 @@ class Searcher:
     def _cuts(
         self, classes: Sequence[StageClass], microbatches: int, shared: int
     ) -> tuple[_Cutting, ...]:
-        """Returns the ways to cut sequences, or rows of documents, that the search tries.
+        """Returns the ways to cut sequences or packed documents into slices that the search tries.
 
         Args:
             classes: Stage classes that a pipeline may combine.
@@ -369,12 +368,13 @@ class Searcher:
         if not is_cut or any(stage_class.micro_batch != 1 for stage_class in classes):
             return ()
         items = [(n, known_documents(self.inputs).mean_items(n)) for n in self.options.slice_tokens]
-        # A replica has as many documents as microbatches. Round down, so that time bounds hold.
+        # A replica has as many documents as microbatches. The number of slices is rounded down, so
+        # that lower bounds remain valid.
         share = microbatches / self.global_batch
         return tuple(_Cutting(max(1, int(count * share)), tokens=n) for n, count in items)
 
     def _sequence_parallel(self, classes: Sequence[StageClass], shared: int) -> tuple[bool, ...]:
-        """Returns the settings of sequence parallelism to try, which are off, on or both."""
+        """Returns which settings of sequence parallelism to try: off, on or both."""
         widest = max((stage_class.tp for stage_class in classes), default=1)
         if widest == 1:
             return (False,)
@@ -388,7 +388,7 @@ class Searcher:
         return shape.bound_s * (1 + (stages - 1) * self._idle / shape.choice.microbatches)
 
     def _class_sets(self) -> Iterator[tuple[tuple[StageClass, ...], int, int]]:
-        """Yields sets of stage classes that a pipeline may combine.
+        """Yields each set of stage classes that a pipeline may combine.
 
         Each item also contains the number of microbatches per step and the number of ranks that
         share a sequence.
@@ -404,7 +404,7 @@ class Searcher:
             yield tuple(wave_classes), self.global_batch // wave, 1
 
     def _widths(self) -> Iterator[_Widths]:
-        """Yields the parallel sizes of stages that the options, model and cluster allow."""
+        """Yields the parallel sizes of stages that options, model and cluster allow."""
         options, batch, model = self.options, self.global_batch, self.model
         most = max(model.sequence // LEAST_TOKENS, 1)
         shares = [
@@ -450,16 +450,16 @@ class Searcher:
 
         The bound is the maximum of three bounds:
 
-        - Work, gradient reductions and optimizer, divided evenly over the nodes. Rank r is idle
+        - Work, gradient reductions and optimizer, divided evenly among the nodes. Rank r is idle
           until each of the r stages before it has run the forward pass of at least one layer.
-        - Duration of one microbatch's forward and backward pass through all layers.
-        - Memory limit: a microbatch's activations stay in memory between its forward and backward
-          pass. So the number of microbatches in flight is limited by the memory that is not used by
-          weights.
+        - Duration of one microbatch's forward and backward passes through all layers.
+        - Memory limit. The activations of a microbatch stay in memory between its forward and
+          backward pass. So the memory that is not used by weights limits the number of microbatches
+          in flight.
 
         Args:
             classes: Stage classes that the pipeline can use.
-            choice: Settings shared by all stages.
+            choice: Settings that all stages share.
             nodes: Number of nodes of each type that may be used.
             most_stages: Maximum number of pipeline ranks.
             exactly: Whether the pipeline has exactly ``most_stages`` ranks.
@@ -491,7 +491,7 @@ class Searcher:
             whole_s *= 1 + float(lost[0]) / microbatches
         whole_s = max(whole_s, float(each_s.min()))
         if self.options.unequal:
-            # The last two bounds do not apply here, because the trainer may run smaller
+            # The other two bounds do not apply here, because the trainer may run smaller
             # microbatches.
             return whole_s
         free = most_rate(memories, most_stages) - min(sums.held_bytes for sums in totals)
@@ -501,14 +501,14 @@ class Searcher:
         return max(whole_s, min(sums.way_s for sums in totals), stay / max(free, 1.0))
 
     def _most_stages(self, classes: Sequence[StageClass]) -> int:
-        """Returns the maximum number of stages of a pipeline that uses ``classes``."""
+        """Returns the maximum number of stages that a pipeline of ``classes`` can have."""
         if self.options.pp:
             return max(self.options.pp)
         narrow = min(stage_class.tp * stage_class.dp for stage_class in classes)
         return max(1, min(self.cluster.num_gpus // narrow, self.model.num_layers))
 
     def _bounded(self, shape: SearchShape, best: Best, most_levels: int) -> _Bounded:
-        """Computes bounds for the levels of ``shape``, and lists the levels worth searching."""
+        """Computes bounds for the levels of ``shape``, and selects levels to search."""
         most = self._most_stages(shape.classes)
         blocks = tuple((stage_class.nodes, stage_class.block) for stage_class in shape.classes)
         key = (blocks, most, most_levels)
@@ -553,7 +553,7 @@ class Searcher:
             if not self._exact:
                 seconds = self._work_s(shape.classes, shape.choice, used, stages, exactly=True)
             if seconds < best.most_seconds(price):
-                # The best schedule probably has only a fraction of 1F1B's idle time. So the
+                # The best schedule probably has only a fraction of 1F1B's idle time, so the
                 # estimate contains only this fraction.
                 idle = (stages - 1) / shape.choice.microbatches
                 likely_s = ordered_s * (1 + self._idle * idle) / (1 + idle)
@@ -571,17 +571,17 @@ class Searcher:
     def visit(
         self, shape: SearchShape, best: Best, most_leaves: int, *, finish: bool = True
     ) -> list[tuple[float, float]]:
-        """Searches all levels (sets of nodes) of a shape whose bound is below the best plans.
+        """Searches all levels (sets of nodes) of a shape that may contain a better plan.
 
         Args:
             shape: Combination of parallel sizes to search, from :meth:`shapes`.
-            best: Best plans so far. Better plans are added to it.
-            most_leaves: Maximum number of pipelines to time per set of nodes (level).
-            finish: Whether to also time the pipelines under schedules other than 1F1B.
+            best: Best plans so far. The search adds better plans to it.
+            most_leaves: Maximum number of pipelines to time per level.
+            finish: Whether the pipelines are also timed under schedules other than 1F1B.
 
         Returns:
-            Lower bound in seconds and price per hour of each set of nodes (level) that was not
-            searched completely.
+            Lower bound in seconds and price per hour of each level that was not searched
+            completely.
         """
         if max(shape.bound_s, shape.least_s) >= best.most_seconds(self._least_price):
             return []
@@ -596,16 +596,16 @@ class Searcher:
                 missed.append((goal.seconds, goal.price))
                 continue
             bound = self._search_goal(bounded, goal, best, most_leaves, finish)
-            # If only 1F1B is allowed, the search covers all pipelines of the level. If other
+            # The search covers all pipelines of the level if only 1F1B is allowed. If other
             # schedules are allowed, only the level's bound is valid.
             missed.append((bound if self._exact else goal.seconds, goal.price))
         return [(seconds, price) for seconds, price in missed if seconds < best.most_seconds(price)]
 
     def _visit_first(self, shape: SearchShape, best: Best) -> None:
-        """Computes bounds for all levels of a shape, and searches the most promising level.
+        """Computes bounds for all levels of a shape, and searches only the most promising level.
 
-        If too many orders of nodes are possible, only orders with adjacent nodes of the same type
-        are searched.
+        If too many orders of nodes are possible, only orders in which nodes of the same type are
+        adjacent are searched.
         """
         bounded = self._bounded(shape, best, min(_FEW_LEVELS, self.options.most_levels))
         shape.least_value = bounded.goals[0][0] if bounded.goals else math.inf
@@ -621,9 +621,9 @@ class Searcher:
             self._search_goal(bounded, goal, best, most_leaves, finish=True)
 
     def _capacity_s(self, shape: SearchShape) -> float:
-        """Returns a lower bound of the step time in seconds, and stores it in ``shape``.
+        """Improves the lower bound of the step time in ``shape``, and returns it in seconds.
 
-        The result is the larger of the shape's current bound and ``stage_classes.capacity_bound``.
+        The new bound is the larger of the old bound and ``stage_classes.capacity_bound``.
         """
         least_s = capacity_bound(self._tables, self.cluster, shape.classes, shape.choice)
         shape.bound_s = max(shape.bound_s, least_s)
@@ -641,11 +641,11 @@ class Searcher:
     def _search_goal(
         self, bounded: _Bounded, goal: _Goal, best: Best, most_leaves: int, finish: bool
     ) -> float:
-        """Searches the pipelines of a level (set of nodes and first stage).
+        """Searches the pipelines of a level, which is a set of nodes and a first stage.
 
         Returns:
-            Lower bound in seconds of the pipelines that were not searched, or infinity if all
-            pipelines were searched.
+            Lower bound in seconds of the pipelines that were not searched, or infinity if all were
+            searched.
         """
         shape, arrays = bounded.shape, bounded.arrays
         level, price = goal.level, goal.price
@@ -701,12 +701,12 @@ class Searcher:
         price: float,
         least_s: float,
     ) -> Iterator[tuple[Plan, float]]:
-        """Yields plans for a 1F1B pipeline under other schedules, with step times in seconds.
+        """Yields the 1F1B pipeline in ``plan`` with other schedules, and the step times in seconds.
 
         Plans that do not fit into memory are skipped.
 
         Args:
-            plan: Pipeline with the 1F1B schedule.
+            plan: Plan with the 1F1B schedule.
             classes: Stage class of each rank of the pipeline.
             bounded: Shape of the pipeline, with the bounds of its levels.
             best: Best plans so far.
@@ -762,11 +762,11 @@ class Searcher:
         chunks: int = 1,
         schedule: str = "1f1b",
     ) -> Plan:
-        """Creates a plan whose ranks get free nodes of their class, with fast links if possible.
+        """Creates a plan that gives each rank free nodes of its class, with fast links if possible.
 
         Args:
             classes: Stage class of each rank.
-            choice: Settings shared by all stages.
+            choice: Settings that all stages share.
             cuts: Index of the first layer of each stage, followed by the number of layers.
             chunks: Number of stages (model chunks) per rank.
             schedule: Name of the pipeline schedule.

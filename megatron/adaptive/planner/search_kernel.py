@@ -1,7 +1,7 @@
 """Finds the fastest 1F1B pipeline by branch and bound, in code that numba compiles.
 
-A pipeline is a chain of stages. For each stage, the search chooses the class of nodes that runs it,
-and its layers. The search has two passes:
+A pipeline is a chain of stages. For each stage, the search chooses its layers and the class of
+nodes on which it runs. The search has two passes:
 
 1. Dynamic programming from the last stage to the first computes lower bounds for the time of the
    rest of a pipeline, given its first stage and first layer.
@@ -11,7 +11,7 @@ and its layers. The search has two passes:
 
 A *level* (a state in ``search_levels.DpStates``) describes the last stages of a pipeline: the nodes
 that they use, and the class of the first of these stages, but not their layers. An *edge* leads
-from a level to the level of the next stage. Example with 4 layers and 4 microbatches on two nodes.
+from a level to the level of the next stage. An example has 4 layers, 4 microbatches and two nodes.
 On node A, a layer takes 1 s forward and 1 s backward. Node B takes twice as long::
 
     level   stages     edge to   bound of all 4 layers (Z)
@@ -20,17 +20,17 @@ On node A, a layer takes 1 s forward and 1 s backward. Node B takes twice as lon
     2       A -> B     0         26 s   A holds layers 0 to 2, B holds layer 3
     3       B -> A     1         28 s   B holds layer 0, A holds layers 1 to 3
 
-The second pass begins with level 2, because it has the lowest bound. An exact simulation of its
+The second pass begins with level 2, because it has the lowest bound. In an exact simulation, its
 pipeline takes 26 s. No other level has a lower bound, so this pipeline is the best.
 
-One table of bounds serves pipelines of all lengths and all parts of a cluster, because under 1F1B a
-stage depends only on the stages after it. If ``j`` stages follow, a stage keeps ``min(j + 1, m)``
-microbatches in flight. It runs ``w = min(j, m - 1)`` warm-up forward passes before its first
-backward pass.
+A single table of bounds suffices for pipelines of all lengths and all parts of a cluster, because
+under 1F1B a stage depends only on the stages after it. If ``j`` stages follow, a stage keeps
+``min(j + 1, m)`` microbatches in flight. It runs ``w = min(j, m - 1)`` warm-up forward passes
+before its first backward pass.
 
-The bounds of a stage are listed below. A forward pass takes ``f`` seconds, a backward pass ``b``
-seconds, and a step has ``m`` microbatches. The round trip ``r`` is the time from the end of a
-forward pass to the start of the same microbatch's backward pass::
+The bounds of a stage are listed below. On this stage, a forward pass takes ``f`` seconds and a
+backward pass ``b`` seconds. A step has ``m`` microbatches. The round trip ``r`` is the time from
+the end of a forward pass to the start of the same microbatch's backward pass::
 
     span   = m (f + b) + max(0, r - w f) + max(0, r - w b)        idle at both ends
     rounds = (1 + (m - 1) // (w + 1)) (f + b + r) + rest b        forward waits for backward pass
@@ -38,10 +38,10 @@ forward pass to the start of the same microbatch's backward pass::
     Z      = max(D + reduction, f + transfer + Z of the next)     end of the step, from here on
 
 Here, ``rest`` is ``(m - 1) % (w + 1)``, and transfers are the messages to and from the next stage.
-If ``m = w + 1``, both idle times in ``span`` are the same interval, and only the larger one is
+If ``m = w + 1``, both idle times in ``span`` are the same interval, so only the larger one is
 added. A rank can launch an action's kernels while it waits for the input. So launch times are
 excluded from all paths through other ranks. ``r``, ``D`` and ``Z`` are minimised separately over
-all continuations, so each is a lower bound for every continuation.
+all continuations of the pipeline, so each of them is a lower bound for every continuation.
 
 Importing this module imports numba, which takes half a second. Numba caches the compiled code on
 disk.
@@ -67,9 +67,9 @@ _events.register("numba:compile", _compiling)
 
 
 def search_s() -> float:
-    """Returns the CPU seconds of this process, excluding numba's compile time.
+    """Returns the CPU time of this process in seconds, excluding the time for compiling with numba.
 
-    Time limits of a search are measured in these seconds. Code is compiled only once per machine.
+    This is the time to which the limits of a search apply. Code is compiled only once per machine.
     If compile time were included, the first search on a machine would find worse plans than later
     searches.
     """
@@ -83,7 +83,7 @@ def _compiled(function: _Function) -> _Function:
 
 
 class ShapeArrays(NamedTuple):
-    """Costs of all possible stages of a shape (combination of parallel sizes), and graph of levels.
+    """Costs of all possible stages of a combination of parallel sizes, and the graph of levels.
 
     There are ``c`` classes of stages and ``n`` layers. Arrays of shape ``[..., n + 1, n + 1]`` are
     indexed by a stage's first layer and the layer after its last layer.
@@ -93,28 +93,31 @@ class ShapeArrays(NamedTuple):
         backward: Duration of a backward pass in seconds, including weight gradients, ``[c, n + 1, n
             + 1]``.
         weight: Time for computing only the weight gradients in seconds, ``[c, n + 1, n + 1]``.
-        launch: Time in seconds for launching the kernels of forward and backward pass, ``[2, c, n +
-            1, n + 1]``. Kernels may be launched before the input arrives.
-        after: Duration of gradient reduction and optimizer in seconds, ``[c, n + 1, n + 1]``.
-        base: Memory in bytes that does not depend on microbatches, minus the memory limit, with an
-            entry per node type of a class, ``[c, tables, n + 1, n + 1]``.
-        kept: Size of a microbatch's activations in bytes, ``[c, tables, n + 1, n + 1]``.
-        latency: Latency of a message in seconds, ``[2, 2, c, c, n + 1]``. The indices are its
-            direction (0 after a forward pass, 1 after a backward pass), the kind of the edge, the
-            sender's class, the receiver's class, and the number of layers before the boundary.
-        occupancy: Time in seconds for which a message occupies its link, indexed like ``latency``.
+        launch: Time in seconds for launching the kernels of a forward and a backward pass, ``[2, c,
+            n + 1, n + 1]``. Kernels may be launched before the input arrives.
+        after: Duration of gradient reduction and optimizer step in seconds, ``[c, n + 1, n + 1]``.
+        base: Memory in bytes that does not depend on microbatches, minus the memory limit, for each
+            node type of a class, ``[c, tables, n + 1, n + 1]``.
+        kept: Size in bytes of the activations of a microbatch, ``[c, tables, n + 1, n + 1]``.
+        latency: Latency of a message in seconds, ``[2, 2, c, c, n + 1]``. The indices are the
+            message's direction (0 after a forward pass, 1 after a backward pass), the kind of the
+            edge, the sender's class, the receiver's class, and the number of layers before the
+            boundary.
+        occupancy: Time in seconds during which a message occupies its link, indexed like
+            ``latency``.
         tied: Duration of the all-reduce of tied embeddings in seconds, ``[2, c, c]``. The first
             index is 1 if the first and last stage are in the same block of nodes, otherwise 0. The
-            remaining indices are the classes of these two stages.
-        level_class: Index of the class of each level's first stage, ``[levels]``.
-        level_follow: Number of stages that follow each level's first stage, ``[levels]``.
-        level_edges: Index of each level's first edge, followed by the number of edges, ``[levels +
-            1]``.
-        edge_from: Index of the level of the next stage for each edge, ``[edges]``.
-        edge_kind: 1 if both stages of an edge are in the same block of nodes, otherwise 0,
+            other indices are the classes of these two stages.
+        level_class: For each level, the index of the class of its first stage, ``[levels]``.
+        level_follow: For each level, the number of stages that follow its first stage,
+            ``[levels]``.
+        level_edges: For each level, the index of its first edge. The total number of edges follows
+            at the end, ``[levels + 1]``.
+        edge_from: For each edge, the index of the level of the next stage, ``[edges]``.
+        edge_kind: For each edge, 1 if both its stages are in the same block of nodes, otherwise 0,
             ``[edges]``.
         held: Number of microbatches that a stage keeps in flight, indexed by the number of stages
-            that follow it.
+            after it.
         microbatches: Number of microbatches per step.
     """
 
@@ -138,17 +141,19 @@ class ShapeArrays(NamedTuple):
 
 
 class LevelBounds(NamedTuple):
-    """Lower bounds in seconds by level (set of nodes in use) and first layer, ``[levels, n + 1]``.
+    """Lower bounds of times in seconds, by level and first layer, ``[levels, n + 1]``.
 
-    An entry is infinite if the remaining layers do not fit into memory or take too long.
+    A level is a set of nodes in use. An entry is infinite if the remaining layers do not fit into
+    memory or take too long.
 
     Attributes:
         ends: Lower bound of the time from the start of the level's first stage to the end of its
             last backward pass (``D`` in the module's docstring).
-        done: Lower bound of the time until all stages of the level have finished, including
-            gradient reductions and optimizer (``Z`` in the module's docstring).
-        trips: Time from the start of a forward pass in the level's first stage to the end of the
-            same microbatch's backward pass in this stage.
+        done: Lower bound of the time from the start of the level's first stage until all stages of
+            the level have finished, including gradient reductions and optimizer (``Z`` in the
+            module's docstring).
+        trips: Lower bound of the time from the start of a forward pass in the level's first stage
+            to the end of the same microbatch's backward pass in this stage.
     """
 
     ends: Any
@@ -162,8 +167,9 @@ class BestPipeline(NamedTuple):
     Attributes:
         cuts: Index of the first layer of each stage, followed by the number of layers, ``[stages +
             1]``.
-        levels: Level (set of nodes in use) of each stage and all later stages, ``[stages]``.
-        kinds: 1 if a stage and the next stage are in the same block of nodes, otherwise 0,
+        levels: For each stage, the level (set of nodes) that this and all later stages use,
+            ``[stages]``.
+        kinds: For each stage, 1 if it is in the same block of nodes as the next stage, otherwise 0,
             ``[stages]``.
     """
 
@@ -173,35 +179,37 @@ class BestPipeline(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """State of the depth-first search: the stages chosen so far, and the choices for each stage.
+    """State of the depth-first search: the stages chosen so far, and the choices for each of them.
 
-    The depth of the search is the index of a stage. A *child* of a stage is a choice of its last
+    The depth of the search is the index of a stage. A *child* of a stage is one choice of its last
     layer and of the edge to the next stage.
 
     Attributes:
-        bounds: Lower bound of the step time for each child in seconds, ``[stages, children]``.
+        bounds: Lower bound in seconds of the step time with each child, ``[stages, children]``.
         edges: Index of the edge that each child takes, ``[stages, children]``.
-        nexts: Index of the next stage's first layer for each child, ``[stages, children]``.
+        nexts: For each child, the index of the next stage's first layer, ``[stages, children]``.
         order: Indices of the children in ascending order of their bound, ``[stages, children]``.
         count: Number of children of each stage, ``[stages]``.
-        taken: Number of children of each stage that have already been followed, ``[stages]``.
-        levels: Level (set of nodes in use) of each stage of the pipeline, ``[stages]``.
+        taken: Number of children of each stage that the search has already followed, ``[stages]``.
+        levels: For each stage, the level (set of nodes) that this and all later stages use,
+            ``[stages]``.
         cuts: Index of the first layer of each stage, followed by the number of layers, ``[stages +
             1]``.
-        kinds: 1 if a stage and the next stage are in the same block of nodes, otherwise 0,
+        kinds: For each stage, 1 if it is in the same block of nodes as the next stage, otherwise 0,
             ``[stages]``.
         head: Earliest possible start of each stage in seconds, ``[stages + 1]``.
-        reach: Time from each stage's last backward pass to the end of all earlier stages, plus the
-            value of ``head``, in seconds, ``[stages + 1]``.
-        bound: Lower bound of the step time from all earlier stages in seconds, ``[stages + 1]``.
-        seconds: Duration of the forward pass, duration of the backward pass, and end of the last
-            backward pass in seconds, ``[3, stages]``.
+        reach: Time in seconds from each stage's last backward pass to the end of all earlier
+            stages, plus the value of ``head``, ``[stages + 1]``.
+        bound: Lower bound of the step time in seconds that follows from all earlier stages,
+            ``[stages + 1]``.
+        seconds: Durations of forward pass and backward pass, and end of the last backward pass, in
+            seconds, ``[3, stages]``.
         launch: Kernel launch times of forward and backward pass in seconds, ``[2, stages]``.
-        messages: Message times in seconds, ``[4, stages]``: latency after a forward pass, latency
-            after a backward pass, and link occupancy after each of these passes.
+        messages: Latency after a forward pass, latency after a backward pass, and the link
+            occupancy after each of these passes, in seconds, ``[4, stages]``.
         counters: Number of completed forward and backward passes, ``[2, stages]``.
         arrive: Arrival time of each input in seconds, ``[2, stages, m]``. The first index is 0 for
-            forward and 1 for backward passes.
+            forward passes and 1 for backward passes.
     """
 
     bounds: Any
@@ -235,9 +243,9 @@ def _fits(shape: Any, c: int, low: int, high: int, held: float) -> bool:
 def _span(shape: Any, c: int, low: int, high: int, w: int, round_trip: float, link: float) -> float:
     """Returns the minimum time from a stage's first input to the end of its last backward pass.
 
-    The result is in seconds. It is the maximum of ``span`` and ``rounds`` in the module's
-    docstring, and of the time that all microbatches need on a link if each occupies it for ``link``
-    seconds.
+    The result is in seconds. It is the maximum of three bounds: ``span`` and ``rounds`` in the
+    module's docstring, and the time that the messages of all microbatches need on a link if each
+    occupies it for ``link`` seconds.
     """
     m = shape.microbatches
     f, b = shape.forward[c, low, high], shape.backward[c, low, high]
@@ -253,9 +261,10 @@ def _span(shape: Any, c: int, low: int, high: int, w: int, round_trip: float, li
 
 @_compiled
 def _transfer(shape: Any, kind: int, c: int, d: int, cut: int) -> tuple[float, float, float]:
-    """Returns the times of a forward and a backward message, and the larger link occupancy.
+    """Returns the times of a forward and a backward message, and the larger of their occupancies.
 
-    All three values are in seconds.
+    All three values are in seconds. A message's occupancy is the time during which it occupies its
+    link.
     """
     out = shape.occupancy[0, kind, c, d, cut]
     back = shape.occupancy[1, kind, d, c, cut]
@@ -265,10 +274,10 @@ def _transfer(shape: Any, kind: int, c: int, d: int, cut: int) -> tuple[float, f
 
 @_compiled
 def _bound_edge(shape: Any, level: int, edge: int, cap: float, bounds: Any) -> None:
-    """Lowers a level's bounds so that they are valid for pipelines that continue over ``edge``.
+    """Lowers the bounds of ``level`` so that they hold for pipelines that continue over ``edge``.
 
-    Each range of layers is tried as a stage before the rest of the pipeline. The bounds of this
-    rest are already known.
+    Each range of layers is tried as the level's first stage. The bounds of the remaining stages are
+    already known.
     """
     n = shape.forward.shape[1] - 1
     m = shape.microbatches
@@ -280,7 +289,8 @@ def _bound_edge(shape: Any, level: int, edge: int, cap: float, bounds: Any) -> N
     for low in range(n - j):
         for high in range(low + 1, n - j + 1):
             f, b = shape.forward[c, low, high], shape.backward[c, low, high]
-            # If a stage is too slow or too large, more layers do not help. So skip larger ranges.
+            # If a stage is too slow or too large, a stage with more layers is so, too. So larger
+            # ranges are skipped.
             if m * (f + b) >= cap or not _fits(shape, c, low, high, held):
                 break
             if bounds.ends[after, high] == _INF:
@@ -301,11 +311,11 @@ def _bound_edge(shape: Any, level: int, edge: int, cap: float, bounds: Any) -> N
 
 @_compiled
 def bound_levels(shape: Any, cap: float, bounds: Any) -> None:
-    """Computes the lower bounds of all levels, from the last stage of pipelines to the first.
+    """Computes the lower bounds of all levels, starting with levels at the end of pipelines.
 
     Args:
         shape: Costs and graph of levels, as ``ShapeArrays``.
-        cap: Time limit in seconds. Entries of slower pipelines remain infinite.
+        cap: Time limit in seconds. The bounds of slower pipelines remain infinite.
         bounds: ``LevelBounds`` to fill. All entries are initially infinite.
     """
     n = shape.forward.shape[1] - 1
@@ -327,9 +337,9 @@ def bound_levels(shape: Any, cap: float, bounds: Any) -> None:
 
 @_compiled
 def _time_1f1b(walk: Any, p: int, m: int) -> None:
-    """Simulates 1F1B on ``p`` stages with ``m`` microbatches. Writes end times to ``seconds[2]``.
+    """Simulates 1F1B on ``p`` stages with ``m`` microbatches, and writes times to ``seconds[2]``.
 
-    A stage's end time is the end of its last backward pass. Kernels can be launched before the
+    The times are the ends of the stages' last backward passes. Kernels can be launched before the
     input arrives. A message is sent when its action has ended and the previous message has left the
     link.
     """
@@ -346,8 +356,8 @@ def _time_1f1b(walk: Any, p: int, m: int) -> None:
             ahead = min(p - 1 - i, m)
             while True:
                 forwards, backwards = walk.counters[0, i], walk.counters[1, i]
-                # Choose a forward pass until ``ahead`` + 1 microbatches wait for their backward
-                # pass.
+                # A stage runs forward passes until ``ahead`` + 1 microbatches wait for their
+                # backward pass.
                 kind = 0 if forwards < m and forwards - backwards <= ahead else 1
                 number = walk.counters[kind, i]
                 if number == m or arrive[kind, i, number] == _INF:
@@ -401,10 +411,10 @@ def leaf_s(shape: Any, walk: Any, p: int) -> float:
 def _list_children(
     shape: Any, walk: Any, depth: int, best: float, bounds: Any, tied: float
 ) -> None:
-    """Lists the choices (children) of the stage ``depth`` whose bound is below ``best`` seconds.
+    """Lists the choices (children) for the stage ``depth`` whose bound is below ``best`` seconds.
 
-    A choice consists of the stage's last layer and the edge to the next stage. The choices are
-    sorted by bound.
+    A choice consists of the stage's last layer and the edge to the next stage. Choices are sorted
+    by bound.
     """
     n = shape.forward.shape[1] - 1
     m = shape.microbatches
@@ -443,7 +453,7 @@ def _list_children(
 
 @_compiled
 def _follow_child(shape: Any, walk: Any, depth: int, child: int, trips: Any, tied: float) -> None:
-    """Assigns the layers of ``child`` to the stage at ``depth``, and moves to the next stage."""
+    """Assigns the layers of ``child`` to the stage at ``depth``, and moves on to the next stage."""
     edge, high = walk.edges[depth, child], walk.nexts[depth, child]
     low, level = walk.cuts[depth], walk.levels[depth]
     after, kind = shape.edge_from[edge], shape.edge_kind[edge]
@@ -476,23 +486,23 @@ def _begin(walk: Any, goal: int) -> None:
 def search_level(
     shape: Any, walk: Any, goal: int, bounds: Any, cap: float, most_leaves: int, best: Any
 ) -> tuple[float, float, int]:
-    """Finds the fastest pipeline that begins with the level ``goal`` and contains all layers.
+    """Finds the fastest pipeline that contains all layers and begins with the level ``goal``.
 
     Args:
         shape: Costs and graph of levels, as ``ShapeArrays``.
-        walk: Search state to overwrite, with space for all stages of the level.
-        goal: Index of the level.
+        walk: Search state to overwrite, with space for all stages of a pipeline.
+        goal: Index of the level at which the pipeline begins.
         bounds: Lower bounds of all levels, filled by :func:`bound_levels`.
         cap: Time limit in seconds. Slower pipelines are ignored.
         most_leaves: Maximum number of pipelines to time. The number of partial pipelines to extend
-            is limited to this number multiplied by the number of stages.
-        best: Output for the fastest pipeline, which is only written if a pipeline is faster than
-            ``cap``.
+            may not exceed this number multiplied by the number of stages.
+        best: Output arrays for the fastest pipeline. They are only written if the pipeline is
+            faster than ``cap``.
 
     Returns:
-        Three values: the step time of the fastest pipeline in seconds (``cap`` if no pipeline is
-        faster), the lowest bound of the pipelines skipped because of ``most_leaves`` (infinite if
-        none were skipped), and the number of timed pipelines.
+        Three values. The first is the step time of the fastest pipeline in seconds, or ``cap`` if
+        no pipeline is faster. The second is the lowest bound of the pipelines that were skipped
+        because of ``most_leaves``, or infinity. The third is the number of timed pipelines.
     """
     p = shape.level_follow[goal] + 1
     first = shape.level_class[goal]

@@ -2,9 +2,9 @@
 
 The search builds pipelines from their last stage (``search_kernel``). A *level* is a way in which
 the last stages of a pipeline can use the cluster's nodes. It describes the nodes in use and the
-class of the first of these stages, but not the layers. Example with two nodes of type a and one of
-type b, with one stage on each node. The class of a level's first stage is written in brackets. An
-arrow points to the level of the next stage::
+class of the first of these stages, but not the layers. In an example, there are two nodes of type a
+and one of type b, with one stage on each node. The class of a level's first stage is written in
+brackets. An arrow points to the level of the next stage::
 
     1 stage        2 stages           3 stages
     [a] a      <-  [a] 2a         <-  [b] 2a + b
@@ -14,8 +14,8 @@ arrow points to the level of the next stage::
 Orders share a level if they use the same nodes and begin with the same class: ``a a b`` and ``a b
 a`` both lead to the level "[a] 2a + b". So a small number of levels represents many orders.
 
-If several stages fit on a node, they form a block. A level then also contains the number of stages
-that its block still needs. Until the block is complete, no other node can be added.
+If several stages fit on a node, they form a block. In this case, a level also contains the number
+of stages that its block still needs. Until the block is complete, no other node can be added.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ import numpy as np
 from megatron.adaptive.planner.stage_classes import StageClass
 
 _FEW = 2000
-"""Maximum number of levels if some orders of nodes are skipped."""
+"""Maximum number of levels when some orders of nodes are skipped."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DpStates:
-    """Levels and edges of the search.
+    """Levels of the search, and edges between them.
 
     Each level comes after the levels to which its edges lead.
 
     Attributes:
-        arrays: Fields of ``search_kernel.ShapeArrays`` that describe levels and edges, keyed by
-            name.
-        used: Number of nodes of each type that each level uses.
+        arrays: Arrays that describe levels and edges, keyed by their field name in
+            ``search_kernel.ShapeArrays``.
+        used: For each level, the number of nodes of each type that it uses.
         complete: Indices of the levels whose blocks of stages are complete.
         placements: Number of orders of nodes that the complete levels represent.
         whole: Whether the levels cover every order of nodes.
@@ -62,18 +62,18 @@ def make_dp_states(
     most_stages: int,
     most_levels: int = 20_000,
 ) -> DpStates:
-    """Finds the levels of all orders of nodes, or of some orders if there are too many levels.
+    """Finds the levels of all orders of nodes, or only of some orders if there are too many levels.
 
-    If the number of levels is too large, blocks of stages on nodes of the same type are grouped
-    into runs. Runs of 2 blocks are tried first, then of 4, 8 and so on, until the number of levels
-    is small enough.
+    If there are too many levels, blocks of stages on nodes of the same type are grouped into runs.
+    Runs of 2 blocks are tried first, then runs of 4, 8 and so on, until the number of levels is
+    small enough.
 
     Args:
         classes: Stage classes (parallel sizes and node types) that a pipeline can use.
         counts: Number of nodes of each type in the cluster.
         most_stages: Maximum number of stages of a pipeline.
-        most_levels: Maximum number of levels. If all orders of nodes need more levels, some orders
-            are skipped.
+        most_levels: Maximum number of levels. If all orders of nodes together have more levels,
+            some orders are skipped.
     """
     run = 1
     most = most_levels
@@ -81,21 +81,21 @@ def make_dp_states(
         states = _states_of_runs(classes, counts, most_stages, most, run)
         if states is not None:
             return states
-        # If some orders are skipped, the search cannot prove that its result is optimal. So more
+        # If some orders are skipped, the search cannot prove that its result is optimal, so more
         # levels are not worth the time.
         run *= 2
         most = min(most, _FEW)
 
 
 class _Level(NamedTuple):
-    """State in the search: a way in which the last stages of a pipeline use the cluster's nodes.
+    """State of the search: a way in which the last stages of a pipeline use the cluster's nodes.
 
     Attributes:
         follow: Number of stages after the level's first stage.
-        used: Number of nodes of each type in use.
+        used: Number of nodes of each type that the stages use.
         stage_class: Index of the class of the level's first stage.
-        left: Number of stages that must still be added to the first stage's block.
-        more: Number of blocks that must still be added to the first stage's run, which is a
+        left: Number of stages that must still be added to the block of the first stage.
+        more: Number of blocks that must still be added to the run of the first stage. A run is a
             sequence of blocks of the same class.
     """
 
@@ -107,8 +107,9 @@ class _Level(NamedTuple):
 
 
 _Edges = dict[_Level, list[tuple[_Level | None, int]]]
-"""Edges of each level, as a list of pairs. A pair contains the level of the next stage (``None`` at
-the end of the pipeline) and the kind of the edge (1 within a block of nodes, otherwise 0)."""
+"""Edges of each level, as a list of pairs. The first value is the level of the next stage, or
+``None`` at the end of the pipeline. The second value is 1 for an edge within a block of nodes,
+otherwise 0."""
 
 
 def _states_of_runs(
@@ -118,10 +119,10 @@ def _states_of_runs(
     most_levels: int,
     run: int,
 ) -> DpStates | None:
-    """Finds the levels of pipelines in which equal blocks of stages form runs.
+    """Finds the levels of pipelines in which blocks of stages form runs of equal blocks.
 
-    A run consists of ``run`` adjacent blocks of the same class, or fewer if no more nodes are free.
-    The result is ``None`` if there are more than ``most_levels`` levels.
+    A run consists of ``run`` adjacent blocks of the same class, or of fewer blocks if no more nodes
+    are free. The result is ``None`` if there are more than ``most_levels`` levels.
     """
     edges: _Edges = {}
     wave: dict[_Level, None] = {}
@@ -158,10 +159,10 @@ def _opened(
     follow: int,
     run: int,
 ) -> list[_Level]:
-    """Returns the levels that add a stage of each class on nodes that ``used`` leaves free.
+    """Returns levels that begin with a new stage on nodes that ``used`` leaves free.
 
-    Each class has at most one level. ``follow`` is the number of stages after the new stage, and
-    ``run`` the maximum number of adjacent blocks of the same class.
+    There is at most one level for each class. ``follow`` is the number of stages after the new
+    stage, and ``run`` is the maximum number of adjacent blocks of the same class.
     """
     levels = []
     for c, stage_class in enumerate(classes):
@@ -183,9 +184,9 @@ def _count_orders(used: tuple[int, ...]) -> int:
 
 
 def _pack(edges: _Edges, whole: bool) -> DpStates:
-    """Numbers the levels, and converts levels and edges to arrays.
+    """Numbers the levels, and stores levels and edges in arrays.
 
-    ``whole`` is true if the levels cover every order of nodes.
+    ``whole`` is true if the levels cover every possible order of nodes.
     """
     numbers = {level: number for number, level in enumerate(edges)}
     first, sources, kinds = [0], [], []

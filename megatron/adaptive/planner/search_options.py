@@ -1,4 +1,4 @@
-"""Defines options, objective and results of a search, and stores its best plans."""
+"""Defines the options, the objective and the results of a search, and stores its best plans."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megatron.adaptive.planner.model_description import RECOMPUTE
 from megatron.adaptive.planner.plan import Plan
 
 LEAST_TOKENS = 4096
-"""Minimum number of tokens per rank if ranks share a sequence (context parallelism). This minimum
-only applies if the user does not choose the number of ranks."""
+"""Minimum number of tokens per rank if ranks share a sequence (context parallelism). It applies
+only if the user does not choose the number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    """Settings that the search may choose, and its limits.
+    """Settings from which the search may choose, and limits of the search.
 
     Attributes:
         tp: Tensor-parallel sizes to choose from, or empty for all sizes that fit into a node.
@@ -28,30 +28,32 @@ class SearchOptions:
         recompute: Kinds of activation recomputation to choose from, a subset of ``RECOMPUTE``.
         distributed_optimizer: Settings of the distributed optimizer to try: off, on or both.
         overlap_reduce: Whether the training run overlaps gradient reduction with backward passes.
-        sequence_parallel: Settings of sequence parallelism to choose from if ``tp`` is above 1.
-            Models with experts always use sequence parallelism.
-        context_ranks: Numbers of ranks that share a sequence (context parallelism) to choose from,
-            or empty for all numbers that leave at least ``LEAST_TOKENS`` tokens on each rank.
-        slices: Numbers of slices into which sequences may be cut. Only pipelines with several ranks
-            and a run-time rule cut sequences.
+        sequence_parallel: Settings of sequence parallelism to try if ``tp`` is above 1: off, on or
+            both. Models with experts always use sequence parallelism.
+        context_ranks: Context-parallel sizes (numbers of ranks that share a sequence) to choose
+            from. If empty, all sizes that leave at least ``LEAST_TOKENS`` tokens on each rank are
+            tried.
+        slices: Numbers of slices into which sequences may be cut. Sequences are only cut in
+            pipelines with several ranks and a run-time scheduling rule.
         slice_tokens: Numbers of tokens per slice to choose from if documents of different lengths
-            are packed, or empty if all sequences have the same length. If set, only plans with
-            packed documents are searched.
+            are packed. If not empty, only plans with packed documents are searched. Empty if all
+            sequences have the same length.
         expert_ranks: Numbers of replicas over which experts may be distributed, or empty for all
             possible numbers.
         partition: Number of layers of each stage, including embedding and head, or empty to choose
             a partition.
-        schedules: Names of the pipeline schedules to choose from, out of ``search.SEARCHED``.
+        schedules: Names of the pipeline schedules to choose from, which must be in
+            ``search.SEARCHED``.
         all_nodes: Whether a plan must use every node.
         unequal: Whether stages may have different parallel sizes. The trainer supports such plans
             only if ``tp`` is 1.
         top: Number of plans to return.
-        most_leaves: Maximum number of pipelines to time per shape (combination of parallel sizes)
-            and set of nodes.
-        most_levels: Maximum number of levels (sets of nodes with a first stage) per shape. If a
-            shape has more levels, some orders of nodes are skipped.
-        most_cpu_s: CPU seconds per node type after which the search skips combinations of parallel
-            sizes. Skipping increases the reported gap.
+        most_leaves: Maximum number of pipelines to time per combination of parallel sizes and set
+            of nodes.
+        most_levels: Maximum number of levels (sets of nodes with a first stage) per combination of
+            parallel sizes. If there are more levels, some orders of nodes are skipped.
+        most_cpu_s: CPU time in seconds per node type after which the search skips combinations of
+            parallel sizes. Skipping increases the reported gap to the optimum.
     """
 
     tp: tuple[int, ...] = ()
@@ -78,14 +80,14 @@ class SearchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """Quantity to minimize, and limits for plans.
+    """Quantity to minimize, and limits on time and price.
 
     Attributes:
         least: Quantity to minimize: ``time`` for seconds per step, or ``cost`` for price per step.
         most_seconds_per_step: Maximum step time in seconds.
-        most_price_per_hour: Maximum price per hour of the nodes in use.
-        most_price_per_step: Maximum price per step, which is a run's budget divided by its number
-            of steps.
+        most_price_per_hour: Maximum price per hour of the nodes that a plan uses.
+        most_price_per_step: Maximum price per step. This is the budget of a run divided by its
+            number of steps.
     """
 
     least: Literal["time", "cost"] = "time"
@@ -94,7 +96,7 @@ class Objective:
     most_price_per_step: float = math.inf
 
     def value(self, seconds: float, price_per_hour: float) -> float:
-        """Returns the quantity to minimize: seconds per step, or price per step."""
+        """Returns the value of the quantity to minimize: seconds per step, or price per step."""
         return seconds if self.least == "time" else seconds * price_per_hour / 3600
 
     def most_seconds(self, price_per_hour: float, worst_value: float) -> float:
@@ -102,12 +104,12 @@ class Objective:
 
         Args:
             price_per_hour: Price per hour of the plan's nodes.
-            worst_value: Value (step time or price) that the plan must beat.
+            worst_value: Step time or price per step that the plan must beat.
         """
         if price_per_hour > self.most_price_per_hour:
             return 0.0
-        # The result is an exclusive bound, but a plan exactly at a limit is allowed. So return the
-        # next larger number.
+        # The result is an exclusive bound, but a plan exactly at a limit is allowed. So the next
+        # larger number is returned.
         most = math.nextafter(self.most_seconds_per_step, math.inf)
         hourly = price_per_hour / 3600
         if hourly:
@@ -124,8 +126,8 @@ class Found:
     Attributes:
         plan: Sizes, settings, layers and nodes of the plan.
         seconds: Predicted step time in seconds.
-        price_per_hour: Price per hour of the nodes in use.
-        value: Value of the objective: step time in seconds or price per step.
+        price_per_hour: Price per hour of the nodes that the plan uses.
+        value: Value of the minimized quantity: step time in seconds, or price per step.
     """
 
     plan: Plan
@@ -139,14 +141,14 @@ class SearchResult:
     """Best plans of a search, with a bound on how far from optimal they may be.
 
     Attributes:
-        plans: Plans in the order of their value, starting with the best, or empty if no plan fits
-            into memory.
-        bound: Lower bound of the objective's value for all plans in the search space. If stages can
-            mix node types in too many ways, the bound only applies to the mixtures that were
+        plans: Plans in ascending order of their value, so the best plan comes first. Empty if no
+            plan fits into memory.
+        bound: Lower bound of the minimized quantity for all plans in the search space. If stages
+            can mix node types in too many ways, the bound applies only to the mixtures that were
             searched.
         timed: Number of pipelines that were simulated exactly.
-        configurations: Number of levels (shape, number of stages and set of nodes) with a computed
-            bound.
+        configurations: Number of levels for which a bound was computed. A level is a combination of
+            parallel sizes, number of stages and set of nodes.
     """
 
     plans: tuple[Found, ...]
@@ -156,18 +158,18 @@ class SearchResult:
 
     @property
     def gap(self) -> float:
-        """Fraction by which an unsearched plan may be better, or 0 if the best is optimal."""
+        """Fraction by which a plan that was not searched may be better than the best plan."""
         if not self.plans or self.plans[0].value <= 0:
             return 0.0
         return max(0.0, 1 - self.bound / self.plans[0].value)
 
 
 class Best:
-    """Stores the best plans so far, and at most one plan per shape and set of nodes.
+    """Stores the best plans so far, with at most one plan per combination of sizes and nodes.
 
     Args:
         top: Maximum number of plans to keep.
-        objective: Quantity to minimise, and limits for plans.
+        objective: Quantity to minimize, and limits on time and price.
     """
 
     def __init__(self, top: int, objective: Objective) -> None:
@@ -176,21 +178,21 @@ class Best:
         self._found: dict[Any, Found] = {}
 
     def worst_value(self) -> float:
-        """Returns the value (step time or price) that a new plan must beat to be kept."""
+        """Returns the step time or price per step that a new plan must beat to be kept."""
         if len(self._found) < self._top:
             return math.inf
         return max(entry.value for entry in self._found.values())
 
     def value(self, seconds: float, price: float) -> float:
-        """Returns the step time or price by which plans are ranked. Lower values are better."""
+        """Returns the step time or price per step by which plans are ranked. Lower is better."""
         return self.objective.value(seconds, price)
 
     def most_seconds(self, price: float) -> float:
-        """Returns the step time below which a plan whose nodes cost ``price`` per hour is kept."""
+        """Returns the step time below which a plan is kept if its nodes cost ``price`` per hour."""
         return self.objective.most_seconds(price, self.worst_value())
 
     def add(self, key: Any, plan: Plan, seconds: float, price: float) -> None:
-        """Keeps ``plan`` if it is among the best plans and is the best plan with key ``key``."""
+        """Keeps ``plan`` if it is one of the best plans and the best plan with the key ``key``."""
         value = self.value(seconds, price)
         old = self._found.get(key)
         if old is not None and old.value <= value:
@@ -200,15 +202,15 @@ class Best:
             del self._found[max(self._found, key=lambda kept: self._found[kept].value)]
 
     def sorted(self) -> list[Found]:
-        """Returns the kept plans in ascending order of their value."""
+        """Returns the kept plans, sorted by step time or price per step."""
         return sorted(self._found.values(), key=lambda entry: entry.value)
 
 
 def best_of_each(entries: Iterable[Found], top: int) -> tuple[Found, ...]:
-    """Returns the best plans, at most one for each combination of ranks and nodes.
+    """Returns the best plans, with at most one plan for each assignment of ranks to nodes.
 
-    Several plans may differ only in the length of their slices. Such plans are compared after their
-    layers were moved.
+    Several plans may differ only in the length of their slices. These plans are compared after
+    layers have been moved between their stages.
 
     Args:
         entries: Plans that a search found.
@@ -219,6 +221,7 @@ def best_of_each(entries: Iterable[Found], top: int) -> tuple[Found, ...]:
         plan = entry.plan
         key: Any = (plan.places, plan.context_ranks)
         if plan.slice_tokens is None:
-            key = len(plans)  # The search keeps only one such plan.
+            # The search keeps only one plan without ``slice_tokens`` for each assignment.
+            key = len(plans)
         plans.setdefault(key, entry)
     return tuple(plans.values())[:top]

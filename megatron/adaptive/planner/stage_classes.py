@@ -1,16 +1,16 @@
-"""Prepares the search: classes of equivalent stages, and their costs for all ranges of layers.
+"""Prepares the search: forms classes of equivalent stages, and computes the costs of stages.
 
 A cluster has a huge number of possible plans, but most of them are equivalent, because nodes of the
-same type are interchangeable. This module uses this property in two steps:
+same type are interchangeable. This module makes use of this in two steps:
 
-1. *Classes* (:func:`stage_classes`). A class describes the nodes of a stage: the number of nodes of
-   each type, and the stage's parallel sizes, but not which nodes are used. If a stage needs only a
-   part of a node, the stages of a class form *blocks* that fill a node. For example, a node of 4
-   GPUs holds a block of 2 stages with 2 GPUs each.
+1. *Classes* (:func:`stage_classes`). A class describes how many nodes of each type a stage uses,
+   and the stage's parallel sizes, but not which nodes are used. If a stage needs only a part of a
+   node, the stages of a class form *blocks* that fill a node. For example, a node with 4 GPUs holds
+   a block of 2 stages with 2 GPUs each.
 2. *Arrays* (:class:`Tables`). A *shape* is a combination of parallel sizes, microbatch size,
-   recomputation and optimizer. For a shape, the arrays contain the time and memory of stages of
-   every class for every range of layers. They are computed by the same functions as predictions, so
-   search and prediction agree on every plan.
+   recomputation and optimizer. For each shape, arrays contain the time and memory of stages of
+   every class with every range of layers. They are computed by the same functions as predictions,
+   so search and prediction agree on every plan.
 
 ``search_levels`` enumerates the orders in which stages of these classes can follow each other.
 """
@@ -47,20 +47,21 @@ from megatron.adaptive.planner.plan import StagePlace, StageSettings, place_stag
 from megatron.adaptive.planner.profile import PlanInputs
 
 _MOST_MIXED = 8
-"""Maximum number of stage classes with several nodes per stage, for each pair of parallel sizes."""
+"""Maximum number of stage classes with several nodes per stage, for each combination of parallel
+sizes.
+"""
 
 
 @dataclass(frozen=True)
 class StageClass:
-    """A set of interchangeable stages with equal parallel sizes, on the same types of nodes.
+    """A set of interchangeable stages with the same parallel sizes on nodes of the same types.
 
     Attributes:
-        nodes: Number of nodes of each type that a block of stages fills, in the order of the
-            cluster's types.
-        tp: Tensor-parallel size, in GPUs per replica.
-        dp: Number of replicas. Each rank that shares a sequence counts as a replica.
+        nodes: For each node type of the cluster, the number of nodes that a block of stages fills.
+        tp: Tensor-parallel size, which is the number of GPUs per replica.
+        dp: Number of replicas, where each rank that shares a sequence counts as a replica.
         micro_batch: Number of samples per microbatch on each replica.
-        block: Number of stages in a block. A block is a group of stages that together fill their
+        block: Number of stages in a block, which is a group of stages that together fill their
             nodes.
     """
 
@@ -79,10 +80,10 @@ class StageClass:
 def stage_classes(
     cluster: Cluster, *, tp: int, dp: int, micro_batch: int
 ) -> tuple[StageClass, ...]:
-    """Returns the classes of stages with the parallel sizes ``tp`` and ``dp``.
+    """Returns the classes of the stages with tensor-parallel size ``tp`` and ``dp`` replicas.
 
     A stage uses an equal part of a node, or several whole nodes, which may have different types. If
-    node types can be mixed in many ways, only the mixtures with the fewest types are returned.
+    node types can be mixed in many ways, only mixtures of few types are returned.
     """
     counts = [group.count for group in cluster.groups]
     gpus = [group.type.gpus for group in cluster.groups]
@@ -106,12 +107,13 @@ def stage_classes(
 
 
 def take_nodes(free: list[int], first: int, count: int, kind: NodeType) -> list[int]:
-    """Takes nodes of a type from a list, using a single island if an island is large enough.
+    """Takes ``count`` nodes of one type from ``free``, all from one island if an island has enough.
 
-    An island is a group of GPUs with fast links to each other.
+    An island is a group of GPUs with fast links between them.
 
     Args:
-        free: Indices of the type's free nodes, in ascending order. The taken nodes are removed.
+        free: Indices of the free nodes of the type, in ascending order. Indices of taken nodes are
+            removed.
         first: Index of the first node of this type in the cluster.
         count: Number of nodes to take.
         kind: Type of the nodes.
@@ -132,7 +134,7 @@ def take_nodes(free: list[int], first: int, count: int, kind: NodeType) -> list[
 
 
 def _mixtures(size: int, gpus: Sequence[int], limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yields all ways to get exactly ``size`` GPUs, as tuples of the number of nodes per type."""
+    """Yields all ways to get exactly ``size`` GPUs, each as the number of nodes of every type."""
     if not gpus:
         if size == 0:
             yield ()
@@ -148,34 +150,34 @@ def _mixtures(size: int, gpus: Sequence[int], limits: Sequence[int]) -> Iterator
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeChoice(StageSettings):
-    """Settings shared by all stages of a shape, and the number of microbatches per step.
+    """Settings that all stages of a shape share, and the number of microbatches per step.
 
     Attributes:
-        microbatches: Number of microbatches per step, or of slices of all microbatches if sequences
-            are cut into slices.
+        microbatches: Number of microbatches per step. If sequences are cut into slices, this is the
+            number of slices of all microbatches.
     """
 
     microbatches: int
 
     @property
     def of_plan(self) -> dict[str, Any]:
-        """Settings shared by all stages, as keyword arguments for ``Plan``."""
+        """Settings that all stages share, as keyword arguments for ``Plan``."""
         return {item.name: getattr(self, item.name) for item in fields(StageSettings)}
 
 
 class Totals(NamedTuple):
-    """Times and sizes summed over all layers, as if a single stage on one node type held them.
+    """Total times and sizes of all layers, as if a single stage on one node type held them all.
 
     Attributes:
         work_s: Duration of a microbatch's forward and backward pass, in seconds.
-        least_s: Duration of the shortest forward pass of a layer in seconds, except for the first
-            and the last layer.
-        way_s: Time from the start of a microbatch to the end of its backward pass in seconds,
-            excluding weight gradients that are computed in a separate pass.
+        least_s: Duration of the shortest forward pass of any layer except the first and the last,
+            in seconds.
+        way_s: Time in seconds from the start of a microbatch to the end of its backward pass.
+            Weight gradients that are computed in a separate pass are excluded.
         after_s: Lower bound of the time for gradient reduction and optimizer, in seconds.
         held_bytes: Size in bytes of weights, gradients and optimizer state.
         kept_bytes: Size in bytes of the activations that a microbatch keeps for its backward pass.
-        stay: Lower bound of the size of the kept activations multiplied by the time for which they
+        stay: Lower bound of the product of the kept activations' size and the time for which they
             are kept, per microbatch, in byte-seconds.
     """
 
@@ -189,7 +191,7 @@ class Totals(NamedTuple):
 
 
 class LayerRanges(NamedTuple):
-    """Times and sizes of a stage for all ranges of layers, on one node type.
+    """Times and sizes of a stage on one node type, for all ranges of layers.
 
     Each array has shape ``[n + 1, n + 1]``, indexed by the first layer of a range and the layer
     after its last layer.
@@ -203,7 +205,7 @@ class LayerRanges(NamedTuple):
         trained: Number of trained parameters per GPU, including experts.
         experts: Number of parameters per GPU that belong to experts.
         base: Memory in bytes that does not depend on microbatches, minus the memory limit. The
-            value is infinite if the layers must not share a stage.
+            value is infinite if the layers of the range must not be on the same stage.
         kept: Size in bytes of the activations that a microbatch keeps.
     """
 
@@ -218,7 +220,7 @@ class LayerRanges(NamedTuple):
 
 
 class Tables:
-    """Computes the costs of all possible stages as arrays, and caches shared arrays.
+    """Computes arrays with the costs of all possible stages, and caches intermediate results.
 
     Args:
         inputs: Model, cluster and profile of layer times.
@@ -247,12 +249,12 @@ class Tables:
         return self._kept[key]
 
     def place(self, stage_class: StageClass, skip: tuple[int, ...] = ()) -> StagePlace | None:
-        """Assigns GPUs to a stage of a class, on the first nodes of the types that it needs.
+        """Assigns GPUs to a stage of a class, on the first nodes of each type that the class uses.
 
         Args:
             stage_class: Class of the stage.
-            skip: Number of nodes of each type to skip at the beginning. If empty, no nodes are
-                skipped.
+            skip: Number of nodes of each type that are skipped at the beginning. If empty, no nodes
+                are skipped.
 
         Returns:
             GPUs of the stage, or ``None`` if the cluster has too few nodes.
@@ -269,7 +271,7 @@ class Tables:
         return stage_place
 
     def types(self, stage_class: StageClass) -> list[NodeType]:
-        """Returns the node types on which stages of the class ``stage_class`` run."""
+        """Returns the node types that stages of the class ``stage_class`` use."""
         return [
             group.type
             for group, count in zip(self.cluster.groups, stage_class.nodes, strict=True)
@@ -295,14 +297,14 @@ class Tables:
     def totals(
         self, node: NodeType, stage_class: StageClass, choice: ShapeChoice, whole: bool = True
     ) -> Totals:
-        """Adds up time and memory over all layers, as if a single stage held all layers.
+        """Returns total times and memory sizes of all layers, as if a single stage held them all.
 
         Args:
             node: Type of the stage's nodes.
             stage_class: Class of the stage.
             choice: Settings of the stage.
-            whole: Whether the backward pass also computes weight gradients. If not, a separate pass
-                computes them.
+            whole: Whether the backward pass also computes weight gradients. If false, a separate
+                pass computes them.
         """
         table = self.layers(node, stage_class, choice)
         key = (
@@ -354,19 +356,19 @@ class Tables:
             after_s=after,
             held_bytes=float(held.total_bytes),
             kept_bytes=float(table.kept_bytes.sum()),
-            # A layer's activations stay in memory while all later layers run their forward and
+            # The activations of a layer stay in memory while all later layers run their forward and
             # backward passes.
             stay=float((table.kept_bytes * way[::-1].cumsum()[::-1]).sum()),
         )
 
     def _least_reduce_s(self, stage_class: StageClass, size: float) -> float:
-        """Returns a lower bound of the seconds for a gradient reduction of ``size`` bytes."""
+        """Returns a lower bound in seconds of the time to reduce gradients of ``size`` bytes."""
         if stage_class.block > 1 or sum(stage_class.nodes) == 1:
             stage_place = self.place(stage_class)
             if stage_place is None:
                 return 0.0
             return reduction((stage_place,), 0, self.inputs)(size)
-        # A ring over several nodes enters and leaves each node over a link between nodes. The
+        # A ring over several nodes uses links between nodes to enter and to leave each node. The
         # slowest of these links limits the ring.
         types = self.types(stage_class)
         if len(types) == 1:
@@ -376,9 +378,10 @@ class Tables:
         return min(all_reduce_s(way, size, stage_class.dp, stage_class.tp) for way in ways)
 
     def fits_split(self, classes: Sequence[StageClass], choice: ShapeChoice) -> bool:
-        """Returns whether sequence parallelism always needs at most as much memory as ``choice``.
+        """Returns whether sequence parallelism never needs more memory than ``choice``.
 
-        If so, the search skips ``choice``, because sequence parallelism is always at least as fast.
+        In this case, the search skips ``choice``, because sequence parallelism is always at least
+        as fast.
         """
         parallel = replace(choice, sequence_parallel=True)
         for stage_class in classes:
@@ -397,31 +400,32 @@ class Tables:
         )
 
     def arrays(self, classes: Sequence[StageClass], choice: ShapeChoice) -> dict[str, Any]:
-        """Returns the cost arrays of ``search_kernel.ShapeArrays``, keyed by field name."""
+        """Returns the costs of all stages, keyed by field name of ``search_kernel.ShapeArrays``."""
         rows = [self._class(stage_class, choice) for stage_class in classes]
         tables = max(len(row["base"]) for row in rows)
         for row in rows:
             for name in ("base", "kept"):
                 # All classes need the same number of tables in the array. If a class has fewer
-                # tables, repeat its first table, which does not change the result.
+                # tables, its first table is repeated, which does not change the result.
                 row[name] += row[name][:1] * (tables - len(row[name]))
         arrays = {name: np.array([row[name] for row in rows]) for name in rows[0]}
         arrays["launch"] = arrays["launch"].swapaxes(0, 1)
         arrays["latency"], arrays["occupancy"], arrays["tied"] = self._between(classes, choice)
-        # Numba compiles the kernel again for every memory layout, so make all arrays contiguous.
+        # Numba compiles the kernel again for every memory layout, so all arrays are made
+        # contiguous.
         return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
     def _class(self, stage_class: StageClass, choice: ShapeChoice) -> dict[str, Any]:
-        """Returns the costs of one class as a dict, keyed by field name of ``ShapeArrays``."""
+        """Returns the costs of the stages of one class, keyed by field name of ``ShapeArrays``."""
         nodes = self.types(stage_class)
         rows = [self.ranges(node, stage_class, choice) for node in nodes]
         action = self.inputs.action_s(nodes)
         forward = np.maximum.reduce([row.forward for row in rows])
         inputs = np.maximum.reduce([row.backward for row in rows])
         weight = np.maximum.reduce([row.weight for row in rows])
-        # Compute the launch time in the same way as predictions, so that both agree. The launch
-        # time is the difference between the slowest node type's time with kernel launches and the
-        # slowest node type's time without kernel launches.
+        # The launch time is computed as in predictions, so that search and predictions agree. It is
+        # the slowest node type's time with kernel launches minus the slowest node type's time
+        # without kernel launches.
         forward_work = np.maximum.reduce([row.forward - row.launch for row in rows])
         inputs_work = np.maximum.reduce([row.backward - row.launch for row in rows])
         action_s = np.triu(np.ones_like(forward), 1) * action
@@ -439,7 +443,7 @@ class Tables:
         }
 
     def ranges(self, node: NodeType, stage_class: StageClass, choice: ShapeChoice) -> LayerRanges:
-        """Computes the times and sizes of all ranges of layers on the node type ``node``."""
+        """Returns the times and sizes of all ranges of layers on the node type ``node``."""
         table = self.layers(node, stage_class, choice)
         names = (
             "forward_s",
@@ -478,7 +482,7 @@ class Tables:
         experts: Any,
         backward: Any,
     ) -> Any:
-        """Returns the times for gradient reduction and optimizer for all ranges of layers.
+        """Returns the time for gradient reduction and optimizer step for each range of layers.
 
         The array has shape ``[n + 1, n + 1]`` and contains times in seconds.
         """
@@ -490,7 +494,7 @@ class Tables:
             shared = parameters - experts if ranks > 1 else parameters
             whole = np.zeros_like(parameters)
             for part, stride in ((shared, 1), (experts, ranks))[: 1 + (ranks > 1)]:
-                # Many ranges of layers have equal sums, up to rounding. So each distinct sum is
+                # Many ranges of layers have the same sum, up to rounding. So each distinct sum is
                 # timed only once.
                 values, where = np.unique(np.round(part, 3), return_inverse=True)
                 sizes = np.maximum(values, 0.0) * self.model.precision.reduce_bytes
@@ -520,12 +524,12 @@ class Tables:
             first = self.place(sender)
             second = first if kind else self.place(receiver, skip=sender.nodes)
             if first is None or second is None or (kind and a != b):
-                # Stages of these two classes are never neighbours in this way, so skip the
-                # combination.
+                # Stages of these two classes are never neighbours in this way, so the combination
+                # is skipped.
                 continue
             if not kind or sender.block > 1:
                 # Each rank that shares a sequence sends only its part of the sequence. If sequences
-                # are cut, a message has one slice.
+                # are cut into slices, a message contains one slice.
                 share = choice.share_of(self.model.sequence) / choice.context_ranks
                 parts = [float(size) * share for size in sizes]
                 rows = [
@@ -535,7 +539,7 @@ class Tables:
                     )
                     for size in parts
                 ]
-                # A message takes the same time in both directions, so use the same values for both.
+                # A message takes the same time in both directions, so both get the same values.
                 latency[:, kind, a, b], occupancy[:, kind, a, b] = np.array(rows)[where].T
             if self.model.tied_parameters:
                 # The cache key omits the microbatch size, because the embedding's size does not
@@ -552,7 +556,8 @@ def only_partition(after: Any, partition: Sequence[int]) -> Any:
     """Returns ``after`` with infinity for each layer range that is not a stage of ``partition``.
 
     Args:
-        after: Time for reduction and optimizer in seconds, ``[..., n + 1, n + 1]``.
+        after: Time for gradient reduction and optimizer in seconds, for each range of layers,
+            ``[..., n + 1, n + 1]``.
         partition: Number of layers of each stage.
     """
     cuts = np.concatenate([[0], np.cumsum(partition)])
@@ -562,21 +567,22 @@ def only_partition(after: Any, partition: Sequence[int]) -> Any:
 
 
 def most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> float:
-    """Returns an upper bound of the total rate of a pipeline's stages.
+    """Returns an upper bound of the sum of the rates of a pipeline's stages.
 
-    The bound fills the fastest node types first, as if a stage could be divided freely among nodes
-    of its type. Instead of rates, the values can be any additive quantity, such as memory in bytes.
+    The bound assumes that the fastest node types are used first, and that a stage could be divided
+    freely among nodes of its type. Instead of rates, the values may be any additive quantity, such
+    as memory in bytes.
 
     Args:
-        rates: Index of the node type, rate of one stage, and number of stages on all nodes of the
-            type. A rate is in microbatches per second or bytes. A type may have several entries
-            with different parallel sizes.
+        rates: Tuples of the index of a node type, the rate of one stage, and the number of stages
+            on all nodes of the type. A rate is in microbatches per second, or in bytes. A type may
+            have several entries with different parallel sizes.
         most_stages: Maximum number of stages of a pipeline.
     """
     by_type: dict[int, tuple[float, float]] = {}
     for index, rate, stages in rates:
         fastest, most = by_type.get(index, (0.0, 0.0))
-        # The fastest stage and the highest total rate may have different parallel sizes.
+        # The fastest stage and the highest total rate of a type may have different parallel sizes.
         fastest, most = max(fastest, rate), max(most, rate * stages)
         by_type[index] = (fastest, most)
     left = float(most_stages)
@@ -591,33 +597,33 @@ def most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> fl
 def capacity_bound(
     tables: Tables, cluster: Cluster, classes: Sequence[StageClass], choice: ShapeChoice
 ) -> float:
-    """Returns a lower bound in seconds of the step time on all nodes of a cluster.
+    """Returns a lower bound in seconds of the step time of any plan on a cluster.
 
     For a time T in seconds, the function computes how many layers all stages together can process
     within T. If this number is less than the model's number of layers, no plan takes T or less.
-    Bisection finds the largest such T. Example with 10 layers. Two stages of type a need 1 s per
-    layer for the whole step, and one stage of type b needs 2 s per layer::
+    Bisection finds the largest such T. In an example with 10 layers, two stages of type a need 1 s
+    per layer for the whole step, and one stage of type b needs 2 s per layer::
 
         T = 3 s    3 + 3 + 1 =  7 layers   too few
         T = 4 s    4 + 4 + 2 = 10 layers   enough, so the bound is 4 s
 
-    A stage holds at most the layers that fit into memory with one microbatch. Its time includes
-    gradient reduction and optimizer. Each additional stage of a node type starts one layer's
-    forward pass later, so its available time is shorter by this amount. A stage on several node
-    types counts as a stage of its slowest type. If stages have different parallel sizes, no bound
-    is computed.
+    A stage holds at most as many layers as fit into memory with one microbatch. Its time includes
+    gradient reduction and optimizer. Each additional stage of a node type has to wait for the
+    forward pass of one layer, so its available time is shorter by the duration of this pass. A
+    stage on several node types counts as a stage of its slowest type. If stages have different
+    parallel sizes, no bound is computed.
 
     Args:
         tables: Times and memory sizes of the layers.
-        cluster: Node types of the cluster, with the number of nodes.
+        cluster: Cluster with its node types and numbers of nodes.
         classes: Stage classes of the shape.
-        choice: Settings shared by all stages.
+        choice: Settings that all stages share.
 
     Returns:
         Lower bound in seconds, 0 if no bound was computed, or infinity if the layers do not fit
         into memory.
     """
-    # Ignore the first and the last layer, because they may take almost no time.
+    # The first and the last layer are ignored, because they may take almost no time.
     n = tables.model.num_layers - 2
     if n < 1 or len({stage_class.widths for stage_class in classes}) != 1:
         return 0.0
@@ -648,16 +654,16 @@ def capacity_bound(
 
 
 def _most_layers(seconds: float, types: Sequence[tuple[float, Any]], waits: float) -> int:
-    """Returns the maximum number of layers that all stages can process in ``seconds`` seconds.
+    """Returns how many layers all stages together can process in ``seconds`` seconds at most.
 
-    A stage counts for its slowest node type. So a slow type may get stages that partly use nodes of
-    faster types, but not the reverse: the k fastest types together have at most the number of
-    stages that fit on their nodes. Under such nested limits, a greedy choice is optimal, because
-    the sets of stages form a matroid: take the stages that process the most layers first.
+    A stage counts for its slowest node type. So stages of a slow type may also use nodes of faster
+    types, but not the reverse. The k fastest types together have at most as many stages as fit on
+    their nodes. With such nested limits, the sets of stages form a matroid, so a greedy choice is
+    optimal: the stages that process the most layers are taken first.
 
     Args:
         seconds: Time limit per step, in seconds.
-        types: Number of stages and result of ``_least_s`` for each node type.
+        types: For each node type, the number of stages and the result of ``_least_s``.
         waits: Delay in seconds between the starts of successive stages of a node type.
     """
     order = sorted(types, key=lambda entry: float(entry[1].min(initial=np.inf)))
@@ -683,7 +689,7 @@ def _least_s(
     choice: ShapeChoice,
     sums: Sequence[Totals],
 ) -> Any:
-    """Returns the minimum step time of a stage for each number of layers, in seconds.
+    """Returns the minimum step time of a stage in seconds for each number of layers.
 
     The first and the last layer of the model are ignored.
 
@@ -692,8 +698,8 @@ def _least_s(
         node: Type of the stage's nodes.
         stage_class: Parallel sizes of the stage.
         choice: Settings of the stage.
-        sums: Totals of the stage classes that use this node type, including the time for gradient
-            reduction and the optimizer step.
+        sums: Totals of the stage classes that use this node type. They include the time for
+            gradient reduction and the optimizer step.
 
     Returns:
         Array ``[n - 2]``, where n is the number of layers of the model. Its entries are the times

@@ -1,4 +1,4 @@
-"""Checks plans and sequence slices against the rules of the trainer."""
+"""Checks plans, sequence slices and slice lengths against the rules of the trainer."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from megatron.adaptive.planner.search_options import SearchOptions
 from megatron.adaptive.schedule.catalog import is_rule
 
 _NUMBERS = (1, 2, 4, 8, 16)
-"""Numbers of slices to try by default."""
+"""Numbers of slices per sequence to try by default."""
 _USUAL_TOKENS = 1024
-"""Minimum mean number of tokens per slice by default. Shorter slices use a GPU less efficiently,
-which estimated layer times do not take into account."""
+"""Minimum mean number of tokens per slice for a number of slices to be tried by default. Shorter
+slices use a GPU less efficiently, which estimated layer times do not take into account."""
 _MOST_ITEMS = 8192
-"""Maximum number of documents per step, and of slices per step, that are packed and simulated."""
+"""Maximum number of documents, and of slices, that a step may contain to be packed and simulated.
+"""
 
 
 def trainer_refusal(model: Model, flags: Sequence[str], world_size: int | None) -> str:
-    """Returns the reason why the trainer rejects a model with ``flags``, or an empty string.
+    """Returns why the trainer rejects ``model`` with ``flags``, or an empty string if it does not.
 
-    A model that was not described by the trainer's arguments is accepted, because it cannot be
-    checked.
+    A model that is not described by the trainer's arguments cannot be checked, so it is accepted.
 
     Args:
         model: Model to train.
-        flags: Flags of the plan.
+        flags: Command-line flags of the plan.
         world_size: Number of processes of the plan, or ``None`` for a single process.
     """
     arguments = [
@@ -58,7 +58,7 @@ def trainer_refusal(model: Model, flags: Sequence[str], world_size: int | None) 
 
 
 def slices_refusal(model: Model) -> str:
-    """Returns the reason why a model's sequences cannot be sliced, or an empty string."""
+    """Returns why the sequences of ``model`` cannot be cut into slices, or an empty string."""
     if refusal := trainer_refusal(model, ["--sequence-slices", "2"], 1):
         return refusal
     if model.most_slices() < 2 or (model.has_experts and not model.arguments):
@@ -71,7 +71,7 @@ def slices_refusal(model: Model) -> str:
 
 
 def usual_slices(model: Model) -> tuple[int, ...]:
-    """Returns the numbers of slices to try by default for ``model``."""
+    """Returns the numbers of slices per sequence that are tried for ``model`` by default."""
     most = model.sequence // _USUAL_TOKENS
     if most < 2 or slices_refusal(model):
         return (1,)
@@ -79,10 +79,10 @@ def usual_slices(model: Model) -> tuple[int, ...]:
 
 
 def check_slices(options: SearchOptions, model: Model) -> None:
-    """Checks that the search may use the numbers of slices in ``options``.
+    """Checks that the search may use the numbers of slices per sequence in ``options``.
 
     Raises:
-        ConfigError: The model's sequences cannot be cut into this number of slices, or none of the
+        ConfigError: The model's sequences cannot be cut into this many slices, or none of the
             schedules supports slices.
     """
     numbers = ",".join(map(str, options.slices))
@@ -105,13 +105,13 @@ def check_slices(options: SearchOptions, model: Model) -> None:
 
 
 def tokens_to_try(documents: RunDocuments, multiple: int) -> tuple[int, ...]:
-    """Returns the slice lengths, in tokens, from which ``plan --slice-tokens auto`` chooses.
+    """Returns the slice lengths in tokens among which ``plan --slice-tokens auto`` chooses.
 
-    The lengths are the same as in the trainer, but slices of long documents have at least 1,024
-    tokens.
+    These are the lengths among which the trainer chooses, except that slices of long documents have
+    at least 1,024 tokens.
 
     Args:
-        documents: Documents of the run.
+        documents: Documents on which the run trains.
         multiple: Number by which the length of each slice must be divisible.
     """
     least = documents.mean_tokens / _MOST_ITEMS
@@ -123,7 +123,7 @@ def tokens_to_try(documents: RunDocuments, multiple: int) -> tuple[int, ...]:
 
 
 def needs_lengths(tokens: str) -> str:
-    """Returns the error message about missing document lengths for ``--slice-tokens``."""
+    """Returns the error message for ``--slice-tokens`` without the lengths of the documents."""
     return (
         f"--slice-tokens {tokens} needs the lengths of the documents; add --document-lengths with"
         " the prefix of a .bin and .idx file, a file of numbers, or lognormal:MEDIAN:SIGMA"
@@ -131,7 +131,7 @@ def needs_lengths(tokens: str) -> str:
 
 
 def check_slice_tokens(options: SearchOptions, inputs: PlanInputs) -> None:
-    """Checks the slice lengths in ``options``, from which the search may choose.
+    """Checks that the search may use the slice lengths in ``options``.
 
     Raises:
         ConfigError: The lengths of the documents are missing, a slice length is too short or too
@@ -190,7 +190,7 @@ _FLAGS = {
 
 
 def orders_rows(schedule: str) -> bool:
-    """Returns whether a schedule orders rows that have different numbers of slices."""
+    """Returns whether a schedule supports rows that have different numbers of slices."""
     return is_rule(schedule) and schedule != "hinted"
 
 
@@ -199,7 +199,7 @@ def widest_tp(tp: Sequence[int], cluster: Cluster) -> int:
 
     Args:
         tp: Sizes to choose from, or empty for all sizes that fit into a node.
-        cluster: Nodes to plan for.
+        cluster: Cluster with the nodes to plan for.
     """
     return max(tp or [node.gpus for node in cluster.types])
 

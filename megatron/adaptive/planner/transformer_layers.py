@@ -1,19 +1,20 @@
-"""Computes parameters, FLOPs and memory of transformer layers from their sizes.
+"""Computes the parameters, FLOPs and memory of transformer layers from their sizes.
 
 :func:`build_model` builds a GPT, BERT or T5 model from a :class:`TransformerShape`. The model may
 have experts, attention windows, latent attention, and multi-token prediction layers.
 
-Source: Narayanan et al. 2021 (arXiv:2104.04473), appendix, for FLOPs; Korthikanti et al. 2022
+Source: Narayanan et al. 2021 (arXiv:2104.04473), appendix, for FLOPs. Korthikanti et al. 2022
 (arXiv:2205.05198), section 4, for activations. Grouped queries and gated feed-forward blocks are
 added, and each element is counted with its actual size. DeepSeek-AI 2024 (arXiv:2412.19437),
 section 2, for latent attention and multi-token prediction.
 
-Attention without a fused kernel computes and stores all scores. A fused kernel skips scores outside
-of a window, and the masked half of a causal model. It stores only one number per row of scores.
+Attention without a fused kernel computes and stores all scores. A fused kernel skips the scores
+outside of a window, and the masked half of a causal model's scores. It stores only one number per
+row of scores.
 
-The FLOPs per token in expert layers are the FLOPs of the experts to which the token is routed. If
-experts are distributed over ranks, the busiest rank has ``imbalance`` times the average work.
-Therefore, layers with experts have a separate kind for each number of ranks. For example,
+The FLOPs per token in a layer with experts are the FLOPs of the experts to which the token is
+routed. If experts are distributed over ranks, the busiest rank has ``imbalance`` times the average
+work. Therefore, layers with experts have a separate kind for each number of ranks. For example,
 ``experts/8`` is the kind for 8 ranks.
 """
 
@@ -38,47 +39,50 @@ class TransformerShape:
 
     Attributes:
         name: Name of the model.
-        family: Type of the model: ``gpt`` for a decoder, ``bert`` for an encoder, or ``t5`` for
-            both.
-        layers: Number of layers in the decoder, or in the encoder for ``bert`` and ``t5``.
+        family: Type of the model: ``gpt`` for a decoder, ``bert`` for an encoder, or ``t5`` for an
+            encoder and a decoder.
+        layers: Number of layers in the decoder of a ``gpt`` model, or in the encoder of a ``bert``
+            or ``t5`` model.
         decoder_layers: Number of layers in T5's decoder.
         hidden: Hidden size, which is the number of elements per token between layers.
         heads: Number of attention heads.
-        query_groups: Number of key and value heads, equal to ``heads`` if queries are not grouped.
-        head_width: Number of elements in a head's queries and keys.
+        query_groups: Number of key and value heads. It equals ``heads`` if queries are not grouped.
+        head_width: Number of elements in the queries, and in the keys, of a head.
         ffn: Inner width of the feed-forward block.
         sequence: Number of tokens per sample. For ``t5``, this is the number in the encoder.
         decoder_sequence: Number of tokens per sample in T5's decoder.
-        positions: Number of rows in the table of learned positions, or 0 if the model has no such
-            table.
-        vocabulary: Number of rows in the embedding, with Megatron's padding.
+        positions: Number of rows in the table of learned positions, or 0 without such a table.
+        vocabulary: Number of rows in the embedding, including Megatron's padding.
         gated: Whether the feed-forward block has a gate (SwiGLU).
         biases: Whether linear layers have biases.
-        norm_biases: Whether normalizations have biases (LayerNorm, but not RMSNorm).
+        norm_biases: Whether normalizations have biases, like LayerNorm but unlike RMSNorm.
         tied: Whether embedding and head share their weights.
         dropout: Whether the model has dropout. Dropout masks are kept for the backward pass.
-        fused_attention: Whether attention does not store scores, as in FlashAttention.
+        fused_attention: Whether attention avoids storing scores, like FlashAttention.
         own_attention: Whether the trainer's own layers compute attention with torch's kernels
             instead of Transformer Engine.
         precision: Sizes in bytes of the numbers in a training run.
-        arguments: Megatron's command-line arguments for the same model. They may be empty.
+        arguments: Megatron's command-line arguments for the same model, or empty if unknown.
         query_biases: Whether queries, keys and values have biases even if other layers do not.
         query_norms: Whether queries and keys are normalized.
-        latent_rank: Width of the latent vector of keys and values, or 0 if attention is not latent.
-        query_rank: Width of the latent vector of queries, or 0 if the model has no such vector.
-        rotary_width: Width of the part of a head with rotary positions in latent attention.
-        value_width: Width of a head's values in latent attention.
+        latent_rank: Width of the latent vector of keys and values, or 0 without latent attention.
+        query_rank: Width of the latent vector of queries, or 0 without such a vector.
+        rotary_width: Number of elements of a head that have rotary positions in latent attention.
+        value_width: Number of elements in the values of a head in latent attention.
         window: Number of tokens that a token attends to, or 0 for all previous tokens.
-        window_layers: Whether each layer has the attention window, or empty if all layers have it.
+        window_layers: For each layer, whether it has the attention window. Empty if all layers have
+            it.
         experts: Number of experts per layer, or 0 if the model has no experts.
-        expert_layers: Whether each layer has experts, or empty if all layers have experts.
+        expert_layers: For each layer, whether it has experts. Empty if all layers have experts.
         top_k: Number of experts to which each token is routed.
         expert_ffn: Inner width of an expert.
         shared_ffn: Inner width of the shared expert, which processes all tokens.
-        capacity: Maximum number of tokens per expert divided by the average, or 0 for no limit.
-        padded: Whether each expert's input is padded to ``capacity``. If so, all experts have the
-            same work.
-        imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
+        capacity: Maximum number of tokens per expert divided by the average number, or 0 for no
+            limit.
+        padded: Whether the input of each expert is padded to ``capacity``. If so, all experts have
+            the same work.
+        imbalance: Number of tokens on the rank with the busiest experts, divided by the average
+            number.
         predictions: Number of multi-token prediction layers, which are on the last stage.
     """
 
@@ -135,24 +139,24 @@ class TransformerShape:
 
     @property
     def queries(self) -> int:
-        """Number of elements in a token's queries, over all heads."""
+        """Number of elements in the queries of a token, over all heads."""
         return self.heads * self.head_width
 
     @property
     def outputs(self) -> int:
-        """Number of elements in a token's attention output, over all heads."""
+        """Number of elements in the attention output of a token, over all heads."""
         return self.heads * (self.value_width or self.head_width)
 
     @property
     def keys_values(self) -> int:
-        """Number of elements in a token's keys and values, over all heads."""
+        """Number of elements in the keys and values of a token, over all heads."""
         if self.latent_rank:
             return self.queries + self.outputs
         return 2 * self.query_groups * self.head_width
 
     @property
     def attention_weights(self) -> tuple[int, int]:
-        """Number of attention weights that tensor parallelism divides, and that it replicates."""
+        """Numbers of attention weights that tensor parallelism divides, and that it replicates."""
         if not self.latent_rank:
             return self.hidden * (self.queries + self.keys_values + self.outputs), 0
         unrotated = self.heads * (self.head_width - self.rotary_width)
@@ -162,7 +166,7 @@ class TransformerShape:
         return split, self.hidden * down
 
     def load(self, spread: int) -> float:
-        """Returns the expert work of the busiest rank, relative to the average rank.
+        """Returns the work of the experts on the busiest rank, relative to the average rank.
 
         Args:
             spread: Number of ranks over which the experts are distributed.
@@ -175,10 +179,10 @@ class TransformerShape:
 def build_model(shape: TransformerShape) -> Model:
     """Builds a model from the sizes of the transformer ``shape``.
 
-    The kinds of layers are ``embedding``, ``transformer`` (``experts`` for layers with experts) and
-    ``head``. For T5, they are ``embedding``, ``encoder``, ``decoder_embedding``, ``decoder`` and
-    ``head``. If only some layers have an attention window, the names of their kinds end with
-    ``-window``.
+    The kinds of layers are called ``embedding``, ``transformer`` (``experts`` for layers with
+    experts) and ``head``. For T5, they are called ``embedding``, ``encoder``,
+    ``decoder_embedding``, ``decoder`` and ``head``. If only some layers have an attention window,
+    the names of their kinds end with ``-window``.
     """
     windowed = shape.window_layers or (False,) * shape.layers
     with_experts = shape.expert_layers or (shape.experts > 0,) * shape.layers
@@ -211,7 +215,7 @@ def build_model(shape: TransformerShape) -> Model:
         tokens_per_sample=tokens,
         tied_parameters=float(shape.vocabulary * shape.hidden) if tied else 0.0,
         tied_layers=tuple(shared) if tied else (),
-        # Tensor parallelism divides heads and feed-forward widths. So its size must be a divisor of
+        # Tensor parallelism divides heads and feed-forward widths, so its size must be a divisor of
         # each of these numbers.
         max_tp=math.gcd(shape.heads, *widths),
         precision=shape.precision,
@@ -223,9 +227,9 @@ def build_model(shape: TransformerShape) -> Model:
 
 
 def _t5_kinds(shape: TransformerShape) -> list[tuple[LayerKind, int]]:
-    """Returns the kinds of layers of a T5 model in order, with the number of layers per kind.
+    """Returns the kinds of layers of a T5 model in order, with the number of layers of each kind.
 
-    The decoder's layers also pass the encoder's output to the next layer.
+    The layers of the decoder also pass the output of the encoder to the next layer.
     """
     encoder_tokens, tokens = shape.sequence, shape.decoder_sequence
     decoder_embedding = _embedding(
@@ -244,14 +248,14 @@ def _t5_kinds(shape: TransformerShape) -> list[tuple[LayerKind, int]]:
 def _add_kinds(
     kinds: dict[str, LayerKind], shape: TransformerShape, names: Sequence[str], spread: int
 ) -> None:
-    """Adds layer kinds with experts distributed over ``spread`` ranks, and the head.
+    """Adds the layer kinds of a model whose experts are distributed over ``spread`` ranks.
 
     Args:
-        kinds: Kinds of layers by name, to which the new kinds are added.
+        kinds: Kinds of layers by name. New kinds are added to this dict.
         shape: Sizes of the model.
-        names: Name of each layer's kind, without the number of ranks.
-        spread: Number of ranks over which the experts are distributed. If ``spread`` is 1, kinds
-            without experts are also added.
+        names: For each layer, the name of its kind, without the number of ranks.
+        spread: Number of ranks over which the experts are distributed. If it is 1, kinds without
+            experts are also added.
     """
     tokens = shape.sequence
     causal = shape.family == "gpt"
@@ -276,14 +280,15 @@ def _add_kinds(
 def _embedding(
     shape: TransformerShape, name: str, tokens: int, *, group: str = "", carried: int = 0
 ) -> LayerKind:
-    """Returns a layer kind with the costs of an embedding layer.
+    """Returns a layer kind for an embedding layer, with its costs.
 
     Args:
         shape: Sizes of the model.
         name: Name of the kind of layer.
         tokens: Number of tokens per sample.
-        group: Group of the kind, ``encoder`` or ``decoder`` in a T5.
-        carried: Number of tokens of the encoder's output that is passed on with the embeddings.
+        group: Group of the kind: ``encoder`` or ``decoder`` in a T5 model, otherwise empty.
+        carried: Number of tokens of the encoder's output that the layer passes on with the
+            embeddings.
     """
     element = shape.precision.element_bytes
     width = tokens * shape.hidden
@@ -297,7 +302,7 @@ def _embedding(
         input_bytes=tokens * 8.0,
         workspace_bytes=0.0,
         # Only the forward pass has an all-reduce, but ``tp_bytes`` counts for both directions, so
-        # halve the size.
+        # the size is halved.
         tp_bytes=width * element / 2,
         group=group,
         counted=False,
@@ -314,16 +319,16 @@ def _layer(
     crossed: int = 0,
     spread: int = 1,
 ) -> LayerKind:
-    """Returns a layer kind with the costs of a transformer layer.
+    """Returns a layer kind for a transformer layer, with its costs.
 
     Args:
         shape: Sizes of the model, with experts only if the layer has experts.
         name: Name of the kind of layer.
         tokens: Number of tokens per sample.
         causal: Whether tokens attend only to previous tokens.
-        group: Group of the kind, ``encoder`` or ``decoder`` in a T5.
-        crossed: Number of tokens of the encoder's output for cross-attention, or 0 if the layer has
-            no cross-attention.
+        group: Group of the kind: ``encoder`` or ``decoder`` in a T5 model, otherwise empty.
+        crossed: Number of tokens of the encoder's output to which cross-attention attends, or 0 if
+            the layer has no cross-attention.
         spread: Number of ranks over which the layer's experts are distributed.
     """
     element = shape.precision.element_bytes
@@ -334,16 +339,16 @@ def _layer(
     gates = 3 if shape.gated else 2
     inner = ffn + routed * shape.expert_ffn
     scores = _all_scores(shape, tokens, crossed, causal=causal)
-    # Layers consist of an attention block, a feed-forward block and possibly a cross-attention
+    # A layer consists of an attention block, a feed-forward block and possibly a cross-attention
     # block.
     blocks = 3 if crossed else 2
     width = tokens * hidden
     score_area = 0 if shape.fused_attention else shape.heads * tokens * (tokens + crossed)
     # For the backward pass, dropout keeps its mask, and the probabilities before and after dropout.
     attention_bytes = float(score_area * ((2 if mask else 1) * element + mask))
-    # For the backward pass, the gradients of the scores before and after the softmax are in memory.
-    # In 16 bits, the softmax kernel applies the causal mask. In 32 bits, a separate mask requires a
-    # third copy of the scores.
+    # During the backward pass, the gradients of the scores before and after the softmax are in
+    # memory. With 16-bit scores, the softmax kernel applies the causal mask. With 32-bit scores, a
+    # separate mask requires a third copy of the scores.
     is_masked = causal and not shape.fused_attention and element > 2
     attention_work = tokens * (queries + pairs) + (3 if is_masked else 2) * score_area
     weights = _layer_weights(shape, crossed, spread)
@@ -373,9 +378,9 @@ def _layer(
 
 
 def _products(shape: TransformerShape, tokens: int, crossed: int, inner: float) -> float:
-    """Returns the number of multiply-adds in a layer's linear parts, excluding attention scores.
+    """Returns the number of multiply-adds in the linear parts of a layer, without attention scores.
 
-    The arguments are the same as for :func:`_divided_bytes`.
+    The arguments have the same meaning as in :func:`_divided_bytes`.
     """
     hidden, (attention, latent) = shape.hidden, shape.attention_weights
     gates = 3 if shape.gated else 2
@@ -386,9 +391,10 @@ def _products(shape: TransformerShape, tokens: int, crossed: int, inner: float) 
 
 
 def _divides_tokens(shape: TransformerShape, causal: bool) -> bool:
-    """Returns whether ranks can share the sequences of a layer (context parallelism)."""
+    """Returns whether ranks can share the sequences in a layer (context parallelism)."""
     is_engine = shape.fused_attention and not shape.own_attention
-    # The trainer's own attention does not support windows if a rank has only a part of a sequence.
+    # The trainer's own attention does not support windows if a rank holds only a part of a
+    # sequence.
     return causal and not shape.experts and (not shape.window or is_engine)
 
 
@@ -407,14 +413,14 @@ class _LayerWeights(NamedTuple):
 
 
 def _layer_weights(shape: TransformerShape, crossed: int, spread: int) -> _LayerWeights:
-    """Returns the numbers of parameters of a layer. The arguments are those of :func:`_layer`."""
+    """Counts the parameters of a layer. Arguments have the same meaning as in :func:`_layer`."""
     hidden, queries, pairs = shape.hidden, shape.queries, shape.keys_values
     attention, latent = shape.attention_weights
     ffn = shape.shared_ffn if shape.experts else shape.ffn
     gates = 3 if shape.gated else 2
     norms = (3 if crossed else 2) * hidden * (2 if shape.norm_biases else 1)
     # Latent attention normalizes the latent vectors instead of queries and keys. The weights of
-    # these normalizations are counted below.
+    # these normalizations are added in the next statement.
     norms += 2 * shape.head_width * shape.query_norms if not latent else 0
     norms += shape.query_rank + shape.latent_rank
     weights: float = attention + gates * hidden * ffn
@@ -445,8 +451,9 @@ def _divided_bytes(shape: TransformerShape, tokens: int, crossed: int, inner: fl
     Args:
         shape: Sizes of the model.
         tokens: Number of tokens per sample.
-        crossed: Number of tokens of the encoder's output that the layer also attends to.
-        inner: Inner width of the feed-forward block, plus the inner width of each token's experts.
+        crossed: Number of tokens of the encoder's output to which cross-attention attends.
+        inner: Inner width of the feed-forward block, plus the inner widths of the experts that
+            process a token.
     """
     element = shape.precision.element_bytes
     pairs = shape.keys_values
@@ -455,21 +462,22 @@ def _divided_bytes(shape: TransformerShape, tokens: int, crossed: int, inner: fl
     kept: float = attentions * tokens * query_width * element + tokens * pairs * element
     kept += crossed * pairs * element + (3 if shape.gated else 2) * tokens * inner * element
     if shape.fused_attention:
-        # For the backward pass, the kernel keeps the logarithm of the sum of each row of scores.
+        # For the backward pass, the kernel keeps one number per row of scores: the logarithm of the
+        # sum of their exponentials.
         kept += attentions * shape.heads * tokens * _FLOAT_BYTES
     return kept
 
 
 def _predicting(shape: TransformerShape, head: LayerKind, layer: LayerKind, name: str) -> LayerKind:
-    """Returns a layer kind for the head together with multi-token prediction layers.
+    """Returns a layer kind for the head combined with all multi-token prediction layers.
 
-    Each multi-token prediction layer takes the hidden state and the next token's embedding, and
-    computes separate logits. So the last stage has a copy of the embedding.
+    Each multi-token prediction layer takes the hidden state and the embedding of the next token,
+    and computes separate logits. So the last stage needs a copy of the embedding.
 
     Args:
         shape: Sizes of the model.
         head: Costs of the head without multi-token prediction.
-        layer: Costs of the transformer layer within each multi-token prediction layer.
+        layer: Costs of the transformer layer inside each multi-token prediction layer.
         name: Name of the combined kind.
     """
     count, hidden, tokens = shape.predictions, shape.hidden, shape.sequence
@@ -500,7 +508,7 @@ def _predicting(shape: TransformerShape, head: LayerKind, layer: LayerKind, name
 
 
 def _all_scores(shape: TransformerShape, tokens: int, crossed: int, *, causal: bool) -> float:
-    """Returns the FLOPs for the scores of a layer's self-attention and cross-attention."""
+    """Returns the FLOPs for the scores in the self-attention and cross-attention of a layer."""
     scores = _scores(shape, tokens, tokens, causal=causal)
     if crossed:
         scores += _scores(shape, tokens, crossed, causal=False)
@@ -519,13 +527,13 @@ def _scores(shape: TransformerShape, tokens: int, others: int, *, causal: bool) 
     whole = float(_MULTIPLY_ADD * tokens * others * (shape.queries + shape.outputs))
     if not (causal and shape.fused_attention):
         return whole
-    # Each row has as many scores as the window is wide, except for the first rows.
+    # Each row has as many scores as the window is wide. Only the first rows have fewer scores.
     window_share = min(shape.window or others, others) / others
     return whole * window_share * (1 - window_share / 2)
 
 
 def _head(shape: TransformerShape, tokens: int, *, group: str = "") -> LayerKind:
-    """Returns a layer kind with the costs of the head: final normalization, logits and loss."""
+    """Returns a layer kind for the head, which computes final normalization, logits and loss."""
     element = shape.precision.element_bytes
     width, logits = tokens * shape.hidden, tokens * shape.vocabulary
     extra = shape.hidden * (shape.hidden + 3) if shape.family == "bert" else 0
@@ -540,7 +548,7 @@ def _head(shape: TransformerShape, tokens: int, *, group: str = "") -> LayerKind
         input_bytes=2.0 * width * element,
         workspace_bytes=logits * float(element + _FLOAT_BYTES),
         # Only the backward pass has an all-reduce, but ``tp_bytes`` counts for both directions, so
-        # halve the size.
+        # the size is halved.
         tp_bytes=width * element / 2,
         group=group,
         counted=False,

@@ -1,15 +1,16 @@
-"""Stores measurements from ``plan --try`` in a plan file, and predicts the plan from them.
+"""Stores measurements from ``plan --try`` in a plan file, and predicts the plan's time from them.
 
-The entry ``tried`` of a plan file contains the tried ranks and a profile. The profile starts with
-layers that were measured in isolation. Its values are then adjusted so that the planner's
-predictions for the tried ranks match their measurements::
+``plan --try`` runs ranks of a plan on this machine. The entry ``tried`` of the plan file contains
+the measurements of these ranks, and a profile. The profile starts with layers that were measured in
+isolation. Its values are then adjusted so that the planner's predictions for the tried ranks match
+their measurements::
 
     forward, backward, weight gradients   multiplied by measured / predicted time of the ranks
     optimizer, rest of a step             as measured
     memory besides tensors                plus measured - predicted memory
 
-Messages and collectives are not measured, because a rank is tried without the ranks that it
-communicates with.
+Messages and collectives are not measured, because a rank is tried without the ranks with which it
+communicates.
 """
 
 from __future__ import annotations
@@ -37,22 +38,22 @@ _INPUT_S, _WEIGHT_S = "backward_input_s", "backward_weight_s"
 
 @dataclass(frozen=True, kw_only=True)
 class TriedRank:
-    """Measurements of a rank that was tried.
+    """Measurements of a rank that ``plan --try`` has run.
 
     Attributes:
         rank: Global rank.
         pp_rank: Position of the rank in the pipeline.
-        device: Name of the device, as in profile files.
-        memory_bytes: Peak memory of the rank in bytes: the resident memory of the process on a CPU,
-            or the memory of tensors and the CUDA context on a GPU.
-        busy_s: Median busy time of the rank per step, in seconds.
-        optimizer_s: Median duration of the optimizer per step, in seconds.
+        device: Name of the device in profile files.
+        memory_bytes: Peak memory of the rank in bytes. On a CPU, this is the resident memory of the
+            process. On a GPU, it is the memory of tensors and the CUDA context.
+        busy_s: Median time per step during which the rank runs actions, in seconds.
+        optimizer_s: Median duration of the optimizer step, in seconds.
         beside_s: Median time per step that is spent outside of actions and optimizer, in seconds.
         forward_s: Median duration of a forward pass in seconds, for each chunk of the rank.
         backward_s: Median duration of a backward pass in seconds, for each chunk of the rank. It
             includes weight gradients if they are not separate actions.
-        weight_s: Median time for computing a microbatch's weight gradients in seconds, for each
-            chunk, or 0 if weight gradients are not separate actions.
+        weight_s: Median time in seconds for computing the weight gradients of a microbatch, for
+            each chunk, or 0 if weight gradients are not separate actions.
         sigma: Relative standard deviation of the durations of equal actions in a step.
     """
 
@@ -70,7 +71,7 @@ class TriedRank:
 
 
 def tried_ranks(content: Mapping[str, Any], where: str) -> dict[int, TriedRank]:
-    """Returns the tried ranks in a plan file, keyed by global rank.
+    """Returns the measurements of the tried ranks in a plan file, keyed by global rank.
 
     The dict is empty if no rank was tried. ``where`` is the path of the file, for error messages.
 
@@ -89,14 +90,13 @@ def tried_ranks(content: Mapping[str, Any], where: str) -> dict[int, TriedRank]:
 
 
 def cluster_of(content: Mapping[str, Any], device: str, memory_bytes: float = 0.0) -> Cluster:
-    """Returns a cluster for a plan, with a single node whose links take no time.
+    """Returns a cluster for a plan that has a single node, whose links take no time.
 
-    The node has the same name as its device. So links in a profile of this machine apply to this
-    node.
+    The node is named after its device, so links in a profile of this machine apply to it.
 
     Args:
-        content: Contents of the plan file, which include the parallel sizes.
-        device: Name of the device, as in profile files.
+        content: Contents of the plan file, which contain the parallel sizes.
+        device: Name of the device in profile files.
         memory_bytes: Memory of each device in bytes.
     """
     ranks = math.prod(content["degrees"].get(name, 1) for name in _AXES)
@@ -110,10 +110,10 @@ _AXES = ("tensor", "pipeline", "data", "context")
 
 
 def plan_of(content: Mapping[str, Any], model: Model, cluster: Cluster, where: str) -> Plan:
-    """Returns the plan in the plan file ``content``, whose stages have equal parallel sizes.
+    """Returns the plan in the plan file ``content``, whose stages must have equal parallel sizes.
 
     Args:
-        content: Contents of the plan file, which include the parallel sizes.
+        content: Contents of the plan file, which contain the parallel sizes.
         model: Model of the plan.
         cluster: Cluster from :func:`cluster_of`.
         where: Path of the plan file, for error messages.
@@ -174,16 +174,17 @@ def fit_profile(
     tried: Sequence[TriedRank],
     links: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Adjusts a profile so that its predictions for the tried ranks match their measurements.
+    """Returns a profile whose predictions for the tried ranks match their measurements.
 
     Args:
         plan: Plan whose ranks were tried.
         model: Model of the plan.
         cluster: Cluster whose links take no time, from :func:`cluster_of`.
-        document: Contents of a profile file, with a layer of each kind measured in isolation.
+        document: Contents of a profile file for which one layer of each kind was measured in
+            isolation.
         tried: Measured ranks, all on the same device.
-        links: Entries ``links`` and ``all_reduce`` of the profile, or empty if communication takes
-            no time. The entries are only copied, because the tried ranks did not communicate.
+        links: Entries ``links`` and ``all_reduce`` for the profile, or empty if communication takes
+            no time. They are copied unchanged, because the tried ranks did not communicate.
 
     Returns:
         Contents of a profile file.
@@ -228,13 +229,13 @@ def predicted_step_s(
 
 @dataclass(frozen=True)
 class _Fit:
-    """Predictions for the tried ranks, which are adjusted to their measurements.
+    """Adjusts a profile so that predictions for the tried ranks match their measurements.
 
     Attributes:
         plan: Plan whose ranks were tried.
         inputs: Model and cluster.
-        document: Profile with layers measured in isolation.
-        tried: Measured ranks.
+        document: Contents of a profile file with layers that were measured in isolation.
+        tried: Measurements of the tried ranks.
     """
 
     plan: Plan
@@ -243,12 +244,13 @@ class _Fit:
     tried: tuple[TriedRank, ...]
 
     def layers(self) -> list[dict[str, Any]]:
-        """Returns the layer times, multiplied by the ratio of measured to predicted time."""
+        """Returns rows of layer times, scaled by the ratio of measured to predicted time."""
         forward, _, _ = self._predicted_s(self.document)
         measured = [sum(sum(getattr(r, n)) for r in self.tried) for n in _MEASURED]
         rate = _ratio(measured[0], forward)
         rows = [{**row, "forward_s": row["forward_s"] * rate} for row in self.document["layers"]]
-        # A backward pass with recomputation contains a forward pass.
+        # A backward pass with recomputation also contains a forward pass, whose time is already
+        # scaled.
         no_backward = [{**row, _INPUT_S: 0.0, _WEIGHT_S: 0.0} for row in rows]
         _, again, _ = self._predicted_s({**self.document, "layers": no_backward})
         _, backward, weight = self._predicted_s({**self.document, "layers": rows})
@@ -266,16 +268,16 @@ class _Fit:
         ]
 
     def optimizer_s(self) -> float:
-        """Returns the optimizer time per updated parameter, in seconds."""
+        """Returns the optimizer time in seconds per updated parameter, from the measurements."""
         gpu = self.inputs.cluster.types[0].gpu
         stages = self._stages({**self.document, "optimizer_s_per_parameter": {gpu: 1.0}})
         updated = sum(stages.optimizer_s[rank.pp_rank] for rank in self.tried)
         return _ratio(sum(rank.optimizer_s for rank in self.tried), updated, otherwise=0.0)
 
     def missing_bytes(self, document: Mapping[str, Any]) -> float:
-        """Returns the maximum number of bytes by which measured memory exceeds predicted memory.
+        """Returns by how many bytes the measured memory exceeds the predicted memory at most.
 
-        The result is a maximum over the tried ranks.
+        The result is the maximum over the tried ranks.
         """
         memory = self._stages(document).memory
         return max(rank.memory_bytes - memory[rank.pp_rank].total_bytes for rank in self.tried)

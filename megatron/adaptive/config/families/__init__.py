@@ -1,8 +1,9 @@
 """Describes families of Hugging Face models: their keys, settings and weights.
 
-Each family is a subclass of :class:`Family`, either in a file of this folder or in a user's code.
-To use a user's family, pass ``--hf-family package.module:Class``, or publish the class as an entry
-point of the group ``megatron_adaptive.families`` that is named after the model's ``model_type``.
+Each family is a subclass of :class:`Family`, in a file of this folder or in a user's code. To use a
+user's family, pass ``--hf-family package.module:Class``. As an alternative, publish the class as an
+entry point of the group ``megatron_adaptive.families`` that is named after the model's
+``model_type``.
 """
 
 from megatron.adaptive.config.families.base_family import Family

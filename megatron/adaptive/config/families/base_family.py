@@ -1,8 +1,8 @@
 """Defines :class:`Family`, the base class for families of Hugging Face models.
 
 A family is a subclass in a file of this folder, where ``registry.py`` finds it. Its attributes are
-tables of keys, settings and weights. :meth:`Family.adjust` computes settings that tables cannot
-express.
+tables of keys, settings and weights. :meth:`Family.adjust` computes settings that cannot be
+expressed by tables.
 """
 
 from __future__ import annotations
@@ -41,45 +41,49 @@ from megatron.adaptive.config.own_code import line_of_error
 from megatron.adaptive.errors import ConfigError
 
 _LONGEST = 4096
-"""Maximum number of tokens that is used as the default of ``--seq-length``."""
+"""Largest number of tokens that is used as the default of ``--seq-length``."""
 
 
 class Family:
     """Describes the Hugging Face models of an architecture.
 
     A subclass sets at least ``model_types``, ``settings``, ``layer_weights`` and ``outer_weights``,
-    or inherits these attributes from a different family.
+    or inherits them from a different family.
 
     Attributes:
-        model_types: Values of ``model_type`` in ``config.json`` that belong to the family. This
-            attribute is not inherited.
-        settings: Trainer settings of all models of the family, by the names of their fields in
-            ``config/model.py`` or in megatron-core.
-        needed: Maps settings to additional keys that all models of the family must have.
-        keys: Maps settings to additional keys that models of the family may have. These keys
-            replace the setting's usual keys (``config_keys.py``).
-        attention_keys: Maps each setting of attention sizes to its optional key in the file.
-        other_keys: Additional keys that :meth:`adjust` reads, or that have no effect.
-        defaults: Values that ``transformers`` uses for the family if keys are absent.
-        window_period: Number n if every n-th layer attends to all tokens and the remaining layers
-            have a sliding window, or 0 if all layers have the window. This number is used if the
-            file does not specify which layers have the window.
-        refuse: Maps each key for which only some values are supported to a function that checks the
-            value.
-        missing_feature: Feature that the trainer's layers do not support, or empty if the trainer
-            can build these models. The planner accepts the models in both cases.
-        nearest: ``model_type`` of the most similar family that the trainer can build, for the error
-            message about ``missing_feature``.
-        layer_prefix: Prefix of the module names of a layer in the folder's files, with ``{}`` for
+        model_types: Values of ``model_type`` in ``config.json`` that belong to the family.
+            Subclasses do not inherit this attribute.
+        settings: Values of the trainer's settings that all models of the family share, keyed by
+            field name in ``config/model.py`` or in megatron-core.
+        needed: Keys that all models of the family must have in addition to the usual keys. Each
+            setting is mapped to its keys in ``config.json``.
+        keys: Optional keys of the models of the family. Each setting is mapped to its keys in
+            ``config.json``, which replace the setting's usual keys (``config_keys.py``).
+        attention_keys: Optional keys for the sizes of attention. Each setting is mapped to its keys
+            in ``config.json``.
+        other_keys: Additional keys of ``config.json`` that :meth:`adjust` reads, or that have no
+            effect.
+        defaults: Values that ``transformers`` uses for models of the family if keys are absent.
+        window_period: Number n if every n-th layer attends to all tokens and all other layers have
+            a sliding window, or 0 if all layers have the window. It is used if ``config.json`` does
+            not specify which layers have the window.
+        refuse: Functions that check the values of keys for which only some values are supported, by
+            key.
+        missing_feature: Feature of the models that the trainer's layers do not support, or empty if
+            the trainer can build the models. The planner accepts the models in both cases.
+        nearest: ``model_type`` of the most similar family that the trainer can build. It is used in
+            the error message about ``missing_feature``.
+        layer_prefix: Prefix of the module names of a layer in Hugging Face files. ``{}`` stands for
             the index of the layer.
-        layer_weights: Maps the module names of a layer in the folder's files to their names in
-            megatron-core, in model order. If several modules have the same name in megatron-core,
-            their matrices are stacked by rows. ``{}`` is the index of an expert.
-        outer_weights: Maps the names of modules outside of layers in the folder's files to their
-            names in megatron-core.
+        layer_weights: Names of the modules of a layer, in model order. Each name in Hugging Face
+            files is mapped to the name in megatron-core. If several modules have the same name in
+            megatron-core, their matrices are stacked by rows. ``{}`` stands for the index of an
+            expert.
+        outer_weights: Names of the modules outside of layers. Each name in Hugging Face files is
+            mapped to the name in megatron-core.
         predicts: Whether multi-token prediction layers may follow the transformer layers.
-        is_transposed: Whether matrices of linear layers are stored as ``[inputs, outputs]``.
-        is_grouped: Whether a single matrix contains the rows of queries, keys and values, sorted by
+        is_transposed: Whether the matrices of linear layers are stored as ``[inputs, outputs]``.
+        is_grouped: Whether the rows for queries, keys and values are in a single matrix, sorted by
             groups of heads as in megatron-core.
     """
 
@@ -105,33 +109,33 @@ class Family:
         """Adjusts settings that depend on several keys, or on the value of a key.
 
         Args:
-            config: Contents of the file, with ``defaults`` for absent keys.
-            settings: Settings read from the file, which this method modifies.
+            config: Contents of ``config.json``, with ``defaults`` for absent keys.
+            settings: Settings that were read from ``config.json``. This method modifies them.
         """
 
     def rotation(self, config: Mapping[str, Any]) -> Settings:
-        """Returns the settings that scale rotary frequencies.
+        """Returns the settings that scale the frequencies of the rotary embedding.
 
         Args:
-            config: Contents of the file, with ``defaults`` for absent keys.
+            config: Contents of ``config.json``, with ``defaults`` for absent keys.
         """
         return scaled_rotation(config)
 
     @functools.cached_property
     def layer_modules(self) -> Mapping[str, list[str]]:
-        """Maps each module of a layer in megatron-core to its names in the folder's files."""
+        """Names in Hugging Face files of each module of a layer, keyed by name in megatron-core."""
         return _inverted(self.layer_weights)
 
     @functools.cached_property
     def outer_modules(self) -> Mapping[str, list[str]]:
-        """Maps each module outside of layers in megatron-core to its name in the folder's files.
+        """Names in Hugging Face files of modules outside of layers, keyed by name in megatron-core.
 
-        Each list contains one name.
+        Each value is a list with a single name.
         """
         return _inverted(self.outer_weights)
 
     def is_in_layer(self, name: str) -> bool:
-        """Returns whether the tensor ``name`` in the folder's files belongs to a layer."""
+        """Returns whether the tensor ``name`` in Hugging Face files belongs to a layer."""
         return name.startswith(self.layer_prefix.partition("{}")[0])
 
     @property
@@ -145,22 +149,22 @@ class Family:
         return frozenset(key for table in tables for keys in table.values() for key in keys)
 
     def complete(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Adds ``defaults`` to ``config``, and copies keys of the rotary embedding to the top.
+        """Returns ``config`` with defaults and with the keys of the rotary embedding at the top.
 
         Args:
-            config: Contents of the file.
+            config: Contents of ``config.json``.
         """
         rotation = scaling_of(config)
         if "full_attention" in rotation:
-            # Layers with a sliding window have separate rotation settings. The trainer's layers
-            # support only a different base for these layers, so copy only the base.
+            # Layers with a sliding window have separate rotation settings. For these layers, the
+            # trainer supports only a different base, so only the base is copied.
             in_windows = rotation.get("sliding_attention") or {}
             key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
             rotation = rotation["full_attention"] or {}
             config = {**config, key: rotation}
             if base := in_windows.get("rope_theta"):
                 config["rope_local_base_freq"] = base
-        # If a key is both at the top level and in the rotation settings, transformers uses the
+        # If a key is present at the top level and in the rotation settings, transformers uses the
         # value in the rotation settings.
         inner_keys = ("rope_theta", "partial_rotary_factor")
         inner = {key: rotation[key] for key in inner_keys if rotation.get(key) is not None}
@@ -172,11 +176,11 @@ class Family:
         Args:
             config: Contents of ``config.json``.
             where: Path of the file, for error messages.
-            sequence: Number of tokens per sample, or ``None`` for the longest sequence that the
-                model supports, but at most 4,096.
+            sequence: Number of tokens per sample. If ``None``, this is the longest sequence that
+                the model supports, but at most 4,096 tokens.
 
         Raises:
-            ConfigError: A key is missing, or its value is not supported.
+            ConfigError: A key is missing, or the value of a key is not supported.
         """
         config = self.complete(config)
         whole = whole_keys(self.needed, self.keys, self.attention_keys)
@@ -219,7 +223,7 @@ class Family:
             ) from error
 
     def _read_keys(self, config: Mapping[str, Any], has_experts: bool, where: str) -> Settings:
-        """Returns the settings that are each derived from a single key."""
+        """Returns the settings whose values depend on only one key of ``config``."""
         needed = {**SIZES, **(EXPERTS if has_experts else {}), **self.needed}
         optional = {**COMMON, **self.keys, **(ROUTER if has_experts else {}), **self.attention_keys}
         settings: Settings = {}
@@ -236,7 +240,7 @@ class Family:
         return settings
 
     def _add_attention(self, config: Mapping[str, Any], settings: Settings, where: str) -> None:
-        """Adds the settings of grouped queries, biases and the output layer to ``settings``."""
+        """Adds the settings for grouped queries, biases and the output layer to ``settings``."""
         heads = count_of(config, {**SIZES, **self.keys}["num_attention_heads"], where)
         groups = config.get("num_key_value_heads")
         is_latent = settings.get("multi_latent_attention")
@@ -252,7 +256,7 @@ class Family:
 
         Args:
             document: Contents of ``config.json``.
-            settings: Settings read from the file.
+            settings: Settings that were read from the file.
             where: Path of the file, for error messages.
 
         Raises:
@@ -282,7 +286,7 @@ def _inverted(names: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def _drop_idle(config: Mapping[str, Any], settings: Settings) -> None:
-    """Removes settings whose values mean that the model lacks the feature."""
+    """Removes settings whose values mean that the model does not have the feature."""
     is_in_groups = config.get("topk_method") != "greedy" and config.get("n_group") != 1
     for setting in ("moe_router_num_groups", "moe_router_group_topk", "mtp_num_layers"):
         is_about_groups = setting != "mtp_num_layers"

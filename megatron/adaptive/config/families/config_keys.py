@@ -1,7 +1,7 @@
 """Lists keys of ``config.json`` that several families share, and checks their values.
 
-Each table maps settings of the trainer to the keys that may contain their values. The first key
-that is present in the file is used.
+Each table maps settings of the trainer to the keys of ``config.json`` that may contain their
+values. If several of these keys are present, the first is used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SIZES: Keys = {
     "vocab_size": ("vocab_size",),
     "max_position_embeddings": ("max_position_embeddings", "n_positions"),
 }
-"""Keys that every model must have."""
+"""Keys that every model must have, by setting."""
 COMMON: Keys = {
     "ffn_hidden_size": ("intermediate_size", "n_inner"),
     "norm_epsilon": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
@@ -35,22 +35,22 @@ COMMON: Keys = {
     "hidden_dropout": ("hidden_dropout", "resid_pdrop"),
     "mtp_num_layers": ("num_nextn_predict_layers",),
 }
-"""Keys that a model may have."""
+"""Keys that a model may have, by setting."""
 HEADS: Keys = {"kv_channels": ("head_dim",)}
-"""Keys that a model without latent attention may have."""
+"""Keys that a model without latent attention may have, by setting."""
 LATENT: Keys = {
     "kv_lora_rank": ("kv_lora_rank",),
     "qk_head_dim": ("qk_nope_head_dim",),
     "qk_pos_emb_head_dim": ("qk_rope_head_dim",),
     "v_head_dim": ("v_head_dim",),
 }
-"""Keys that a model with latent attention must have."""
+"""Keys that a model with latent attention must have, by setting."""
 EXPERTS: Keys = {
     "num_moe_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
     "moe_router_topk": ("num_experts_per_tok",),
     "moe_ffn_hidden_size": ("moe_intermediate_size", "intermediate_size"),
 }
-"""Keys that an MoE model must have."""
+"""Keys that a model with experts (MoE) must have, by setting."""
 ROUTER: Keys = {
     "moe_shared_expert_intermediate_size": ("shared_expert_intermediate_size",),
     "moe_router_score_function": ("scoring_func",),
@@ -58,7 +58,7 @@ ROUTER: Keys = {
     "moe_router_num_groups": ("n_group",),
     "moe_router_group_topk": ("topk_group",),
 }
-"""Keys that an MoE model may have."""
+"""Keys that a model with experts (MoE) may have, by setting."""
 _SHARED = (SIZES, COMMON, HEADS, LATENT, EXPERTS, ROUTER)
 READ = frozenset(key for table in _SHARED for keys in table.values() for key in keys)
 """All keys in the tables above."""
@@ -71,14 +71,14 @@ SETTINGS = frozenset(setting for table in _SHARED for setting in table).union(
     use_rope_scaling rope_scaling_factor rotary_seq_len_interpolation_factor
     """.split()
 ) - {"attention_dropout", "hidden_dropout"}
-"""Settings that describe a model and that a family may determine."""
+"""Names of the settings that describe a model. A family may determine their values."""
 DEFAULTS: Settings = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
-"""Defaults for settings with absent keys. They differ from the trainer's defaults."""
+"""Values of settings whose keys are absent. They differ from the trainer's defaults."""
 ACTIVATION = ("hidden_act", "activation_function", "hidden_activation")
 TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
-"""Names of GELU approximated by a hyperbolic tangent."""
+"""Names of the GELU activation that is approximated by a hyperbolic tangent."""
 
-# Files may contain these integer settings with a decimal point, such as 10000.0.
+# These integer settings have a decimal point in some files, such as 10000.0.
 _BASES = ("rotary_base", "window_rotary_base")
 _ABOVE_0 = ("softmax_scale",)
 _OTHER_WHOLE = frozenset(
@@ -91,8 +91,8 @@ _OTHER_WHOLE = frozenset(
 _OF_YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale")
 _OF_ROTATION = (*_OF_YARN, "mscale_all_dim", "low_freq_factor", "high_freq_factor")
 
-# These keys do not affect the layers (for example, they configure text generation), or code reads
-# them without a table.
+# Some of these keys do not affect the layers, for example because they configure text generation.
+# The others are read by code that does not use the tables.
 WITHOUT_EFFECT = frozenset(
     """
     architectures auto_map torch_dtype dtype transformers_version use_cache initializer_range
@@ -133,10 +133,11 @@ def _types() -> Mapping[str, type]:
 
 
 def whole_keys(*tables: Keys) -> frozenset[str]:
-    """Returns the keys whose values must be integers.
+    """Returns the keys of ``config.json`` whose values must be integers.
 
     Args:
-        tables: Tables of the model's family, which are added to the tables of this module.
+        tables: Tables of the model's family. They are used in addition to the tables of this
+            module.
     """
     return _OTHER_WHOLE.union(
         key
@@ -156,12 +157,12 @@ def plain_value(config: Mapping[str, Any], key: str) -> Any:
 def read_key(
     config: Mapping[str, Any], setting: str, keys: tuple[str, ...], where: str
 ) -> int | float | str | None:
-    """Returns the value of a setting, or ``None`` if the file does not contain it.
+    """Returns the value of ``setting`` in ``config``, or ``None`` if none of ``keys`` is present.
 
     Args:
-        config: Contents of the file.
+        config: Contents of ``config.json``.
         setting: Name of the setting.
-        keys: Keys that may contain the value.
+        keys: Keys that may contain the value of the setting.
         where: Path of the file, for error messages.
 
     Raises:
@@ -189,7 +190,7 @@ def _checked(value: Any, setting: str, key: str, where: str) -> int | float:
 
 
 def count_of(config: Mapping[str, Any], keys: tuple[str, ...], where: str) -> int:
-    """Returns the number of heads or layers from the first key in ``keys`` that is present.
+    """Returns the number of heads or layers: the value of the first present key in ``keys``.
 
     Raises:
         ConfigError: The value is not an integer from 1 to 10,000.
@@ -201,22 +202,22 @@ def count_of(config: Mapping[str, Any], keys: tuple[str, ...], where: str) -> in
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether ``value`` is a finite number and not a boolean."""
+    """Returns whether ``value`` is a finite number, where booleans do not count as numbers."""
     is_any_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_any_number and abs(value) < math.inf
 
 
 def check_numbers(config: Mapping[str, Any], whole: frozenset[str], where: str) -> None:
-    """Checks that numbers in the file have the correct type, so that no number is rounded.
+    """Checks that numbers in ``config`` have the correct types, so that none has to be rounded.
 
     Args:
-        config: Contents of the file.
+        config: Contents of ``config.json``.
         whole: Keys whose values must be integers.
         where: Path of the file, for error messages.
 
     Raises:
-        ConfigError: A value is not an integer although it must be, a value of the rotary embedding
-            is not a number, or the scaling factor of the rotary embedding is missing.
+        ConfigError: A value that must be an integer has another type, a value of the rotary
+            embedding is not a number, or the scaling factor of the rotary embedding is missing.
     """
     for key in sorted(whole & config.keys()):
         if config[key] is not None and type(config[key]) is not int:
@@ -243,6 +244,6 @@ def scaling_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def kind_of_rotation(config: Mapping[str, Any]) -> str:
-    """Returns transformers' name for the scaling of rotary frequencies in ``config``."""
+    """Returns the name of the rotary frequency scaling in ``config``, as in ``transformers``."""
     scaling = scaling_of(config)
     return str(scaling.get("rope_type", scaling.get("type", "default")))

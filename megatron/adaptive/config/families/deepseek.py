@@ -58,12 +58,12 @@ class _Latent(Llama):
     predicts = True
 
     def adjust(self, config: Mapping[str, Any], settings: Settings) -> None:
-        """Removes the setting for the router's data type if the model has no experts."""
+        """Removes the setting for the data type of the router if the model has no experts."""
         if not plain_value(config, "n_routed_experts"):
             del settings["moe_router_dtype"]
 
     def rotation(self, config: Mapping[str, Any]) -> Settings:
-        """Returns the settings that scale rotary frequencies with YaRN, if the model uses YaRN."""
+        """Returns the settings that scale rotary frequencies if the model uses YaRN."""
         return latent_rotation(config)
 
 

@@ -16,8 +16,8 @@ def _activation(value: Any, config: Mapping[str, Any], settings: Settings) -> Ve
 
 
 def _old_activation(value: Any, config: Mapping[str, Any], settings: Settings) -> Verdict:
-    # Gemma's files contain "gelu" under the old key hidden_act, although the models use the tanh
-    # approximation.
+    # Gemma's files contain "gelu" under the old key hidden_act, although the models use the
+    # approximation by a hyperbolic tangent.
     supported = ("gelu", *TANH)
     return Verdict(
         value is None or value in supported, "another activation", " or ".join(supported)
@@ -51,7 +51,7 @@ class Gemma(Llama):
     }
 
 
-# These keys may be absent in a config.json of Gemma 2 or 3.
+# These values are used for keys that are absent in a config.json of Gemma 2 or 3.
 _DEFAULTS: Mapping[str, Any] = {
     **Llama.defaults,
     "tie_word_embeddings": True,
@@ -85,7 +85,7 @@ class Gemma2(Gemma):
     }
 
     def adjust(self, config: Mapping[str, Any], settings: Settings) -> None:
-        """Sets the scale of attention scores to 1 / sqrt(n), where n is the number in the file."""
+        """Sets ``softmax_scale`` to 1 / sqrt(n), where n is the number in the file."""
         if "softmax_scale" in settings:
             settings["softmax_scale"] **= -0.5
 
@@ -104,9 +104,9 @@ class Gemma3Text(Gemma2):
     }
 
     def adjust(self, config: Mapping[str, Any], settings: Settings) -> None:
-        """Makes the adjustments of Gemma 2, and removes a rotary base that no layer uses.
+        """Adjusts settings as for Gemma 2, and removes an unused rotary base for windows.
 
-        Only layers with windows use this base.
+        The base is unused if no layer has a window.
         """
         super().adjust(config, settings)
         if "window_size" not in settings:

@@ -14,15 +14,15 @@ from megatron.adaptive.errors import ConfigError
 
 
 def expert_settings(config: Mapping[str, Any], layers: int, where: str) -> Settings:
-    """Returns the settings of MoE layers, the shared expert and the router.
+    """Returns the settings of layers with experts, of the shared expert and of the router.
 
     Args:
-        config: Contents of the file.
+        config: Contents of ``config.json``.
         layers: Number of layers in the model.
         where: Path of the file, for error messages.
 
     Raises:
-        ConfigError: The file does not specify which layers have experts.
+        ConfigError: It cannot be determined which layers have experts.
     """
     first = config.get("first_k_dense_replace", 0)
     every = config.get("moe_layer_freq", 1)
@@ -58,17 +58,17 @@ def expert_settings(config: Mapping[str, Any], layers: int, where: str) -> Setti
 
 
 def window_settings(config: Mapping[str, Any], period: int, layers: int, where: str) -> Settings:
-    """Returns the settings for attention windows: their size, and the layers with a window.
+    """Returns the size of attention windows, and which layers have a window, as settings.
 
     Args:
-        config: Contents of the file.
+        config: Contents of ``config.json``.
         period: Number n if every n-th layer attends to all tokens, or 0 if all layers have the
-            window. This number is ignored if the file specifies which layers have the window.
+            window. It is ignored if the file specifies which layers have the window.
         layers: Number of layers in the model.
         where: Path of the file, for error messages.
 
     Raises:
-        ConfigError: The kind of a layer is unknown, or the window is negative.
+        ConfigError: The type of a layer is unknown, or the window size is negative.
     """
     window = config.get("sliding_window")
     kinds = config.get("layer_types")
@@ -91,7 +91,7 @@ def window_settings(config: Mapping[str, Any], period: int, layers: int, where: 
         return {}
     if window < 0:
         raise ConfigError(f"{where}: sliding_window must be a non-negative integer, got {window}")
-    # megatron-core's window excludes the token itself, so subtract 1.
+    # The window size does not count the token itself in megatron-core, so 1 is subtracted.
     settings: Settings = {"window_size": (window - 1, 0)}
     if not all(have_window):
         every = have_window.index(False) + 1
@@ -102,7 +102,7 @@ def window_settings(config: Mapping[str, Any], period: int, layers: int, where: 
 
 
 def layer_pattern(values: Sequence[bool]) -> str:
-    """Converts a boolean per layer to the trainer's notation, such as ``[0]*3+[1]*58``."""
+    """Converts one boolean per layer to the trainer's notation, such as ``[0]*3+[1]*58``."""
     runs = [(int(value), len(list(group))) for value, group in groupby(values)]
     return "+".join(f"[{value}]*{count}" for value, count in runs)
 
@@ -125,7 +125,7 @@ def scaled_rotation(config: Mapping[str, Any]) -> Settings:
 
 
 def latent_rotation(config: Mapping[str, Any]) -> Settings:
-    """Returns the settings that scale rotary frequencies with YaRN, for latent attention."""
+    """Returns the settings that scale rotary frequencies in models with latent attention."""
     scaling = scaling_of(config)
     if kind_of_rotation(config) != "yarn":
         return {"rope_type": "rope"}

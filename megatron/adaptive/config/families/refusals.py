@@ -1,6 +1,6 @@
 """Checks keys of ``config.json`` for which the trainer's layers support only some values.
 
-The table ``Family.refuse`` of a family maps keys to these checks.
+The attribute ``Family.refuse`` of a family maps keys to these checks.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class Verdict(NamedTuple):
 
 
 Check = Callable[[Any, Mapping[str, Any], Settings], Verdict | None]
-"""Function that checks a key. It returns ``None`` if the key has no effect in this model.
+"""Type of a function that checks the value of a key. It returns ``None`` if the key has no effect.
 
-Arguments are the value of the key, the contents of the file with the family's defaults, and the
-settings read from the file.
+The arguments are the value of the key, the contents of the file with the family's defaults, and the
+settings that were read from the file.
 """
 
 
 def only(supported: Any, feature: str) -> Check:
-    """Returns a check that accepts only ``null`` and the value ``supported``.
+    """Returns a function that accepts only ``null`` and ``supported`` as the value of a key.
 
     Args:
         supported: Value that the trainer's layers support.
@@ -54,7 +54,7 @@ def only(supported: Any, feature: str) -> Check:
 
 
 def never(feature: str) -> Check:
-    """Returns a check that accepts only falsy values, such as ``null``.
+    """Returns a function that accepts only falsy values of a key, such as ``null``.
 
     Args:
         feature: Model feature that all other values request, for the error message.
@@ -81,13 +81,13 @@ def _rotation(value: Any, config: Mapping[str, Any], settings: Settings) -> Verd
 def rotation_verdict(
     value: Any, config: Mapping[str, Any], is_scaled: bool, nearest: str
 ) -> Verdict:
-    """Checks the settings of the rotary embedding.
+    """Checks the value of a key that contains the settings of the rotary embedding.
 
     Args:
         value: Value of the key.
         config: Contents of the file, with the family's defaults.
-        is_scaled: Whether the trainer's layers support this scaling of frequencies.
-        nearest: Supported kind of scaling, for the error message.
+        is_scaled: Whether the trainer's layers support this scaling of rotary frequencies.
+        nearest: Supported types of scaling, for the error message.
     """
     kind = kind_of_rotation(config)
     scaling = scaling_of(config)
@@ -134,12 +134,12 @@ def _expert_weights(value: Any, config: Mapping[str, Any], settings: Settings) -
 
 
 def expert_weights_verdict(value: Any, settings: Settings, *, are_raw: bool) -> Verdict | None:
-    """Checks that file and trainer agree on scaling the chosen experts' weights to a sum of 1.
+    """Checks whether the trainer scales the weights of the chosen experts as the file requires.
 
     Args:
-        value: Value of the key in the file, which is true if the weights are scaled.
-        settings: Settings read from the file.
-        are_raw: Whether the trainer's layers use the weights without scaling.
+        value: Value of the key, which is true if the weights are scaled so that their sum is 1.
+        settings: Settings that were read from the file.
+        are_raw: Whether the trainer's layers use the weights without this scaling.
     """
     if "num_moe_experts" not in settings:
         return None
@@ -179,4 +179,4 @@ REFUSE: Mapping[str, Check] = {
     "num_experts_per_tok": _chosen_experts,
     "topk_method": _choice_of_experts,
 }
-"""Checks that all families share, keyed by the key of ``config.json`` that they check."""
+"""Checks that all families share, keyed by the key of ``config.json`` that is checked."""

@@ -1,6 +1,6 @@
-"""Finds the family of a model among the families of this folder and users' families.
+"""Finds the family of a model among the families in this folder and those of users.
 
-For error messages, it also lists how unsupported models differ from supported families.
+For error messages, the module also lists how unsupported models differ from supported families.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _STATES = "layers that keep a state instead of attention"
 _FUSED = "another order of queries, keys and values in one matrix"
 _UNROTATED = "layers without rotation"
 _MULTIPLIED = "scale factors of embeddings, residuals and logits"
-# Supported families do not have these features of unsupported models. The features cannot be
-# recognized from the keys in the file.
+# These features of unsupported models are missing in all supported families. The keys in a file do
+# not reveal these features.
 _DIFFERENCES: Mapping[str, str] = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "jamba", "rwkv", "bamba"), _STATES),
     **dict.fromkeys(("internlm2", "baichuan", "qwen", "chatglm"), _FUSED),
@@ -46,11 +46,11 @@ _DIFFERENCES: Mapping[str, str] = {
     "qwen3_next": f"{_STATES}, and gates of attention",
     "smollm3": _UNROTATED,
 }
-# These keys are reported as differences of an unknown model, even though `refuse` checks them.
+# These keys are listed as differences of an unknown model, although `refuse` checks them, too.
 _CHECKED = ("quantization_config", "sliding_window_size")
 
 ENTRY_POINTS = "megatron_adaptive.families"
-"""Name of the entry point group through which installed packages provide families."""
+"""Name of the group of entry points through which installed packages provide families."""
 
 
 @functools.cache
@@ -63,14 +63,15 @@ def built_in_families() -> Mapping[str, Family]:
             if not inspect.isclass(kind) or kind.__module__ != module.__name__:
                 continue
             if issubclass(kind, Family):
-                # Skip base classes, which have no model types. Model types are not inherited.
+                # Base classes have no model types, so they are skipped. Model types are not
+                # inherited.
                 types = vars(kind).get("model_types", ())
                 families |= dict.fromkeys(types, kind())
     return families
 
 
 def model_settings(hf_family: str | None = None) -> frozenset[str]:
-    """Returns the names of all settings that describe a model and that a folder determines.
+    """Returns the names of all settings that a folder with a Hugging Face model determines.
 
     Args:
         hf_family: Value of ``--hf-family``, or ``None`` if it is absent.
@@ -83,7 +84,7 @@ def model_settings(hf_family: str | None = None) -> frozenset[str]:
 
 
 def supported_types() -> list[str]:
-    """Returns the model types for which the trainer can build models."""
+    """Returns the values of ``model_type`` for which the trainer can build models."""
     families = built_in_families()
     return [name for name, family in families.items() if not family.missing_feature]
 
@@ -93,11 +94,11 @@ def find_family(model_type: Any, hf_family: str | None = None) -> Family | None:
 
     Args:
         model_type: Value of ``model_type`` in ``config.json``.
-        hf_family: Value of ``--hf-family``, which is a user's family with precedence over the
-            families of this package.
+        hf_family: Value of ``--hf-family``, which names a user's family. This family takes
+            precedence over the families of this package.
 
     Raises:
-        ConfigError: A user's family cannot be imported, or is not a family.
+        ConfigError: The user's family cannot be imported, or the imported object is not a family.
     """
     if hf_family is not None and model_type in (family := own_family(hf_family)).model_types:
         return family
@@ -107,13 +108,13 @@ def find_family(model_type: Any, hf_family: str | None = None) -> Family | None:
 
 
 def own_family(name: str) -> Family:
-    """Imports a user's family.
+    """Imports the user's family ``name``.
 
     Args:
-        name: Class as ``package.module:Class``, or name of an entry point.
+        name: Class in the form ``package.module:Class``, or name of an entry point.
 
     Raises:
-        ConfigError: The class does not exist, or it is not a family with model types.
+        ConfigError: The class does not exist, or is not a family with model types.
     """
     kind = find_object(name, group=ENTRY_POINTS, subject="family")
     if kind is None:
@@ -127,16 +128,17 @@ def own_family(name: str) -> Family:
 def _published_family(model_type: str) -> Family | None:
     """Returns the family that an installed package provides for ``model_type``.
 
-    Returns ``None`` if no package provides such a family.
+    The result is ``None`` if no installed package provides such a family.
     """
-    if ":" in model_type:  # A name with a colon would be the path of a class, not an entry point.
+    # A name with a colon would be the path of a class, not the name of an entry point.
+    if ":" in model_type:
         return None
     kind = find_object(model_type, group=ENTRY_POINTS, subject="family")
     return None if kind is None else _instance(kind, model_type)
 
 
 def _instance(kind: Any, name: str) -> Family:
-    """Checks the tables of a user's family ``kind``, and returns an instance of this class.
+    """Checks the tables of ``kind``, the class of a user's family, and returns an instance of it.
 
     Raises:
         ConfigError: The class is not a family, or a table contains an unknown name. The message
@@ -175,8 +177,8 @@ def family_of(config: Mapping[str, Any], where: str, hf_family: str | None = Non
         hf_family: Value of ``--hf-family``, or ``None`` if it is absent.
 
     Raises:
-        ConfigError: No family has this ``model_type`` (the message suggests the most similar type),
-            or the user's family has other model types.
+        ConfigError: No family has this ``model_type``, or the user's family has other model types.
+            For an unknown type, the message suggests the most similar type.
     """
     name = config["model_type"]
     if hf_family is not None and name not in (types := own_family(hf_family).model_types):
@@ -197,7 +199,7 @@ def family_of(config: Mapping[str, Any], where: str, hf_family: str | None = Non
 
 
 def _lacks(config: Mapping[str, Any], name: str, nearest: str) -> str:
-    """Returns a text about how an unsupported model differs from the family ``nearest``."""
+    """Describes how an unsupported model differs from the family with the type ``nearest``."""
     family = built_in_families()[nearest]
     expected = family.known_keys.union(family.refuse).difference(_CHECKED)
     strange = {key for key, value in config.items() if value and key not in expected}

@@ -1,4 +1,4 @@
-"""Maps module names in Hugging Face files to megatron-core's names, for several families."""
+"""Maps module names in Hugging Face files to names in megatron-core, for several families."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ ATTENTION: Mapping[str, str] = {
     "self_attn.q_norm": "self_attention.q_layernorm",
     "self_attn.k_norm": "self_attention.k_layernorm",
 }
-"""Module names of attention with separate matrices for queries, keys and values."""
+"""Names of the modules of attention with separate matrices for queries, keys and values."""
 GATED: Mapping[str, str] = {
     "mlp.gate_proj": "mlp.linear_fc1",
     "mlp.up_proj": "mlp.linear_fc1",
     "mlp.down_proj": "mlp.linear_fc2",
 }
-"""Module names of a gated feed-forward block."""
+"""Names of the modules of a gated feed-forward block."""
 EXPERTS: Mapping[str, str] = {
     "mlp.gate": "mlp.router",
     "mlp.gate.e_score_correction_bias": "mlp.router.expert_bias",
@@ -29,22 +29,22 @@ EXPERTS: Mapping[str, str] = {
     "mlp.shared_experts.up_proj": "mlp.shared_experts.linear_fc1",
     "mlp.shared_experts.down_proj": "mlp.shared_experts.linear_fc2",
 }
-"""Module names of the router, and of gated experts and shared experts."""
+"""Names of the modules of the router, of gated experts and of shared experts."""
 NORMS: Mapping[str, str] = {
     "input_layernorm": "input_layernorm",
     "post_attention_layernorm": "pre_mlp_layernorm",
 }
-"""Module names of the norms before attention and before the feed-forward block."""
+"""Names of the norms before attention and before the feed-forward block."""
 OUTER: Mapping[str, str] = {
     "model.embed_tokens": "embedding.word_embeddings",
     "model.norm": "decoder.final_layernorm",
     "lm_head": "output_layer",
 }
-"""Module names outside of layers."""
+"""Names of the modules outside of layers."""
 PREDICTION: Mapping[str, str] = {
     "enorm": "enorm",
     "hnorm": "hnorm",
     "eh_proj": "eh_proj",
     "shared_head.norm": "final_layernorm",
 }
-"""Module names that only multi-token prediction layers have."""
+"""Names of the modules that only multi-token prediction layers have."""
