@@ -29,15 +29,16 @@ differ, this module sets megatron-core's process groups itself::
     stage 1, rank 2        0, 2         2            all ranks
 
 - The pipeline group is used only to find a rank's stage index. Rank 2 is in the pipelines of ranks
-0 and 1, but its group is that of only one pipeline, so communication must not use the group.
+  0 and 1, but its group is that of only one pipeline, so communication must not use the group.
 - Gradients are summed over a stage's ranks, not averaged, because the loss is already divided by
   the number of microbatches in the whole step.
 - The gradient norm and the number of zeros are computed over all ranks. The parameters on all
-replicas of a stage except the first are marked as shared, so that each parameter is counted only
-once.
+  replicas of a stage except the first are marked as shared, so that each parameter is counted only
+  once.
 - There is no embedding group. The gradients of the two copies of a tied embedding are first summed
-within each stage, and then over both stages. In the second sum, the first rank of each stage
-contributes the sum of its stage and the other ranks contribute zeros. All ranks receive the total.
+  within each stage, and then over both stages. In the second sum, the first rank of each stage
+  contributes the sum of its stage and the other ranks contribute zeros. All ranks receive the
+  total.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ rank, so that the V begins at position 0, as everywhere in this package.
 - Both copies of a tied embedding are on the same rank. :mod:`megatron.adaptive.gpt.model_placement`
   handles this. In a checkpoint, this rank has one tensor with two names.
 - A forward step may ask whether its rank is the first, without specifying a chunk. The answer then
-refers to the chunk that is running, because the first chunk needs the tokens of a batch, and the
-second chunk needs the labels.
+  refers to the chunk that is running, because the first chunk needs the tokens of a batch, and the
+  second chunk needs the labels.
 """
 
 from __future__ import annotations

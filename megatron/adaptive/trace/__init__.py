@@ -11,7 +11,7 @@ These modules are used during training, and import neither torch nor a drawing p
   that fails
 - ``clock``         compares clocks during a job, and converts the times of all ranks to one clock
 - ``machine_counters`` reads counters of events that kept a rank from computing, together with
-``network_counters`` and ``gpu_counters``
+  ``network_counters`` and ``gpu_counters``
 - ``hang_watch``    runs a separate process that finds the rank that blocks a hanging job
 
 These modules read, convert and display a trace:
@@ -23,7 +23,7 @@ These modules read, convert and display a trace:
 - ``metrics``       computes statistics of a whole run with several processes
 - ``monitor``       reads the state of a running job, which ``cli.top`` displays
 - ``step_view``     represents one iteration of one pipeline as objects, from which the charts are
-drawn
+                    drawn
 - ``legacy_text``   writes and reads the older text format
   ``trace_pipeline_<p>_model_chunks_<c>.txt``
 - ``locate``        finds the trace of the run that the user chose, or of the newest run

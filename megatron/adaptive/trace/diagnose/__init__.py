@@ -5,7 +5,7 @@
 - ``causes``       contains the causes of this package, one per module, with texts and remedies
 - ``finding``      holds the results of a diagnosis, as text and as JSON
 - ``samples``      holds the measured times of a run as arrays, and computes statistics of the times
-that are robust to outliers
+                   that are robust to outliers
 - ``baselines``    compares each rank with its peers, with the plan and with its earlier times
 - ``stage_costs``  estimates the time of a layer on each stage, and finds the best partition
 """
