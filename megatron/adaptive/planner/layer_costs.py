@@ -546,8 +546,7 @@ def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _Lay
     slices = setup.slices
     gathered = 0.0
     if slices > 1:
-        # If attention does not use a fused kernel, a slice keeps only its scores with earlier
-        # tokens.
+        # Without a fused kernel, a slice keeps only its attention scores with earlier tokens.
         scores = kind.attention_bytes if recompute == "none" else 0.0
         kept -= scores / tp * samples * (slices - 1) / (2 * slices)
         # Keys and values are kept until the backward pass of the first slice. Their gradients are
@@ -555,9 +554,8 @@ def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _Lay
         kept += kind.keys_bytes / tp * samples
         gathered = kind.keys_bytes / tp * samples * slices
         gathered *= _GRADIENT_BYTES / model.precision.element_bytes
-    # A backward pass with recomputation holds all activations of the layer that it recomputes. The
-    # longest slice needs the most memory for these, except for attention scores, because it attends
-    # to the fewest tokens.
+    # A backward pass with recomputation holds all activations of the recomputed layer. The longest
+    # slice needs the most memory, except for scores, because it attends to the fewest tokens.
     longest = setup.longest_slice
     working = kind.workspace_bytes / tp * samples * longest + max(whole - kept, 0.0)
     working += max(whole - kept - kind.attention_bytes / tp * samples, 0.0) * (longest - 1)
