@@ -1,4 +1,4 @@
-"""Downloads wheels for a machine without a network; used by ``scripts/gpu_pack.sh``.
+"""Downloads wheels for a machine without a network. Used by ``scripts/gpu_pack.sh``.
 
     python scripts/pack_wheels.py FOLDER [INSTALLED]
 

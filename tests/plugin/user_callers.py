@@ -4,13 +4,13 @@ The programs do not use this package. Each of them calls ``get_forward_backward_
 way as an existing training program:
 
 - :func:`run_actor` imitates the actor, critic and reference of verl. It has several models,
-microbatches of different lengths, and outputs that are dictionaries. Between calls, it offloads
-weights, gradients and optimizer state.
+  microbatches of different lengths, and outputs that are dictionaries. Between calls, it offloads
+  weights, gradients and optimizer state.
 - :func:`run_policy` imitates the policy of NeMo-RL. It passes a single chunk without a list, and a
-generator of microbatches. The length and the number of microbatches differ between calls and
-between replicas. Gradients are accumulated over several calls before they are reduced.
+  generator of microbatches. The length and the number of microbatches differ between calls and
+  between replicas. Gradients are accumulated over several calls before they are reduced.
 - :func:`run_bridge` imitates the training step of Megatron Bridge. It uses the same function object
-in all steps, and creates the process groups and the communicator itself.
+  in all steps, and creates the process groups and the communicator itself.
 
 Each program returns the results of one rank: results of loss functions, gradient norms, and a
 digest of the weights.

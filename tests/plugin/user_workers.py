@@ -3,11 +3,11 @@
 The programs do not use this package. They build their models with :mod:`user_callers`:
 
 - :func:`run_replay` imitates the actor of slime. The policy and the reference use the same model
-and exchange its weights. A call without gradients records which outputs each layer selects.
-Training then replays these selections, first in the forward passes and again in the recomputation
-before each backward pass.
+  and exchange its weights. A call without gradients records which outputs each layer selects.
+  Training then replays these selections, first in the forward passes and again in the recomputation
+  before each backward pass.
 - :func:`run_threads` imitates a worker with several threads. Each call is made in a new thread.
-Calls without gradients run in torch's inference mode, and the first call is one of these.
+  Calls without gradients run in torch's inference mode, and the first call is one of these.
 
 Each program returns the results of one rank: results of loss functions, gradient norms, and a
 digest of the weights.
