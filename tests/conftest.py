@@ -85,7 +85,7 @@ def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     # folder that is removed.
     tmp_path_factory.getbasetemp()
     folder = tempfile.mkdtemp(prefix="tests-")
-    # At exit, remove this folder after multiprocessing has removed the subfolder that it uses.
+    # Remove this folder at exit, after multiprocessing has removed the subfolder that it uses.
     remove = partial(shutil.rmtree, folder, ignore_errors=True)
     multiprocessing.util.Finalize(None, remove, exitpriority=-200)
     with pytest.MonkeyPatch.context() as patch:

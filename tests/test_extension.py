@@ -112,7 +112,7 @@ except errors.SetupError as error:
             shutil.copy(package / name, copied)
         (copied / "_C.cpython-399-x86_64-linux-gnu.so").touch()
         code = "from megatron.adaptive import extension; print(extension.why_missing())"
-        # With the option -S, Python does not find installed packages. This checkout may be
+        # Python does not find installed packages if it is started with -S. This checkout may be
         # installed, and its extension is built.
         command = [sys.executable, "-S", "-c", code]
         environment = {**os.environ, "PYTHONPATH": str(tmp_path)}

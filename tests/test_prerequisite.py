@@ -44,8 +44,7 @@ def run(
             "HOME": str(checkout.parent),
             "PYENV_ROOT": str(checkout.parent / "none"),
             "XDG_CACHE_HOME": str(checkout.parent / "cache"),
-            # With these variables, pip ignores the settings of this machine and does not use the
-            # network.
+            # These variables make pip ignore the settings of this machine and not use the network.
             "PIP_CONFIG_FILE": os.devnull,
             "PIP_NO_INDEX": "1",
             **variables,

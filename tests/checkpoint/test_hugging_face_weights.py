@@ -185,7 +185,7 @@ def test_a_run_hands_on_what_describes_its_model(models: Path, tmp_path: Path) -
     import_hf([str(tmp_path / "model"), "--output", str(tmp_path / "imported")])
     shutil.rmtree(tmp_path / "model")
     flags = (tmp_path / "imported" / "model_flags.txt").read_text().split()
-    # In the flags, the size of the vocabulary does not include the end-of-document token.
+    # The flags give the size of the vocabulary without the end-of-document token.
     flags[flags.index("--vocab-size") + 1] = str(tiny_models.VOCABULARY - 1)
     more = f"--load {tmp_path}/imported --finetune --save {tmp_path}/own --mock-data "
     more += " --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-3 --eval-iters 0"

@@ -44,7 +44,7 @@ def test_every_file_is_copied_once_by_one_that_has_it() -> None:
     assert shares[2] == ["d"]
     assert all(shares)
     assert share_out([first], files) is None
-    # On the only node that has this file, it is truncated.
+    # Only one node has this file, and the file is truncated there.
     assert share_out([{**first, "d": 3}], files) is None
 
 

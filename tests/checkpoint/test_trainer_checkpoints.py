@@ -87,7 +87,8 @@ def test_a_rank_killed_while_it_writes_leaves_the_former_checkpoint(
     [
         {},
         {"bf16": None},
-        # With this loss scale, gradients still overflow long after the checkpoint was saved.
+        # This loss scale is so large that gradients still overflow long after the checkpoint was
+        # saved.
         {"fp16": None, "initial_loss_scale": "4294967296"},
         {"optimizer": "sgd"},
         {"use_distributed_optimizer": None},

@@ -310,7 +310,7 @@ def _random_experts(name: str, draw: random.Random, layers: int) -> dict[str, An
     kind = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
     sizes[kind.get(name, "n_routed_experts")] = experts
     if name == "mixtral":
-        # In this family, experts have the width of the feed-forward layers of other families.
+        # Experts of this family have the width of the feed-forward layers of other families.
         del sizes["moe_intermediate_size"]
     if name == "qwen3_moe":
         sizes["norm_topk_prob"] = draw.random() < 0.5

@@ -17,7 +17,7 @@ from ..training.test_releases import path_of
 
 PROGRAM = Path(__file__).with_name("newer_settings.py")
 INSTALLED = {name for spec in fields_of(CoreConfig) for name in spec.names}
-# With these releases, at least these flags must set a value in a class of megatron-core.
+# These flags must set a value in a class of megatron-core, at least with these releases.
 ARRIVE = {
     "0.17.1": {"--mtp-use-repeated-layer", "--moe-router-force-biased", "--mla-down-proj-fusion"},
     "0.19.2": {

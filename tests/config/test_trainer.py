@@ -79,8 +79,8 @@ def test_a_checkpoint_says_auto_after_the_length_of_slices_was_chosen() -> None:
         ("--pipeline-schedule auto", True),
         ("--pipeline-schedule adaptive", True),
         ("--pipeline-schedule dfc", True),
-        # In these cases, all microbatches must have the same number of slices: the order of actions
-        # is computed in advance, or replicas exchange tokens.
+        # These cases require that all microbatches have the same number of slices. Either the order
+        # of actions is computed in advance, or replicas exchange tokens.
         ("--pipeline-schedule hinted", False),
         ("--pipeline-schedule seq-1f1b", False),
         (f"{EXPERTS} --moe-token-dispatcher-type alltoall", False),

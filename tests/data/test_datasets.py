@@ -211,8 +211,8 @@ def test_each_split_may_have_its_own_files(write_tokens: Write, tmp_path: Path) 
 
 
 def test_a_split_nobody_asks_for_is_not_built(write_tokens: Write, tmp_path: Path) -> None:
-    # With one document, there is none for validation and test. This is allowed, because no samples
-    # are requested for them.
+    # The only document is used for training, so there is none for validation and test. This is
+    # allowed, because no samples are requested for them.
     prefix = write_tokens([[1] * 100])
     train, *others = _build(prefix, tmp_path, NullTokenizer(9), (50, 0, 0))
     assert train is not None

@@ -91,7 +91,8 @@ def test_a_row_has_as_many_slices_as_its_longest_document_needs(replicas: int) -
             assert width == max(-(-sum(documents) // tokens), 1) * tokens
         assert sorted(length for _, *row in rows for length in row) == sorted(lengths)
         assert len(rows) % replicas == 0
-        # With one replica, a row must not have more slices than its longest document needs.
+        # If there is only one replica, a row must not have more slices than its longest document
+        # needs.
         if replicas == 1:
             assert all(width == -(-max(row) // tokens) * tokens for width, *row in rows)
 

@@ -185,7 +185,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(corpus: Corpus, tmp_path: Pa
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        # With a limit on the file size, write() fails as it does on a full disk.
+        # Limit the file size, so that write() fails as it does on a full disk.
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
         with pytest.raises(DataError, match="cannot write to"):
             preprocess(_spec(corpus, tmp_path, source))

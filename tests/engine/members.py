@@ -346,7 +346,7 @@ def main() -> None:
     member = Member(argument, dist.get_rank(), dist.get_world_size())
     result = PROGRAMS[program](member)
     (Path(folder) / f"{member.rank}.json").write_text(json.dumps(result))
-    # In these two programs, a process exits early, so the others must not wait for it.
+    # Two of the programs end a process early, so the other processes must not wait for it.
     if program not in ("broken", "lost"):
         dist.barrier()
     # A receive that timed out breaks connections of gloo. Therefore, exit without closing the

@@ -30,7 +30,7 @@ def test_members_do_what_is_ready_on_all(board: str, start: Start) -> None:
     results = start("agree", board, 3)
     leader = results[0]
     assert [len(step) for step in leader["taken"]] == [48, 48, 120, 120, 48, 48]
-    # In the last two steps, the order is static, so members do not need the leader's decisions.
+    # The last two steps have a static order, so members do not need the leader's decisions.
     assert leader["taken"][4] == leader["taken"][5] == leader["static"]
     for result in results:
         assert result["taken"] == leader["taken"]
@@ -46,7 +46,7 @@ def test_members_do_what_is_ready_on_all(board: str, start: Start) -> None:
 
 
 def test_no_random_group_deadlocks_or_disagrees() -> None:
-    # To simulate ten thousand cases, run ``python -m tests.engine.groups``.
+    # Run ``python -m tests.engine.groups`` to simulate ten thousand cases.
     assert groups.failures(300) == []
 
 
@@ -87,7 +87,7 @@ def test_a_broken_channel_of_a_follower_ends_the_step(board: str, start: Start) 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("board", BOARDS)
 def test_numbers_keep_their_order_and_silence_is_an_error(board: str, start: Start) -> None:
-    # In this program, the writer sends more numbers than fit into the channel.
+    # The writer of this program sends more numbers than fit into the channel.
     writer, *readers = start("many", board, 3)
     for reader in readers:
         assert reader["read"] == writer["read"]

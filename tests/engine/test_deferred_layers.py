@@ -133,7 +133,8 @@ def test_other_models(
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
         {"recompute_granularity": "selective"},
         {
-            # With biases, megatron-core's recomputation of an MLP would recurse endlessly.
+            # Disable biases. Otherwise, megatron-core's recomputation of an MLP would recurse
+            # endlessly.
             "add_bias_linear": False,
             "recompute_granularity": "selective",
             "recompute_modules": ["core_attn", "mlp"],

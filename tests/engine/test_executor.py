@@ -313,7 +313,7 @@ def test_a_static_order_waits_for_no_device() -> None:
     policy = make_policies("1f1b", pipeline.placement, 3)[0]
     executor.run(Counting(pipeline.placement, 0), policy, pipeline.state(0, 3))
     assert clock.waits == 0
-    # To get the durations of unfinished actions, finish_step() must wait for the device.
+    # Some actions are unfinished, so finish_step() must wait for the device to get their durations.
     assert executor.finish_step().busy_s > 0
     assert (clock.waits, clock.finished) == (1, clock.launched)
 

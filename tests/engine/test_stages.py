@@ -217,7 +217,7 @@ class TestSplit:
         assert [stages.retained_bytes(chunk, 0) for chunk in (0, 1)] == [0, 0]
         drive(stages, [action for action in order if action[0] != "W"], 2)
         row = SEQUENCE * SAMPLES * HIDDEN * 4
-        # In each transformer layer, the four linear layers keep inputs of 1 + 1 + 1 + 4 rows and
+        # The four linear layers of a transformer layer keep inputs of 1 + 1 + 1 + 4 rows and
         # gradients of 3 + 1 + 4 + 1 rows. The embedding keeps its tokens and a gradient.
         tokens = SEQUENCE * SAMPLES * 8
         first = stages.retained_bytes(0, 0)

@@ -217,8 +217,8 @@ def unpack(folder: Path) -> None:
     """Unpacks all golden files into ``folder``."""
     for path in sorted(FILES.glob("*.tar.xz")):
         extract(path, folder)
-    # On the disk of a node, the folder of checkpoint parts is named after the shared folder and its
-    # path, so rename it.
+    # Rename the folder of checkpoint parts on the node's disk. Its name depends on the path of the
+    # shared folder.
     path = hashlib.sha256(str((folder / "shared").resolve()).encode()).hexdigest()[:8]
     (folder / "disk").mkdir()
     (folder / "local").rename(folder / "disk" / f"shared-{path}")

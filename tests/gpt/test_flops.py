@@ -41,7 +41,7 @@ def counted_flops(cfg: TrainerConfig) -> float:
     device = accelerator.detect(0, backend="gloo")
     core = transformer_config(cfg, device)
     (chunk,) = build_chunks(cfg, core, device, placement_of(cfg), PADDED_VOCAB_SIZE)
-    # In training mode, the model would also store losses for the log, so use evaluation mode.
+    # Use evaluation mode, because the model would otherwise store losses for the log.
     model: Any = chunk.eval()
     tokens = torch.arange(length)[None]
     mask = torch.ones(length, length).triu(1).bool()[None, None]
@@ -83,7 +83,8 @@ def test_is_six_per_parameter_of_a_large_model_with_short_sequences() -> None:
         "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 1 "
         "--max-position-embeddings 1"
     )
-    # As in the GPT-3 paper, this is the number of parameters without the embeddings.
+    # This is the number of parameters without the embeddings. The GPT-3 paper counts in the same
+    # way.
     parameters = 12 * 96 * 12288**2
     assert flops_per_token(cfg) / (6 * parameters) == pytest.approx(1, rel=1e-3)
 

@@ -240,7 +240,7 @@ def test_nothing_is_kept_after_a_step_and_memory_is_counted(train: Train) -> Non
     assert sum(slices.kept_bytes(0, item) for item in range(8)) == 2 * 3 * 2 * 256 * 32 * 4
     forward_backward = run.forward_backward
     (cut,) = forward_backward.activation_bytes()
-    assert cut < whole  # With slices, a rank stores fewer attention scores at a time.
+    assert cut < whole  # A rank stores fewer attention scores at a time if sequences are sliced.
     # The activation memory is measured for each slice. If all slices have the same length, later
     # slices need more memory, because they store scores for more keys.
     run, _ = train("--sequence-slices 8 --slice-cut equal-length")

@@ -165,7 +165,7 @@ REMEDIES = (
     ("fail", "kind", "said"),
     [
         (full, DeviceMemoryError, rf"{OUT_OF_MEMORY}.* Tried to allocate 2.00 GiB; {REMEDIES}"),
-        # On a CPU, torch reports a lack of memory with a different message.
+        # If memory is exhausted on a CPU, torch raises an error with a different message.
         (too_much, DeviceMemoryError, f"{OUT_OF_MEMORY}.*{REMEDIES}"),
         (broken, RuntimeError, "^a bug$"),
     ],

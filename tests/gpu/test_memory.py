@@ -32,8 +32,8 @@ def test_memory_is_given_back_at_close(transport: str, tmp_path: Path) -> None:
     torchrun(CLOSING, arguments, world_size=2, log=tmp_path / "output.txt", limit_s=LIMIT_S)
     first, second, *_, last = json.loads(result.read_text())
     (_, kept), (working, left) = second, last
-    # In the first run, kernels, workspaces and communicators are loaded, which stay in memory.
-    # Therefore, compare the last run with the second.
+    # Compare the last run with the second, because the first run loads kernels, workspaces and
+    # communicators that stay in memory.
     for name, slack in SLACK_BYTES.items():
         assert left[name] <= kept[name] + slack, (name, first, second, last)
     if HAS_GPU:
@@ -44,7 +44,7 @@ def test_memory_is_given_back_at_close(transport: str, tmp_path: Path) -> None:
 
 @pytest.mark.multiprocess
 def test_too_large_a_batch_says_what_to_lower(tmp_path: Path) -> None:
-    # With these flags, the logits of one microbatch are too large for any GPU.
+    # These flags make the logits of one microbatch too large for any GPU.
     huge = (
         "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 2048"
         " --max-position-embeddings 2048 --micro-batch-size 4096 --global-batch-size 4096"

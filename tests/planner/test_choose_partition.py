@@ -181,7 +181,7 @@ def test_unlike_layers_get_the_quickest_pace(seed: int, chunks: int) -> None:
 
     proposal = propose(present, pace, 1e-3)
     taken = present.partition if proposal is None else proposal.partition
-    # With one stage per rank, the result is optimal. Step times that are nearly equal count as
+    # If each rank has one stage, the result is optimal. Step times that are nearly equal count as
     # equal, so allow a small difference.
     assert pace(taken) <= best * (1.006 if chunks == 1 else 1.2)
 
@@ -297,7 +297,7 @@ def test_memory_is_counted_for_each_placement() -> None:
 
 
 def test_what_slows_a_rank_stays_with_it_under_another_placement() -> None:
-    # In a V, the last stage is on rank 0.
+    # The last stage of a V is on rank 0.
     present = loads(V4, (2,) * 8, (2.0, 1.0, 1.0, 1.0), {7: 4.0})
     lying = present.placed("loop")
     assert sum(lying.beside_s[7]) == pytest.approx(sum(present.beside_s[7]) / 2)

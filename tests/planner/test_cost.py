@@ -99,7 +99,7 @@ def test_layers_are_divided_for_the_order_that_runs(schedule: str) -> None:
 
 def test_weight_gradients_fill_the_waits_of_a_rule_that_separates_them() -> None:
     inputs = problem()
-    # With few microbatches and nearly equal stages, ranks often wait.
+    # There are few microbatches and the stages are nearly equal, so ranks often wait.
     plan = replace(plan_of(inputs, (1, 1, 1), waves=3), partition=(3, 2, 2))
     stages = StageSums.of(plan, inputs, OURS)
     whole, forward = stages.durations_s[1:].sum(axis=0), stages.durations_s[0]
@@ -109,7 +109,8 @@ def test_weight_gradients_fill_the_waits_of_a_rule_that_separates_them() -> None
         [simulated(replace(plan, schedule=name), times).makespan_s for name in ("adaptive", "dfc")]
         for times in (stages, joined)
     )
-    # By default, weight gradients are separate actions under the rule adaptive, but not under dfc.
+    # The rule adaptive uses separate actions for weight gradients by default, but the rule dfc does
+    # not.
     assert split[0] < 0.95 * unsplit[0]
     assert split[1] == pytest.approx(unsplit[1])
 

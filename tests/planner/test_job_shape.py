@@ -158,7 +158,7 @@ def test_memory_is_a_limit() -> None:
 
 
 def test_a_stage_that_keeps_much_gets_fewer_pieces() -> None:
-    # With 1F1B, the first rank stores activations of two microbatches, and the second rank stores
+    # The first rank stores activations of two microbatches under 1F1B, and the second rank stores
     # those of one.
     running = job(gpus=(2,), batch=8, parameters=0.0, memory=1.01e5)
     best = choose_option(running, pipeline_sizes=(2,), micro_batches=(2,))[0]

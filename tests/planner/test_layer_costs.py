@@ -117,7 +117,7 @@ def test_messages_between_stages_take_the_link_of_the_island_that_holds_both() -
         ]
         return pytest.approx(boundary_s(*ends, inputs, 1e6))
 
-    # In these six cases, the two GPUs are in the same part of a node, in one node, below the same
+    # The two GPUs of these six cases are in the same part of a node, in one node, below the same
     # leaf switch, in one pod with a quarter of the bandwidth, in two pods, and of two types.
     assert sent([(1, 0)], [(1, 3)]) == (3e-6, 1e6 / 400e9)
     assert sent([(1, 3)], [(1, 4)]) == (8e-6, 1e6 / 32e9)

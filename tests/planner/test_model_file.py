@@ -45,16 +45,16 @@ def test_activations_are_those_of_the_literature() -> None:
     model = preset("gpt3-175b", "fp16", attention="unfused")
     length, hidden, heads = 2048, 12288, 96
     layer = model.kinds["transformer"]
-    # By their equation 1, a layer stores s b h (34 + 5 a s / h) bytes.
+    # Equation 1 of the paper says that a layer stores s b h (34 + 5 a s / h) bytes.
     whole = length * hidden * (34 + 5 * heads * length / hidden)
     assert layer.kept_bytes(1) == pytest.approx(whole)
-    # By their equation 2, with tensor parallelism, it stores s b h (10 + 24/t + 5 a s / (h t))
+    # Equation 2 says that a layer with tensor parallelism stores s b h (10 + 24/t + 5 a s / (h t))
     # bytes.
     split = length * hidden * (10 + 24 / 8 + 5 * heads * length / (8 * hidden))
     assert layer.kept_bytes(8) == pytest.approx(split)
     assert layer.kept_bytes(8, "selective") == pytest.approx(length * hidden * (10 + 24 / 8))
     assert layer.kept_bytes(8, "full") == pytest.approx(2 * length * hidden)
-    # By their equation 4, a layer without attention scores stores s b h 34/t bytes, because
+    # Equation 4 says that a layer without attention scores stores s b h 34/t bytes, because
     # sequence parallelism divides all activations.
     split = layer.kept_bytes(8, "selective", sequence_parallel=True)
     assert split == pytest.approx(length * hidden * 34 / 8)

@@ -20,7 +20,7 @@ def _added(stages: int, microbatches: int, sigma: float) -> float:
 
 def test_longer_pipelines_and_more_jitter_lose_more() -> None:
     assert _added(4, 8, 0.0) == 0.0
-    # With only one rank, jitter has almost no effect on the mean of 32 steps.
+    # If there is only one rank, jitter has almost no effect on the mean of 32 steps.
     assert _added(1, 32, 0.1) < 0.01 * 96
     assert _added(2, 16, 0.1) < _added(4, 16, 0.1) < _added(8, 16, 0.1)
     assert _added(4, 16, 0.05) < _added(4, 16, 0.1) < _added(4, 16, 0.2)

@@ -266,7 +266,8 @@ def test_a_token_keeps_as_much_memory_in_slices_of_any_length() -> None:
         assert stages.rows is not None
         held = held_slices(tokens_plan(tokens, 1.0), stages.rows)
         per_token[tokens] = stages.memory[1].activation_bytes / held / tokens
-    # In addition to activations, slices of a document need memory for its keys and values.
+    # Slices need memory not only for activations, but also for the keys and values of their
+    # document.
     assert 1 < per_token[4096] / per_token[LONGEST] < 1.2
 
 
@@ -321,7 +322,7 @@ def test_less_memory_gives_a_lower_limit_that_fits() -> None:
     # A slightly larger limit must not fit.
     assert not predict(replace(limited, cap=limited.cap + 0.1), tight).fits
     assert predict(limited, tight).seconds >= predict(plan, tight).seconds * 0.99
-    # With more memory, the best plan must not be slower.
+    # The best plan must not be slower if there is more memory.
     seconds = [proposed(memory).rows[0].prediction.seconds for memory in (18e9, 24e9, 80e9)]
     assert seconds == sorted(seconds, reverse=True)
 

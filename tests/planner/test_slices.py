@@ -103,7 +103,7 @@ def test_memory_is_that_of_the_slices_in_flight() -> None:
     longer = in_flight("adaptive", 4, 1, 4, 8, 1.0, share)[0] / 8
     assert 1.1 < longer < 1.3
     for before, after in zip(whole, cut, strict=True):
-        # With a cap of one sequence, a rank stores as many slices as a sequence has. The estimate
+        # If the cap is one sequence, a rank stores as many slices as a sequence has. The estimate
         # assumes the longest slices of two sequences, and includes keys and values.
         assert 1 < after.activation_bytes / before.activation_bytes / longer < 1.2
         assert after.parameter_bytes == before.parameter_bytes

@@ -142,8 +142,8 @@ def test_measured_links_lengthen_the_step_and_change_no_layer(tensor: int) -> No
         plan, MODEL, cluster, without
     )
     if tensor == 1:
-        # In a step, one forward message, one backward message and the reduction of the tied
-        # embeddings cannot be hidden.
+        # One forward message, one backward message and the reduction of the tied embeddings cannot
+        # be hidden in a step.
         assert added_s == pytest.approx(0.5 + 0.5 + 7.0, rel=0.01)
     else:  # Tensor-parallel ranks also need the links for all-reduces in each layer.
         assert added_s > 20.0

@@ -30,7 +30,7 @@ EXPERTS = {"num_moe_experts": 4, "add_bias_linear": False, "moe_aux_loss_coeff":
 SPREAD = {**EXPERTS, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}
 TWO_RANKS: list[dict[str, Any]] = [
     {
-        # In evaluation, microbatches are smaller, so the tensors between stages have a different
+        # Microbatches are smaller in evaluation, so the tensors between stages have a different
         # shape.
         "shape": {"pp": 2, "timers": True, "eval_micro_batch_size": 1},
         "runs": {

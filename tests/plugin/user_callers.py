@@ -479,8 +479,8 @@ def run_policy(program: Program, prepare: Callable[[dict[str, Model]], None]) ->
 
     seen: list[Any] = []
     for step in range(program.steps):
-        # On the second replica, the length alternates between two values. On the first replica, it
-        # is constant.
+        # The length alternates between two values on the second replica, and is constant on the
+        # first.
         length = 16 - 4 * replica * (step % 2)
         count = 6 if step == 0 else 4
         batches = draw([(2, length)] * count, 50 * step + replica)

@@ -85,8 +85,8 @@ class Replay:
         model: Model whose MLP layers select outputs.
 
     Attributes:
-        mode: What happens to selections in the current pass: ``"record"`` records them, and
-            ``"forward"`` and ``"backward"`` replay them.
+        mode: Use of selections in the current pass: ``"record"`` records them, and ``"forward"``
+            and ``"backward"`` replay them.
     """
 
     def __init__(self, model: Model) -> None:

@@ -109,7 +109,7 @@ def test_ranks_that_share_a_gpu_divide_what_others_leave_there(
 ) -> None:
     # Several ranks may share this GPU. Each of them may use only its part of the free memory.
     cuda = SimpleNamespace(
-        # Of the GPU's 80 GiB, 30 GiB are free and 50 GiB are in use.
+        # The GPU has 80 GiB of memory, of which 30 GiB are free.
         mem_get_info=lambda device: (30 * GIB, 80 * GIB),
         memory_reserved=lambda device: 12 * GIB,
         memory_allocated=lambda device: 10 * GIB,

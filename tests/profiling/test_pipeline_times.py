@@ -55,7 +55,7 @@ def test_links_that_were_not_measured_are_as_slow_as_the_slowest() -> None:
 
 
 def test_memory_of_another_placement_follows_its_stages() -> None:
-    # In the V placement, rank 0 holds all weights and activations. The loop placement moves half of
+    # Rank 0 holds all weights and activations in the V placement. The loop placement moves half of
     # them to rank 1.
     samples = [
         Sample(pp_rank=0, free_bytes=1000, kept_bytes=(100, 100), held_bytes=(300, 300)),

@@ -16,7 +16,7 @@ from megatron.adaptive.cli.pretrain_gpt import run  # noqa: E402
 from megatron.adaptive.rebalance.judgement import Move  # noqa: E402
 from megatron.adaptive.rebalance.repartition import Repartitioner  # noqa: E402
 
-# In step FAILS, the checkpoint cannot be written. From step MENDED on, this is possible again.
+# The checkpoint cannot be written in step FAILS, but it can be written from step MENDED on.
 FAILS, MENDED = 2, 3
 
 MOVE = Move(partition=(1, 3), present_s=1.0, step_s=0.5, why="test", before_s=1.0, former=(2, 2))

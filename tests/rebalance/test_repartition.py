@@ -81,7 +81,7 @@ def test_chunks_of_a_rank_measure_together_what_its_layers_take() -> None:
 def test_memory_limits_the_layers_of_a_rank() -> None:
     memory = {"kept_bytes": (20,), "held_bytes": (40,)}
     samples = [
-        # Of 900 usable bytes, the two layers store 3 x 20 bytes, so 840 bytes are free. Each
+        # The rank can use 900 bytes. Its two layers store 3 x 20 bytes, so 840 bytes are free. Each
         # additional layer needs 20 + 30 bytes.
         measured(0, lanes(2), free_bytes=1000, **memory),
         measured(1, lanes(2), free_bytes=10, **memory),

@@ -29,7 +29,7 @@ TIMES = StageTimes.equal(
 @pytest.mark.parametrize(
     ("order", "pieces", "ends"),
     [
-        # With separate weight gradients, F and B compute for 3 s in turn, each during the other's
+        # If weight gradients are separate, F and B compute for 3 s in turn, each during the other's
         # communication. At the end, B waits 2 s for its last communication. If backward passes are
         # not split, B computes 2.5 s longer in each turn.
         ("F0-0 F0-1+ B0-0 B0-1", 0, [10.0, 27.0, 29.0, 44.0]),

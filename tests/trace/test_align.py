@@ -25,8 +25,8 @@ def on_host(header: TraceHeader, name: str, monotonic_ns: int, unix_ns: int) -> 
 
 
 def test_ranks_of_one_clock_keep_their_monotonic_times(tmp_path: Path) -> None:
-    # On the second rank, the monotonic clock and the time of day have advanced by slightly
-    # different amounts, because the time of day is adjusted and reading clocks takes time.
+    # The monotonic clock and the time of day of the second rank have advanced by slightly different
+    # amounts, because the time of day is adjusted and reading clocks takes time.
     header = make_header(0)
     write_spans(tmp_path, header, [Span("F", 0, 0, 100, 200, 1)])
     later = replace(make_header(1), unix_ns=header.unix_ns + 7_000_050_000)

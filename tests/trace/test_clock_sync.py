@@ -54,7 +54,7 @@ def test_a_burst_is_taken_at_once_and_another_at_the_end(server: ClockServer) ->
     sampler.close()
     assert len(bursts) >= 2
     for t0, t1, t2, t3 in bursts[0].samples:
-        # In this test, the client and the server use the same clock, so the times must be in order.
+        # The client and the server of this test use the same clock, so the times must be in order.
         assert t0 <= t1 <= t2 <= t3
     sampler.close()
 

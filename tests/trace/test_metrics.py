@@ -148,7 +148,7 @@ def test_handing_a_result_over_is_no_work() -> None:
     figures = rank_figures(table, 1)
     assert figures.busy_ns.tolist() == [4_810_000]
     assert figures.mean_ns[0, 0, 0] == pytest.approx(7_000_000 / 3)
-    # On a GPU, an action counts with its whole duration, because sends on the host do not stop the
+    # An action on a GPU counts with its whole duration, because sends on the host do not stop the
     # GPU.
     assert compute_ns(table, "cuda").tolist() == table.duration_ns.tolist()
     assert rank_figures(table, 1, device="cuda").busy_ns.tolist() == [7_000_000]
@@ -235,7 +235,7 @@ def test_the_parts_of_a_step_add_up_to_it(two_ranks: Path) -> None:
     measured = [dict(zip(PARTS, row, strict=True)) for row in parts[0].tolist()]
     nothing = dict.fromkeys(PARTS, 0.0)
     assert measured[0] == {**nothing, "busy": 5, "input": 6, "rest": 1}
-    # On this rank, the wait for the first input lies before the first action. It must be counted
-    # only as part of the time before the first action.
+    # This rank waits for the first input before its first action. The wait must be counted only as
+    # part of the time before the first action.
     assert measured[1] == {**nothing, "busy": 5, "order": 1, "memory": 1, "before": 4, "after": 1}
     assert np.allclose(parts.sum(axis=-1), 12)

@@ -156,7 +156,7 @@ def run_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_full_disk_costs_iterations_which_the_trace_knows_of(tmp_path: Path) -> None:
-    # With a limit on the file size, a write fails after some bytes, as on a full disk.
+    # Limit the file size, so that a write fails after some bytes, like on a full disk.
     result = run_python(
         """
         import resource, shutil, time

@@ -90,8 +90,8 @@ def test_a_placement_of_a_newer_program_is_named(write_run: Callable[..., Path])
 
 
 def test_bubble_of_all_forward_then_all_backward(write_run: Callable[..., Path]) -> None:
-    # With p ranks and m microbatches, a rank is idle for a fraction (p - 1) / (m + p - 1) of a
-    # step.
+    # If there are p ranks and m microbatches, a rank is idle for a fraction (p - 1) / (m + p - 1)
+    # of a step.
     folder = write_run(4, 1, 8)
     # Rank 1 has no trace. The mean over ranks must ignore it.
     (folder / trace_file_name(1)).unlink()

@@ -166,10 +166,10 @@ def test_a_slow_rank_of_a_made_up_run_mended_or_under_a_rule(schedule: str, tmp_
     _, answer = step_s("slow", faults=faults)
     repairs = {repair.description: repair.step_s for repair in answer.repairs}
     rank = next(description for description in repairs if "rank 1 (stage 1) as fast" in description)
-    # With a schedule that decides at run time, the actions of the repaired step may have a
-    # different order. Therefore, the step must be simulated again.
+    # A schedule that decides at run time may order the actions of the repaired step differently.
+    # Therefore, the step must be simulated again.
     assert repairs[rank] == pytest.approx(step_s("mended")[0], rel=0.02)
-    # With this schedule, the slow rank has two chunks. Both of its stages are slow.
+    # This schedule gives two chunks to each rank, so both stages of the slow rank are slow.
     rule = {"schedule": "adaptive", "num_chunks": 2, "weight_pieces": 1}
     assert repairs["adaptive order"] == pytest.approx(
         step_s("rule", faults=faults, **rule)[0], rel=0.03

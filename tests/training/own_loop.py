@@ -137,8 +137,8 @@ def with_steps(state: Any) -> Any:
     """
     parts = [state] if {"optimizer", "param_groups"} & {*state} else [*state.values()]
     for part in parts:
-        # With mixed precision, this dict is inside of another dict that also contains the 32-bit
-        # weights.
+        # If mixed precision is used, this dict is inside of another dict that also contains the
+        # 32-bit weights.
         inner = part.get("optimizer", part)
         inner["state"]["common_step"] = torch.tensor(float(inner["param_groups"][0]["step"]))
     return state

@@ -348,7 +348,7 @@ class TestTensorBoard:
 
 class TestBar:
     def open_terminal(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
-        """Replaces standard error with a terminal, and returns a function that reads what it shows.
+        """Replaces standard error with a terminal, and returns a function that reads its output.
 
         The returned function also closes the terminal.
 

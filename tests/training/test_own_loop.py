@@ -193,5 +193,5 @@ def compare(described: Model, path: str, folder: Path, write_tokens: Callable[..
     assert len(reference) == STEPS_TAKEN - 1
     for step, expected in zip(trained[1:], reference, strict=True):
         assert step[0] == pytest.approx(expected[0], rel=described.rel, abs=0)
-        # In the log, gradient norms are rounded to three decimal places.
+        # The log rounds gradient norms to three decimal places.
         assert step[1] == pytest.approx(expected[1], abs=0.00051 + 10 * described.rel)

@@ -45,8 +45,8 @@ MODELS: Mapping[str, tuple[int, str]] = {
     # Releases of megatron-core number the layers for multi-token prediction differently.
     "llama": (2, f"{LLAMA} --mtp-num-layers 1"),
     "experts": (4, f"{EXPERTS} --expert-model-parallel-size 2 --bf16"),
-    # As in DeepSeek-V2-Lite, keys and values are compressed and normalized, but queries are not
-    # compressed.
+    # Keys and values are compressed and normalized, but queries are not compressed.
+    # DeepSeek-V2-Lite has the same layout.
     "whole queries": (2, LATENT.replace("--q-lora-rank 8", "--qk-layernorm")),
     "latent": (4, f"{LATENT} {EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel"),
 }
@@ -108,7 +108,8 @@ def test_steps_and_checkpoints_are_those_of_the_installed_release(
     }
     assert len(first[INSTALLED]) == 2
     assert first[release] == first[INSTALLED]
-    # With another learning rate, each release continues from the checkpoint of the other release.
+    # Each release continues from the checkpoint of the other release, and with another learning
+    # rate.
     more = "--train-iters 4 --override-opt-param-scheduler"
     rest = {
         name: train(name, model, tmp_path, f"{more} --load {saved[other]}", rate="2e-3")

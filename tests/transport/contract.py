@@ -329,8 +329,8 @@ def drain(rank: Rank, kind: str) -> None:
         return
     time.sleep(0.2)
     kept = [wait(transport).take() for _ in range(4 * SLOTS)]
-    # With transports over torch, ``close`` waits until the receiver has taken all messages, so the
-    # mark must not be awaited.
+    # Transports over torch wait in ``close`` until the receiver has taken all messages, so the mark
+    # must not be awaited.
     if kind not in OVER_TORCH:
         rank.await_mark("closed")
         assert transport.completions.wait(time.monotonic() + 0.3) is None

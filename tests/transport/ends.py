@@ -100,6 +100,6 @@ def names_within(profile: torch.profiler.profile, mark: str) -> set[str]:
     """
     events: list[Any] = list(profile.events())
     ranges = [event.time_range for event in events if event.name == mark]
-    # On a device, there is a second range with this name. The range on the host starts first.
+    # There is a second range with this name on a device. The range on the host starts first.
     inside = min(ranges, key=lambda event: event.start)
     return {event.name for event in events if inside.start <= event.time_range.start <= inside.end}

@@ -61,7 +61,7 @@ APART = {"machines": ["east", "west"]}
 KILLS: dict[str, tuple[int, int, dict[str, Any], str, str]] = {
     "first-rank": (3, 0, {}, ENDED, ""),
     "middle-rank": (3, 1, {}, ENDED, ""),
-    # In the first of these cases, the kernel lacks pidfd_open. In the second case, the watchers do
+    # The kernel of the first of these cases lacks pidfd_open. The watchers of the second case do
     # not use a store.
     "no-pidfd": (2, 1, {"without_pidfd": True}, ENDED, ""),
     "no-store": (2, 1, {"with_store": False}, ENDED, ""),

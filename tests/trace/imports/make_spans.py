@@ -147,7 +147,7 @@ def main(folder: Path) -> None:
     log.close()
     batches = [None] * STAGES
     encoded = MessageToDict(encode_spans(kept.get_finished_spans()))
-    # In the JSON format of OTLP, span IDs are hexadecimal numbers.
+    # Span IDs are hexadecimal numbers in the JSON format of OTLP.
     for group in encoded["resourceSpans"]:
         for span in (s for scope in group["scopeSpans"] for s in scope["spans"]):
             for key in ("traceId", "spanId", "parentSpanId"):

@@ -110,7 +110,7 @@ def test_a_steady_step_simulated_anew_is_the_step(
 ) -> None:
     write_page(make(iterations=1, action_sigma=0.0, **shape), tmp_path / "a.html", [1])
     block = Page(tmp_path / "a.html").block(0, 0)
-    # In the trace, only some forward passes read data. The simulated step divides the reading time
+    # Only some forward passes of the trace read data. The simulated step divides the reading time
     # among all forward passes, so the step times differ slightly.
     assert block["simulated_ms"] == pytest.approx(block["step_ms"], rel=0.02)
     assert len(block["s_start"]) == block["s_offset"][-1] > 0

@@ -85,7 +85,7 @@ def test_a_thread_has_the_step_as_it_would_be_with_nobody_slower(run: RunTrace) 
         recorded = trace.table([2]).of_kind(*DRAWN_ACTIONS)
         assert len(ideal) == len(recorded)
         lengths = {e["dur"] for e in ideal if e["name"].startswith("forward")}
-        # In the ideal step, all forward passes have the same duration. The durations are in
+        # All forward passes of the ideal step have the same duration. The durations are in
         # microseconds.
         assert max(lengths) - min(lengths) < 0.002
 

@@ -34,7 +34,7 @@ def test_colours_cover_what_the_trace_says(write_run: Callable[..., Path], tmp_p
     forward = share(tmp_path / "chart.png", chunk_color("F", 0, 1))
     backward = share(tmp_path / "chart.png", chunk_color("B", 0, 1))
     idle = share(tmp_path / "chart.png", IDLE)
-    # On each rank, forward passes take 4 ms, backward passes 8 ms, and idle time 3 ms. The legend
+    # Forward passes of each rank take 4 ms, backward passes 8 ms, and idle time 3 ms. The legend
     # and the texts also cover some pixels, so the fractions differ slightly.
     assert backward / forward == pytest.approx(2, rel=0.15)
     assert idle / forward == pytest.approx(0.75, rel=0.15)

@@ -281,7 +281,7 @@ def test_summary_and_iterations_are_the_figures(
         assert line["actions"] == 16
         assert line["step ms"] == pytest.approx(step.step_ns / 1e6)
         names = [f"{part} ms" for part in PARTS.values()]
-        # In the synthetic trace, waits overlap with actions by a few nanoseconds, so the sum is
+        # Waits in the synthetic trace overlap with actions by a few nanoseconds, so the sum is
         # inexact.
         assert sum(line[name] for name in names) == pytest.approx(line["step ms"], abs=1e-3)
         assert line["busy ms"] == pytest.approx(parts[2, rank, 0])
