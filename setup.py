@@ -1,14 +1,16 @@
-"""Builds the optional C++ extension; all other settings of the package are in pyproject.toml.
+"""Builds the optional C++ extension. All other settings of the package are in pyproject.toml.
 
-Two environment variables control the build. Each is 0 (skip), 1 (required) or auto (the default,
-which builds if this machine can):
+Two environment variables control the build. Their values are 0 (do not build), 1 (building is
+required) and auto (the default, build if possible):
 
 * ``MEGATRON_ADAPTIVE_EXTENSION`` controls the whole extension. The package works without it, but
   messages between ranks of one node are slower.
-* ``MEGATRON_ADAPTIVE_RDMA`` controls the extension's RDMA part, which needs ``infiniband/verbs.h``.
+* ``MEGATRON_ADAPTIVE_RDMA`` controls the part of the extension that uses RDMA. This part needs
+  ``infiniband/verbs.h``.
 
-Objects are cached in ``$XDG_CACHE_HOME/megatron-adaptive/extension`` (below ``~/.cache`` if the
-variable is not set) under a digest of all their inputs. All checkouts of a user share them.
+Compiled objects are cached in ``$XDG_CACHE_HOME/megatron-adaptive/extension`` under a digest of all
+their inputs. If the variable is not set, ``~/.cache`` is used in its place. All checkouts of a user
+share the cache.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ VERBS_HEADER = Path("/usr/include/infiniband/verbs.h")
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 PYTHON_HEADER = re.compile(r"^\s*#\s*include\s+<(?:Python\.h|pybind11/)", re.MULTILINE)
 PATH_VARIABLES = ("CPATH", "CPLUS_INCLUDE_PATH", "SOURCE_DATE_EPOCH")
-KEPT_S = 14 * 24 * 3600.0  # Objects that were not used for this long are deleted.
+KEPT_S = 14 * 24 * 3600.0  # Cached objects that were not used for this long are deleted.
 
 
 def switch(name: str) -> str:
@@ -65,12 +67,12 @@ def switch(name: str) -> str:
 
 
 def say(line: str) -> None:
-    """Prints ``line`` to stderr; pip shows it with -v, or if the build fails."""
+    """Prints ``line`` to stderr. pip shows it with ``-v``, or if the build fails."""
     print(f"megatron-adaptive: {line}", file=sys.stderr, flush=True)
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns the text of ``error`` as one line, without the long command of a failed compiler."""
+    """Returns a one-line description of ``error``, without the command of a failed compiler."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, subprocess.CalledProcessError):
@@ -82,13 +84,12 @@ def reason_of(error: BaseException) -> str:
 class ObjectCache:
     """Compiles source files, and reuses objects that were compiled from the same inputs.
 
-    A file that causes warnings is not cached, but compiled each time. Therefore, a cached object is
-    valid with and without ``-Werror``. This class is safe for threads, and for processes that build
-    concurrently.
+    If a file causes warnings, its object is not cached. Therefore, a cached object is valid with
+    and without ``-Werror``. Several threads and processes may use the same cache at the same time.
     """
 
     def __init__(self, folder: Path, pybind11: tuple[str, str]) -> None:
-        """Stores the folder for objects, and pybind11's version and include folder."""
+        """Opens the cache in ``folder``, given the version and the include folder of pybind11."""
         self._folder = folder
         self._pybind11 = pybind11
         self._texts: dict[Path, str] = {}
@@ -102,7 +103,7 @@ class ObjectCache:
         """Compiles ``source`` into the object file ``target``.
 
         Raises:
-            CalledProcessError: The compiler failed; its output is on stderr.
+            CalledProcessError: The compiler failed. Its output was written to stderr.
         """
         kept = self._kept(command, source)
         if kept is not None and kept.exists():
@@ -128,7 +129,8 @@ class ObjectCache:
         texts = [(str(path), self._texts[path]) for path in sorted(self._closure(Path(source)))]
         rdma = any(RDMA_MACRO in text for _, text in texts)
         digest = hashlib.sha256(repr((version, texts)).encode())
-        # Most files do not include Python's headers, so one object can be used for all versions.
+        # Most files do not include Python's headers, so their objects are valid for all Python
+        # versions.
         if uses_python := any(PYTHON_HEADER.search(text) for _, text in texts):
             digest.update(repr((sys.version, self._pybind11[0])).encode())
         python_folders = {f"-I{sysconfig.get_path(name)}" for name in ("include", "platinclude")}
@@ -137,7 +139,7 @@ class ObjectCache:
                 continue
             if word in python_folders and not uses_python:
                 continue
-            # Ignore the paths of this environment's folders, because the versions above identify
+            # Ignore the paths of folders in this environment. The versions above already identify
             # their content.
             own = word.startswith((f"-I{sys.prefix}", f"-I{self._pybind11[1]}"))
             digest.update(b"own" if own else word.encode() + b"\0")
@@ -147,7 +149,7 @@ class ObjectCache:
         return self._folder / f"{Path(source).stem}.{digest.hexdigest()[:32]}.o"
 
     def _closure(self, source: Path) -> set[Path]:
-        """Returns ``source`` and all files of this project that it includes, even indirectly."""
+        """Returns ``source`` and all project files that it includes directly or indirectly."""
         found: set[Path] = set()
         waiting = [source]
         while waiting:
@@ -185,10 +187,10 @@ def cache_folder() -> Path:
 
 
 class BuildExtension(build_ext):
-    """Builds the extension, with RDMA if possible; failures are errors only if required."""
+    """Builds the extension if possible. Environment variables can make a failure an error."""
 
     def build_extension(self, ext: Extension) -> None:
-        """Builds ``ext``, or prints the reason why the optional extension was not built."""
+        """Builds ``ext``. If an optional extension cannot be built, only prints the reason."""
         try:
             from pybind11.setup_helpers import ParallelCompile
 
@@ -196,7 +198,8 @@ class BuildExtension(build_ext):
             self._keep_objects()
             with ParallelCompile(default=len(os.sched_getaffinity(0))):
                 super().build_extension(ext)
-        # Compilers fail in many ways, and the installation must continue.
+        # Catch all exceptions, because compilers fail in many ways and the extension may be
+        # optional.
         except Exception as error:
             reason = reason_of(error)
             if not ext.optional:
@@ -204,7 +207,7 @@ class BuildExtension(build_ext):
             say(f"warning: the C++ extension was not built and is left out: {reason}")
 
     def _configure(self, ext: Extension) -> None:
-        """Adds the settings of ``ext`` that depend on this machine."""
+        """Adds the compiler settings of ``ext`` that depend on this machine."""
         import pybind11
 
         ext.include_dirs.append(pybind11.get_include())
@@ -215,7 +218,7 @@ class BuildExtension(build_ext):
         say(f"building the C++ extension {'with' if rdma else 'without'} RDMA")
 
     def _keep_objects(self) -> None:
-        """Makes the compiler use cached objects."""
+        """Changes the compiler object, so that it reuses cached objects."""
         import pybind11
 
         compiler = self.compiler
@@ -248,7 +251,7 @@ class BuildExtension(build_ext):
         return False
 
     def _probe_rdma(self) -> str | None:
-        """Compiles a line with the verbs header, and returns the error, or ``None`` on success."""
+        """Tries to compile the RDMA header, and returns the error, or ``None`` on success."""
         compiler = getattr(self.compiler, "compiler_cxx", None) or ["c++"]
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder, "probe.cc")
@@ -263,7 +266,7 @@ class BuildExtension(build_ext):
         return next((line for line in done.stderr.splitlines() if "error" in line), done.stderr)
 
     def _record(self, text: str) -> str:
-        """Writes ``text`` to a file on which objects depend, and returns its path."""
+        """Writes ``text`` to a file unless the file already contains it, and returns the path."""
         path = Path(self.build_temp, "configuration.txt")
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists() or path.read_text() != text:
@@ -272,7 +275,7 @@ class BuildExtension(build_ext):
 
 
 def extensions() -> list[Extension]:
-    """Returns the extension, or an empty list if it is disabled."""
+    """Returns a list that contains the extension, or an empty list if the extension is disabled."""
     if switch("MEGATRON_ADAPTIVE_EXTENSION") == "0":
         return []
     return [
@@ -281,7 +284,7 @@ def extensions() -> list[Extension]:
             sources=list(SOURCES),
             include_dirs=["csrc"],
             depends=[str(path) for path in sorted(Path("csrc").rglob("*.h"))],
-            # The library dl opens the CUDA driver and libibverbs at run time if they exist.
+            # The library dl loads the CUDA driver and libibverbs at run time if they are installed.
             libraries=["dl"],
             extra_compile_args=list(COMPILE_ARGS),
             language="c++",

@@ -1,4 +1,4 @@
-"""Checks a machine with a GPU; docs/gpu_check.md describes how to run the check.
+"""Checks whether this project works on a machine with a GPU. See ``docs/gpu_check.md``.
 
-Only the module ``steps`` needs installed packages; the other modules need only Python.
+The module ``steps`` needs installed packages. The other modules need only Python.
 """

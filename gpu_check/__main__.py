@@ -1,4 +1,4 @@
-"""Runs the GPU check from the command line; see ``scripts/gpu_check.sh``."""
+"""Runs the GPU check from the command line. See ``scripts/gpu_check.sh``."""
 
 from __future__ import annotations
 

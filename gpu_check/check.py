@@ -1,15 +1,15 @@
-"""Runs all parts of the check within a time budget, and writes their results to two files.
+"""Runs all parts of the GPU check within a time budget, and writes their results to two files.
 
-Each part is a process with a time limit. A part that exceeds its limit is stopped. If a part fails,
-the failure is recorded and the other parts still run. The report ``gpu_check.md`` and the file
+Each part is a process with a time limit, and is stopped if it exceeds this limit. If a part fails,
+the failure is recorded, and the other parts still run. The report ``gpu_check.md`` and the file
 ``gpu_check.json`` are rewritten after each part, so they exist even if the check is stopped::
 
     time   |<------------------------- minutes ------------------------->|
     parts  | set-up | device | ipc | equivalence |  ... planned for later parts |
                                limit = twice the planned time, unless later parts need that time
 
-Exit status: 0 on success; 1 if a part failed or missed a goal; 2 if there is no GPU or PyTorch
-cannot use it.
+The exit status is 0 on success, and 1 if a part failed or missed a goal. It is 2 if there is no GPU
+or PyTorch cannot use it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gpu_check.parts import Part
 from harness.report import ROOT, Row, markdown, one_line
 
 _PAGE_S = 5.0
-"""Time reserved for writing the page, in seconds."""
+"""Time that is reserved for writing the report, in seconds."""
 _LAST_LINES = 25
 _SHARED_GPU = (
     "The ranks of `pp2`, `v`, `equivalence` and `training` shared one GPU. Their times are sums "
@@ -52,12 +52,12 @@ class Outcome:
         name: Name of the part.
         state: ``ok``, ``failed``, ``missed`` (a goal was missed), ``cut`` (the part was stopped at
             its time limit) or ``left out`` (the part was skipped).
-        reason: Reason for the state in one line; empty if the state is ``ok``.
+        reason: Reason for the state in one line, or an empty string if the state is ``ok``.
         took_s: Duration of the part in seconds.
         limit_s: Time limit of the part, in seconds.
-        rows: Rows of the part's table.
-        facts: Additional results, by name.
-        tail: Last lines of the part's output, unless the state is ``ok``.
+        rows: Rows of the table that shows the part's results.
+        facts: Further results, by name.
+        tail: Last lines of the part's output, or an empty string if the state is ``ok``.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Check:
     """Runs parts within a time budget, and updates the report after each part.
 
     Args:
-        output: Folder for the report and the JSON file; created if it does not exist.
+        output: Folder for the report and the JSON file. It is created if necessary.
         minutes: Time budget for all parts together, in minutes.
         rehearse: Whether to run without a GPU.
         pack: Folder created by ``scripts/gpu_pack.sh``, or ``None`` if there is no pack.
@@ -89,7 +89,8 @@ class Check:
     ) -> None:
         self._output = output
         self._end_s = time.monotonic() + 60 * minutes - _PAGE_S
-        # A larger time budget suggests a slow machine, so the limits of the parts grow with it.
+        # A larger time budget is used on slower machines, so the time limits of the parts grow with
+        # it.
         self._most = _MOST * max(1.0, minutes / 10)
         self._rehearse = rehearse
         self._begin = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
@@ -103,10 +104,13 @@ class Check:
         """Runs all parts, and returns the exit status.
 
         Args:
-            set_up: Part that installs the requirements of the other parts; ``None`` to skip it.
-            later: Parts to run after the set-up, most valuable first.
+            set_up: Part that installs the requirements of the other parts, or ``None`` to skip this
+                part.
+            later: Parts to run after the set-up, in this order. Parts at the end may be skipped if
+                time is short.
         """
-        # This process adopts the processes that a part leaves behind, so that it can kill them.
+        # This process becomes the parent of processes that a part leaves behind, so that it can
+        # kill them.
         adopt_orphans()
         self.facts["nvidia-smi"] = nvidia_smi()
         self.facts |= card_and_driver(self.facts["nvidia-smi"])
@@ -121,14 +125,14 @@ class Check:
         return self._status(available)
 
     def _available(self) -> set[str]:
-        """Returns the packages that are importable in the new Python environment."""
+        """Returns those of torch, pytest and transformer_engine that are installed."""
         names = "torch", "pytest", "transformer_engine"
         code = f"import importlib.util as u; print(*[n for n in {names} if u.find_spec(n)])"
         done = subprocess.run([self._python, "-c", code], capture_output=True, text=True, cwd=ROOT)
         return set(done.stdout.split())
 
     def _note_device(self, outcome: Outcome, available: set[str]) -> None:
-        """Stores what the ``device`` part found, and adds the GPUs to ``available``."""
+        """Stores the results of the part ``device``. Adds to ``available`` which GPUs exist."""
         gpus = outcome.facts.get("gpus", 0)
         available |= {"gpus"} if gpus else set()
         available |= {"two GPUs"} if gpus > 1 else set()
@@ -175,7 +179,7 @@ class Check:
         return outcome
 
     def _limit_s(self, part: Part, later: Sequence[Part]) -> float:
-        """Returns the time limit of ``part`` in seconds, which leaves time for ``later`` parts."""
+        """Returns the time limit of ``part`` in seconds. It leaves time for the ``later`` parts."""
         spare_s = self._end_s - time.monotonic()
         for other in later:
             if spare_s - other.planned_s >= part.planned_s:
@@ -183,7 +187,7 @@ class Check:
         return max(1.0, min(self._most * part.planned_s, spare_s))
 
     def _take_python(self, text: str, outcome: Outcome) -> None:
-        """Stores the path of Python, and the missing packages, which ``text`` contains."""
+        """Reads the path of Python and the missing packages from the set-up's output ``text``."""
         lines = text.splitlines()
         last = lines[-1].strip() if lines else ""
         if outcome.state == "ok" and Path(last).exists():
@@ -257,10 +261,10 @@ class Check:
 
 
 def _judge(outcome: Outcome, status: int | None, text: str) -> None:
-    """Sets the state of ``outcome`` after the part has run.
+    """Sets the state, the reason and the tail of ``outcome`` after the part has run.
 
     Args:
-        outcome: Result of the part so far.
+        outcome: Result of the part, which may already contain rows and a reason.
         status: Exit status of the part, or ``None`` if it was stopped.
         text: Output of the part.
     """
@@ -286,7 +290,7 @@ def read_tests(text: str, outcome: Outcome) -> None:
 
     Args:
         text: Output of pytest.
-        outcome: Result of the part, whose facts, rows and reason are set.
+        outcome: Result of the part. The function sets its facts, rows and reason.
     """
     counts: dict[str, int] = {}
     for _, state in _TEST.findall(text):

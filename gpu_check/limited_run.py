@@ -19,7 +19,7 @@ _GRACE_S = 3.0
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of descendants whose own parents exit."""
+    """Makes this process the parent of all its descendants whose own parent exits."""
     ctypes.CDLL(None).prctl(_SET_SUBREAPER, 1)
 
 
@@ -28,8 +28,7 @@ def run_limited(
 ) -> int | None:
     """Runs a program, and kills all processes that it leaves behind.
 
-    The program is terminated shortly before its time limit, so that all its processes have exited
-    by then.
+    Shortly before its time limit, the program is asked to exit. At the time limit, it is killed.
 
     Args:
         command: Command line of the program.

@@ -41,11 +41,11 @@ def card_and_driver(csv: str) -> dict[str, str]:
 
 
 def commit(pack: Path | None) -> str:
-    """Returns the commit of this checkout (marked if modified), or why the commit is unknown.
+    """Returns the checked-out commit, with a suffix if files were modified, or why it is unknown.
 
     Args:
-        pack: Folder created by ``scripts/gpu_pack.sh``. It contains the commit, for copies of the
-            sources without their Git history.
+        pack: Folder created by ``scripts/gpu_pack.sh``, or ``None``. It contains the commit, which
+            is used if the sources have no Git history.
     """
     if pack is not None and not (ROOT / ".git").exists() and (pack / "commit").exists():
         return (pack / "commit").read_text(encoding="utf-8").strip()
@@ -60,12 +60,12 @@ def commit(pack: Path | None) -> str:
 def default_output(facts: dict[str, str], *, rehearse: bool) -> Path:
     """Returns the default folder for results.
 
-    Results of runs on a GPU go to ``results/``, which is under version control, in a folder named
-    after the date, the GPU and the driver.
+    Results of runs on a GPU are written to ``results/``, which is under version control. The name
+    of the folder contains the date, the GPU and the driver.
 
     Args:
         facts: Result of :func:`card_and_driver`.
-        rehearse: Whether this is a rehearsal.
+        rehearse: Whether the check runs without a GPU.
     """
     if rehearse or "card" not in facts:
         return ROOT / "runs" / time.strftime("gpu-check-%Y%m%d-%H%M%S")

@@ -1,4 +1,4 @@
-"""Defines the parts of the check: their commands, planned times and requirements."""
+"""Defines the parts of the GPU check, with their commands, planned times and requirements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from harness.report import ROOT
 NO_GPU = "there is no GPU"
 STEPS = ROOT / "gpu_check" / "steps.py"
 ALWAYS = ("device",)
-"""Parts that always run; ``device`` detects the GPUs that other parts need."""
+"""Names of parts that always run. The part ``device`` detects the GPUs that other parts need."""
 _IN_PARTS_OF_THEIR_OWN = tuple(
     f"test_{name}.py" for name in ("cuda_ipc", "equivalence", "resume", "training", "transport")
 )
@@ -20,15 +20,15 @@ _MEMORY_TEST = "gpu/test_memory.py::test_too_large_a_batch_says_what_to_lower"
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Part of the check, run as a separate program.
+    """Part of the GPU check that runs as a separate program.
 
     Attributes:
         name: Name of the part and of its files.
-        command: Command line; ``{python}``, ``{json}`` and ``{limit}`` stand for the Python of the
-            new environment, the path of the part's result, and its time limit in seconds.
-        planned_s: Time in seconds that is reserved for the part while earlier parts run.
-        needs: Names of requirements, each with the reason to report if the part is skipped because
-            the requirement is not met.
+        command: Command line. ``{python}`` stands for the Python of the new environment, ``{json}``
+            for the path of the result, and ``{limit}`` for the time limit in seconds.
+        planned_s: Planned duration in seconds. Earlier parts leave this much time for the part.
+        needs: Requirements of the part. Each entry is the name of a requirement, and the reason
+            that is reported if it is not met.
         tests: Whether the command runs pytest.
     """
 
@@ -40,7 +40,7 @@ class Part:
 
 
 def parts(*, rehearse: bool) -> list[Part]:
-    """Returns the parts that run after the set-up, most valuable first."""
+    """Returns the parts that run after the set-up. The most important parts come first."""
     standin = ("transport/test_between_gpus.py",) if rehearse else ()
     others = sorted(path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
     gpu = () if rehearse else (("gpus", NO_GPU),)
@@ -90,8 +90,9 @@ def _steps(name: str, planned_s: float, needs: Sequence[tuple[str, str]], *, tin
 def _tests(
     name: str, planned_s: float, files: Sequence[str], needs: Sequence[tuple[str, str]]
 ) -> Part:
-    """Returns a part that runs the tests in ``files``, which may also contain pytest options."""
-    # Ignore the options in pyproject.toml, because they need plugins that the machine may lack.
+    """Returns a part that runs the tests in ``files``. The list may also contain pytest options."""
+    # Ignore the pytest options in pyproject.toml, because they need plugins that may not be
+    # installed.
     command = "{python} -m pytest -v -rfEs -o addopts=--import-mode=importlib".split()
     paths = (file if file.startswith("-") else f"tests/{file}" for file in files)
     return Part(
@@ -116,7 +117,7 @@ def set_up_part(pack: Path | None = None) -> Part:
 
 
 def chosen_parts(names: Sequence[str] | None, *, rehearse: bool) -> list[Part]:
-    """Returns all parts, or those in ``names`` plus those that always run, in their usual order."""
+    """Returns the parts in ``names`` and those that always run. ``None`` stands for all parts."""
     every = parts(rehearse=rehearse)
     if names is None:
         return every

@@ -42,7 +42,7 @@ TINY_SHAPE = (
 )
 SIZES = {"": f"{SHAPE} --micro-batch-size 4 --global-batch-size 32"}
 SIZES["tiny "] = f"{TINY_SHAPE} --micro-batch-size 1 --global-batch-size 4"
-# Disable the check for finite gradients, because it makes the host wait for the GPU, even in
+# Disable the check for NaN in losses and gradients. It makes the host wait for the GPU, also in
 # megatron-core.
 BASE = "--bf16 --no-check-for-nan-in-loss-and-grad --transformer-impl"
 OWN = f"{BASE} local --pipeline-schedule"
@@ -62,7 +62,7 @@ TITLES = {
     "nccl": "PP 2, NCCL",
     "te": "Transformer Engine, split",
 }
-"""Titles of the parts in table rows."""
+"""Titles of the parts in the rows of the report."""
 JOBS = {
     size + name: Job(f"{flags} {job.flags}", job.competitors, job.ranks)
     for size, flags in SIZES.items()
@@ -70,27 +70,32 @@ JOBS = {
 }
 ROUNDS, TINY_ROUNDS = 6, 1
 LIMITS = {"loss": 1e-3, "gradient": 1e-2}
-"""Largest relative differences; the order of summation varies on a GPU, and bf16 is imprecise."""
+"""Largest allowed relative differences between the results of competitors.
+
+The results differ, because the order of summation varies on a GPU, and because bf16 is imprecise.
+"""
 MOST = 1.02
-"""Largest ratio of a step's time to the time of megatron-core's step."""
+"""Largest allowed ratio of a step's duration to the duration of megatron-core's step."""
 UNDERESTIMATE = 1.1
-"""Largest ratio of a rank's memory to the planned memory; plans leave a tenth of the memory free.
+"""Largest allowed ratio of a rank's measured memory to its planned memory.
+
+Plans leave a tenth of the memory free.
 """
 SYNCHRONIZED = "called a synchronizing CUDA operation"
-"""Text with which torch's sync debug mode reports a synchronizing operation."""
+"""Text by which warnings of torch about synchronizing operations are recognized."""
 UNREPORTED = (
     "torch did not report a deliberate synchronization; its warning may no longer contain "
     f"{SYNCHRONIZED!r}"
 )
 _END_S = 5.0
-"""Part of the time limit that is reserved for writing the result, in seconds."""
+"""Time that is reserved for writing the result, in seconds. It is part of the time limit."""
 
 
 class GpuRank(CompetingRank):
-    """Runs one rank. A competitor's name may end with the transport that it uses.
+    """Runs one rank. The name of a competitor may end with a transport, for example ``1f1b, gloo``.
 
     Args:
-        _: Folder for files, which is not used.
+        _: Folder for files. It is not used.
         job: Name of the job in ``JOBS``.
     """
 
@@ -150,7 +155,8 @@ class GpuRank(CompetingRank):
             try:
                 self._functions[name](microbatches)
                 after_step = len(caught)
-                # The method ``item`` waits for the GPU, so torch must report it.
+                # The method ``item`` waits for the GPU. If torch does not report this, its other
+                # reports are incomplete, too.
                 torch.ones(1, device=self._accelerator.device).item()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
@@ -161,7 +167,7 @@ class GpuRank(CompetingRank):
 
 
 def synchronizing_lines(caught: Iterable[warnings.WarningMessage]) -> set[str]:
-    """Returns the lines of code at which, according to torch, the host waited for the GPU.
+    """Returns the lines of code at which the host waited for the GPU, according to ``caught``.
 
     Args:
         caught: Warnings that were raised while ``torch.cuda.set_sync_debug_mode`` was ``warn``,
@@ -175,7 +181,7 @@ def synchronizing_lines(caught: Iterable[warnings.WarningMessage]) -> set[str]:
 
 
 def _send_through_host() -> None:
-    """Makes megatron-core's loop exchange GPU tensors over gloo, through the host."""
+    """Makes megatron-core's training loop copy GPU tensors to the host and send them over gloo."""
     import torch
     import torch.distributed as dist
     from megatron.core.pipeline_parallel import p2p_communication
@@ -202,7 +208,7 @@ def _send_through_host() -> None:
 
 
 def steps(part: str, *, tiny: bool, limit_s: float) -> tuple[list[Row], dict[str, Any]]:
-    """Runs the ranks of a part, and returns table rows and all measurements.
+    """Runs the ranks of a part. Returns rows for the report, and all measurements.
 
     Args:
         part: Name of the part in ``PARTS``.
@@ -219,10 +225,10 @@ def steps(part: str, *, tiny: bool, limit_s: float) -> tuple[list[Row], dict[str
 
 
 def step_rows(part: str, result: Mapping[str, Any], *, tiny: bool = False) -> list[Row]:
-    """Returns the table rows for ``result``.
+    """Returns the rows of the report for ``result``.
 
-    ``result`` was returned by :meth:`GpuRank.measure`. If ``tiny`` is set, the rows have fewer
-    goals.
+    ``result`` was returned by :meth:`GpuRank.measure`. If ``tiny`` is set, the ratios of step times
+    have no goals.
     """
     title = TITLES[part]
     times: dict[str, list[float]] = result["times"]
@@ -250,14 +256,14 @@ def step_rows(part: str, result: Mapping[str, Any], *, tiny: bool = False) -> li
         if isinstance(lines, str):
             rows.append(missing(row_title, lines))
         else:
-            # Copies to the host's pageable memory always make the host wait.
+            # Gloo has no goal, because copies to pageable host memory always make the host wait.
             goal = None if name.endswith("gloo") else 0
             rows.append(Row(what=row_title, value=len(lines), goal=goal, note=" ".join(lines)))
     return rows
 
 
 def _link_note(links: Mapping[str, Mapping[str, str]]) -> str:
-    """Returns how the first of a rank's ``links`` transfers tensors, and why if it is known."""
+    """Returns how the first link in ``links`` transfers tensors, and the reason if it is known."""
     for link in links.values():
         way = link.get("gpu_path", link["kind"])
         reason = link.get("gpu_reason")
@@ -266,12 +272,12 @@ def _link_note(links: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def memory(folder: Path, *, tiny: bool, limit_s: float) -> tuple[list[Row], dict[str, Any]]:
-    """Compares the memory of the ranks in ``pp1`` and ``pp2`` with the prediction of ``plan``.
+    """Compares the measured memory in parts ``pp1`` and ``pp2`` with the prediction of ``plan``.
 
     Args:
         folder: Folder with the results of these parts.
-        tiny: Whether these parts ran the small model.
-        limit_s: Time limit of each of the two predictions, in seconds.
+        tiny: Whether these parts used the small model.
+        limit_s: Time limit of each call of ``plan``, in seconds.
     """
     import torch
 
@@ -295,7 +301,7 @@ def memory(folder: Path, *, tiny: bool, limit_s: float) -> tuple[list[Row], dict
 
 
 def _planned(stages: int, gpu: str, *, tiny: bool, limit_s: float) -> list[float]:
-    """Returns the memory in bytes that ``plan`` predicts for each of the ``stages`` stages."""
+    """Returns the memory in bytes that ``plan`` predicts for each stage of a pipeline."""
     shape = TINY_SHAPE if tiny else SHAPE
     size, batch = (1, 4) if tiny else (4, 32)
     cluster = (
@@ -312,14 +318,15 @@ def _planned(stages: int, gpu: str, *, tiny: bool, limit_s: float) -> list[float
         path = Path(folder, "cluster.yaml")
         path.write_text(cluster, encoding="utf-8")
         arguments += ["--cluster", str(path)]
-        # Compiling the simulator would take longer than simulating one plan without compilation.
+        # Disable compilation, because compiling the simulator takes longer than simulating one plan
+        # without compilation.
         plans = run_module("megatron.adaptive", *arguments, limit_s=limit_s, NUMBA_DISABLE_JIT="1")
     planned: list[float] = plans[0]["prediction"]["memory_bytes"]
     return planned
 
 
 def device() -> tuple[list[Row], dict[str, Any]]:
-    """Returns table rows with two speeds of the GPU, and a dict that describes GPU and packages."""
+    """Measures two speeds of the GPU. Returns them as rows, and facts about GPU and packages."""
     import torch
 
     from megatron.adaptive import extension

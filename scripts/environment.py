@@ -1,14 +1,15 @@
-"""Lists which packages an environment has and lacks; used by prerequisite.sh, changes nothing.
+"""Lists which packages an environment has and lacks, for ``prerequisite.sh``. It changes nothing.
 
-Runs on any Python from 3.10 on; without pip there are fewer answers. Prints ``key=value`` lines:
+Requires Python 3.10 or later. Without pip, only some of the lines are printed. Each line has the
+form ``key=value``:
 
-* ``executable``, ``prefix``, ``version``;
-* ``venv``: 1 in a virtual environment; ``installable``: 1 if pip may install into it;
-* ``torch``: 1 if torch is installed;
-* ``conflict``: an installed version that this project cannot use (one line per package);
-* ``missing``: a pinned requirement to install (one line per package);
-* ``keep``: ``name==version`` of an installed package that must not change (one line per package);
-* ``tool``: a pinned build tool whose installed version is too old (one line per package).
+* ``executable``, ``prefix``, ``version``: properties of the running Python.
+* ``venv``: 1 in a virtual environment. ``installable``: 1 if pip may install into the environment.
+* ``torch``: 1 if torch is installed.
+* ``conflict``: an installed version that this project cannot use (one line per package).
+* ``missing``: a requirement with its pinned version to install (one line per package).
+* ``keep``: ``name==version`` of an installed package that must not change (one line per package).
+* ``tool``: the pinned version of a build tool, if the installed version is too old.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def name_of(requirement: Requirement) -> str:
-    """Returns a requirement's name in the normalized spelling that is used for comparisons."""
+    """Returns the name of ``requirement`` in the normalized form, so that names can be compared."""
     return re.sub(r"[-_.]+", "-", requirement.name).lower()
 
 
@@ -62,7 +63,7 @@ def installed_version(name: str) -> str | None:
 def environment() -> Iterator[tuple[str, str]]:
     """Yields keys and values that describe this Python environment."""
     site = sysconfig.get_path("purelib")
-    # A distribution writes this file if pip must not change its Python (PEP 668).
+    # Linux distributions create this file if pip must not change their Python (PEP 668).
     managed = Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED").exists()
     venv = sys.prefix != sys.base_prefix
     yield "executable", sys.executable
@@ -76,7 +77,9 @@ def environment() -> Iterator[tuple[str, str]]:
 def packages(
     *, exact: bool, test: bool, benchmarks: bool = False, examples: bool = False
 ) -> Iterator[tuple[str, str]]:
-    """Yields which packages are missing, in conflict, or must be kept.
+    """Yields a keyword and a requirement for each package that this project needs.
+
+    The keywords are ``missing``, ``keep``, ``tool`` and ``conflict``.
 
     Args:
         exact: Whether every package must have its pinned version, as in an environment that this
@@ -114,7 +117,7 @@ def packages(
 
 
 def main() -> None:
-    """Prints the name and value of each property of the running Python's environment."""
+    """Prints the properties of this Python environment, and the state of its packages."""
     parser = argparse.ArgumentParser(description="Print what this environment has and lacks.")
     parser.add_argument("--exact", action="store_true", help="accept pinned versions only")
     parser.add_argument("--test", action="store_true", help="include the tools for tests")

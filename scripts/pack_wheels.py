@@ -1,4 +1,4 @@
-"""Downloads wheels for a machine without a network; used by ``scripts/gpu_pack.sh``.
+"""Downloads wheels for a machine without a network. Used by ``scripts/gpu_pack.sh``.
 
     python scripts/pack_wheels.py FOLDER [INSTALLED]
 
@@ -23,7 +23,7 @@ if str(Path(__file__).resolve().parent) not in sys.path:
 from environment import ROOT, name_of, pins
 
 ASSUMED_MISSING = ("megatron-core", "plotly", "openpyxl", "et-xmlfile")
-"""Packages that an image for machine learning usually lacks. It usually has all others."""
+"""Packages that container images for machine learning usually lack. They contain most others."""
 
 
 def installed_names(path: Path) -> set[str]:
@@ -40,7 +40,8 @@ def installed_names(path: Path) -> set[str]:
         try:
             names.add(name_of(Requirement(text)))
         except InvalidRequirement as error:
-            # Newer releases of pip append a line that marks the position of the error.
+            # The first line is enough. Newer releases of pip add a line that marks the position of
+            # the error.
             reason = str(error).splitlines()[0]
             message = f"{path}: {text!r} is not a line of pip freeze: {reason}"
             raise SystemExit(f"error: {message}") from None
@@ -48,7 +49,7 @@ def installed_names(path: Path) -> set[str]:
 
 
 def needs(wheel: Path) -> list[Requirement]:
-    """Returns the requirements of ``wheel`` for this Python, without those of its extras."""
+    """Returns the requirements of ``wheel`` for this Python, without optional ones."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         metadata = Parser().parsestr(archive.read(name).decode("utf-8"))
@@ -60,7 +61,7 @@ def download(requirement: str, folder: Path) -> Path:
     """Downloads a wheel for ``requirement`` to ``folder``, and returns its path.
 
     Raises:
-        SystemExit: pip has failed. It has printed the reason.
+        SystemExit: pip has failed, and has printed the reason.
     """
     before = set(folder.iterdir())
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
@@ -75,13 +76,14 @@ def fetch(folder: Path, is_missing: Iterable[str] | None, present: set[str]) -> 
 
     Args:
         folder: Folder for the wheels.
-        is_missing: Names of the missing packages. If it is ``None``, all packages that are not in
-            ``present`` are missing.
-        present: Names of the packages that are installed on the machine.
+        is_missing: Names of the missing packages. ``None`` means all packages that are not in
+            ``present``.
+        present: Names of the packages that are installed on the machine. The function adds the
+            downloaded packages.
     """
     names = None if is_missing is None else set(is_missing)
     waiting = list(pins(ROOT / "requirements.txt"))
-    # The GPU check uses only pytest from these tools.
+    # The GPU check uses only pytest from this file.
     waiting += [pin for pin in pins(ROOT / "requirements-test.txt") if pin.name == "pytest"]
     while waiting:
         requirement = waiting.pop()
@@ -93,7 +95,7 @@ def fetch(folder: Path, is_missing: Iterable[str] | None, present: set[str]) -> 
 
 
 def main() -> None:
-    """Downloads wheels to the folder on the command line, and prints their sizes."""
+    """Downloads the wheels to the folder given on the command line, and prints their sizes."""
     folder, *rest = map(Path, sys.argv[1:])
     if rest:
         present = installed_names(rest[0])

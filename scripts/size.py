@@ -36,7 +36,7 @@ MANY_IMPORTS = 25
 
 @dataclass
 class Module:
-    """Python file of the package: its name, lines, imports and public classes."""
+    """Name, size, imports and public classes of a Python file of the package."""
 
     name: str
     path: str
@@ -47,7 +47,7 @@ class Module:
 
 
 def tracked_files() -> list[str]:
-    """Returns the paths of the project's files, relative to its root."""
+    """Returns the paths of the project's files, relative to its root, except ignored files."""
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
     )
@@ -59,7 +59,7 @@ def tracked_files() -> list[str]:
 
 
 def count_lines(path: str) -> int:
-    """Returns the number of newlines in the file ``path``, as wc does, or 0 for a binary file."""
+    """Returns the number of newlines in the file ``path``, or 0 for a binary file."""
     content = (ROOT / path).read_bytes()
     return 0 if b"\0" in content else content.count(b"\n")
 
@@ -102,7 +102,7 @@ def _collect(node: ast.AST, module: Module, at_run_time: bool) -> None:
 
 
 def read_modules(paths: list[str]) -> dict[str, Module]:
-    """Parses those of the files ``paths`` that are in the package, and collects their imports."""
+    """Parses the package's files in ``paths``, and returns them by module name."""
     modules: dict[str, Module] = {}
     for path in paths:
         if not (path.startswith(PACKAGE + "/") and path.endswith(".py")):
@@ -123,8 +123,8 @@ def read_modules(paths: list[str]) -> dict[str, Module]:
 
 
 def _targets(names: set[str], modules: dict[str, Module]) -> set[str]:
-    # `from a.b import c` refers to a.b.c and a.b. If c is a module, its package does not count as
-    # imported.
+    # The statement ``from a.b import c`` refers to the names a.b.c and a.b. If a.b.c is a module,
+    # the package a.b does not count as imported.
     imported = {name for name in names if name in modules}
     return {
         name
@@ -137,7 +137,7 @@ def _targets(names: set[str], modules: dict[str, Module]) -> set[str]:
 
 
 def find_circles(modules: dict[str, Module]) -> list[list[str]]:
-    """Returns a list with one cycle of imports in ``modules``, or an empty list."""
+    """Returns a list that contains one cycle of imports in ``modules``, or an empty list."""
     imports = {name: module.imports_at_run_time for name, module in modules.items()}
     try:
         TopologicalSorter(imports).prepare()
@@ -147,7 +147,7 @@ def find_circles(modules: dict[str, Module]) -> list[list[str]]:
 
 
 def find_single_importer_files(modules: dict[str, Module]) -> list[tuple[str, int, str]]:
-    """Returns (file, lines, importer) of small files in ``modules`` that only one file imports."""
+    """Returns path, number of lines and importer of small files that only one file imports."""
     importers: dict[str, set[str]] = defaultdict(set)
     for module in modules.values():
         for name in module.imports:
@@ -162,7 +162,7 @@ def find_single_importer_files(modules: dict[str, Module]) -> list[tuple[str, in
 
 
 def find_shared_class_names(modules: dict[str, Module]) -> dict[str, list[str]]:
-    """Returns the names of public classes that several files define, each with these files."""
+    """Returns the names of public classes that several files define, with the files' paths."""
     places: dict[str, list[str]] = defaultdict(list)
     for module in modules.values():
         for name in module.classes:
@@ -171,7 +171,7 @@ def find_shared_class_names(modules: dict[str, Module]) -> dict[str, list[str]]:
 
 
 def find_long_functions(paths: list[str]) -> list[tuple[str, int]]:
-    """Returns (function, lines) of long functions in ``paths``. Docstrings do not count."""
+    """Returns the names and line counts of functions that are too long. Docstrings do not count."""
     long = []
     for path in paths:
         for node in ast.walk(ast.parse((ROOT / path).read_text())):
@@ -186,11 +186,11 @@ def find_long_functions(paths: list[str]) -> list[tuple[str, int]]:
 
 
 def find_many_imports(paths: list[str], allowed: dict[str, str]) -> list[tuple[str, int]]:
-    """Returns (path, count) of the files in ``paths`` that have too many import statements.
+    """Returns the paths of files with too many import statements, and the number of statements.
 
     Args:
         paths: Paths of Python files.
-        allowed: Paths of files that may have any number of import statements, with the reasons.
+        allowed: Paths of files that may have any number of import statements, each with the reason.
     """
     many = []
     for path in paths:
@@ -202,10 +202,11 @@ def find_many_imports(paths: list[str], allowed: dict[str, str]) -> list[tuple[s
 
 
 def measure(many_imports_allowed: dict[str, str]) -> dict[str, object]:
-    """Counts lines, files, imports and classes of the checkout. Returns the results by name.
+    """Measures lines, files, imports and classes of the project. Returns the results by name.
 
     Args:
-        many_imports_allowed: Paths of files that may have many imports, with the reasons.
+        many_imports_allowed: Paths of files that may have many import statements, each with the
+            reason.
     """
     paths = tracked_files()
     lines = {path: count_lines(path) for path in paths}
@@ -243,7 +244,7 @@ def measure(many_imports_allowed: dict[str, str]) -> dict[str, object]:
 
 
 def check(figures: dict[str, object], budgets: dict[str, int]) -> list[str]:
-    """Returns a message for each item of ``budgets`` that is exceeded or not in ``figures``."""
+    """Returns a message for each of the ``budgets`` that is exceeded or has an unknown name."""
     wrong = []
     for name, budget in budgets.items():
         if name not in figures:
@@ -259,7 +260,7 @@ def check(figures: dict[str, object], budgets: dict[str, int]) -> list[str]:
 
 
 def main() -> int:
-    """Prints the results. Returns 1 if a budget is exceeded, else 0."""
+    """Prints the sizes. Returns 1 if a budget is exceeded, else 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     parser.add_argument("--all", action="store_true", help="also list the files behind each figure")

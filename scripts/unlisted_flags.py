@@ -2,10 +2,10 @@
 
     python scripts/unlisted_flags.py TREE
 
-The tree is a checkout of Megatron-LM. Its sources are parsed, not imported. Flags are defined by
-calls of ``add_argument``, and by dataclasses from which Megatron-LM creates groups of flags. Each
-flag is printed with the file that defines it and its help text. New flags of a release must be
-added to ``megatron/adaptive/config/unsupported_flags.py``.
+The tree is a checkout of Megatron-LM. Its sources are parsed, not imported. Megatron-LM defines
+flags by calls of ``add_argument``, and by dataclasses whose fields become flags. Each flag is
+printed with the file that defines it and its help text. New flags of a release must be added to
+``megatron/adaptive/config/unsupported_flags.py``.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ FILES = (
 
 
 def texts(node: ast.expr | None) -> list[str]:
-    """Returns the string constants in ``node`` if it is a list or a tuple, else an empty list."""
+    """Returns the strings in ``node`` if it is a list or a tuple, else an empty list."""
     if not isinstance(node, ast.List | ast.Tuple):
         return []
     return [str(item.value) for item in node.elts if isinstance(item, ast.Constant)]
 
 
 def flags_of_calls(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yields the name and the help text of each flag that ``tree`` passes to ``add_argument``."""
+    """Yields the name and help text of each flag that a call of ``add_argument`` defines."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
@@ -53,7 +53,7 @@ def flags_of_calls(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def groups_of(tree: ast.Module) -> Iterator[tuple[str, set[str]]]:
-    """Yields each dataclass that ``tree`` creates flags from, and its excluded fields."""
+    """Yields the name of each dataclass whose fields become flags, and names of excluded fields."""
     lists: dict[str, list[str]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -73,7 +73,7 @@ def groups_of(tree: ast.Module) -> Iterator[tuple[str, set[str]]]:
 
 
 def flags_of_class(node: ast.ClassDef, excluded: set[str]) -> Iterator[tuple[str, str]]:
-    """Yields the name and help text of each flag of a dataclass, without ``excluded`` fields."""
+    """Yields the name and the help text of each flag that the dataclass ``node`` defines."""
     for item, after in zip(node.body, [*node.body[1:], ast.Pass()], strict=True):
         if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
             continue
@@ -99,7 +99,7 @@ def flags_of_class(node: ast.ClassDef, excluded: set[str]) -> Iterator[tuple[str
 
 
 def flags_of_tree(root: Path) -> dict[str, tuple[str, str]]:
-    """Returns the file and the help text of each flag in the Megatron-LM tree ``root``, by name."""
+    """Returns all flags of the Megatron-LM tree ``root``, each with its file and its help text."""
     flags: dict[str, tuple[str, str]] = {}
     groups: dict[str, set[str]] = {}
     classes: dict[str, tuple[str, ast.ClassDef]] = {}
@@ -135,7 +135,7 @@ def flags_of_tree(root: Path) -> dict[str, tuple[str, str]]:
 
 
 def main() -> int:
-    """Prints the unlisted flags. Returns 1 if there are any, else 0."""
+    """Prints the flags that the trainer does not know. Returns 1 if there are any, else 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tree", type=Path, help="checkout of Megatron-LM")
     options = parser.parse_args()

@@ -32,17 +32,17 @@ else:
 ROOT = Path(__file__).resolve().parent.parent
 
 NAMELESS = "of that what where as likewise by from in at who whose whom which how with to on and"
-"""First words of a gloss, comment or attribute docstring that does not name its subject."""
+"""Words with which the description of a variable or parameter must not start."""
 EMPTY_NAMES = frozenset(
     "one found place given at words own what whom ours theirs mine known wanted told heed".split()
 )
-"""Names of variables and parameters that do not say what they hold."""
+"""Names of variables and parameters that do not say what they contain."""
 DIALECT = re.compile(
     r"\b(likewise|as given|so (?:many|much) (?:as|of)|of whom|heed(?:s|ed)?|anew|shall|told|tells?"
     r"|what it|what is there|goes on|who it is|and nothing else|it is that)\b",
     re.IGNORECASE,
 )
-"""Phrases that readers of this project had to read a second time."""
+"""Phrases that readers did not understand at the first reading."""
 GLOSS = re.compile(
     r"^(?P<indent>\s+)(?P<name>\*{0,2}[\w\[\], *]+?)(?: \([^)]*\))?: (?P<text>\S.*)$"
 )
@@ -95,7 +95,7 @@ def _docstring_stumbles(path: Path, node: ast.Constant, *, is_attribute: bool) -
 
 
 def _docstrings(tree: ast.Module) -> Iterator[tuple[ast.Constant, bool]]:
-    """Yields each string statement of ``tree``, and whether it documents the variable above it."""
+    """Yields each docstring in ``tree``, and whether it describes the variable above it."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if not isinstance(body, list):
@@ -109,7 +109,7 @@ def _docstrings(tree: ast.Module) -> Iterator[tuple[ast.Constant, bool]]:
 
 
 def _comment_stumbles(path: Path, text: str) -> Iterator[Stumble]:
-    """Checks comments; only the first line of a block certainly begins a sentence."""
+    """Yields problems in comments. First words are checked only in the first line of each block."""
     last_line = -1
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type != tokenize.COMMENT:
@@ -138,7 +138,7 @@ def _name_stumbles(path: Path, tree: ast.Module) -> Iterator[Stumble]:
 
 
 def stumbles(path: Path) -> list[Stumble]:
-    """Returns the places in the Python file ``path`` that break a rule, sorted by line number."""
+    """Returns all problems in the Python file ``path``, sorted by line number."""
     text = path.read_text()
     tree = ast.parse(text)
     listed = list(_name_stumbles(path, tree))
@@ -149,7 +149,7 @@ def stumbles(path: Path) -> list[Stumble]:
 
 
 def main() -> int:
-    """Prints counts or places. Returns 1 if a count is above its limit, else 0."""
+    """Prints the number of problems, or each problem. Returns 1 if a limit is exceeded, else 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("paths", nargs="*", type=Path, help="list the places in these paths only")
     options = parser.parse_args()

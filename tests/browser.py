@@ -41,5 +41,5 @@ def opened_browser(profile: Path) -> Iterator[Any]:
 
 
 def complaints(browser: Any) -> list[Any]:
-    """Returns the errors in the console of ``browser`` since the previous call."""
+    """Returns the errors that ``browser`` has logged to its console since the previous call."""
     return [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]

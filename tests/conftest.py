@@ -24,15 +24,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# The tests in these files start processes, although the names of their folders do not indicate
-# this.
+# The tests in these files start processes, although their folders also contain tests that do not.
 FORKING = ("test_extension.py", "test_node.py", "test_liveness.py", "test_loader.py")
-# The run of all tests fails if more tests than this number are rerun after a failure.
+# The test run fails if more than this number of tests are rerun.
 MOST_RERUNS = 3
 # These suites need packages or privileges that a machine may lack, so they may be skipped.
 SUITES = ("rdma_lab", "slurm_lab", "sanitizer")
-# Files that take minutes run first. If such a file started last, the other workers would wait for
-# it.
+# Run files that take minutes first. If such a file started last, the other workers would be idle
+# until it ends.
 LONGEST_FIRST = (
     *("labs", "multiprocess", "cluster", "modules", "plugin", "examples", "soak"),
     *("test_gpu_rehearsal.py", "test_gpt_steps.py"),
@@ -40,15 +39,16 @@ LONGEST_FIRST = (
 )
 
 
-# numba compiles functions in these folders, which takes half a minute of CPU time per folder.
+# These folders contain functions that numba compiles, which takes half a minute of CPU time per
+# folder.
 COMPILED = ("planner", "schedule")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _machine_code() -> Iterator[None]:
-    """Shares numba's compiled code between all checkouts whose sources are equal.
+    """Shares numba's compiled code between all checkouts with equal sources.
 
-    numba uses cached machine code only if the modification time of the source is the same.
+    numba uses cached machine code only if the modification time of the source has not changed.
     Therefore, this fixture derives the modification times of the sources from their content.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-adaptive"
@@ -60,7 +60,8 @@ def _machine_code() -> Iterator[None]:
             content = path.read_bytes()
             digest.update(content)
             time_s = int(hashlib.sha256(content).hexdigest()[:7], 16)
-            # os.utime fails if the checkout belongs to another user.
+            # os.utime fails if another user owns the checkout. In this case, the time remains
+            # unchanged.
             with contextlib.suppress(OSError):
                 os.utime(path, (time_s, time_s))
         kept.append((folder / "__pycache__", cache / "numba" / digest.hexdigest()[:24]))
@@ -84,7 +85,7 @@ def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     # folder that is removed.
     tmp_path_factory.getbasetemp()
     folder = tempfile.mkdtemp(prefix="tests-")
-    # Remove the folder after multiprocessing has removed its own subfolder.
+    # Remove this folder at exit, after multiprocessing has removed the subfolder that it uses.
     remove = partial(shutil.rmtree, folder, ignore_errors=True)
     multiprocessing.util.Finalize(None, remove, exitpriority=-200)
     with pytest.MonkeyPatch.context() as patch:
@@ -106,8 +107,9 @@ def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef[object]) -> None
 
 
 def _copy_machine_code(source: Path, target: Path) -> None:
-    """Copies files that are missing or smaller in ``target``. Concurrent calls are safe."""
-    # Copy an index after the files that it lists, because another process may read it immediately.
+    """Copies the files of ``source`` that are missing or smaller in ``target``."""
+    # Copy an index (.nbi) after the code files that it lists, because another process may read the
+    # index immediately.
     paths = sorted(source.glob("*.nbc")) + sorted(source.glob("*.nbi"))
     for path in paths:
         there = target / path.name
@@ -121,11 +123,11 @@ def _copy_machine_code(source: Path, target: Path) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sorts ``items`` so that long files run first, and marks tests that may be rerun.
 
-    A test that failed is run a second time, and listed as ``RERUN`` at the end. The reason is that
-    thousands of tests with real processes share a few processors, so a test may occasionally get no
-    processor time. A test that passes only the second time is flaky and must be fixed, but the run
-    still succeeds. Tests of losses and gradients, and tests without processes, do not depend on
-    load and are never rerun. With ``--reruns 0``, no test is rerun.
+    A failed test is run a second time, and is then listed as ``RERUN`` at the end. Thousands of
+    tests with real processes share a few processors, so a test occasionally fails because it gets
+    no processor time. A test that passes only the second time is flaky and must be fixed, but the
+    test run still succeeds. Tests of losses and gradients, and tests without processes, do not
+    depend on load and are never rerun. With ``--reruns 0``, no test is rerun.
     """
     may_rerun = config.getoption("reruns", None) != 0
     rank = {folder: number for number, folder in enumerate(LONGEST_FIRST)}
@@ -145,14 +147,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Excludes the modules that all tests import from garbage collection."""
+    """Excludes all objects that exist after the imports from garbage collection, to save time."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Makes the run fail if more than ``MOST_RERUNS`` tests had to be rerun."""
+    """Makes the test run fail if more than ``MOST_RERUNS`` tests were rerun."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     reruns = [] if reporter is None else reporter.stats.get("rerun", [])
     if len(reruns) > MOST_RERUNS and session.exitstatus == pytest.ExitCode.OK:

@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 BASICS = ("-std=c++17", "-g1", "-Wall", "-Wextra", "-Werror", "-I", "csrc", "-pthread")
 THREADS = ("-O1", "-fsanitize=thread")
 SANITIZED = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-# Real RDMA verbs need libibverbs and its headers. With this flag, only code that uses verbs is
-# recompiled.
+# This flag enables real RDMA verbs, which need libibverbs and its headers. It is passed only to the
+# sources that use verbs, so the objects of other sources can be reused.
 VERBS_DEFINED = "-DMEGATRON_ADAPTIVE_RDMA"
 VERBS = ("-O1", VERBS_DEFINED)
 # All test programs are linked with the C++ sources in these folders, which do not need Python.
@@ -126,7 +126,7 @@ def compiler_or_skip() -> str:
 
 
 def cache_folder() -> Path:
-    """Removes objects that were not used for two weeks, and returns the folder of the cache."""
+    """Removes cached objects that were not used for two weeks. Returns the path of the cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "megatron-adaptive" / "cpp-tests"
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Calls collectives of megatron-core and torch over gloo with GPU tensors, as one of the ranks.
+"""Runs one rank of the test of collectives over gloo with GPU tensors.
 
 The process runs all cases one after another. It needs the environment variables that ``torchrun``
 sets.
@@ -51,7 +51,7 @@ def _bucket_group(*, distributed: bool, overlaps: bool):  # type: ignore[no-unty
 
 
 def _gradients(*, distributed: bool, overlaps: bool) -> None:
-    """Checks that gradients are averaged over replicas, also if optimizer states are sharded."""
+    """Checks that gradients are averaged over replicas, even if optimizer states are sharded."""
     group = _bucket_group(distributed=distributed, overlaps=overlaps)
     rank = dist.get_rank()
     for bucket in group.buckets:
@@ -66,7 +66,7 @@ def _gradients(*, distributed: bool, overlaps: bool) -> None:
 
 
 def _parameters() -> None:
-    """Checks that each rank's shard of the parameters reaches the other ranks."""
+    """Checks that an all-gather of parameters sends each rank's shard to all other ranks."""
     group = _bucket_group(distributed=True, overlaps=False)
     rank = dist.get_rank()
     for bucket in group.buckets:
@@ -79,7 +79,7 @@ def _parameters() -> None:
 
 
 def _pipeline(batched: bool) -> None:
-    """Checks that messages between stages arrive if megatron-core's functions send them."""
+    """Checks that messages between stages arrive when functions of megatron-core send them."""
     accelerator.install()
     from megatron.core.pipeline_parallel import p2p_communication
 
@@ -102,11 +102,12 @@ def _pipeline(batched: bool) -> None:
 
 
 def _unequal_parts() -> None:
-    """Checks that all-gather and reduce-scatter support parts of different sizes."""
+    """Checks that all-gather and reduce-scatter accept tensors of different sizes on the ranks."""
     rank, sizes = dist.get_rank(), [1, 2]
     sent = on_device(torch.full((sizes[rank], 2), rank + 1.0))
     parts = [on_device(torch.zeros(size, 2)) for size in sizes]
-    # Use the group's methods, because functions of torch.distributed may have been replaced.
+    # Use the methods of the group, because the functions of torch.distributed may have been
+    # replaced.
     group = dist.group.WORLD
     group.allgather([parts], [sent]).wait()
     assert [values(part) for part in parts] == [[[1.0, 1.0]], [[2.0, 2.0]] * 2]
@@ -115,7 +116,7 @@ def _unequal_parts() -> None:
 
 
 def _coalesced_lists() -> None:
-    """Checks that a single call can gather several tensors from each of several ranks."""
+    """Checks that one call of all_gather_coalesced gathers several tensors from each rank."""
     rank = dist.get_rank()
     sent = [on_device(torch.full((size,), rank + 1.0)) for size in (1, 2)]
     parts = [[on_device(torch.zeros(size)) for size in (1, 2)] for _ in range(WORLD_SIZE)]
@@ -137,8 +138,8 @@ def _from_anybody() -> None:
         assert values(tensor) == [7.0]
 
 
-# The first cases must run before accelerator.install(), because it replaces functions that they
-# call.
+# The first cases must run before the first call of accelerator.install(), because it replaces
+# functions that these cases call.
 CASES: tuple[Callable[[], None], ...] = (
     _unequal_parts,
     _coalesced_lists,

@@ -1,6 +1,6 @@
 """Defines a tensor that appears to be on a GPU, so that gloo can be tested without a GPU.
 
-The tensor uses host memory, so all operators work, but gloo treats it like a real GPU tensor. The
+The tensor uses host memory, so all operators work, but gloo handles it like a real GPU tensor. The
 real code of gloo runs, and rejects the tensor if it would reject a GPU tensor. If gloo would copy
 data through the host, this class uses the host memory directly, because torch without CUDA cannot
 copy. If gloo would pass a device address to a socket, this class raises an error.
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-# The names are from ProcessGroupGloo.cpp; see megatron.adaptive.device_collectives.
+# These are the names of collectives for which ProcessGroupGloo.cpp copies GPU tensors through the
+# host. See megatron.adaptive.device_collectives.
 _COPIED = frozenset(
     (
         *("allreduce_", "broadcast_", "reduce_", "gather_", "scatter_", "alltoall_"),
@@ -52,7 +53,7 @@ class DeviceTensor(torch.Tensor):
         return made  # type: ignore[no-any-return]
 
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> DeviceTensor:
-        """Copies the values of ``source``. For this operator, torch itself would require CUDA."""
+        """Copies the values of ``source``. It replaces torch's method, which requires CUDA."""
         self.host.copy_(_host(source))
         return self
 
@@ -91,7 +92,7 @@ def _host(value: Any) -> Any:
 
 
 def on_device(host: torch.Tensor) -> torch.Tensor:
-    """Returns ``host`` as a GPU tensor, or as a simulated GPU tensor if there is no GPU."""
+    """Returns a copy of ``host`` on the GPU, or a simulated GPU tensor if there is no GPU."""
     return host.cuda() if torch.cuda.is_available() else DeviceTensor(host)
 
 

@@ -16,14 +16,14 @@ from megatron.adaptive import accelerator
 from megatron.adaptive.data.corpus import Corpus, CorpusSpec, make_corpus
 from megatron.adaptive.data.tokenizer import GPT2BPETokenizer
 
-# Call install() before the imports below, which load megatron-core in this process.
+# Call install() before the following imports, which load megatron-core in this process.
 accelerator.install()
 
 from megatron.core.datasets import gpt_dataset  # noqa: E402, F401
 
 from .multiprocess.forked_rank import shorten_mock_data  # noqa: E402
 
-# The ranks that these tests start also call this function, so that all use the same data.
+# The ranks that the tests start also call this function, so all processes use the same mock data.
 shorten_mock_data()
 
 WORKER = Path(__file__).parent / "multiprocess" / "checkpoint_worker.py"
@@ -64,7 +64,7 @@ def tokenizer(corpus: Corpus) -> GPT2BPETokenizer:
 
 @pytest.fixture
 def write_tokens(tmp_path: Path) -> Callable[..., str]:
-    """Returns a function that writes documents in the binary format and returns their prefix."""
+    """Returns a function that writes documents as token files and returns their path prefix."""
 
     def write(
         documents: list[list[int]], name: str = "data", dtype: type[np.integer] = np.uint16

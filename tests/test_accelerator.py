@@ -1,4 +1,4 @@
-"""Tests how a process selects its device, and the memory and the clocks of devices."""
+"""Tests how a process selects its device, and how memory and time are measured on devices."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_ranks_share_gpus_in_turn(
 
 @without_gpu
 def test_threads_make_the_processs_gpu_current(two_gpus: list[torch.device]) -> None:
-    """Checks that threads set the current device. In a new thread, the current device is GPU 0."""
+    """Checks that threads can set the current device, which is GPU 0 in a new thread."""
     gpu = torch.device("cuda", 1)
     threads = [
         threading.Thread(target=call, args=arguments)
@@ -99,20 +99,21 @@ def test_threads_make_the_processs_gpu_current(two_gpus: list[torch.device]) -> 
 def test_memory_of_a_cpu_is_that_of_the_process() -> None:
     cpu = detect(0)
     before = cpu.memory_in_use_bytes()
-    # Map new memory, because an allocation on the heap could reuse freed memory.
+    # Map new memory, because a heap allocation could reuse freed memory and not increase memory
+    # use.
     block = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     block.write(bytes(1) * len(block))
     after = cpu.memory_in_use_bytes()
     assert after - before > 32 << 20
-    # Allow a margin: the two values are measured in different ways, and other threads may free
-    # memory between the measurements.
+    # Allow a margin, because the two values are measured in different ways, and other threads may
+    # free memory between the measurements.
     assert cpu.peak_memory_bytes() - before > 32 << 20
     block.close()
 
 
 @without_gpu
 def test_the_peak_of_a_process_is_not_that_of_the_program_that_started_it() -> None:
-    """Checks the peak memory of a child. ``ru_maxrss`` would include its parent's memory."""
+    """Checks that a child's peak memory does not include its parent's, as ``ru_maxrss`` would."""
     program = (
         "from megatron.adaptive.accelerator import detect; print(detect(0).peak_memory_bytes())"
     )
@@ -137,7 +138,7 @@ def test_cpu_clock_is_the_monotonic_one() -> None:
 
 
 class MadeUpDevice:
-    """Simulates a GPU whose clock drifts, and that executes events later than they are recorded."""
+    """Simulates a GPU with a drifting clock that executes events later than they are recorded."""
 
     def __init__(self, drift: float) -> None:
         self.host_ns = 10**12
@@ -180,8 +181,8 @@ def test_cuda_clock_keeps_with_the_host_for_hours(
     clock = CudaClock()
     for step in range(3 * 3600 // 2):
         device.host_ns += 2 * 10**9
-        # The device is idle when it gets the first event of a step. It executes later events with a
-        # delay.
+        # The device is idle at the first event of a step, so it executes this event immediately. It
+        # executes each later event with a longer delay.
         for number in range(4):
             device.host_ns += 3_000_000
             device.delay_ns = 8_000 + number * 40_000_000
@@ -221,7 +222,7 @@ def test_cuda_clock_waits_until_the_device_has_passed_a_mark() -> None:
 def agreed(
     gpus: list[str], monkeypatch: pytest.MonkeyPatch, asked: str | None = None
 ) -> list[Accelerator | SetupError]:
-    """Runs ``agree_on_sharing`` on ranks whose GPUs have the UUIDs ``gpus``. Returns results."""
+    """Runs ``agree_on_sharing`` on one rank per UUID in ``gpus``, and returns all results."""
     current = threading.local()
     monkeypatch.setattr(
         torch.cuda,

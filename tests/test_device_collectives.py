@@ -33,7 +33,7 @@ def _group() -> object:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 @pytest.mark.usefixtures("_group")
 def test_gloo_itself_refuses_a_coalesced_reduction() -> None:
-    """Checks that the simulated GPU tensor reaches gloo's own code."""
+    """Checks that gloo itself rejects the simulated GPU tensor, like a real GPU tensor."""
     refuse = dist.ProcessGroup.allreduce_coalesced
     refuse = getattr(refuse, "__wrapped__", refuse)
     with pytest.raises(RuntimeError, match="unsupported device type cuda"):
@@ -67,7 +67,7 @@ def test_ranks_that_share_a_gpu_get_them(
 
 
 def _answer(monkeypatch: pytest.MonkeyPatch, why: str, **variables: str) -> None:
-    """Simulates torch with CUDA 13.0 that finds no usable GPU. ``why`` is CUDA's error."""
+    """Simulates a torch with CUDA 13.0 that finds no usable GPU. ``why`` is the error of CUDA."""
 
     def fail() -> None:
         raise RuntimeError(why)

@@ -1,4 +1,4 @@
-"""Tests how the C++ extension is found, its decision log between processes, and its C++ tests."""
+"""Tests the loading of the C++ extension, its decision log between processes, and its C++ tests."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ except errors.SetupError as error:
             shutil.copy(package / name, copied)
         (copied / "_C.cpython-399-x86_64-linux-gnu.so").touch()
         code = "from megatron.adaptive import extension; print(extension.why_missing())"
-        # The option -S excludes installed packages. These include this checkout with its built
-        # extension.
+        # Python does not find installed packages if it is started with -S. This checkout may be
+        # installed, and its extension is built.
         command = [sys.executable, "-S", "-c", code]
         environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
         said = subprocess.run(
@@ -162,7 +162,7 @@ class TestDecisionLog:
 
         thread = threading.Thread(target=wait)
         thread.start()
-        # This thread can run during the other thread's wait only if that wait releases the GIL.
+        # This thread can continue during the other thread's wait only if the wait releases the GIL.
         time.sleep(0.02)
         other.abort(17)
         thread.join(PATIENT_S)
@@ -247,7 +247,8 @@ class TestRdma:
             check=False,
             timeout=60,
         )
-        # The extension must be importable without the library.
+        # Importing the extension must succeed without libibverbs. Only the call of rdma_devices()
+        # fails.
         assert done.stdout == "True\n", done.stderr
         assert "cannot be opened" in done.stderr
         assert "install libibverbs1 and ibverbs-providers" in done.stderr
@@ -264,7 +265,7 @@ def check_program(command: list[str | Path], expected: str, **env: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.sanitizer
-@pytest.mark.timeout(600)  # The first test compiles the objects that all programs share.
+@pytest.mark.timeout(600)  # The first test also compiles the objects that all test programs share.
 @pytest.mark.parametrize(
     "name",
     [
@@ -288,7 +289,9 @@ def test_cpp(name: str) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["fuzz_records", "fuzz_shm", "fuzz_tcp"])
 def test_bytes_of_other_processes_are_survived(name: str) -> None:
-    """Checks fixed mutations of fixed inputs. See fuzz.h to search for new failures."""
+    """Checks that C++ code survives a fixed set of corrupted inputs. See fuzz.h to try other
+    inputs.
+    """
     program = CppTests(compiler_or_skip()).build(name, "fuzz_main")
     check_program([program, "--runs", "3000"], "seeds and 3000 changes of them")
 
@@ -302,14 +305,14 @@ def test_bytes_of_other_processes_are_survived(name: str) -> None:
     ids=["address", "thread"],
 )
 def test_channels_between_gpus(flags: tuple[str, ...], folder: str) -> None:
-    """Checks channels with a simulated CUDA driver. The tests in tests/gpu use the real driver."""
+    """Tests channels with a simulated CUDA driver. The tests in tests/gpu use the real driver."""
     programs = CppTests(compiler_or_skip(), flags=flags, folder=ROOT / "build" / folder)
     library = str(programs.library("standin_cuda"))
     check_program([programs.build("cuda_ipc_test")], "0 failed\n", STANDIN_CUDA_LIBRARY=library)
 
 
 class TestBuild:
-    """Tests that setup.py builds the extension, or prints an error message."""
+    """Tests that setup.py either builds the extension or prints an error message."""
 
     @staticmethod
     def build(folder: Path, **env: str) -> subprocess.CompletedProcess[str]:

@@ -18,7 +18,8 @@ from gpu_check.machine import card_and_driver, default_output
 from gpu_check.parts import Part, chosen_parts, parts, set_up_part
 from harness.report import ROOT
 
-# This script starts a process that outlives its parent and starts a new session.
+# This script starts a second process in a new session. The second process continues after the
+# script is killed.
 HANGS = """
 import subprocess, sys, time
 sleep = [sys.executable, "-c", "import time; time.sleep(600)", *sys.argv[1:]]
@@ -54,10 +55,9 @@ sys.exit(check.run(None, some_parts(sys.argv[1])))
 
 
 def some_parts(folder: str) -> list[Part]:
-    """Returns parts with all possible outcomes.
+    """Returns parts of a GPU check that cover all possible outcomes of a part.
 
-    The command line of the part that hangs contains ``folder``, so that the test can find the
-    process.
+    The command line of the part that hangs contains ``folder``, so the test can find its processes.
     """
     return [
         part("device", WRITES, "{json}", "0.5"),
@@ -151,7 +151,8 @@ def test_ten_minutes_hold_the_planned_limits_of_all_parts_that_one_gpu_can_run()
         ]
         assert sum(part.planned_s for part in on_one_gpu) <= 560
     assert on_one_gpu[0].planned_s == 30
-    # The most valuable parts must come first, and parts that may break the GPU must come last.
+    # The most valuable parts must run first, and parts that may make the GPU unusable must run
+    # last.
     assert [part.name for part in listed] == (
         "device ipc equivalence pp1 pp2 memory resume v transports training others nccl te oom"
     ).split()
@@ -176,8 +177,8 @@ def test_every_test_of_a_gpu_is_in_one_part() -> None:
     ]
     files = {f"tests/gpu/{path.name}" for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
     assert set(named) == files
-    # The last part is the test in test_memory.py that uses up all memory. The other part with this
-    # file excludes that test.
+    # Two parts use test_memory.py. The last part runs only the test that uses up all memory, and
+    # the other part excludes this test.
     assert sorted(named) == sorted([*files, "tests/gpu/test_memory.py"])
 
 

@@ -24,7 +24,7 @@ def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
     states = {part["name"]: part["state"] for part in content["parts"]}
     parts = "set-up device ipc equivalence pp1 pp2 memory resume v transports training others"
     assert set(states) == {*parts.split(), "nccl", "te", "oom"}
-    # These parts need a GPU, or a memory limit that only a GPU has.
+    # These parts need a GPU, or a memory limit that can be set only for a GPU.
     assert {name for name, state in states.items() if state == "left out"} == {
         *("transports", "oom", "nccl", "te")
     }

@@ -35,7 +35,7 @@ WATCHDOG_S = 20.0
 
 
 class Door:
-    """Runs a gate that listens for connections. Records accepted connections and log messages."""
+    """Runs a gate, and records the connections that it accepts and the messages that it logs."""
 
     def __init__(self, secret: str = SECRET) -> None:
         self.came: queue.Queue[SealedSocket] = queue.Queue()
@@ -50,19 +50,19 @@ class Door:
         self.came.put(sealed)
 
     def dial(self) -> SealedSocket:
-        """Connects to the gate as a process that knows the secret."""
+        """Connects to the gate with the correct secret, and returns the connection."""
         sealed = dial(self.place, SECRET, "test", WATCHDOG_S)
         self._in.append(sealed)
         return sealed
 
     def close(self) -> None:
-        """Closes the gate, and all connections that it accepted or that the test opened."""
+        """Closes the gate and all of its connections, on both sides."""
         self.gate.close()
         for sealed in self._in:
             sealed.socket.close()
 
     def refuses(self, *parts: bytes) -> bool:
-        """Sends ``parts``, and returns whether the gate rejects and closes the connection."""
+        """Sends ``parts``, and returns whether the gate rejected the connection and closed it."""
         stranger = socket.create_connection(self.place, WATCHDOG_S)
         with stranger, contextlib.suppress(ConnectionError):
             for part in parts:
@@ -82,9 +82,10 @@ def door() -> Iterator[Door]:
 
 
 def both(first: str = SECRET, second: str = SECRET, purpose: str = "test") -> list[Handshake]:
-    """Returns both sides of a handshake between a visitor with the secret ``first`` and a listener.
+    """Runs a handshake between a visitor and a listener, and returns both of its sides.
 
-    The listener has the secret ``second``, and expects the purpose ``test``.
+    The visitor has the secret ``first`` and states ``purpose``. The listener has the secret
+    ``second`` and expects the purpose ``test``.
     """
     visitor = Handshake(first, purpose, visiting=True)
     listener = Handshake(second, "test", visiting=False)
@@ -267,7 +268,8 @@ def test_a_secret_comes_from_a_variable_or_a_file(
     monkeypatch.setenv("MEGATRON_ADAPTIVE_SECRET", SECRET)
     assert job_secret() == SECRET
     monkeypatch.delenv("MEGATRON_ADAPTIVE_SECRET_FILE")
-    # The secret is removed from the environment, so that later processes do not inherit it.
+    # The first call has removed the secret from the environment, so that child processes do not
+    # inherit it.
     assert job_secret() is None
 
 
@@ -282,8 +284,8 @@ def test_a_visitor_at_the_moment_of_the_end_leaves_no_traceback(
         is_held.set()
         go.wait(WATCHDOG_S)
 
-    # While the event loop is blocked, a client connects and the gate is closed. So the loop later
-    # processes both events at once.
+    # While the event loop is blocked, a client connects and the gate is closed. Therefore, the loop
+    # later processes both events at once.
     door.gate._loop.call_soon_threadsafe(hold)
     assert is_held.wait(WATCHDOG_S)
     with socket.create_connection(door.place, WATCHDOG_S):

@@ -23,8 +23,8 @@ WITHOUT_TORCH = [
     "megatron.adaptive.trace",
 ]
 
-# Files in the folder on the left must not import from the folders on the right. Only the tests of
-# benchmarks may import benchmarks.
+# Files in the folder on the left must not import from the folders on the right. As an exception,
+# the tests of the benchmarks may import benchmarks.
 FORBIDDEN = {
     "megatron": ("benchmarks", "gpu_check", "harness", "studies", "tests"),
     "harness": ("benchmarks", "gpu_check", "studies", "tests"),
@@ -38,8 +38,8 @@ FORBIDDEN = {
 }
 
 # This script imports a module while torch and megatron-core are unavailable. If the module is a
-# package, the script also imports all modules in it. For ``schedule``, numba is also unavailable:
-# numba takes long to import, and only compiled simulation needs it.
+# package, the script also imports all modules in the package. For ``schedule``, numba is also
+# unavailable, because importing numba is slow and only the compiled simulation needs it.
 BLOCKED_IMPORT = """
 import importlib, pkgutil, sys
 
@@ -102,7 +102,7 @@ assert importlib.util.find_spec("megatron.core") is not None
 @pytest.mark.long
 @pytest.mark.slow
 def test_the_wheel_runs_where_there_is_no_checkout(tmp_path: Path) -> None:
-    """Checks that a wheel can be built, and that its installation runs outside of the checkout."""
+    """Checks that a wheel can be built, and that the installed wheel works without a checkout."""
     environment = {**os.environ, "PYTHON": sys.executable}
     build = ["bash", str(ROOT / "scripts" / "build_wheel.sh"), str(tmp_path / "dist")]
     done = subprocess.run(
@@ -146,7 +146,7 @@ print(extension.require("the test").__file__, environment.WORK_FOLDER)
 
 @pytest.mark.parametrize("folder", FORBIDDEN)
 def test_folders_do_not_import_what_stands_beside_them(folder: str) -> None:
-    """Checks that benchmarks do not import tests, and that no other folder imports benchmarks."""
+    """Checks that no file in ``folder`` imports from a folder that ``FORBIDDEN`` lists for it."""
     wrong = [
         f"{path.relative_to(ROOT)}: imports {name}"
         for path in (ROOT / folder).rglob("*.py")
@@ -158,7 +158,7 @@ def test_folders_do_not_import_what_stands_beside_them(folder: str) -> None:
 
 
 def imported_names(path: Path) -> list[str]:
-    """Returns the names of the modules that the file ``path`` imports, also within functions."""
+    """Returns the names of all modules that the file ``path`` imports, even inside functions."""
     names = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

@@ -1,8 +1,8 @@
 """Tests that pip installs this package into an environment without changing other packages.
 
-The tests create wheels of the other packages. The real pip resolves names, versions and
-requirements. To run this package, an environment refers to the installed modules of the Python that
-runs the tests.
+The tests create small wheels of the other packages. The real pip resolves names, versions and
+requirements. To run this package, a test environment refers to the modules that are installed for
+the Python that runs the tests.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ABSENT = {"openpyxl": "3.1.5", "plotly": "6.3.0", "xxhash": "3.5.0"}
 """Packages that the container lacks, with their versions."""
 NEEDS = {"megatron-core": ["torch>=2.6.0", "numpy"], "numba": ["numpy>=1.24"]}
 INDEX = {"torch": ["2.6.0", "2.13.0"], "megatron-core": ["0.16.1", "0.18.2", "0.19.2", "0.20.0"]}
-"""Additional versions of packages that pip can choose."""
+"""Versions that pip can choose in addition to the versions in the container."""
 
 
 def write_wheel(
@@ -79,7 +79,7 @@ def write_wheel(
 
 
 class Environment:
-    """Manages a virtual environment. The tests' own pip installs packages without a network."""
+    """Creates a virtual environment, into which the pip of the tests installs packages offline."""
 
     def __init__(self, folder: Path) -> None:
         venv.create(folder, with_pip=False, symlinks=True)
@@ -107,7 +107,7 @@ class Environment:
         )
 
     def try_install(self, *arguments: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
-        """Installs packages from ``folder`` without an index, and returns the finished process."""
+        """Installs packages from ``folder`` without an index, and returns the pip process."""
         return self.pip("install", "--no-index", "--find-links", folder, *arguments)
 
     def install(self, *arguments: str | Path, folder: Path) -> None:
@@ -115,7 +115,7 @@ class Environment:
         assert done.returncode == 0, done.stdout + done.stderr
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Runs a program of the environment outside of the checkout."""
+        """Runs a program of the environment, without access to the checkout."""
         variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         return subprocess.run(
             [self.python.parent / command[0], *command[1:]],
@@ -128,7 +128,7 @@ class Environment:
         )
 
     def versions(self) -> dict[str, str]:
-        """Returns the versions of the packages that are installed in this environment, by name."""
+        """Returns the version of each package that is installed in this environment."""
         code = (
             "import json, sysconfig, importlib.metadata as m; "
             "present = m.distributions(path=[sysconfig.get_path('purelib')]); "
@@ -145,7 +145,7 @@ def empty(tmp_path: Path) -> Environment:
 
 
 def copy_sources(folder: Path) -> Path:
-    """Copies the files that the package is built from to ``folder``, without existing builds."""
+    """Copies the source files of the package to ``folder``, without files of earlier builds."""
     for name in ("megatron", "csrc", "examples"):
         ignored = shutil.ignore_patterns("__pycache__", "*.so")
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
@@ -172,7 +172,7 @@ def build_wheel(folder: Path, **variables: str) -> subprocess.CompletedProcess[s
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a wheel without the extension, on which the package's requirements do not depend."""
+    """Returns a wheel without the C++ extension. The requirements of the package are the same."""
     folder = tmp_path_factory.mktemp("wheel")
     done = build_wheel(folder, MEGATRON_ADAPTIVE_EXTENSION="0")
     assert done.returncode == 0, done.stderr
@@ -309,7 +309,7 @@ TRAINING = """
 def test_a_folder_of_wheels_fills_an_empty_environment_that_trains(
     empty: Environment, wheel: Path, tmp_path: Path
 ) -> None:
-    """Checks that pip installs a pre-release if it must, and that this version can train."""
+    """Checks that pip installs a pre-release if there is nothing else, and that it can train."""
     core = UNPACKED / "megatron-core==0.19.2"
     triton = next(UNPACKED.glob("triton==*"), None)
     if not core.exists() or triton is None:
@@ -333,7 +333,7 @@ def test_a_folder_of_wheels_fills_an_empty_environment_that_trains(
 
 
 def run_with(path: Sequence[Path], *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs this package's command line. ``path`` is at the start of Python's import path."""
+    """Runs this package's command line with ``path`` at the start of Python's import path."""
     return subprocess.run(
         [sys.executable, "-m", "megatron.adaptive", *arguments],
         env={**os.environ, "PYTHONPATH": ":".join(map(str, [*path, ROOT]))},

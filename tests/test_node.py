@@ -22,7 +22,7 @@ from megatron.adaptive.transport.interface import CODE_OF
 from megatron.adaptive.transport.native import make_tensors_with
 
 TOKEN = b"0123456789abcdef"
-# This timeout is longer than any wait that succeeds.
+# Timeout in seconds that is longer than any wait that succeeds.
 PATIENT_S = 60.0
 SOON_S = 0.02
 
@@ -49,7 +49,7 @@ def alone(native: ModuleType) -> Iterator[Any]:
 
 
 def open_pair(native: ModuleType, **options: Any) -> tuple[Any, Any]:
-    """Returns two nodes in this process. ``options`` are those of the channel between them."""
+    """Returns two connected nodes in this process. ``options`` are the options of their channel."""
     low, high = make_node(native, 0), make_node(native, 1)
     address = high.listen("unix")
     with ThreadPoolExecutor(1) as pool:
@@ -128,7 +128,7 @@ class TestMessages:
     def test_arrivals_of_a_class_of_the_caller(
         self, native: ModuleType, pair: tuple[Any, Any]
     ) -> None:
-        """Checks the result of take(), and that an arrival frees the data attached to it."""
+        """Checks that arrivals can have a class of the caller, and that they free attached data."""
 
         class Mine(native.Arrival):  # type: ignore[misc, name-defined]
             __slots__ = ()
@@ -149,7 +149,8 @@ class TestMessages:
         first._label, third._settled = kept, kept
         assert (first._label is kept, second._label, first._settled) == (True, None, None)
         assert third.take() is kept
-        # All three slots are in use. So the payload is copied, which frees its slot.
+        # All three slots of the channel are in use. Therefore, take() copies the payload, which
+        # frees its slot.
         assert second.take().tolist() == [1.0] * 4
         assert wait(high, 0.0) is None
         assert first.free_slots == 1

@@ -1,4 +1,4 @@
-"""Tests the style of pages, and tests that the files, names and headings in pages exist."""
+"""Tests the style of the documentation, and that the files, names and headings in it exist."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ TOP = (
 PATH = re.compile(r"`((?:[\w.-]+/)+[\w.-]*)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 USE_PAGE_LINES = 150
-"""Maximum number of lines of a page that describes usage."""
+"""Maximum number of lines on a page that explains how to use the package."""
 LONGEST_SENTENCE = 40
-"""Maximum number of words in a sentence of a page."""
+"""Maximum number of words in a sentence of the documentation."""
 NOTEBOOK = "tutorial.md"
-"""This page is a notebook with its output, so it may be longer."""
+"""Page that is a notebook with its output. It may be longer than other pages."""
 GENERATED = "flags.md"
-"""A program generates this page from sentences that are checked where they are defined."""
+"""Page that a program generates from help texts. Their style is checked where they are defined."""
 
 
 def paths_in(page: Path) -> set[str]:
-    """Returns the paths in the text of ``page`` that belong to this project."""
+    """Returns the paths in the text of ``page`` that name files or folders of this project."""
     named = PATH.findall(page.read_text())
     return {path for path in named if path.split("/")[0] in (*FOLDERS, *TOP, "megatron")}
 
@@ -47,14 +47,14 @@ def names_in_table(page: str, title: str) -> set[str]:
 
 
 def groups_of_pages() -> dict[str, list[str]]:
-    """Returns the pages of each group in the site's navigation. The first page has no group."""
+    """Returns the pages of each group in the site's navigation, without ``index.md``."""
     navigation: list[Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     assert navigation[0] == "index.md"
     return {name: pages for entry in navigation[1:] for name, pages in entry.items()}
 
 
 def anchors_of(page: Path) -> set[str]:
-    """Returns the anchors of the headings in ``page``, which mkdocs and GitHub generate."""
+    """Returns the anchors that mkdocs and GitHub generate for the headings in ``page``."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     slugs = [re.sub(r"[^\w\s-]", "", title).strip().lower() for title in titles]
@@ -62,7 +62,7 @@ def anchors_of(page: Path) -> set[str]:
 
 
 def sentences_of(text: str) -> list[str]:
-    """Returns the sentences in paragraphs, lists and tables. Code in ``text`` counts as a word."""
+    """Returns the sentences in paragraphs, lists and tables of ``text``. Code is one word."""
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
     text = re.sub(r"`[^`]*`", "code", text)

@@ -1,7 +1,6 @@
-"""Tests the errors and the progress of ``prerequisite.sh --python VERSION`` without a network.
+"""Tests the error messages and progress of ``prerequisite.sh --python VERSION`` without a network.
 
-The tests copy the files that the script reads. They use separate interpreters and a separate cache
-folder.
+The tests run the script in a copy of the files that it reads, with a separate cache folder.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def run(
             "HOME": str(checkout.parent),
             "PYENV_ROOT": str(checkout.parent / "none"),
             "XDG_CACHE_HOME": str(checkout.parent / "cache"),
-            # These variables make pip ignore the machine's settings and not use the network.
+            # These variables make pip ignore the settings of this machine and not use the network.
             "PIP_CONFIG_FILE": os.devnull,
             "PIP_NO_INDEX": "1",
             **variables,
@@ -84,7 +83,7 @@ def test_a_python_that_cannot_be_set_up_is_refused_in_one_line(
     checkout: Path, arguments: str, line: str
 ) -> None:
     assert run(checkout, arguments) == (2, "", f"error: {line}\n")
-    # scripts/test.sh must report the same error, and must not run tests.
+    # scripts/test.sh must print the same error, and must not run any tests.
     if arguments.startswith("--python 3.9"):
         status, printed, errors = run(checkout, arguments, script="scripts/test.sh")
         assert (status != 0, printed, errors) == (True, "", f"error: {line}\n")
@@ -99,7 +98,7 @@ def test_the_environment_to_be_used_is_named_without_making_it(checkout: Path) -
 
 @pytest.mark.long
 def test_a_python_of_pyenv_is_used_where_its_command_fails(checkout: Path) -> None:
-    """Checks that the environment is created, and that a second call retries to install torch."""
+    """Checks that the environment is created, and that a second call installs torch again."""
     commands, versions = checkout.parent / "bin", checkout.parent / "pyenv/versions"
     commands.mkdir()
     shim = commands / f"python{VERSION}"

@@ -1,4 +1,4 @@
-"""Tests that files with the package's version or its commands agree with the package."""
+"""Tests that all files that state the package's version or its commands agree with the package."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Tests that public functions declare their parameters explicitly.
 
-An entry point such as ``Pipeline`` lists its parameters explicitly, and passes them to a dataclass
-of settings or to another function. Defaults and descriptions exist twice and must be equal.
+An entry point such as ``Pipeline`` lists its parameters, and passes them to a dataclass of settings
+or to another function. Therefore, the defaults and descriptions of these parameters are written
+twice, and both copies must be equal.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ ANY_NAMES = {
 
 
 def _public_functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """Yields (name, AST node) of each public function and method in the file ``path``."""
+    """Yields the name and AST node of each public function and method in the file ``path``."""
 
     def walk(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, Any]]:
         for node in body:
@@ -109,7 +110,7 @@ def test_an_ignored_type_error_has_a_code_and_a_reason() -> None:
 
 
 def _glosses(subject: Any, section: str) -> dict[str, str]:
-    """Returns the entries below ``section`` in the docstring of ``subject``, by their names."""
+    """Returns the description of each entry below ``section`` in the docstring of ``subject``."""
     text = inspect.getdoc(subject) or ""
     begin = re.search(rf"^{section}:\n", text, re.MULTILINE)
     if begin is None:
@@ -173,7 +174,8 @@ def test_options_that_are_passed_on_are_those_of_the_entry_point() -> None:
         for parameter in signature.parameters.values()
         if parameter.kind is parameter.KEYWORD_ONLY and parameter.name != "initialize"
     }
-    # The annotations of this module are strings, so compare the text of the annotations.
+    # The annotations of this module are strings, so compare them with the text of the options'
+    # annotations.
     listed = PipelineOptions.__annotations__
     assert {name: kind.__forward_arg__ for name, kind in listed.items()} == named
 

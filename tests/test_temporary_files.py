@@ -35,7 +35,7 @@ def test_that_fails(tmp_path):
 
 
 def test_files_are_removed_if_tests_pass_and_names_used_once(tmp_path: Path) -> None:
-    """Checks that a test run leaves only the files of a failed test."""
+    """Checks that a test run leaves only files of failed tests, and uses each folder name once."""
     (tmp_path / "test_folders.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "test_folders.py"]
     settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]
@@ -49,8 +49,8 @@ def test_files_are_removed_if_tests_pass_and_names_used_once(tmp_path: Path) -> 
         timeout=200,
     )
     assert "1 failed, 2 passed" in done.stdout, done.stdout + done.stderr
-    # If the folder of multiprocessing were removed too early, a traceback would follow the last
-    # line.
+    # If the temporary folder of multiprocessing were removed too early, a traceback would be
+    # printed at exit.
     assert "Traceback" not in done.stderr
     assert list(tmp_path.glob("tests-*")) == []
     folders = [Path(line) for line in (tmp_path / "names.txt").read_text().splitlines()]

@@ -1,7 +1,7 @@
 """Tests that each thread that uses a GPU first makes the GPU of its process current.
 
-In a new thread, GPU 0 is current. Without this call, the thread's first CUDA call would create a
-context of about half a gigabyte on GPU 0, for each process of the node.
+In a new thread, GPU 0 is current. If the thread did not change this, its first CUDA call would
+create a context of about half a gigabyte on GPU 0, for each process of the node.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1] / "megatron" / "adaptive"
 THREADS = ("Thread", "Worker", "ThreadPoolExecutor")
 
-# Files that start threads, sorted by how their threads avoid GPU 0.
+# These are all files that start threads, grouped by how their threads avoid using GPU 0.
 MAKES_CURRENT = (
     "checkpoint/snapshots.py",
     "transport/native.py",

@@ -1,8 +1,8 @@
 """Tests the substitutes for CUDA functions, and tests that other code is not affected.
 
-Each substitute has a canary: a function that runs the part of megatron-core that needs it. A canary
-must work with all substitutes, and must fail if only its substitute is missing. So canaries detect
-changes in new releases of torch or megatron-core.
+Each substitute has a canary: a function that runs the part of megatron-core that needs this
+substitute. A canary must succeed if all substitutes are installed, and must fail if only its
+substitute is missing. So canaries detect changes in new releases of torch or megatron-core.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parents[1]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA needs no substitute")
 
-# This script runs experiments in separate processes, which are forked from a process that has
-# imported only torch. An experiment must import megatron-core either before or after the
-# substitutes are installed, and the import takes seconds.
+# This script runs each experiment in a separate process, because an experiment must import
+# megatron-core either before or after the substitutes are installed. Importing torch takes seconds,
+# so the processes are forked from one that has already imported torch.
 EXPERIMENTS = """
 import datetime, faulthandler, importlib, json, os, sys, tempfile, traceback, warnings
 warnings.simplefilter("ignore")
@@ -291,15 +291,15 @@ for _ in range(2):
 sys.exit(failed)
 """
 LIMIT_S = 200
-"""Timeout of an experiment in seconds, after which it prints its stacks and exits."""
-# A torch that was built with CUDA and a torch without CUDA raise different errors.
+"""Timeout of an experiment in seconds. After this time, it prints its stack traces and exits."""
+# The error for missing CUDA depends on whether torch was built with CUDA.
 NO_CUDA = (
     "Found no NVIDIA driver"
     if torch.backends.cuda.is_built()
     else "Torch not compiled with CUDA enabled"
 )
-# Each value is the expected answer of a canary, and a part of the error that the canary raises
-# without its substitute.
+# Each value contains the expected result of a canary, and a part of the error that the canary
+# raises if its substitute is missing.
 CANARIES: dict[str, tuple[Any, str]] = {
     "current_device": ("cpu", NO_CUDA),
     "synchronize": (True, NO_CUDA),
@@ -317,14 +317,14 @@ CANARIES: dict[str, tuple[Any, str]] = {
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, Any]:
-    """Returns the results of all experiments: ``{"value": ...}`` or ``{"error": text}``."""
+    """Returns the result of each experiment, either ``{"value": ...}`` or ``{"error": text}``."""
     done = experiments(LIMIT_S)
     assert done.returncode == 0, failure_of(done)
     return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
 
 
 def experiments(limit_s: float) -> subprocess.CompletedProcess[str]:
-    """Runs the experiments. Each prints its stacks and exits after ``limit_s`` seconds."""
+    """Runs all experiments. Each prints its stack traces and exits after ``limit_s`` seconds."""
     return subprocess.run(
         [sys.executable, "-c", f"LIMIT_S = {limit_s}\n{EXPERIMENTS}"],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -336,13 +336,13 @@ def experiments(limit_s: float) -> subprocess.CompletedProcess[str]:
 
 
 def failure_of(done: subprocess.CompletedProcess[str]) -> str:
-    """Returns a text about the failed process ``done``: its status, last answer and errors."""
+    """Describes the failed process ``done`` by its status, its last answer, and its errors."""
     answer = (done.stdout.splitlines() or ["none"])[-1][:500]
     return f"status {done.returncode}; last answer: {answer}; errors:\n{done.stderr}"
 
 
 def test_experiments_that_fail_say_why() -> None:
-    """Checks that a failure is explained, and that a killed experiment has a nonzero status."""
+    """Checks that failed experiments are explained, and that a killed one has a nonzero status."""
     text = failure_of(experiments(0.2))
     assert "status 1" in text
     assert "Timeout (0:00:00.200000)!" in text
@@ -378,7 +378,7 @@ def test_substitutions_are_made_once(answers: dict[str, Any]) -> None:
 
 @without_gpu
 def test_a_program_of_megatron_lm_gets_them_and_others_do_not(answers: dict[str, Any]) -> None:
-    """Checks that only a program of Megatron-LM sees substitutes, and that device contexts work."""
+    """Checks that programs of Megatron-LM get substitutes, and that other programs do not."""
     assert answers["given"] == ["cpu", "cpu", "meta", "cpu", 1, "cpu", "cpu", "meta"]
     for answer in answers["others"][:3]:
         assert NO_CUDA in answer["error"]
@@ -388,7 +388,7 @@ def test_a_program_of_megatron_lm_gets_them_and_others_do_not(answers: dict[str,
 
 @without_gpu
 def test_torch_stays_what_it_is(answers: dict[str, Any]) -> None:
-    # Only these two methods are replaced, and their substitutes inspect the caller.
+    # Only these two methods of torch are replaced. Their substitutes check which module calls them.
     assert answers["changed"] == ["Module.cuda", "Tensor.cuda"]
     assert answers["added modules"] == []
     assert answers["environment"]
@@ -396,10 +396,10 @@ def test_torch_stays_what_it_is(answers: dict[str, Any]) -> None:
 
 @without_gpu
 def test_no_substitute_is_an_object_that_torch_has_already(answers: dict[str, Any]) -> None:
-    """Checks that each substitute is a new object, not an object that torch already has.
+    """Checks that each substitute is a new object, not an existing object of torch.
 
-    The compiler of torch 2.11 identifies functions by identity, and rejects a known object as a
-    substitute ("Duplicate torch object").
+    The compiler of torch 2.11 identifies functions by object identity. It rejects a substitute that
+    is an object it already knows ("Duplicate torch object").
     """
     assert answers["shared"] == []
 
@@ -411,8 +411,8 @@ def test_with_cuda_nothing_is_substituted() -> None:
     assert torch.zeros(1, device="cuda").is_cuda
 
 
-# TRAINER contains only the code that Megatron-LM runs at its start. Up to version 0.16, this code
-# runs the CUDA compiler.
+# These files contain only the code that Megatron-LM runs at its start. Up to version 0.16, this
+# code runs the CUDA compiler.
 TRAINER = {
     "core/__init__.py": "",
     "training/__init__.py": "",
@@ -452,8 +452,8 @@ print(*counts, initialize_megatron.__name__, torch.cuda.device_count())
 def test_megatron_lms_own_trainer_starts_without_cuda(tmp_path: Path) -> None:
     """Checks that ``pretrain_gpt.py`` of Megatron-LM starts without CUDA.
 
-    It must not exit with "Megatron requires CUDA.". Megatron-LM 0.16 must not fail because the path
-    of the CUDA folder is None.
+    The program must not exit with "Megatron requires CUDA.". Megatron-LM 0.16 must not fail because
+    the path of the CUDA folder is None.
     """
     for name, text in TRAINER.items():
         path = tmp_path / "megatron" / name
@@ -467,6 +467,6 @@ def test_megatron_lms_own_trainer_starts_without_cuda(tmp_path: Path) -> None:
         check=False,
         timeout=120,
     )
-    # Megatron-LM sees one device, and other code sees no device. Programs may pass allow_no_cuda as
-    # a positional argument.
+    # Code of Megatron-LM must see one device, and other code must see none. The function must
+    # accept allow_no_cuda as a positional argument.
     assert done.stdout == "1 1 1 initialize_megatron 0\n", done.stderr

@@ -1,7 +1,7 @@
-"""Calls entry points with arguments of wrong types. mypy must report each of these calls.
+"""Calls entry points with arguments of wrong types. mypy must report an error for each call.
 
-This file is never executed. ``scripts/check.sh`` only checks it with mypy. If mypy does not find an
-error that is ignored here, a parameter has lost its type, and mypy fails.
+This file is never executed. ``scripts/check.sh`` only checks it with mypy. Each call ignores the
+expected error. If a parameter has lost its type, there is no error to ignore, so mypy fails.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ def install_with_wrong_types() -> None:
 def pipeline_with_wrong_types(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> None:
     Pipeline(model, batch, micro_batch_size="2")  # type: ignore[arg-type]  # The value is a string.
     Pipeline(model, batch, slicing="trace")  # type: ignore[arg-type]  # There is no such method.
-    # The name of the parameter is misspelled.
+    # The correct name of the parameter is num_microbatches.
     pipeline = Pipeline(model, batch, micro_batchsize=2)  # type: ignore[call-arg]
     pipeline.loop(10, save_interval=0.5)  # type: ignore[arg-type]  # The value is a fraction.
     pipeline.loop(10, save_every=5)  # type: ignore[call-arg]  # There is no such parameter.
 
 
 def simulate_with_wrong_types(placement: Placement, policy: Policy, times: StageTimes) -> None:
-    # The cap is a string.
+    # The cap must be a number, not a string.
     make_policies("adaptive", placement, 4, cap="8")  # type: ignore[arg-type]
     simulate(placement, 4, [policy], times, weight_pieces=0.5)  # type: ignore[arg-type]
-    # There is no such parameter.
+    # The name of this parameter does not exist; it is weight_pieces.
     simulate(placement, 4, [policy], times, pieces=4)  # type: ignore[call-arg]

@@ -31,7 +31,7 @@ def build(**changes: Any) -> BertForMaskedLM:
 
 
 def make_batch(samples: int) -> Batch:
-    """Returns ``samples`` random sentences. The model predicts every fifth token."""
+    """Returns ``samples`` random sentences. Every fifth token is masked and must be predicted."""
     generator = torch.Generator().manual_seed(2)
     position = torch.arange(24)
     tokens = (torch.randint(4, 124, (samples, 1), generator=generator) + 3 * position) % 124 + 4

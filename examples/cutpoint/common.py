@@ -61,7 +61,7 @@ def train(
     make_batch: Callable[[int], Batch],
     **more: Any,
 ) -> list[float]:
-    """Trains a model with cut points, and returns the loss of each step. Exits after an error.
+    """Trains a model with cut points, and returns the loss of each step. Errors end the program.
 
     Args:
         options: Options of the command line, from :func:`parse`.
@@ -105,7 +105,7 @@ def _train(
             elif options.write_profile:
                 print("no profile is written, because no layout was chosen by measurements")
             print(f"segments per stage: {'-'.join(map(str, pipeline.partition))}", flush=True)
-        # Train on the same batch in each step, so that the loss decreases. Each replica takes its
+        # Train on the same batch in every step, so that the loss decreases. Each replica gets its
         # part of the batch.
         batch = pipeline.share(make_batch(options.batch_size))
         losses = []

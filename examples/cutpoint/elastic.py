@@ -19,7 +19,7 @@ WIDTH, LAYERS, CLASSES = 64, 8, 10
 
 
 class Net(torch.nn.Module):
-    """Residual layers with dropout, and a cut point after each layer."""
+    """Model with residual layers, dropout, and a cut point after each layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,14 +40,14 @@ class Net(torch.nn.Module):
 
 
 def batch_of(step: int, samples: int) -> dict[str, torch.Tensor]:
-    """Returns the batch of ``step`` over all replicas. Each call returns the same batch."""
+    """Returns the global batch of ``step``. Each call with the same step returns an equal batch."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(samples, WIDTH, generator=generator)
     return {"x": x, "label": x[:, :CLASSES].argmax(dim=1)}
 
 
 def main() -> None:
-    """Trains the model until the last step, and prints an evaluation."""
+    """Trains the model until the last step, and prints the loss of an evaluation."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200, help="total number of training steps")
     parser.add_argument(
@@ -86,8 +86,8 @@ def main() -> None:
             if first and (step + 1) % options.log_interval == 0:
                 shape = f"PP {pipeline.pipeline_size} x DP {pipeline.replicas}"
                 print(f"step {step + 1}: loss {loss:.4f}, {shape}", flush=True)
-        # A request to stop ends the program within the loop. So this line runs only after the last
-        # step.
+        # If the program is asked to stop, it exits inside the loop. This line runs only after the
+        # last step.
         evaluated = pipeline.eval(pipeline.share(batch_of(options.steps, options.batch_size)))
         if first:
             print(f"evaluation: loss {evaluated:.4f}", flush=True)

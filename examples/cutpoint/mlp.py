@@ -12,7 +12,7 @@ from megatron.adaptive import CutPoint
 
 
 class Mlp(torch.nn.Module):
-    """A perceptron with a cut point after each hidden layer."""
+    """Multi-layer perceptron with a cut point after each hidden layer."""
 
     def __init__(self, width: int = 64, layers: int = 8, classes: int = 10) -> None:
         super().__init__()

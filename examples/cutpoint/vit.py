@@ -17,7 +17,7 @@ from megatron.adaptive import CutPoint
 
 
 class Block(nn.Module):
-    """A transformer block with dropout."""
+    """Transformer block with dropout."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class Vit(nn.Module):
-    """A vision transformer that classifies images of 16 x 16 pixels with 3 colors."""
+    """Vision transformer that classifies images of 16 x 16 pixels with 3 colors."""
 
     def __init__(
         self, width: int = 32, depth: int = 8, classes: int = 10, dropout: float = 0.1
@@ -63,7 +63,7 @@ class Vit(nn.Module):
 
 
 def loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Returns the loss of the microbatch ``batch``. ``logits`` are the outputs of the model."""
+    """Returns the loss of the microbatch ``batch``, for which the model has computed ``logits``."""
     return F.cross_entropy(logits, batch["label"])
 
 

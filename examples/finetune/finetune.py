@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> None:
     options = parser.parse_args(argv)
 
     processor = load_processor(options.model)
-    # Pad lengths to multiples of 32, because the pipeline records the model once for each length.
+    # Pad lengths to multiples of 32. Otherwise, the pipeline would trace the model for each length.
     samples = SampleReader(processor=processor, length_multiple=32).read(options.data)
     order = list(range(len(samples)))
     random.Random(1).shuffle(order)
@@ -59,8 +59,8 @@ def main(argv: Sequence[str]) -> None:
 
     with Pipeline.from_pretrained(
         options.model,
-        # Pass a sample of each kind. For example, samples with and without images are different
-        # kinds.
+        # Pass one sample of each kind. For example, samples with images and samples without images
+        # are different kinds.
         samples.kinds,
         adapter=adapter,
         decisive_entries=samples.decisive_entries,
@@ -83,8 +83,8 @@ def main(argv: Sequence[str]) -> None:
             random.Random(epoch).shuffle(order)
             for start in range(0, len(order), options.batch_size):
                 batch = [samples[index] for index in order[start : start + options.batch_size]]
-                # The loss is the mean over all learned tokens of the batch. Each process passes the
-                # whole batch of its replica.
+                # The loss is the mean over all learned tokens of the batch. All processes of a
+                # replica pass the same batch.
                 batch = pipeline.share(batch)
                 loss, _ = pipeline.step(batch, num_items=num_learned(batch))
                 report("loss", loss)

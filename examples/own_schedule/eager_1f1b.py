@@ -1,7 +1,8 @@
-"""Defines a fixed order: 1F1B with twice the warm-up, so that messages have time to arrive.
+"""Defines a fixed schedule. It is 1F1B with a longer warm-up, so that messages have time to arrive.
 
-Each rank starts with twice as many forward passes as in 1F1B, and then alternates. The table shows
-three ranks and five microbatches (F3 is the forward pass of microbatch 3):
+Each rank starts with twice as many forward passes as in 1F1B. Then it alternates between forward
+and backward passes. The table shows three ranks and five microbatches (F3 is the forward pass of
+microbatch 3):
 
     rank 0   F0 F1 F2 F3 F4 B0 B1 B2 B3 B4
     rank 1   F0 F1 F2 B0 F3 B1 F4 B2 B3 B4

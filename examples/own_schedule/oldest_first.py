@@ -1,7 +1,7 @@
-"""Defines a run-time rule: work on the oldest microbatch that has an action ready.
+"""Defines a run-time rule that selects the oldest microbatch for which an action is ready.
 
-The rule looks at the messages that have arrived at its rank, and picks one of the actions that are
-ready. It returns ``None`` to wait for the next message. A forward pass needs memory, so the rule
+An action is ready if the messages that it needs have arrived at the rank. If no action is ready,
+the rule returns ``None`` to wait for the next message. A forward pass needs memory, so the rule
 checks whether it fits below the limit (``--activation-cap``).
 """
 
@@ -14,7 +14,8 @@ from megatron.adaptive.schedule import Action, ActionKind, RankState, run_time_r
 def oldest_first(state: RankState) -> Action | None:
     """Returns the action that the rank starts now, or ``None`` to wait for the next message."""
     ready = [action for action in state.ready() if state.fits(action)]
-    # Other ranks do not wait for weight gradients. So run these if no other action is ready.
+    # Other ranks do not wait for weight gradients. Therefore, compute them only if no other action
+    # is ready.
     urgent = [action for action in ready if action.kind is not ActionKind.W]
     return min(
         urgent or ready,

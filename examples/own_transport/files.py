@@ -1,9 +1,9 @@
-"""Defines a custom transport that sends each tensor as a file in a folder that all ranks see.
+"""Defines a custom transport that sends each tensor as a file. All ranks must see the same folder.
 
     PYTHONPATH=examples/own_transport torchrun --nproc-per-node 2 pretrain_gpt.py \\
         --pipeline-model-parallel-size 2 --transport files:Files ...
 
-The transport is slow, but shows everything that a transport must do.
+The transport is slow, but it shows everything that a transport must do.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ POLL_S = 0.001
 
 
 class Files(TransportKind):
-    """Describes the transport. It connects ranks on one machine that see the same folder."""
+    """Describes the transport. It connects ranks of one machine, which see the same folder."""
 
     def why_not(self, first: Endpoint, second: Endpoint) -> str | None:
         if first.machine != second.machine:
@@ -46,7 +46,7 @@ class Files(TransportKind):
 
 
 class FileTransport:
-    """Sends and receives messages. It has all members of ``transport.interface.Transport``."""
+    """Sends and receives messages. Implements all members of ``transport.interface.Transport``."""
 
     name = "files"
 
@@ -68,7 +68,8 @@ class FileTransport:
         self._sent[peer] += 1
         path = self._folder / f"{self._rank}-{peer}-{number}"
         torch.save({"header": header, "payload": payload}, f"{path}.part")
-        # Rename the file, so that the receiver sees it only when it is complete.
+        # Write to a temporary name and rename the complete file. The receiver must not read an
+        # incomplete file.
         os.replace(f"{path}.part", path)
 
     def reserve(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -78,12 +79,13 @@ class FileTransport:
         return {peer: {"kind": self.name} for peer in self._sent}
 
     def flush(self, timeout_s: float) -> None:
-        pass  # When send() returns, the message has already left this process.
+        pass  # The message was already written to its file by ``send()``.
 
     def close(self) -> None:
         self._is_closed.set()
         self._thread.join()
-        # The folder is empty only for the last rank that closes its transport.
+        # Only the last rank that closes its transport can remove the folder, because only then is
+        # it empty.
         with contextlib.suppress(OSError):
             self._folder.rmdir()
 
@@ -92,7 +94,7 @@ class FileTransport:
             while not self._is_closed.wait(POLL_S):
                 for peer in self._received:
                     self._take_next(peer)
-        except Exception as error:  # The executor raises this error.
+        except Exception as error:  # Pass any error to the executor, which raises it.
             self.completions.put(error)
 
     def _take_next(self, peer: int) -> None:
@@ -103,7 +105,8 @@ class FileTransport:
         message = torch.load(path, weights_only=True)
         path.unlink()
         label = Header.decode(message["header"], peer=peer).label
-        # Only a transport that announces its end sends a message without a label.
+        # Some transports send a message without a label to announce their end. This transport does
+        # not.
         assert label is not None
         payload = message["payload"].to(self._device)
         now_ns = time.monotonic_ns()

@@ -3,13 +3,14 @@
     torchx run -s kubernetes examples/torchx/component.py:pods --conf /shared/conf.sh --nnodes 2
 
 The image contains a checkout of this project that was set up by ``prerequisite.sh``. ``conf`` is a
-file in the image or on a volume. The first replica is the master; the other replicas are workers
+file in the image or on a volume. The first replica is the master. The other replicas are workers
 that wait for the master.
 """
 
 import torchx.specs as specs
 
-# $$ starts a variable of the shell. TorchX itself replaces variables that start with a single $.
+# Variables of the shell start with $$, because TorchX replaces variables that start with a single
+# $.
 START = """
 if ((%replica% == 0)); then exec bash run_master.sh "$$CONF" --nnodes "$$NNODES"; fi
 exec bash run_worker.sh --master-addr "$${%host%:=localhost}" \\

@@ -37,7 +37,7 @@ Statement = Callable[[random.Random], Iterator[Any]]
 
 
 def install() -> None:
-    """Imports and installs all parts of this project that could affect other libraries."""
+    """Installs and uninstalls this project, and imports modules that could affect other code."""
     import megatron.adaptive
     from megatron.adaptive import accelerator
 
@@ -94,7 +94,7 @@ LIKE = ("empty_like", "ones_like", "zeros_like", "rand_like", "randn_like")
 
 
 def seen(value: Any) -> Any:
-    """Converts ``value`` to JSON-compatible data that can be compared between processes."""
+    """Converts ``value`` to data that can be stored as JSON and compared between processes."""
     if isinstance(value, torch.Tensor):
         facts = [str(value.device), str(value.dtype), list(value.shape), value.requires_grad]
         if value.device.type == "meta":
@@ -111,12 +111,12 @@ def seen(value: Any) -> Any:
         return [seen(item) for item in value]
     if isinstance(value, bool | int | None):
         return value
-    # Remove addresses, which differ between processes.
+    # Remove memory addresses, because they differ between processes.
     return re.sub(r"0x[0-9a-f]+", "0x", value if isinstance(value, str) else repr(value))
 
 
 def tried(call: Callable[[], Any]) -> Any:
-    """Returns the result of ``call()``, or name and text of the exception that it raises."""
+    """Returns the result of ``call()``, or type and message of the exception that it raises."""
     try:
         return seen(call())
     except Exception as error:
@@ -129,7 +129,7 @@ def shape(rng: random.Random) -> tuple[int, ...]:
 
 
 def make(rng: random.Random, **fixed: Any) -> Any:
-    """Returns a tensor from a random factory of torch. Sets uninitialized memory to zero."""
+    """Returns a tensor from a random factory of torch. Uninitialized tensors are set to zero."""
     options = {**fixed}
     if "device" not in fixed and rng.random() < 0.4:
         options["device"] = rng.choice(DEVICES)
@@ -360,7 +360,7 @@ def transforms(rng: random.Random) -> Iterator[Any]:
 
 
 class Names(TorchFunctionMode):
-    """Records the names of all functions that are called."""
+    """Records the names of all torch functions that are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -372,7 +372,7 @@ class Names(TorchFunctionMode):
 
 
 class Operations(TorchDispatchMode):
-    """Records the names of all operations that are dispatched."""
+    """Records the names of all torch operations that are dispatched."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -485,7 +485,7 @@ def identities(rng: random.Random) -> Iterator[Any]:
 
 
 def process(rng: random.Random) -> Iterator[Any]:
-    """Yields state that belongs to the process, such as its environment and signal handlers."""
+    """Yields the state of this process, such as environment variables and signal handlers."""
     yield dict(os.environ)
     for name in ("", "torch", "transformers", "accelerate", "peft", "torch.distributed"):
         logger = logging.getLogger(name)
@@ -511,7 +511,7 @@ def process(rng: random.Random) -> Iterator[Any]:
 
 
 def complaints(rng: random.Random) -> Iterator[Any]:
-    """Yields the warnings that users would see with the current filters."""
+    """Raises several warnings, and yields those that the current filters do not hide."""
     shown: list[str] = []
     former = warnings.showwarning
     warnings.showwarning = lambda message, kind, *rest: shown.append(f"{kind.__name__}: {message}")
@@ -527,7 +527,7 @@ def complaints(rng: random.Random) -> Iterator[Any]:
 
 
 def availability(rng: random.Random) -> Iterator[Any]:
-    """Yields which packages are installed, according to transformers, accelerate and peft."""
+    """Yields which optional packages transformers, accelerate and peft find."""
     for library in (
         "transformers.utils.import_utils",
         "accelerate.utils.imports",
@@ -539,7 +539,7 @@ def availability(rng: random.Random) -> Iterator[Any]:
 
 
 def configuration(rng: random.Random) -> Any:
-    """Returns the configuration of a tiny model, whose family is drawn from ``rng``."""
+    """Returns the configuration of a tiny model. The model family is chosen at random."""
     sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     more = {"intermediate_size": 24, "max_position_embeddings": 32}
     families: tuple[Callable[[], Any], ...] = (
@@ -587,8 +587,8 @@ def loaded(rng: random.Random) -> Iterator[Any]:
     model = model_of(rng)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        # Fill freed memory with nonzero values, so that reading an uninitialized tensor is
-        # detected.
+        # Fill memory with nonzero values and free it. A tensor that uses this memory uninitialized
+        # then has other values than expected.
         rubbish = [torch.full((n,), 7.0) for n in range(1, 64)]
         del rubbish
         for options in (
@@ -719,7 +719,7 @@ def trained_by_transformers(rng: random.Random) -> Iterator[Any]:
     yield seen(model)
 
 
-# The rare statements are slow, so programs contain them less often.
+# The rare statements are slow, so few programs contain them.
 COMMON: tuple[Statement, ...] = (
     *(factories, device_contexts, default_device, default_dtype, seeds, seeds_of_cuda),
     *(answers_of_cuda, moves, types, transforms, modes, training, storing, collectives),
@@ -736,7 +736,7 @@ STATEMENTS = COMMON + RARE
 
 
 def program(seed: int) -> list[Statement]:
-    """Returns the statements of the program that belongs to ``seed``."""
+    """Returns the statements of the program with the number ``seed``."""
     if seed < len(STATEMENTS):
         return [STATEMENTS[seed]]
     rng = random.Random(f"program {seed}")
@@ -745,7 +745,7 @@ def program(seed: int) -> list[Statement]:
 
 
 def observe(seed: int) -> list[Any]:
-    """Runs the program that belongs to ``seed``, and returns its observations."""
+    """Runs the program with the number ``seed``, and returns its observations."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

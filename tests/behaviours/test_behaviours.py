@@ -1,4 +1,4 @@
-"""Tests that other libraries behave the same whether or not this project is installed."""
+"""Tests that this project does not change how torch, transformers, peft and accelerate behave."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .programs import STATEMENTS
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).with_name("programs.py")
 PREPARATIONS = ("plain", "early", "late")
-# This is the number of seeds in the long test. Set it to a few hundred before a release.
+# This is the number of random programs in the long test. Before a release, use a few hundred.
 PROGRAMS_OF_A_RUN = int(os.environ.get("BEHAVIOURS", "30"))
 FIRST_SEED = int(os.environ.get("BEHAVIOURS_SEED", "1000"))
 
 
 def observed(folder: Path, seeds: range, limit_s: float) -> dict[str, list[Any]]:
-    """Runs the programs of ``seeds``, and returns their observations by name of the preparation."""
+    """Runs the programs with the numbers ``seeds``. Returns their observations per preparation."""
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST")},
         "PYTHONPATH": str(ROOT),
@@ -53,7 +53,7 @@ def observed(folder: Path, seeds: range, limit_s: float) -> dict[str, list[Any]]
 
 def check_equal(results: dict[str, list[Any]], seeds: range) -> None:
     plain = results.pop("plain")
-    # Each list begins with an observation of the process, before the observations of the programs.
+    # The first entry describes the process. Each of the other entries belongs to a program.
     assert len(plain) == len(seeds) + 1
     for name, others in results.items():
         unlike = [

@@ -42,7 +42,7 @@ def table(draws: Draws, placement: Placement) -> dict[ActionKind, list[list[floa
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_a_single_chunk_takes_what_its_halves_take(scenario: str) -> None:
-    """Checks that equal arguments give equal durations, and that each repetition differs."""
+    """Checks that a chunk takes as long as the two halves into which it can be split."""
     draws = drawn(scenario)
     whole, halves = table(draws, ONE), table(draws, LOOP)
     factor = 1 / SCENARIOS[scenario].rank_factor
@@ -64,7 +64,7 @@ def test_a_slow_link_delays_both_ways_and_no_other_link() -> None:
 
 
 def chunk_of(stage: int) -> tuple[EmulatedChunk, RankWork, torch.Tensor, torch.Tensor]:
-    """Returns the chunk of ``stage`` on 4 ranks, its work, and an input and output of the chunk."""
+    """Returns the chunk of ``stage`` on 4 ranks, its work, and the chunk's input and output."""
     draws = drawn("quiet", microbatches=2)
     work = RankWork(LOOP, stage % 4, table(draws, LOOP), Sleeper())
     chunk = EmulatedChunk(stage, LOOP.num_stages)

@@ -1,4 +1,4 @@
-"""Tests that the competitors of the GPT benchmark agree, and that they are compared in pairs."""
+"""Tests that the competitors in the GPT benchmark agree, and how their times are compared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.multiprocess.launch import forking
 
 
 def results(**changes: Any) -> dict[str, dict[str, Any]]:
-    """Returns results of three rounds. Steps take a second, except the times in ``changes``."""
+    """Returns results of three rounds. All steps take one second, except those in ``changes``."""
     return {
         job: {
             "times": {

@@ -50,7 +50,8 @@ def test_limits_of_the_machine_take_time(library: Path, cpus: list[int]) -> None
     compiled = copies.Copies(library)
     assert 0 < compiled.copy_s(64 * KIB) < 1
     assert 0 < compiled.wake_s(*cpus) < 1
-    # Threads that spin on the same processor would wait for each other's time slice.
+    # The measurement needs two processors. Otherwise, each thread would wait until the other thread
+    # is preempted.
     if cpus[0] != cpus[1]:
         assert 0 < compiled.cache_line_s(*cpus) < 1
 

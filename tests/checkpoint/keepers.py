@@ -1,4 +1,4 @@
-"""Provides the snapshot keepers of two nodes, and writes checkpoints from their snapshots."""
+"""Provides snapshot keepers of two nodes, and writes checkpoints from their snapshots."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def keepers() -> Iterator[list[SnapshotKeeper]]:
 
 
 def left_with(*keepers: SnapshotKeeper, within_s: float = 10.0) -> SnapshotSource:
-    """Returns the newest step that can be restored from the snapshots of ``keepers``.
+    """Returns the snapshot of the newest step that can be restored from ``keepers``.
 
-    Each keeper gets ``within_s`` seconds to finish its transfers.
+    Each keeper gets up to ``within_s`` seconds to finish its transfers.
     """
     kept = [(str(index), keeper.inventory(within_s)) for index, keeper in enumerate(keepers)]
     return newest(kept)
 
 
 def write_out(source: SnapshotSource, folder: Path, *, is_pipeline: bool = False) -> None:
-    """Writes the snapshot ``source`` to ``folder`` as a checkpoint, like nodes of a real job.
+    """Writes the snapshot ``source`` as a checkpoint to ``folder``, as the nodes of a job do.
 
-    ``is_pipeline`` states whether a ``Pipeline`` took the snapshot.
+    ``is_pipeline`` says whether the snapshot was taken by a ``Pipeline``.
     """
     common = {"checkpoints": str(folder), "is_pipeline": is_pipeline, "step": source.step}
     common["lease"] = 0

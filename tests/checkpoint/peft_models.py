@@ -1,8 +1,8 @@
 """Creates small models with adapters, and trains them with PEFT to get reference results.
 
-Usage: ``peft_models.py FOLDER NAME ...``. Each model is written to a folder that has its name. The
-program runs in a separate process, because the tests' simulated GPU changes how transformers loads
-models.
+Usage: ``peft_models.py FOLDER NAME ...``. Each model is written to the subfolder ``NAME``. The
+program runs in a separate process, because the simulated GPU of the tests changes how transformers
+loads models.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tiny_models
 
 RANK, ALPHA, MICROBATCHES, STEPS = 3, 7, 8, 3
-# Each entry is the name of a model in the tests, with its family and PEFT's target modules. The
-# model "predicting" has a multi-token prediction layer, which transformers omits.
+# The values are the family of each model and the modules to which PEFT adds adapters. The model
+# "predicting" has a multi-token prediction layer, which transformers does not load.
 PREDICTING = "predicting"
 MODELS: dict[str, tuple[str, Any]] = {
     "llama": ("llama", "all-linear"),
@@ -40,9 +40,9 @@ MODELS: dict[str, tuple[str, Any]] = {
 
 
 def make(folder: Path, family: str, targets: Any) -> None:
-    """Writes a model of ``family``, its adapters, and PEFT's training results to ``folder``.
+    """Writes a model of ``family``, its adapters, and the results of training to ``folder``.
 
-    ``targets`` selects the layers that get adapters.
+    ``targets`` contains PEFT's setting for the modules that get adapters.
     """
     further = {"num_nextn_predict_layers": 1} if folder.name == PREDICTING else {}
     tiny_models.make(folder, family, **further)

@@ -1,4 +1,4 @@
-"""Tests that adapters train like those of PEFT, and are read and written in PEFT's format."""
+"""Tests that adapters train as with PEFT, and are read and written in PEFT's format."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MODELS += ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "predicting")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder with small models, their adapters, and results of training adapters."""
+    """Returns a folder with small models, their adapters, and PEFT's training results."""
     folder = tmp_path_factory.mktemp("models")
     script = Path(__file__).with_name("peft_models.py")
     subprocess.run([sys.executable, str(script), str(folder), *MODELS], check=True)
@@ -42,9 +42,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compare(folder: Path, cases: list[tuple[str, str]], world_size: int) -> None:
-    """Checks that adapters give PEFT's results on ``world_size`` ranks.
+    """Checks that training adapters on ``world_size`` ranks gives the same results as PEFT.
 
-    ``cases`` are pairs of a model in ``folder`` and flags with parallel sizes.
+    ``cases`` contains pairs of a model in ``folder`` and flags with parallel sizes.
     """
     (folder / "cases.json").write_text(
         json.dumps([{"model": name, "flags": flags.split()} for name, flags in cases])
@@ -64,7 +64,7 @@ def compare(folder: Path, cases: list[tuple[str, str]], world_size: int) -> None
 
 @pytest.mark.multiprocess
 def test_one_rank_trains_as_peft_does(models: Path) -> None:
-    # PEFT trains without the loss of the multi-token prediction layer, so its scaling factor is 0.
+    # PEFT trains without the loss of the multi-token prediction layer, so set its factor to 0.
     cases = [(name, "--mtp-loss-scaling-factor 0" * (name == "predicting")) for name in MODELS]
     compare(models, [*cases, ("llama", "--recompute-activations")], 1)
 
@@ -111,7 +111,7 @@ def test_four_ranks_train_as_peft_does(models: Path) -> None:
 def _train(folder: Path, flags: str, world_size: int = 2) -> list[str]:
     """Trains with ``flags`` on ``world_size`` ranks, and returns the loss of each iteration.
 
-    The log is written to ``folder``.
+    The log of the run is written to ``folder``.
     """
     log = folder / "train.log"
     command = ["-m", "megatron.adaptive", "train", "rank", *shlex.split(flags)]
@@ -138,8 +138,8 @@ def test_adapters_come_out_as_they_went_in(name: str, models: Path, tmp_path: Pa
     adapters = _adapters(saved, tmp_path / "out")
     for file in (ADAPTERS, ADAPTER_CONFIG):
         assert (tmp_path / "out" / file).read_bytes() == (source / file).read_bytes()
-    # Only the adapters are saved, because the model's weights can be loaded from the model's
-    # folder.
+    # A checkpoint contains only the adapters, because the weights of the model can be loaded from
+    # its folder.
     path, manifest = CheckpointFolder(saved).open(2)
     with CheckpointReader(path, manifest["files"], manifest["blocks"]) as reader:
         weights = [name for name in reader.tensors if not name.startswith("optimizer.")]
@@ -167,8 +167,8 @@ def test_a_run_goes_on_bit_for_bit(models: Path, tmp_path: Path) -> None:
     _train(tmp_path, f"{start} {_SHAPE} --train-iters 2 --save {twice}")
     again = f"{start} {_SHAPE} --train-iters 4 --load {twice} --save {twice}"
     assert _train(tmp_path, again) == whole[2:]
-    # A run with other parallel sizes continues from the same checkpoint. Only the order of its
-    # summations differs.
+    # A run with other parallel sizes must be able to continue from this checkpoint. Its results
+    # differ slightly, because it sums in a different order.
     other = f"{start} {_TENSOR} --sequence-parallel --lora-dropout 0 --train-iters 3"
     _train(tmp_path, f"{other} --load {twice} --ckpt-step 2")
     first, second = (
@@ -178,7 +178,7 @@ def test_a_run_goes_on_bit_for_bit(models: Path, tmp_path: Path) -> None:
     assert all(torch.equal(weight, second[key]) for key, weight in first.items())
     assert any(weight.count_nonzero() for key, weight in first.items() if "lora_B" in key)
     assert not any("k_proj" in key for key in first)
-    # PEFT must load the result, although this project wrote the adapter configuration.
+    # PEFT must be able to load the exported adapters.
     check = "import peft, sys, transformers as t; m = t.AutoModelForCausalLM.from_pretrained"
     check += "(sys.argv[1]); peft.PeftModel.from_pretrained(m, sys.argv[2])"
     arguments = [str(models / "llama"), str(tmp_path / "once-out")]
@@ -188,7 +188,7 @@ def test_a_run_goes_on_bit_for_bit(models: Path, tmp_path: Path) -> None:
 
 @pytest.mark.multiprocess
 def test_adapters_beside_a_checkpoint(models: Path, tmp_path: Path) -> None:
-    """Checks that model and adapters are saved together, and are merged when they are exported."""
+    """Checks that model and adapters are saved together, and can be merged in the export."""
     import_hf([str(models / "llama"), "--output", str(tmp_path / "imported")])
     flags = (tmp_path / "imported" / "model_flags.txt").read_text()
     start = f"{flags} {_RUN} --lora-rank 2 --lr 1e-2"
@@ -295,7 +295,7 @@ def test_adapters_of_another_model_are_named(models: Path, tmp_path: Path) -> No
 def test_a_pattern_is_resolved_as_peft_does(
     family: str, pattern: str, models: Path, tmp_path: Path
 ) -> None:
-    """Checks that a pattern selects the linear layers that PEFT selects."""
+    """Checks that a pattern selects the same linear layers as in PEFT."""
     import peft
     import transformers
 

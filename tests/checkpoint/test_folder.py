@@ -44,7 +44,7 @@ def write_checkpoint(folder: CheckpointFolder, iteration: int, content: bytes = 
 
 
 def reseal(manifest: Path, **values: object) -> None:
-    """Sets entries of the file ``manifest`` to ``values``, and updates its checksum."""
+    """Sets entries of the manifest file ``manifest`` to ``values``, and updates its checksum."""
     body = json.loads(manifest.read_text()) | values
     del body["checksum"]
     manifest.write_text(
@@ -77,15 +77,15 @@ def test_without_tracker_the_last_complete_checkpoint_counts(folder: CheckpointF
     write_checkpoint(folder, 10)
     write_checkpoint(folder, 9)
     (folder.path / TRACKER).unlink()
-    # This checkpoint is incomplete, because it has no manifest.
+    # This checkpoint has no manifest, so it is incomplete.
     (folder.path / "iter_0000020").mkdir()
     assert folder.latest() == 10
 
 
 def write_and_die(folder: CheckpointFolder, iteration: int, moment: int) -> bool:
-    """Writes checkpoint ``iteration`` in a child, which is killed at file operation ``moment``.
+    """Writes checkpoint ``iteration`` in a child that is killed at file operation ``moment``.
 
-    Returns whether the child was killed before it had finished.
+    Returns whether the child was killed. Otherwise, it needed fewer file operations.
     """
     if child := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
@@ -109,7 +109,7 @@ def write_and_die(folder: CheckpointFolder, iteration: int, moment: int) -> bool
 def test_a_crash_at_any_moment_leaves_a_complete_checkpoint(
     folder: CheckpointFolder, iteration: int
 ) -> None:
-    """Checks that a killed writer always leaves a complete checkpoint, at any file operation."""
+    """Checks that a complete checkpoint exists after a writer was killed at any file operation."""
     write_checkpoint(folder, 10, b"old")
     seen = set()
     for moment in range(1, 80):
@@ -124,7 +124,7 @@ def test_a_crash_at_any_moment_leaves_a_complete_checkpoint(
             assert content == b"new"
             break
         seen.add(content)
-        # The next run must remove the files that the killed writer has left behind.
+        # The next run must remove all files that the killed writer has left behind.
         write_checkpoint(folder, 10, b"old")
         for other in folder.path.glob("iter_0000020"):
             shutil.rmtree(other)
@@ -224,7 +224,7 @@ def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
 def test_who_was_taken_over_publishes_nothing_and_removes_nothing(
     folder: CheckpointFolder, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that two runs that save to the same folder do not mix parts of their checkpoints."""
+    """Checks that checkpoints of two runs that save to the same folder are not mixed."""
     folder.lease = Lease(folder.path)
     folder.lease.claim()
     write_checkpoint(folder, 10)
@@ -241,7 +241,7 @@ def test_who_was_taken_over_publishes_nothing_and_removes_nothing(
 
     if moment == "before":
         take_over()
-    else:  # The other job takes over after the last check.
+    else:  # The other job takes over the folder after this job's last check.
         looks = [take_over, folder.lease.require]
         monkeypatch.setattr(folder.lease, "require", lambda: looks.pop(0)())
         for name in ("metadata.json", "__0_0.distcp"):
@@ -297,7 +297,7 @@ def test_the_newest_of_a_pipeline_is_found_without_a_tracker(tmp_path: Path) -> 
 
 def test_the_former_of_a_pipeline_comes_back_where_its_successor_died(tmp_path: Path) -> None:
     folder = PipelineFolder(tmp_path)
-    # A killed commit leaves the folder in this state if it was between its two renames.
+    # The folder is in this state if a commit was killed between its two renames.
     write_pipeline(folder, 1, "old").rename(tmp_path / ".step_00000001.replaced")
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         folder.open(None)
@@ -392,7 +392,7 @@ def test_a_former_version_is_opened_where_it_is_trusted(folder: CheckpointFolder
         folder.open(10)
     assert not isinstance(caught.value, DamagedCheckpointError)
     assert folder.open(10, trust=True)[1]["blocks"] == {}
-    # A new checkpoint must not be mistaken for a checkpoint of an earlier version.
+    # A damaged new checkpoint must not be mistaken for a checkpoint of an earlier version.
     path = write_checkpoint(folder, 20)
     text = (path / "manifest.json").read_text()
     (path / "manifest.json").write_text(text.replace('"version": 2', '"version": 1'))
@@ -403,7 +403,7 @@ def test_a_former_version_is_opened_where_it_is_trusted(folder: CheckpointFolder
 def test_a_whole_checkpoint_that_the_tracker_does_not_name_yet_counts(
     folder: CheckpointFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Checks that a checkpoint counts if the run was killed before it updated the tracker."""
+    """Checks that a complete checkpoint is found even if the tracker file names an older one."""
     for iteration in (10, 20, 30):
         write_checkpoint(folder, iteration)
         (folder.path / TRACKER).write_text("10")
@@ -414,7 +414,7 @@ def test_a_whole_checkpoint_that_the_tracker_does_not_name_yet_counts(
 
 
 def test_a_run_that_went_back_goes_on_from_its_own_checkpoints(folder: CheckpointFolder) -> None:
-    # The last of these checkpoints was saved by a run that started with --ckpt-step 10.
+    # The last of these checkpoints was saved by a run that went back with --ckpt-step 10.
     for iteration in (10, 20, 30, 15):
         write_checkpoint(folder, iteration)
     assert folder.latest() == 15

@@ -1,9 +1,9 @@
-"""Tests that random small models of every Hugging Face family match transformers.
+"""Tests that small random models of all Hugging Face families compute the same as transformers.
 
-One process creates a model with ``transformers``, and computes its logits and gradients. Ranks of
-this project load the model with random parallel sizes, and report their errors. By default, a few
-models are tested, which are the same in every run. ``HF_EXAMPLES=50`` tests 50 models of each
-family.
+A test creates a model with ``transformers``, and computes its logits and gradients. Ranks of this
+project then load the model with random parallel sizes, and report how much their results differ. By
+default, a few models are tested, which are the same in every run. With ``HF_EXAMPLES=50``, 50
+models of each family are tested.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LIMIT_S = 60.0
 
 
 class Answering:
-    """Starts ranks that load several models one after another."""
+    """Starts ranks that load several models one after another, and reads their results."""
 
     def __init__(self, folder: Path, world_size: int) -> None:
         self._folder, self.world_size = folder, world_size
@@ -40,9 +40,9 @@ class Answering:
         self._starts = itertools.count()
 
     def gaps(self, model: Path, flags: list[str]) -> dict[str, float]:
-        """Returns the largest relative errors of the logits and the gradients of ``model``.
+        """Returns the largest relative errors of logits and gradients, by kind.
 
-        The ranks load the model with ``flags``.
+        The ranks load ``model`` with ``flags``.
         """
         if self._ranks is None:
             self._here = self._folder / f"start{next(self._starts)}"
@@ -97,7 +97,10 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answering]:
 
 
 def shapes(name: str, ranks: int) -> list[list[str]]:
-    """Returns flags for all parallel sizes of family ``name`` with up to ``ranks`` ranks."""
+    """Returns flags for all combinations of parallel sizes on up to ``ranks`` ranks.
+
+    ``name`` is the family of the model.
+    """
     listed = []
     for pipeline, tensor in itertools.product((4, 2, 1), (2, 1)):
         if tensor * pipeline > ranks or (ranks == 8 and pipeline < 4):
@@ -117,9 +120,10 @@ def shapes(name: str, ranks: int) -> list[list[str]]:
 
 
 def drawn(name: str, ranks: int, draw: random.Random) -> tuple[int, list[str]]:
-    """Draws a number of layers, and parallel sizes for up to ``ranks`` ranks, with ``draw``.
+    """Draws a number of layers, and flags with parallel sizes for up to ``ranks`` ranks.
 
-    Returns the number of layers of the model of family ``name``, and flags with the sizes.
+    ``name`` is the family of the model, and ``draw`` generates the random numbers. Returns the
+    number of layers and the flags.
     """
     every = shapes(name, ranks)
     first = [*tiny_models.FAMILIES].index(name)

@@ -1,4 +1,4 @@
-"""Tests the import and the export of Hugging Face models, and the errors about invalid models."""
+"""Tests the import and export of Hugging Face models, and errors about invalid models."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ LOGITS, GRADIENTS = 1e-5, 1e-4
 
 
 def compare(folder: Path, cases: list[tuple[str, list[str]]], world_size: int) -> None:
-    """Checks that models give the expected results on ``world_size`` ranks.
+    """Checks that models have the expected outputs on ``world_size`` ranks.
 
-    ``cases`` are pairs of a model in ``folder`` and flags with parallel sizes.
+    ``cases`` contains pairs of a model in ``folder`` and flags with parallel sizes.
     """
     (folder / "cases.json").write_text(
         json.dumps([{"model": name, "flags": flags} for name, flags in cases])
@@ -55,7 +55,7 @@ def compare(folder: Path, cases: list[tuple[str, list[str]]], world_size: int) -
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder with a small model of each family, and with the expected outputs."""
+    """Returns a folder with a small model of each family and its expected outputs."""
     folder = tmp_path_factory.mktemp("models")
     for name in tiny_models.FAMILIES:
         tiny_models.make(folder / name, name)
@@ -83,7 +83,7 @@ def test_shapes_of_two_ranks_compute_the_same(models: Path, tmp_path: Path) -> N
     cases = [
         ("llama", [*load("llama"), *chunks, "--pipeline-placement", "v"]),
         ("llama", [*flags, *from_checkpoint, *tensor]),
-        # Use gloo between ranks, so that this also works without the extension.
+        # Between ranks, use gloo, so that this case does not need the extension.
         ("llama", [*flags, *from_checkpoint, *chunks, "--transport", "gloo"]),
         ("gpt2", [*load("gpt2"), *pipeline, "--partition", "3-1"]),
     ]
@@ -126,8 +126,8 @@ def test_layers_that_predict_are_read_and_written(models: Path, tmp_path: Path) 
         AdaptiveError, match=f"{copied} with different values than model.embed_tokens"
     ):
         import_hf([str(tmp_path / "other"), "--output", str(tmp_path / "refused")])
-    # transformers writes folders without these layers. They are loaded as models without these
-    # layers.
+    # transformers writes folders without multi-token prediction layers. In this case, the model
+    # must be loaded without these layers.
     assert "mtp_num_layers" not in load_config(models / "deepseek_v3").settings
 
 
@@ -180,12 +180,12 @@ def test_weights_in_8_bits_are_read_as_what_they_stand_for(tmp_path: Path) -> No
 
 @pytest.mark.multiprocess
 def test_a_run_hands_on_what_describes_its_model(models: Path, tmp_path: Path) -> None:
-    """Checks that ``hf export`` does not need the model's folder, even after a run from scratch."""
+    """Checks that ``hf export`` needs only a run's checkpoint, and not the original folder."""
     shutil.copytree(models / "llama", tmp_path / "model")
     import_hf([str(tmp_path / "model"), "--output", str(tmp_path / "imported")])
     shutil.rmtree(tmp_path / "model")
     flags = (tmp_path / "imported" / "model_flags.txt").read_text().split()
-    # The vocabulary size of the flags does not include the end-of-document token.
+    # The flags give the size of the vocabulary without the end-of-document token.
     flags[flags.index("--vocab-size") + 1] = str(tiny_models.VOCABULARY - 1)
     more = f"--load {tmp_path}/imported --finetune --save {tmp_path}/own --mock-data "
     more += " --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-3 --eval-iters 0"
@@ -206,7 +206,8 @@ def test_shards_and_index_are_those_of_transformers(
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(models / "qwen2")
-    # If a configuration was loaded from a file, transformers writes its keys in alphabetical order.
+    # transformers writes the keys of a configuration in alphabetical order if it was loaded from a
+    # file.
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "theirs", max_shard_size=7000)
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 3
@@ -225,7 +226,7 @@ def test_shards_and_index_are_those_of_transformers(
         assert torch.equal(parameter, other)
 
 
-# These keys are from published configuration files. Keys that have no effect are omitted.
+# These are the keys of published configuration files, without those that have no effect.
 _PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek-v2-lite": {
         "model_type": "deepseek_v2",
@@ -357,9 +358,9 @@ def _lengthen(folder: Path) -> None:
 
 
 def _overlap(folder: Path) -> None:
-    """Makes two matrices of the same shape overlap in the file in ``folder``.
+    """Makes two matrices of equal shape overlap in the weights file in ``folder``.
 
-    Also removes the unused bytes.
+    The bytes that are no longer used are removed.
     """
     raw = (folder / SINGLE).read_bytes()
     length = int.from_bytes(raw[:8], "little")
@@ -485,7 +486,7 @@ def test_what_the_layers_lack_is_refused_by_its_key(
     assert "\n" not in str(info.value)
 
 
-# The following tests use a recipe that gets its model from a folder, and flags that contradict the
+# The following tests use recipes that read the model from a folder, and flags that contradict this
 # folder.
 
 
@@ -523,7 +524,7 @@ def test_a_recipe_takes_its_model_from_the_folder(models: Path) -> None:
     for group in ("model", "core"):
         values, references = (vars(getattr(settings, group)) for settings in (config, expected))
         changed = {key: value for key, value in values.items() if value != references[key]}
-        # The training settings of the recipe must be kept.
+        # The recipe's dropout is a setting of training, so it must be kept.
         assert changed in ({}, {"attention_dropout": 0.25})
     assert config.model.num_layers == 4
     with pytest.raises(ConfigError, match=r"--num-layers 5 contradicts the value 4 .*--load-hf"):
@@ -552,7 +553,7 @@ def test_a_size_that_contradicts_the_folder_is_named(flag: str, value: int, mode
 def test_a_folder_of_other_weights_is_refused_before_a_model_is_built(
     models: Path, tmp_path: Path
 ) -> None:
-    """Checks that an unsuitable folder is rejected before a huge model is built."""
+    """Checks that a folder with the wrong weights is rejected before a huge model is built."""
     folder = tmp_path / "model"
     shutil.copytree(models / "llama", folder)
     sizes = {"hidden_size": 16384, "num_hidden_layers": 128, "intermediate_size": 65536}

@@ -1,4 +1,4 @@
-"""Tests the loading of schedules and random states that megatron-core would load incorrectly."""
+"""Tests loading learning rate schedules and random states that megatron-core loads incorrectly."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SETTINGS: dict[str, Any] = {
 
 
 class Groups:
-    """Replaces an optimizer with two parameter groups, whose learning rates differ."""
+    """Imitates an optimizer with two parameter groups, which have different learning rates."""
 
     def __init__(self) -> None:
         self.param_groups = [
@@ -61,7 +61,7 @@ def test_the_length_of_a_constant_weight_decay_does_not_matter() -> None:
 def test_the_winner_sets_the_usual_groups_and_leaves_those_with_a_rate_of_their_own(
     winner: str,
 ) -> None:
-    """Checks that both groups have the right learning rates and limits after loading."""
+    """Checks the learning rates and weight decay of both parameter groups after loading."""
     before, _ = schedule(40, wd_incr_style="linear", start_wd=0.0)
     after, new = schedule(
         max_lr=4e-2,
@@ -85,7 +85,7 @@ def test_random_states_of_another_kind_of_device_are_left_out_with_a_line(
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
-        # The state of a GPU generator is a tensor of this size.
+        # A GPU's random state is a tensor of this size.
         "device": torch.zeros(16, dtype=torch.uint8),
         "tracker": {"model-parallel-rng": torch.zeros(16, dtype=torch.uint8)},
     }
@@ -98,7 +98,7 @@ def test_random_states_of_another_kind_of_device_are_left_out_with_a_line(
 def test_memory_for_copies_is_locked_as_large_as_it_is_and_given_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Checks that pinned memory is exactly as large as requested, and is freed."""
+    """Checks that pinned memory is only as large as needed with alignment, and is freed."""
     locked: dict[int, int] = {}
 
     def lock(address: int, size_bytes: int, flags: int) -> int:

@@ -25,7 +25,7 @@ Make = Callable[..., Any]
 
 
 def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Returns the warnings that the trainer has logged, from the records in ``caplog``."""
+    """Returns the messages in ``caplog`` that this package has logged."""
     return [
         record.getMessage()
         for record in caplog.records
@@ -44,7 +44,7 @@ def test_every_file_is_copied_once_by_one_that_has_it() -> None:
     assert shares[2] == ["d"]
     assert all(shares)
     assert share_out([first], files) is None
-    # This file has the wrong size because it is truncated.
+    # Only one node has this file, and the file is truncated there.
     assert share_out([{**first, "d": 3}], files) is None
 
 
@@ -60,7 +60,7 @@ def test_two_nodes_with_disks_of_their_own(tmp_path: Path) -> None:
     status, said = ranks(2, "local", tmp_path)
     assert status == 0, said
     assert "local: ok" in said
-    # Each disk must contain only the files of its own node.
+    # The disk of each node must contain only the files of this node's ranks.
     assert "ranks have 100% to 100% of iteration 4 on" not in said
 
 
@@ -90,7 +90,7 @@ def test_a_rank_killed_while_it_copies_costs_nothing_and_a_node_what_was_not_cop
 
 
 class Storage:
-    """Simulates shared storage that rejects all files until a test allows them."""
+    """Simulates shared storage to which nothing can be copied until a test allows it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_open = threading.Event()
@@ -127,8 +127,8 @@ def test_training_goes_on_while_the_copy_lags(
     assert len(warned(caplog)) == 2
     for line, iteration in zip(warned(caplog), (3, 4), strict=True):
         assert f"iteration {iteration} stays only on the nodes' local disks, because" in line
-    # The checkpoint that is being copied is kept in addition to the configured number of
-    # checkpoints.
+    # The checkpoint that is still being copied must be kept, in addition to those that
+    # keep_checkpoints allows.
     assert list(run.local._folder.steps()) == [2, 4]
     run.local._timeout_s = 0.1
     with pytest.raises(CheckpointError, match=r"the copy of iteration 2 .* did not finish within"):
@@ -159,7 +159,7 @@ def test_a_former_copy_that_takes_too_long_is_left_out(
     run.checkpoints.save(worker.progress(1))
     run.step(1)
     run.checkpoints.save(worker.progress(2))
-    # Simulate that the files were not copied completely.
+    # Simulate a run that ended before its last checkpoint was copied completely.
     shutil.rmtree(CheckpointFolder(saved).complete_path(2))
     (saved / TRACKER).write_text("1")
 
@@ -191,7 +191,7 @@ def test_shared_storage_that_fails_is_told_and_the_next_comes_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     outer = tmp_path / "outer"
-    with monkeypatch.context() as at_start:  # The shared storage fails from the start.
+    with monkeypatch.context() as at_start:  # The shared storage has failed before the run starts.
         at_start.setattr(node_local, "hold", lambda *_, **__: None)
         run = make(save=outer / "saved", save_local=tmp_path / "disk")
     outer.write_text("a file in the way")
@@ -205,7 +205,7 @@ def test_shared_storage_that_fails_is_told_and_the_next_comes_there(
     with pytest.raises(CheckpointError, match="iteration 2 was not copied to .*Not a directory"):
         run.checkpoints.save(worker.progress(2))
     assert list(run.local._folder.steps()) == [1, 2]
-    assert len(warned(caplog)) == 3  # Each failed attempt logs a warning.
+    assert len(warned(caplog)) == 3  # Each failed copy has logged a warning.
     outer.unlink()
     run.checkpoints.saver.drain()  # This call copies the last checkpoint to the shared storage.
     assert CheckpointFolder(outer / "saved").latest() == 2
@@ -264,7 +264,7 @@ def test_a_full_disk_is_named(
 def test_what_was_done_again_since_is_not_taken_for_newer(
     make: Make, worker: Any, tmp_path: Path
 ) -> None:
-    """Checks that files that two runs saved for the same iteration are not mixed."""
+    """Checks that files that two runs have saved for the same iteration are not mixed."""
     saved, disk = tmp_path / "saved", tmp_path / "disk"
     run = make(save=saved, save_local=disk)
     run.step(1)
@@ -272,16 +272,16 @@ def test_what_was_done_again_since_is_not_taken_for_newer(
     run.step(1)
     run.checkpoints.save(worker.progress(3))
     local = run.local._folder
-    # Simulate that the copy to the shared storage did not happen.
+    # Simulate a run that ended before iteration 3 was copied to the shared storage.
     shutil.rmtree(CheckpointFolder(saved).complete_path(3))
     (saved / TRACKER).write_text("1")
     again = make(save=saved, load=saved, save_local=disk, ckpt_step=1)
-    # The new run must not continue to copy iteration 3 of the old run.
+    # The new run goes back to iteration 1, so it must not copy iteration 3 of the previous run.
     assert again.checkpoints.load() == worker.progress(1)
     again.step(5)
     again.checkpoints.save(worker.progress(2))
     assert list(local.steps()) == [1, 2]
-    # Simulate another save of the same iteration, whose files are not on this disk.
+    # Simulate files that belong to another save of the same iteration.
     state = again.state()
     path = local.complete_path(2) / "local.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "save_id": "another"}))

@@ -1,4 +1,4 @@
-"""Tests the import and the export of a model family that is defined outside of the package."""
+"""Tests the import and export of models of a family that users define outside of the package."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ SIZES: dict[str, Any] = {
     "dtype": "float32",
 }
 AURORA = {**SIZES, "model_type": "aurora", "depth": LAYERS, "score_scale": 4.0}
-# Qwen 3 has the same layers under different names.
+# Models of Qwen 3 have the same layers, but with different names.
 QWEN = {**SIZES, "model_type": "qwen3", "num_hidden_layers": LAYERS, "rms_norm_eps": 1e-5}
 ROWS = {"q": 4 * WIDTH, "k": 2 * WIDTH, "v": 2 * WIDTH}
 
 
 def code_of_page() -> str:
-    """Returns the code of the example class in the documentation page."""
+    """Returns the code of the example class that the documentation shows."""
     section = PAGE.read_text().partition("## Add a family")[2].partition("\n## ")[0]
     (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     return str(code)
@@ -50,7 +50,7 @@ def code_of_page() -> str:
 
 @pytest.fixture
 def aurora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Enters and returns a folder with a model and ``aurora.py``, the page's example code."""
+    """Changes to a folder with a model and the documentation's example, and returns the folder."""
     (tmp_path / "aurora.py").write_text(code_of_page())
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "aurora", raising=False)
@@ -73,7 +73,7 @@ def aurora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def core_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Returns all tensors of the checkpoint in ``checkpoint``, by their names in megatron-core."""
+    """Returns all tensors in the folder ``checkpoint``, by their names in megatron-core."""
     folder = CheckpointFolder(checkpoint)
     path, manifest = folder.open(0)
     tensors = {}
@@ -199,7 +199,7 @@ def test_a_class_that_is_wrong_is_named(
 def test_a_package_provides_one_by_its_model_type(
     aurora: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that no flag is needed if an entry point has the name of the model type."""
+    """Checks that a family is found without a flag if a package registers it for the model type."""
     about = aurora / "aurora-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: aurora\nVersion: 1.0\n")

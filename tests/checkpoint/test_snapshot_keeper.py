@@ -1,4 +1,4 @@
-"""Tests that a keeper accepts only complete snapshots of its own job from other nodes."""
+"""Tests that a keeper accepts only complete snapshots of its job from other nodes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def keeper() -> Iterator[SnapshotKeeper]:
 
 
 class Sender:
-    """Sends copies as the keeper of another node would, optionally with errors."""
+    """Sends snapshots as the keeper of another node does, optionally with errors."""
 
     def __init__(self, keeper: SnapshotKeeper, secret: str = SECRET, run: str = "run") -> None:
         head = json.dumps(HEAD).encode()
@@ -41,10 +41,11 @@ class Sender:
     def send(
         self, step: int, slot: int, *, extra: int = 8, wrong: int = 0, whole: bool = True
     ) -> bool:
-        """Sends ``step`` from ``slot``, and returns whether the keeper confirms that it was stored.
+        """Sends the snapshot of ``step``, and returns whether the keeper confirms it.
 
-        ``extra`` is the size of the extra bytes. ``wrong`` changes the MAC of the message. If
-        ``whole`` is false, the message is truncated.
+        The snapshot is stored in slot ``slot``. ``extra`` is the number of bytes in addition to
+        tensors. If ``wrong`` is not 0, the message authentication code is invalid. If ``whole`` is
+        false, the last byte is not sent.
         """
         body = b"x" * HEAD["sent_bytes"]  # type: ignore[operator]
         try:
@@ -56,7 +57,7 @@ class Sender:
             if not whole:
                 self.sealed.socket.shutdown(socket.SHUT_WR)
             return self.sealed.receive() == struct.pack("<Q", step)
-        except ConnectionError:  # The keeper may close the connection at any time.
+        except ConnectionError:  # The keeper closes the connection if it rejects the message.
             return False
 
 
@@ -90,15 +91,16 @@ def test_strangers_and_others_runs_are_refused(
         stranger.sendall(b"GET / HTTP/1.1\n" * 9)
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
-    # This sender belongs to another job, or to an earlier start of the manager.
+    # This sender belongs to another job, or to an earlier start of the same job.
     with pytest.raises(ConnectionError):
         Sender(keeper, run="other").sealed.receive()
     assert steps_of(keeper) == []
-    keeper.prepare("", "", None)  # This call restores the state before a job begins.
+    keeper.prepare("", "", None)  # This call restores the state in which no job is running.
     for secret in ("", SECRET):
         with pytest.raises(StrangerError):
             Sender(keeper, secret, run="")
     keeper.prepare("run", SECRET, None)
     assert Sender(keeper).send(1, 0)
-    keeper.prepare("the next run", SECRET, None)  # This call drops the copies of the previous job.
+    # For a new job, the keeper must drop the snapshots of the previous job.
+    keeper.prepare("the next run", SECRET, None)
     assert keeper.inventory(0.0) == []

@@ -30,13 +30,13 @@ from .keepers import left_with, write_out
 Make = Callable[..., Any]
 
 
-# Copies do not contain random states, because the trainer derives dropout from the seed and the
-# step. So turn off dropout in these tests.
+# Snapshots do not contain random states, because the trainer derives dropout from the seed and the
+# step. The model of these tests does not, so turn off dropout.
 STILL = {"hidden_dropout": "0", "attention_dropout": "0"}
 
 
 class Log:
-    """Collects the lines that are shown to the user, and the last reported line."""
+    """Collects the lines that are shown to the user, and keeps the last reported status."""
 
     def __init__(self) -> None:
         self.said = self.reported = ""
@@ -49,7 +49,7 @@ class Log:
 
 
 class Copying:
-    """Takes snapshots of a training run, as a rank on node ``a``."""
+    """Takes snapshots of the run ``training``, as a rank on node ``a`` does."""
 
     def __init__(self, training: Any, keeper: SnapshotKeeper, log: Log, **changes: Any) -> None:
         settings = {"run": "run", "node": "a", "domain": "a", "buddy": "b", "every": 1}
@@ -97,13 +97,13 @@ def test_training_goes_on_bit_for_bit_from_copies(
     copies.now.close()
     assert "every step 0." in log.said
     assert left_with(*keepers).step == 3
-    keepers[0].close()  # The node is lost with all of its copies.
+    keepers[0].close()  # The first node and its snapshots are lost.
     source = left_with(keepers[1])
     assert (source.step, source.seen, source.why) == (3, 3, "")
     write_out(source, tmp_path)
     resumed = make(load=tmp_path, **flags, **STILL)
     assert resumed.checkpoints.load() == worker.progress(3)
-    # GPU kernels sum in a varying order, so allow small differences.
+    # GPU kernels may sum in a different order each time, so allow small differences.
     rel = 1e-4 if training.job.accelerator.is_cuda else 0.0
     assert resumed.learn(3, 8) == pytest.approx(expected, rel=rel, abs=0.0)
     assert list(tmp_path.glob(".*")) == []
@@ -112,7 +112,7 @@ def test_training_goes_on_bit_for_bit_from_copies(
 def test_a_buffer_that_changes_before_the_update_does_not_end_copies(
     make: Make, worker: Any, keepers: list[SnapshotKeeper]
 ) -> None:
-    """Checks that a router's bias, which changes before the optimizer does, is copied at once."""
+    """Checks that buffers that change before the optimizer's update are copied immediately."""
     flags: dict[str, Any] = {"num_experts": 4, "moe_router_enable_expert_bias": None}
     flags |= {"moe_router_score_function": "sigmoid", "moe_router_load_balancing_type": "none"}
     training, log = make(**flags, **STILL), Log()
@@ -144,7 +144,7 @@ def test_a_buffer_that_changes_before_the_update_does_not_end_copies(
 def test_a_step_that_is_not_whole_does_not_count(
     make: Make, worker: Any, keepers: list[SnapshotKeeper]
 ) -> None:
-    """Checks that the previous step stays intact if a rank is killed while it copies a step."""
+    """Checks that the previous snapshot stays valid if a rank is killed while it takes another."""
     training, log = make(**STILL), Log()
     copies = Copying(training, keepers[0], log)
     for step in (1, 2):
@@ -155,7 +155,7 @@ def test_a_step_that_is_not_whole_does_not_count(
     assert copies.now._file is not None
     copies.now._file.begin(0, 3)
     assert left_with(keepers[0], within_s=0.0).step == 2
-    # Both local copies are now lost, but the copy on the other node is left.
+    # Both snapshots on the first node are now incomplete, but the second node has a complete one.
     copies.now._file.begin(1, 4)
     assert left_with(keepers[0], within_s=0.0).step == 0
     assert left_with(*keepers, within_s=0.0).step == 2
@@ -199,9 +199,9 @@ WEIGHT, OTHER = ("weight", (0, 0)), ("other", (0,))
 
 
 def rank(node: str, *parts: str, **changes: object) -> RankParts:
-    """Returns the parts ``parts`` of the state, as stored by a rank on ``node``.
+    """Returns a rank on ``node`` whose state has the parts ``parts``, of 1 MiB each.
 
-    The buddy of the node is ``z``. ``changes`` replaces other attributes.
+    Its snapshots are sent to node ``z``. ``changes`` contains other attributes to replace.
     """
     parts_of_rank = RankParts(
         node=node,
@@ -254,7 +254,7 @@ def test_memory_counts_for_who_keeps_the_copies() -> None:
     ranks = [rank("a", "x"), rank("z", "y", buddy="a")]
     plan = make_plan(ranks)
     assert why_not(plan, ranks, None) is None
-    # The node needs two slots for its own state, and two slots for the state of the other node.
+    # A node needs memory for two snapshots of its state, and for two snapshots of another node.
     assert why_not(plan, ranks, 4 * MIB + 4 * 4096) is None
     why = why_not(plan, ranks, 4 * MIB)
     assert why is not None
@@ -263,7 +263,7 @@ def test_memory_counts_for_who_keeps_the_copies() -> None:
     why = why_not(plan, short, None)
     assert why is not None
     assert "on the machine of node z, but of its 0.00488 GiB of available memory" in why
-    # The memory is large enough for one node, but not for two nodes on the same machine.
+    # The memory would be large enough for one node, but both nodes run on the same machine.
     both = [dataclasses.replace(rank, machine="m", available_bytes=8 * MIB) for rank in ranks]
     assert why_not(plan, both, None) is not None
 
@@ -271,7 +271,7 @@ def test_memory_counts_for_who_keeps_the_copies() -> None:
 def test_the_thread_that_copies_makes_the_processs_gpu_current(
     make: Any, worker: Any, keepers: list[SnapshotKeeper], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that the copying thread selects the GPU of its process, so that GPU 0 is unused."""
+    """Checks that the thread that takes snapshots selects its GPU instead of using GPU 0."""
     threads: list[str] = []
     monkeypatch.setattr(
         Accelerator, "make_current", lambda self: threads.append(threading.current_thread().name)

@@ -1,4 +1,4 @@
-"""Tests that resumed runs have bitwise equal results, also with other parallel sizes."""
+"""Tests that resumed runs have bitwise equal results, even with other parallel sizes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Make = Callable[..., Any]
 
 
 def ranks(count: int, scenario: str, folder: Path) -> tuple[int | None, str]:
-    """Runs the worker's ``scenario`` on ``count`` ranks, and returns their status and output."""
+    """Runs the worker's ``scenario`` on ``count`` ranks. Returns the exit status and the output."""
     log = folder.with_name(f"{folder.name}.log")
     status = run_ranks(
         [str(WORKER), scenario, str(folder)], world_size=count, log=log, limit_s=240.0
@@ -44,7 +44,7 @@ def ranks(count: int, scenario: str, folder: Path) -> tuple[int | None, str]:
 
 @pytest.fixture
 def saved(make: Make, worker: Any, tmp_path: Path) -> Path:
-    """Saves a checkpoint of iteration 2, and returns its folder."""
+    """Saves a checkpoint after iteration 2, and returns the folder of checkpoints."""
     run = make(save=tmp_path / "saved")
     run.step(2)
     run.checkpoints.save(worker.progress(2))
@@ -54,7 +54,7 @@ def saved(make: Make, worker: Any, tmp_path: Path) -> Path:
 @pytest.mark.multiprocess
 @pytest.mark.long
 def test_a_checkpoint_of_each_shape_loads_into_others(tmp_path: Path) -> None:
-    """Checks that runs that resume with other parallel sizes match an uninterrupted run."""
+    """Checks that a run that resumes with other parallel sizes matches an uninterrupted run."""
     status, said = ranks(4, "reshape", tmp_path)
     assert status == 0, said
     assert "reshape: ok" in said
@@ -87,7 +87,8 @@ def test_a_rank_killed_while_it_writes_leaves_the_former_checkpoint(
     [
         {},
         {"bf16": None},
-        # This loss scale is so large that gradients still overflow long after the save.
+        # This loss scale is so large that gradients still overflow long after the checkpoint was
+        # saved.
         {"fp16": None, "initial_loss_scale": "4294967296"},
         {"optimizer": "sgd"},
         {"use_distributed_optimizer": None},
@@ -97,7 +98,7 @@ def test_a_rank_killed_while_it_writes_leaves_the_former_checkpoint(
 def test_a_resumed_run_goes_on_bit_for_bit(
     make: Make, worker: Any, tmp_path: Path, flags: dict[str, str | None]
 ) -> None:
-    """Checks that losses (with dropout) and the final state equal those of an uninterrupted run."""
+    """Checks that losses and final state of a resumed run equal those of an uninterrupted run."""
     run = make(save=tmp_path, **flags)
     run.learn(0, 3)
     run.checkpoints.save(worker.progress(3))
@@ -118,8 +119,8 @@ def test_a_resumed_run_goes_on_bit_for_bit(
 def test_a_checkpoint_of_megatron_lm_is_loaded_where_it_is_trusted(
     make: Make, worker: Any, tmp_path: Path, flags: dict[str, str | None]
 ) -> None:
-    """Checks that a resumed run has equal losses, and that pickles need the user's consent."""
-    # The two trainers draw different random numbers, so turn off dropout.
+    """Checks that Megatron-LM's checkpoints can be loaded if the user trusts their pickles."""
+    # The two trainers draw different random numbers for dropout, so turn it off.
     flags = {**flags, "attention_dropout": "0", "hidden_dropout": "0"}
     run = make(**flags)
     run.learn(0, 3)
@@ -138,7 +139,8 @@ def test_a_checkpoint_of_megatron_lm_is_loaded_where_it_is_trusted(
         CheckpointError, match=r"--ffn-hidden-size is \d+ in the checkpoint, but 48"
     ):
         make(load=tmp_path, trust_checkpoint=None, ffn_hidden_size="48", **flags).checkpoints.load()
-    file = path / "common.pt"  # megatron-core 0.19 reads this file first, but does not write it.
+    # megatron-core 0.19 does not write this file, but if it exists, it is read first.
+    file = path / "common.pt"
     common = torch.load(file, weights_only=False) if file.exists() else {}
     torch.save({**common, "evil": Evil(tmp_path / "ran")}, file)
     with pytest.raises(CheckpointError, match=r"cannot read .*common\.pt"):
@@ -147,7 +149,7 @@ def test_a_checkpoint_of_megatron_lm_is_loaded_where_it_is_trusted(
 
 
 class Evil:
-    """Runs a program when it is unpickled."""
+    """Object whose unpickling would run a program."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -157,7 +159,7 @@ class Evil:
 
 
 def save_as_megatron_lm(run: Any, folder: Path, iteration: int, further: Any = None) -> Path:
-    """Saves ``run`` as the trainer of Megatron-LM would, and returns the path of the checkpoint."""
+    """Saves ``run`` as Megatron-LM's trainer does, and returns the path of the checkpoint."""
     config, path = run.config, folder / f"iter_{iteration:07d}"
     samples = iteration * config.batch.global_batch_size
     rows = unwrap_model(run.chunks[0]).vocab_size
@@ -197,7 +199,7 @@ def save_as_megatron_lm(run: Any, folder: Path, iteration: int, further: Any = N
 
 
 def test_common_values_beside_the_tensors_are_read(make: Make, tmp_path: Path) -> None:
-    """Checks that values can be read if megatron-core 0.19 stored them in an object, not a file."""
+    """Checks that values can be loaded that megatron-core 0.19 stores outside of common.pt."""
     flags: dict[str, str | None] = {"attention_dropout": "0", "hidden_dropout": "0"}
     run = make(**flags)
     run.learn(0, 3)
@@ -223,7 +225,7 @@ def test_what_is_written_behind_training_is_the_state_of_its_moment(
     run.checkpoints.save(worker.progress(1), behind=True)
     assert run.learn(1, 3) == losses[1:3]
     run.checkpoints.save(worker.progress(3), behind=True)
-    # This call waits until the previous save has finished.
+    # This call must wait until the previous checkpoint has been written.
     run.checkpoints.save(worker.progress(4), behind=True)
     assert run.learn(3, 6) == losses[3:]
     run.checkpoints.saver.finish()
@@ -240,7 +242,7 @@ def test_what_is_written_behind_training_is_the_state_of_its_moment(
 def test_a_failure_behind_training_is_told_and_the_next_takes_its_place(
     make: Make, worker: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Checks that a run continues if the disk is full for a while."""
+    """Checks that training continues if checkpoints cannot be written for some time."""
     folder = tmp_path / "late"
     run = make(save=folder / "inner")
     folder.write_text("a file in the way")
@@ -277,7 +279,7 @@ def test_a_failure_behind_training_is_told_and_the_next_takes_its_place(
 def test_ranks_that_the_job_went_on_without_save_nothing(
     make: Make, worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, str]
 ) -> None:
-    """Checks that a suspended job does not overwrite newer checkpoints when it continues."""
+    """Checks that a suspended job that continues does not overwrite another job's checkpoints."""
     monkeypatch.chdir(tmp_path)
     saved = tmp_path / "saved"
     run = make(save=saved, **flags)
@@ -304,7 +306,7 @@ def test_saving_starts_no_process(make: Make, worker: Any, tmp_path: Path) -> No
     def count() -> int:
         total = 0
         for task in children.iterdir():
-            with contextlib.suppress(OSError):  # The thread may have exited in the meantime.
+            with contextlib.suppress(OSError):  # The thread may have ended in the meantime.
                 total += len((task / "children").read_text().split())
         return total
 

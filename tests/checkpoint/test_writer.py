@@ -1,4 +1,4 @@
-"""Tests that later checkpoints reuse the first one's plan, with the same content as a new plan."""
+"""Tests that checkpoints after the first reuse its plan, with the same content as a new plan."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FLAGS: list[dict[str, str | None]] = [
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Returns a list that gets an entry whenever ranks assign the parts of a checkpoint again."""
+    """Returns a list that gets an entry when the parts of a checkpoint are divided among ranks."""
     planned: list[str] = []
     share_out = ShardWriter._share_out
 
@@ -57,7 +57,7 @@ def contents(folder: Path, iteration: int) -> dict[str, bytes]:
 
 
 def test_a_full_disk_leaves_no_view_of_a_buffer_behind() -> None:
-    """Checks that the error does not refer to buffers, because Python 3.12.1 would then crash."""
+    """Checks that an error keeps no view of a buffer, because this would crash Python 3.12.1."""
     with pytest.raises(OSError, match="No space left on device") as failure:
         write_file(Path("/dev/full"), [torch.ones(1000)], {})
     cause = failure.value.__context__
@@ -71,7 +71,7 @@ def test_a_full_disk_leaves_no_view_of_a_buffer_behind() -> None:
     assert held
     for buffer in held:
         buffer.seek(0, io.SEEK_END)
-        buffer.write(bytes(1 << 20))  # This write fails if a view of the buffer still exists.
+        buffer.write(bytes(1 << 20))  # The buffer can grow only if there is no view of it.
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
@@ -91,7 +91,7 @@ def test_a_later_checkpoint_is_that_of_a_run_which_saves_for_the_first_time(
     once.checkpoints.save(worker.progress(3))
     often, expected = (contents(tmp_path / name, 3) for name in ("often", "once"))
     assert often.keys() == expected.keys()
-    # The two excluded files contain the path of --save, which differs.
+    # These two files contain the path of --save, which differs between the runs.
     for name in expected.keys() - {"manifest.json", "common.pt"}:
         assert often[name] == expected[name], name
     if "no_save_optim" not in flags:
@@ -105,7 +105,7 @@ def test_random_states_of_another_length_are_found(
 ) -> None:
     run = make(save=tmp_path)
     run.checkpoints.save(worker.progress(1))
-    # This call keeps a second random value for the next call, which is part of the state.
+    # The generator keeps a second value for the next call, which makes its state longer.
     random.gauss(0, 1)
     expected = random.getstate(), torch.get_rng_state()
     run.checkpoints.save(worker.progress(2))
@@ -120,7 +120,7 @@ def test_random_states_of_another_length_are_found(
 def test_state_that_came_to_lie_elsewhere_is_found(
     make: Make, worker: Any, tmp_path: Path, plans: list[str]
 ) -> None:
-    """Checks that tensors that moved in memory, as they do after loading, are saved correctly."""
+    """Checks that tensors that were replaced, as in loading, are saved with their new content."""
     run = make(save=tmp_path)
     run.step(2)
     run.checkpoints.save(worker.progress(1))

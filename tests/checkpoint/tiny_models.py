@@ -9,7 +9,7 @@ from typing import Any
 VOCABULARY = 96
 LAYERS = 4
 SHARE_OF_FURTHER = 0.1
-"""Factor of the multi-token prediction loss, which is the default of megatron-core."""
+"""Factor of the loss of multi-token prediction, which is megatron-core's default."""
 _SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -53,7 +53,7 @@ YARN = {
     "beta_fast": 32.0,
 }
 MIXED = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
-# Each entry is the configuration class of a family, and its differences from the sizes above.
+# The values are the configuration class of each family, and sizes that differ from those above.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"rope_parameters": LLAMA_3}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
@@ -125,7 +125,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def make(folder: Path, name: str, seed: int = 0, **more: Any) -> None:
     """Writes a random model of family ``name``, its logits and its gradients to ``folder``.
 
-    ``seed`` selects the weights, and ``more`` replaces settings of the model.
+    ``seed`` determines the weights. ``more`` contains other settings of the model.
     """
     import torch
     import transformers
@@ -170,10 +170,13 @@ def make(folder: Path, name: str, seed: int = 0, **more: Any) -> None:
 
 
 def _add_prediction(model: Any, tokens: Any, folder: Path) -> tuple[dict[str, Any], Any]:
-    """Adds a multi-token prediction layer to ``model``, because transformers omits this layer.
+    """Adds a multi-token prediction layer to ``model``, which transformers itself does not load.
+
+    The layer is also added to the weights file in ``folder``. ``tokens`` are the inputs of the
+    model.
 
     Returns:
-        Parameters of the layer by name, and the logits of the layer.
+        Parameters of the layer by name, and logits that it predicts.
     """
     import torch
     from safetensors.torch import load_file, save_file
@@ -221,9 +224,9 @@ def _add_prediction(model: Any, tokens: Any, folder: Path) -> tuple[dict[str, An
 
 
 def random_sizes(name: str, draw: random.Random, layers: int) -> dict[str, Any]:
-    """Returns sizes of a model of family ``name`` with ``layers`` layers, drawn with ``draw``.
+    """Returns random sizes for a model of family ``name`` with ``layers`` layers.
 
-    Two ranks can share each layer.
+    ``draw`` generates the random numbers. All sizes can be divided by two tensor-parallel ranks.
     """
     heads = draw.choice((2, 4, 6))
     width = draw.choice((4, 8, 10, 16))
@@ -307,7 +310,7 @@ def _random_experts(name: str, draw: random.Random, layers: int) -> dict[str, An
     kind = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
     sizes[kind.get(name, "n_routed_experts")] = experts
     if name == "mixtral":
-        # The experts have the width that feed-forward layers have in other families.
+        # Experts of this family have the width of the feed-forward layers of other families.
         del sizes["moe_intermediate_size"]
     if name == "qwen3_moe":
         sizes["norm_topk_prob"] = draw.random() < 0.5

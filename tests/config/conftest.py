@@ -1,4 +1,4 @@
-"""Provides a small valid command line, and functions that check the errors of invalid arguments."""
+"""Provides a small valid command line, and functions that check errors about invalid flags."""
 
 from __future__ import annotations
 
@@ -42,11 +42,12 @@ UNEQUAL = "--pipeline-model-parallel-size 2 --stage-data-parallel-sizes 2-1"
 
 
 def cases_of(table: str) -> list[tuple[str, int, list[str]]]:
-    """Parses lines ``FLAGS @2 => PHRASE | PHRASE`` into flags, world size and phrases.
+    """Parses a table of cases. Returns flags, world size and expected phrases of each case.
 
-    Without ``@2``, the world size is 1. An indented line continues the previous line. The flags may
-    begin with a key of ``BASES``. The words ``PP2``, ``SPREAD``, ``EXCHANGE``, ``UNEQUAL``,
-    ``UNLIKE``, ``MTP`` and ``PARALLEL`` are replaced by flags.
+    The format of a line is ``FLAGS @WORLD_SIZE => PHRASE | PHRASE``. Without ``@WORLD_SIZE``, the
+    world size is 1. An indented line continues the previous line. The flags may begin with a key of
+    ``BASES``. The words ``PP2``, ``SPREAD``, ``EXCHANGE``, ``UNEQUAL``, ``UNLIKE``, ``MTP`` and
+    ``PARALLEL`` stand for flags.
     """
     cases = []
     for line in table.replace("\n    ", " ").splitlines():
@@ -60,13 +61,13 @@ def cases_of(table: str) -> list[tuple[str, int, list[str]]]:
 
 
 def small(flags: str = "", *, world_size: int = 1) -> TrainerConfig:
-    """Parses the small command line followed by ``flags``, which override its flags.
+    """Parses a small valid command line followed by ``flags``, which take precedence.
 
     Args:
-        flags: Flags that follow the small command line. If the first word is a key of ``BASES``,
-            the flags follow the value of this key instead. The word ENGINE means that Transformer
+        flags: Flags to add. If the first word is a key of ``BASES``, the flags are added to the
+            value of this key instead of ``SMALL``. The word ENGINE simulates that Transformer
             Engine is installed.
-        world_size: Number of processes.
+        world_size: Number of processes of the job.
     """
     arguments = flags.split()
     base = BASES[arguments.pop(0)] if arguments[:1] and arguments[0] in BASES else SMALL
@@ -79,9 +80,9 @@ def small(flags: str = "", *, world_size: int = 1) -> TrainerConfig:
 
 
 def complaint(flags: str, world_size: int = 1) -> str:
-    """Checks that :func:`small` rejects ``flags`` with a message of one line, and returns the line.
+    """Checks that :func:`small` rejects ``flags`` with a one-line message, and returns the message.
 
-    ``world_size`` is the number of processes.
+    ``world_size`` is the number of processes of the job.
     """
     with pytest.raises(ConfigError) as caught:
         small(flags, world_size=world_size)
@@ -92,6 +93,6 @@ def complaint(flags: str, world_size: int = 1) -> str:
 
 
 def check_words(flags: str, world_size: int, phrases: list[str]) -> None:
-    """Checks that ``flags`` are rejected with an error that contains all ``phrases``."""
+    """Checks that ``flags`` are rejected with a message that contains all ``phrases``."""
     text = complaint(flags, world_size)
     assert [word for word in phrases if word not in text] == []

@@ -1,6 +1,6 @@
-"""Lists the flags of Megatron-LM with megatron-core 0.15, and the flags of August 2026.
+"""Lists the flags of Megatron-LM, both with megatron-core 0.15 and in August 2026.
 
-The flags of August 2026 are those of the branches main and dev.
+The flags of August 2026 are those on the branches main and dev.
 """
 
 _NAMES = """

@@ -1,10 +1,11 @@
-"""Prints the flags for megatron-core's settings, and what newer flags do, as JSON.
+"""Prints the flags for megatron-core's settings, and the effect of newer flags, as JSON.
 
-The flags depend on the release of megatron-core on the import path. The output is ``{"flags": [str,
+The flags depend on the release of megatron-core that is imported. The output is ``{"flags": [str,
 ...], "answers": {...}}``, with an answer for each flag in ``NEWER``. Each of these flags is parsed
-with a value that is not its default, and passed to the configuration class of megatron-core. An
-answer is ``{"given": ..., "has": ...}``: the value that was passed and the value in the class. It
-is ``{"refused": str}``, with the error line, if the flag is rejected.
+with a value that differs from its default, and passed to a configuration class of megatron-core.
+
+An answer is ``{"given": ..., "has": ...}``, with the value that was passed and the value that the
+class has. If the flag is rejected, the answer is ``{"refused": str}``, with the error message.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ SMALL = """
 
 
 def words_of(spec: Any) -> list[str]:
-    """Returns arguments that set the flag of ``spec`` to a value other than its default."""
+    """Returns arguments that set the flag ``spec`` to another value than its default."""
     name = spec.name
     if spec.choices:
         others = [choice for choice in spec.choices if choice != spec.default]
@@ -53,7 +54,7 @@ def words_of(spec: Any) -> list[str]:
 
 
 def answer(spec: Any) -> dict[str, Any]:
-    """Parses the flag of ``spec``, and returns its answer as the module's docstring describes."""
+    """Parses the flag ``spec``, and returns its answer as described at the top of this module."""
     try:
         config = parse([*SMALL.split(), *words_of(spec)], world_size=1)
         value = getattr(config.core, spec.dest)
@@ -68,7 +69,7 @@ def answer(spec: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints all flags, and the answers for the flags in ``NEWER``, as JSON."""
+    """Prints the names of all flags, and the answers for the flags in ``NEWER``, as JSON."""
     specs = fields_of(CoreConfig)
     answers = {spec.name: answer(spec) for spec in specs if set(spec.names) & set(NEWER)}
     flags = [name for spec in specs for name in spec.names]

@@ -1,4 +1,4 @@
-"""Tests which flags are accepted, how flags are parsed, and which errors occur at start."""
+"""Tests which flags are accepted, how flags are parsed, and errors about flags at the start."""
 
 from __future__ import annotations
 
@@ -95,9 +95,10 @@ MOST_REFUSED = 170
 
 
 def test_each_flag_of_megatron_lm_is_taken_or_idle_or_refused_by_name() -> None:
-    """Checks that each flag of Megatron-LM is either supported, ignored or rejected.
+    """Checks that each flag of Megatron-LM is either supported, ignored, or rejected with a reason.
 
-    A setting of a newer megatron-core has a flag only if that release is installed.
+    If a setting was added in a newer release of megatron-core, its flag exists only with that
+    release.
     """
     flags = sorted({*ALL, *TAKEN, *refused_flags()})
     later = {flag for flag in NEWER if flag not in TAKEN}
@@ -122,7 +123,7 @@ def test_settings_of_megatron_core_are_flags_by_its_names() -> None:
     ).core
     assert (core.multi_latent_attention, core.q_lora_rank, core.mscale) == (True, 8, 0.5)
     assert (core.window_size, core.no_rope_freq) == ((16, 0), "[0]*3+[1]")
-    # The defaults are those of Megatron-LM, not those of the classes.
+    # The defaults must be those of Megatron-LM, which differ from those of megatron-core's classes.
     assert (core.kv_lora_rank, core.rotary_scaling_factor) == (32, 1.0)
     assert (
         small("--no-clone-scatter-output-in-embedding").core.clone_scatter_output_in_embedding
@@ -135,7 +136,7 @@ def test_a_checkpoint_holds_settings_of_megatron_core_that_were_given() -> None:
     saved = json.loads(json.dumps(config.to_dict()))
     assert saved["core"] == {"multi_latent_attention": True, "window_size": [16, 0]}
     assert TrainerConfig.from_dict(saved) == config
-    # Earlier versions saved this setting, but did not use it.
+    # Earlier versions of this package saved this setting, but did not use it. It must be ignored.
     saved["core"] = {"muon_split_qkv": False}
     former = TrainerConfig.from_dict(saved)
     assert (former.core, former.optimizer) == (small().core, small().optimizer)
@@ -254,7 +255,7 @@ def test_a_bad_flag_is_answered_with_flag_value_and_rule(
 
 @pytest.mark.parametrize("flags", EXCLUSIVE.splitlines())
 def test_flags_that_exclude_each_other_are_both_named(flags: str) -> None:
-    """Checks that the message contains all flags, and the partition as the user wrote it."""
+    """Checks that the error names all flags, and shows the partition as the user wrote it."""
     names = [word for word in flags.split() if word.startswith("--") or word == "1-0-3"]
     check_words(flags, 1, ["exclude each other", *names])
 
@@ -301,7 +302,7 @@ def test_the_table_has_a_row_for_each_flag() -> None:
 
 
 def test_an_empty_list_is_shown_as_no_default() -> None:
-    """Checks empty lists, which are defaults of settings in newer megatron-core releases."""
+    """Checks the help text of a default that is an empty list, as in newer megatron-core."""
     names = described_field("Names of parameters.", ())
     kind = dataclasses.make_dataclass("Names", [("names", tuple[str, ...], names)])
     (spec,) = fields_of(kind)
@@ -335,7 +336,7 @@ def test_importing_the_command_line_imports_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-# The following tests are about recipes.
+# The following tests check recipes.
 
 RECIPE = {
     "hidden_size": 64,
@@ -359,7 +360,8 @@ def test_a_recipe_is_a_command_line() -> None:
     recipe = read_recipe(RECIPE, changes, "r.yaml")
     assert recipe == (["--hidden-size", "8", *base[3:7], "--lr", "2e-4"], 2, 4)
     flags = read_recipe({**RECIPE, "lr": 3}, [], "r.yaml").flags
-    assert flags[flags.index("--lr") + 1] == "0.001"  # A value of a variant takes precedence.
+    # The value of the variant must replace the value of the recipe.
+    assert flags[flags.index("--lr") + 1] == "0.001"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Tests which attention kernel is chosen, with a table of cases."""
+"""Tests which attention kernel is selected, with a table of cases."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from megatron.adaptive.config.attention import AttentionCase, Kernel, Mask, kernel_for, shares_keys
 
-# Each line contains a case, the kernel for this case, and whether queries can share keys without
-# copies.
+# Each line describes a case and the kernel that is selected. The last word says whether heads of
+# queries share keys, or keys must be repeated.
 TABLE = """\
                                                         => causal  shared
 dtype=float16                                           => causal  shared
@@ -87,7 +87,7 @@ def test_kernel_of_a_case(line: str) -> None:
 
 
 def test_what_one_asks_for_never_needs_more_than_the_default() -> None:
-    """Checks that ``fused`` selects a kernel for each case that has a kernel by default."""
+    """Checks that ``fused`` selects the default kernel in all cases that have a default kernel."""
     for device, dtype, mask, is_packed, has_dropout in itertools.product(
         ("cuda", "cpu"), ("float32", "bfloat16"), Mask, (False, True), (False, True)
     ):

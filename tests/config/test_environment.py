@@ -1,4 +1,4 @@
-"""Tests how the environment variables of launchers are read."""
+"""Tests how environment variables of launchers are read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TORCHRUN = {
 
 
 def test_single_variables() -> None:
-    """Checks that only the first interface or number of threads in a variable is used."""
+    """Checks single variables. If a variable is a list, only its first item counts."""
     for value, interface in (("eth1", "eth1"), (" ib0 ,ib1", "ib0"), ("", None), (",", None)):
         assert Environment.read({"GLOO_SOCKET_IFNAME": value}).socket_interface == interface
     for value in ("True", "False", ""):
@@ -116,7 +116,7 @@ def test_a_secret_is_known_by_a_word_of_its_name() -> None:
     [
         ("--wandb-key abc --lr 1", "--wandb-key *** --lr 1"),
         ("--wandb-key=abc", "--wandb-key=***"),
-        # The option --api-token has no value here, because another flag follows.
+        # The next word is a flag, so --api-token has no value that must be hidden.
         ("--api-token --lr 1", "--api-token --lr 1"),
         ("--linear-key-head-dim 64 --moe-token-dispatcher-type alltoall", None),
         ("--calculate-per-token-loss 1 --json-keys text", None),

@@ -1,4 +1,4 @@
-"""Tests rules for combinations of settings. Errors contain value, rule and remedy in one line."""
+"""Tests rules for combinations of flags. An error must name value, rule and remedy in one line."""
 
 from __future__ import annotations
 

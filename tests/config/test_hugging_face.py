@@ -75,7 +75,7 @@ def _words(folder: Path, document: dict[str, Any]) -> list[str]:
 
 
 def _numbers(document: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Returns the paths of all numbers in ``document``, each as a tuple of keys."""
+    """Returns the path of each number in ``document``, as a tuple of keys."""
     paths: list[tuple[str, ...]] = []
     for key, value in document.items():
         if isinstance(value, dict):
@@ -93,7 +93,7 @@ def _with(document: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[s
 
 @pytest.mark.parametrize("document", [LLAMA, LATENT, GEMMA, MIXTRAL, QWEN, NEOX])
 def test_no_number_is_cut_or_rounded(document: dict[str, Any], tmp_path: Path) -> None:
-    """Checks that each fractional number is kept exactly, or rejected with the name of its key."""
+    """Checks that a fraction is either kept exactly, or rejected with the name of its key."""
     whole = _words(tmp_path, document)
     for path in _numbers(document):
         value = 12345.678901234567
@@ -255,13 +255,13 @@ def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
 def test_each_flag_of_a_model_is_written_once(
     document: dict[str, Any], keys: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Checks that no flag occurs twice, because the trainer rejects repeated flags."""
+    """Checks that no flag is written twice, because the trainer rejects repeated flags."""
     flags = [word for word in _words(tmp_path, {**document, **keys}) if word.startswith("--")]
     assert len(flags) == len({*flags})
 
 
 def test_words_of_settings_are_read_as_the_settings_themselves(tmp_path: Path) -> None:
-    """Checks that saved flags of a checkpoint give the same configuration as its model folder."""
+    """Checks that a model's flags as text give the same configuration as its ``config.json``."""
     run = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
     for document in (LLAMA, LATENT, GEMMA, MIXTRAL, QWEN, NEOX):
         flags = _words(tmp_path, document)
@@ -281,8 +281,8 @@ def test_each_family_is_described_by_a_file_of_its_folder() -> None:
         assert name in family.model_types
         assert {*family.settings, *family.keys, *family.needed} <= settings
         assert family.nearest in families
-        # Each module outside of the layers has exactly one name. A supported family has all of
-        # these modules.
+        # Each module outside of the layers must have exactly one name. If a family is supported,
+        # none of these modules may be missing.
         assert all(len(names) == 1 for names in family.outer_modules.values())
         assert family.missing_feature or {*OUTER.values()} <= family.outer_modules.keys()
 

@@ -1,4 +1,4 @@
-"""Tests limits for untrusted JSON and text, and how terminal control characters are shown."""
+"""Tests limits for untrusted JSON and text, and how control characters are shown."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_characters_that_change_a_terminal_are_written_out() -> None:
 
 
 def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
-    """Checks that all functions that read text skip the byte order mark that some editors write."""
+    """Checks that functions that read text skip the byte order mark that some editors add."""
     content = {"a": [1], "b": "c"}
     for name, text in {
         "x.json": json.dumps(content),

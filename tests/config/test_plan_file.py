@@ -1,4 +1,4 @@
-"""Tests that ``--plan FILE`` of the trainer has the same effect as the flags of the plan."""
+"""Tests that ``--plan FILE`` has the same effect on the trainer as the flags of the plan."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Planned = Callable[..., TrainerConfig]
 
 @pytest.fixture
 def planned(tmp_path: Path) -> Planned:
-    """Returns a function that parses a plan file together with the flags of the model."""
+    """Returns a function that parses a plan file together with flags for the model."""
 
     def run(plan: dict[str, Any], flags: str = "", processes: int = 12) -> TrainerConfig:
         path = tmp_path / "plan.json"

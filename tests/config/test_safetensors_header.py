@@ -1,4 +1,4 @@
-"""Compares which ``safetensors`` headers are accepted with the package ``safetensors``."""
+"""Checks that the same ``safetensors`` headers are accepted as by the package ``safetensors``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _is_taken_by_the_package(path: Path) -> bool:
 
 
 def _is_taken(path: Path) -> bool:
-    """Returns whether a file is accepted. Checks that an error is one line with the file's path."""
+    """Returns whether a file is accepted. An error must be one line that names the file."""
     try:
         read_header(path)
     except DamagedCheckpointError as error:
@@ -128,7 +128,7 @@ def test_entries_say_where_tensors_are(tmp_path: Path) -> None:
 
 
 def _random_header(draw: random.Random) -> tuple[Header, int]:
-    """Returns a random valid header of a few tensors, and the size of their data in bytes."""
+    """Returns a random valid header with a few tensors, and the size of their data in bytes."""
     header: Header = {}
     end = 0
     for number in range(draw.randrange(5)):
@@ -146,7 +146,7 @@ def _random_header(draw: random.Random) -> tuple[Header, int]:
 
 
 def _change(header: Header, draw: random.Random) -> None:
-    """Changes one number, type or key of ``header`` at random, in place."""
+    """Changes a number, a type or a key of ``header`` at random, in place."""
     if not header:
         header["x"] = draw.choice((1, [], {}, _tensor(0, 4, [1])))
         return

@@ -1,4 +1,4 @@
-"""Tests cutting sequences into slices of equal cost or equal length."""
+"""Tests how sequences are cut into slices of equal cost or equal length."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from megatron.adaptive.errors import ConfigError
 
 
 def cost(end: int, length: int, share: float) -> float:
-    """Returns the cost of the first ``end`` of ``length`` tokens, as a fraction of the total.
+    """Returns the cost of the first ``end`` of ``length`` tokens, as a fraction of the whole cost.
 
-    ``share`` is the fraction of the total cost that attention takes.
+    ``share`` is the fraction of the whole cost that is due to attention.
     """
     part = end / length
     return (1 - share) * part + share * part**2
@@ -40,7 +40,7 @@ def test_slices_cover_the_sequence(slices: int, multiple: int, blocks: int, shar
     if slices > 1 and blocks // slices * multiple < LEAST_TOKENS:
         with pytest.raises(ConfigError, match=f"--sequence-slices {slices} ") as caught:
             slice_ends(length, slices, multiple, share)
-        # The number of slices that the error message recommends must be valid.
+        # The number of slices that the error suggests must be valid.
         most = int(str(caught.value).split("use ")[1].split()[0])
         assert most < slices
         slices = most
@@ -81,7 +81,8 @@ def test_slices_hold_every_token_of_every_document(
     assert all(size % multiple == 0 for size in sizes)
     assert len(sizes) == slices if tokens is None else set(sizes) == {tokens}
     parts = [part for index in range(len(sizes)) for part in cut.pieces(index)]
-    # The parts are contiguous, and the parts of a document together cover the whole document.
+    # Parts must follow each other without a gap, and the parts of a document must cover it
+    # completely.
     assert all(before.end == after.start for before, after in pairwise(parts))
     begins = [part.begin for part in parts if part.start == part.begin]
     ends = [part.close for part in parts if part.end == part.close]
@@ -187,7 +188,8 @@ def test_the_share_of_attention_follows_the_model() -> None:
         config = parse(f"{flags} {more}".split(), world_size=1)
         return [end - start for start, end in pairwise((0, *config.slice_ends))]
 
-    # The matrices take 12 h^2 multiplications per token. Attention to half of the pairs takes h s.
+    # Per token, products with weights take 12 h^2 multiplications, and attention to half of the s
+    # tokens takes h s.
     share = parse(flags.split(), world_size=1).attention_share
     assert share == pytest.approx(8192 / (12 * 256 + 8192))
     by_cost = lengths("")

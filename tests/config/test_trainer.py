@@ -1,4 +1,4 @@
-"""Tests the configuration object: derived values, and its format in checkpoints."""
+"""Tests the configuration of the trainer: derived values, and its format in checkpoints."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def test_a_checkpoint_says_auto_after_the_length_of_slices_was_chosen() -> None:
         ("--pipeline-schedule auto", True),
         ("--pipeline-schedule adaptive", True),
         ("--pipeline-schedule dfc", True),
-        # Precomputed orders, and replicas that exchange tokens, require that all microbatches have
-        # the same number of slices.
+        # These cases require that all microbatches have the same number of slices. Either the order
+        # of actions is computed in advance, or replicas exchange tokens.
         ("--pipeline-schedule hinted", False),
         ("--pipeline-schedule seq-1f1b", False),
         (f"{EXPERTS} --moe-token-dispatcher-type alltoall", False),
@@ -128,7 +128,7 @@ def test_unknown_and_missing_groups_are_errors(rich: TrainerConfig) -> None:
 
 
 def test_a_group_that_the_writer_did_not_know_takes_its_defaults(rich: TrainerConfig) -> None:
-    """Checks that checkpoints from before the transport settings can be loaded."""
+    """Checks that checkpoints can be loaded that were saved before transport settings existed."""
     saved = rich.to_dict()
     del saved["transport"]
     assert TrainerConfig.from_dict(saved).transport == TransportConfig()

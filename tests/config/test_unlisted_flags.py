@@ -38,7 +38,7 @@ class FirstConfig(BaseConfig):
 
 
 def run(tree: Path) -> subprocess.CompletedProcess[str]:
-    """Runs the script for the source tree ``tree`` of Megatron-LM."""
+    """Runs the script with ``tree``, a source tree of Megatron-LM. Returns the finished process."""
     return subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "unlisted_flags.py"), str(tree)],
         capture_output=True,
@@ -77,7 +77,7 @@ def test_flags_of_calls_and_of_dataclasses_are_found(tmp_path: Path) -> None:
 
 
 def test_a_class_that_makes_flags_and_is_nowhere_is_an_error(tmp_path: Path) -> None:
-    """Checks that classes that define flags are reported if their source file is missing."""
+    """Checks that a class that defines flags is reported if no source file contains it."""
     training = tmp_path / "megatron" / "training"
     training.mkdir(parents=True)
     (training / "arguments.py").write_text(ARGUMENTS)
@@ -116,6 +116,6 @@ def test_the_other_spelling_of_a_flag_of_the_trainer_is_named() -> None:
     ],
 )
 def test_a_flag_without_which_another_model_is_trained_is_refused(flag: str) -> None:
-    """Checks that a flag is rejected if ignoring it would train a different model."""
+    """Checks that a flag is rejected if ignoring it would mean training a different model."""
     with pytest.raises(ConfigError, match=f"^{flag} is a flag of Megatron-LM that this trainer"):
         parse([flag, "1"], world_size=1)

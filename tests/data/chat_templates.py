@@ -1,8 +1,8 @@
-"""Provides chat templates that behave like published templates, but were written for these tests.
+"""Provides chat templates that behave like published ones, but were written for these tests.
 
-``{% generation %}`` and ``{% endgeneration %}`` enclose what a template writes for the assistant,
-from the end of the generation prompt to the next turn. Without these marks (see :func:`unmarked`),
-the tokenizer must find the same text by its position.
+The tags ``{% generation %}`` and ``{% endgeneration %}`` enclose what a template writes for the
+assistant, from the end of the generation prompt to the next turn. The function :func:`unmarked`
+removes these tags. Without them, the tokenizer must find the same text by its position.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ def unmarked(template: str) -> str:
 
 
 def _bracketed(system: str, user: str, answer: str, *, strict: bool = True) -> str:
-    """Returns a template with [INST] turns, which contain ``system``, ``user`` and ``answer``.
+    """Returns a template with turns like those of models that use [INST].
 
-    The system's text is in the first turn of the user. If ``strict``, user and assistant must take
-    turns.
+    The arguments contain template text for messages of the system, the user and the assistant. The
+    system's text is written before the first user message. If ``strict`` is true, user and
+    assistant must alternate.
     """
     check = (
         "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
@@ -39,9 +40,10 @@ def _bracketed(system: str, user: str, answer: str, *, strict: bool = True) -> s
 
 
 def _headed(begin: str, head: str, end: str, *, said: str = "{{ m.content }}") -> str:
-    """Returns a template whose turns begin with a header for the role and end with ``end``.
+    """Returns a template in which each turn has a header with its role.
 
-    ``begin`` starts the text, ``head`` is the header, and ``said`` is the content of a turn.
+    ``begin`` is the start of the whole text, ``head`` is the header of a turn, ``said`` is its
+    content, and ``end`` ends it.
     """
     asked = head.replace("m.role", "'assistant'")
     return (
@@ -81,8 +83,8 @@ _TOOL_RESULTS = (
 def _tagged(answer: str, prompt: str, before: str = "") -> str:
     """Returns a template that writes tools and their results in tags, like Qwen and Hermes.
 
-    ``answer`` writes an answer, ``prompt`` ends the generation prompt, and ``before`` precedes the
-    messages.
+    ``answer`` is the template text for an answer. ``prompt`` is the end of the generation prompt,
+    and ``before`` is inserted before the messages.
     """
     return (
         f"{_TOOLS_IN_TAGS}{before}{{% for m in messages %}}"
@@ -98,7 +100,7 @@ _LAST_QUERY = (
     "{% set ns = namespace(last=-1) %}{% for m in messages %}"
     "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
 )
-# This text assigns the reasoning of a message to r, and the rest of its text to c.
+# This template text sets r to the reasoning in a message, and c to the rest of the message.
 _THOUGHTS = (
     "{% set c = m.content or '' %}{% set r = m.reasoning_content or '' %}"
     "{% if c is string and '</think>' in c %}"
@@ -210,7 +212,7 @@ _DEEPSEEK_3 = (
     f"{_CALLS_OF_DEEPSEEK}{{{{ eos_token }}}}{{% endgeneration %}}{{% endif %}}{{% endfor %}}"
     "{% if add_generation_prompt %}<|Assistant|>{% endif %}"
 )
-# This template removes the reasoning from all turns. Its prompt begins new reasoning.
+# This template omits the reasoning in all turns, but its generation prompt starts a new reasoning.
 _DEEPSEEK_R1 = (
     f"{_SYSTEM_FIRST}{{% for m in messages %}}"
     "{% if m.role == 'user' %}<|User|>{{ m.content }}"
@@ -328,7 +330,7 @@ _KIMI = (
     "{% else %}<|im_user|>{{ m.role }}<|im_middle|>{{ m.content }}<|im_end|>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"
 )
-# This template keeps only the reasoning of the last turn, and ends this turn differently.
+# This template writes the reasoning only in the last turn, and ends this turn in a different way.
 _CHANNELS = (
     "<|start|>system<|message|>Reasoning: medium<|end|>{% for m in messages %}"
     "{% if m.role == 'assistant' %}<|start|>assistant{% generation %}"

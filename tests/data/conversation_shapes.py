@@ -1,4 +1,4 @@
-"""Provides conversations of many shapes, for example without messages or with extra spaces."""
+"""Provides conversations of many shapes, such as without messages or with extra spaces."""
 
 from __future__ import annotations
 

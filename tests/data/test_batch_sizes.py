@@ -1,4 +1,4 @@
-"""Compares how the batch size changes during a run with megatron-core's calculator."""
+"""Compares how the batch size changes during a run with a calculator of megatron-core."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def sizes_of(
 
 
 def batches(sizes: BatchSizes, train_samples: int) -> list[int]:
-    """Returns the batch sizes that a training loop would use one after another.
+    """Returns the sizes of all batches in a run that trains at most ``train_samples`` samples.
 
-    The loop follows ``sizes``, and trains at most ``train_samples`` samples.
+    ``sizes`` determines the size of each batch.
     """
     drawn: list[int] = []
     while sum(drawn) + sizes.global_batch_size_at(sum(drawn)) <= train_samples:
@@ -40,7 +40,7 @@ def test_constant_batch() -> None:
 
 def test_ramp_up_table() -> None:
     sizes = sizes_of(16, (4, 4, 48), micro=2, copies=2)
-    # The batch size increases three times, each time after 16 samples.
+    # The batch size increases after 16, 32 and 48 samples.
     assert batches(sizes, 100) == [4, 4, 4, 4, 8, 8, 12, 12, 16, 16]
     assert [sizes.num_microbatches_at(samples) for samples in (0, 15, 16, 32, 48, 49)] == [
         1,
@@ -85,6 +85,7 @@ def test_iterations_are_the_batches_that_fit() -> None:
     for _ in range(60):
         micro, copies, last, ramp = random_case(rng)
         sizes = sizes_of(last, ramp, micro=micro, copies=copies)
-        # Some of these runs end while the batch size still increases. Others continue much longer.
+        # The smallest numbers end the run while the batch size increases. The largest end it much
+        # later.
         for train_samples in (0, ramp[0], rng.randrange(1, 2 * ramp[2] + 2 * last), 4 * ramp[2]):
             assert sizes.iterations_for(train_samples) == len(batches(sizes, train_samples))

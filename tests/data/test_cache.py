@@ -1,4 +1,4 @@
-"""Tests that damaged files in the cache are detected, reported and written again."""
+"""Tests that damaged files in the cache are detected, reported and replaced."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = ("order", "places")
 
 
 class Maker:
-    """Creates two arrays, and counts how many times it was called."""
+    """Callable that creates two arrays and counts its calls."""
 
     def __init__(self) -> None:
         self.times = 0
@@ -91,7 +91,7 @@ def test_damaged_files_are_made_anew(
     maker.arrays(tmp_path)
     DAMAGES[damage](tmp_path / "order.npy")
     maker.check(tmp_path)
-    assert maker.times == 3  # The check itself has made one of these calls.
+    assert maker.times == 3  # One of these calls was made by check() to get the expected arrays.
     maker.check(tmp_path)
     assert maker.times == 4
     messages = [
@@ -144,7 +144,7 @@ def test_a_whole_file_is_mapped_and_not_written(tmp_path: Path) -> None:
     assert all(isinstance(array, np.memmap) for array in maker.arrays(tmp_path))
     assert [(tmp_path / f"{name}.npy").stat().st_mtime_ns for name in NAMES] == before
     assert maker.times == 1
-    # Check that other programs can read the file too.
+    # Other programs must be able to read the file with numpy.
     assert np.array_equal(np.load(tmp_path / "order.npy"), np.arange(1000))
 
 
@@ -198,7 +198,7 @@ print("\\n".join(steps))
 
 
 def test_a_name_stands_for_bytes_that_are_on_the_disk(tmp_path: Path) -> None:
-    """Checks that a file is synced before it is renamed, because the power may fail in between."""
+    """Checks that files are synced before they are renamed, in case the power fails in between."""
     command = [sys.executable, "-c", TRACED, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     expected = ["fsync a", "os.rename a", "fsync b", "os.rename b", "fsync folder"]
@@ -219,7 +219,7 @@ except DataError as error:
 
 
 def test_a_full_disk_is_said_in_the_words_of_the_system(tmp_path: Path) -> None:
-    """Checks that the message comes from the operating system, not from numpy."""
+    """Checks that the error about a full disk is that of the operating system, not of numpy."""
     command = [sys.executable, "-c", FULL, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert (

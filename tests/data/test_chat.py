@@ -1,4 +1,4 @@
-"""Compares the tokens and the loss masks of conversations with those of ``transformers``."""
+"""Compares the tokens and loss masks of conversations with those of ``transformers``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Masked = tuple[list[int], list[bool]]
 
 @pytest.fixture(scope="module")
 def folder(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder with a tokenizer that has special tokens of many models but no template."""
+    """Returns a folder with a tokenizer that has many models' special tokens, but no template."""
     made = tmp_path_factory.mktemp("chat")
     encoder = FastTokenizer(models.BPE.from_file(str(corpus.vocab_file), str(corpus.merge_file)))
     encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -51,7 +51,7 @@ def _ours(folder: Path, template: str, name: str = "chat_template.jinja") -> Hug
 
 
 def _ids(tokenizer: HuggingFaceTokenizer, conversation: Given) -> Masked | None:
-    """Returns tokens and mask of ``conversation``, or ``None`` if it is rejected."""
+    """Returns the tokens and the mask of ``conversation``, or ``None`` if it is rejected."""
     try:
         return tokenizer.conversation(Conversation(**conversation))
     except DataError as error:
@@ -61,14 +61,14 @@ def _ids(tokenizer: HuggingFaceTokenizer, conversation: Given) -> Masked | None:
 
 
 RELEASE = "5.23"
-"""First release of ``transformers`` that renders all conversations of these tests as expected.
+"""First release of ``transformers`` with which all conversations of these tests can be compared.
 
-Earlier releases render a missing content as the text ``None``, for example.
+Earlier releases differ in details. For example, they write missing content as the text ``None``.
 """
 
 
 class Reference:
-    """Computes the results of ``transformers`` for conversations in a given template."""
+    """Computes the results of ``transformers`` for a given chat template."""
 
     def __init__(self, folder: Path, template: str) -> None:
         import transformers
@@ -84,35 +84,35 @@ class Reference:
     ) -> str | None:
         """Returns the text of the first ``count`` messages, or ``None`` if they are rejected.
 
-        If ``asks`` is true, the generation prompt follows.
+        If ``asks`` is true, the generation prompt is added to the text.
         """
         whole = joined(copy.deepcopy(conversation))
         if not (messages := whole.pop("messages")[:count]):
-            return None  # transformers also rejects a conversation without messages.
+            return None  # If there are no messages, transformers raises an error.
         try:
             text = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=asks, **whole
             )
-        except Exception:  # A template may raise any exception.
+        except Exception:  # Templates may raise any exception.
             return None
         return str(text)
 
     def marked(self, conversation: Given) -> Masked | None:
-        """Returns the tokens of ``conversation``, and whether the template marks each token."""
+        """Returns tokens of ``conversation``, and whether the template's tags mark each of them."""
         whole = joined(copy.deepcopy(conversation))
         try:
             encoded = self.tokenizer.apply_chat_template(
                 whole.pop("messages"), return_dict=True, return_assistant_tokens_mask=True, **whole
             )
-        except Exception:  # A template may raise any exception.
+        except Exception:  # Templates may raise any exception.
             return None
         return encoded["input_ids"], [bool(mark) for mark in encoded["assistant_masks"]]
 
     def by_position(self, conversation: Given) -> list[bool] | None:
-        """Returns whether each token is between a generation prompt and the next turn.
+        """Returns whether each token lies between a generation prompt and the end of the answer.
 
-        Returns ``None`` if a template renders an answer differently when messages follow, or if the
-        answer does not begin with the prompt. Positions then differ between the texts.
+        Returns ``None`` if this cannot be determined, because the template writes an answer
+        differently when messages follow, or because an answer does not begin with the prompt.
         """
         text = self.text(conversation)
         assert text is not None
@@ -133,9 +133,9 @@ class Reference:
 
 
 def joined(value: Any) -> Any:
-    """Returns ``value`` with surrogate pairs joined and single surrogates replaced.
+    """Returns ``value`` with surrogate pairs combined and single surrogates replaced.
 
-    ``transformers`` cannot tokenize surrogates.
+    ``transformers`` cannot tokenize text with surrogates.
     """
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -153,7 +153,7 @@ def test_marks_of_a_template_are_the_mask(family: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_answers_are_found_by_position(family: str, folder: Path) -> None:
-    """Checks that answers are found by their positions, or else by the marks of the template."""
+    """Checks that tokens of answers are found by position, or otherwise as the tags mark them."""
     template = unmarked(TEMPLATES[family])
     tokenizer, reference = _ours(folder, template), Reference(folder, template)
     twin = Reference(folder, TEMPLATES[family])
@@ -168,7 +168,7 @@ def test_answers_are_found_by_position(family: str, folder: Path) -> None:
 
 
 def test_most_conversations_are_taken(folder: Path) -> None:
-    """Checks that templates reject few conversations, and that most answers can be located."""
+    """Checks that few conversations are rejected, and that most answers are found by position."""
     counts: Counter[str] = Counter()
     for template in map(unmarked, TEMPLATES.values()):
         reference = Reference(folder, template)
@@ -206,7 +206,7 @@ _OPEN = (
     ],
 )
 def test_an_answer_need_not_go_on_from_the_prompt(folder: Path, says: str, taught: str) -> None:
-    """Checks that the model does not learn text of an answer that is already in the prompt."""
+    """Checks that text of an answer that the prompt already contains is not learned."""
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": says}]
     tokenizer = _ours(folder, _OPEN)
     assert _taught(tokenizer, {"messages": talk}) == taught

@@ -1,4 +1,4 @@
-"""Tests which files the default corpus contains, and when a corpus is complete and reused."""
+"""Tests which files the default corpus contains, and when an existing corpus is reused."""
 
 from __future__ import annotations
 

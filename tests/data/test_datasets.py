@@ -1,4 +1,4 @@
-"""Tests the samples of blends, splits and masks, and tests which data is rejected."""
+"""Tests samples of blended and split data, their masks, and which data is rejected."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def _build(
     samples: tuple[int, int, int],
     **changes: Any,
 ) -> tuple[Samples | None, Samples | None, Samples | None]:
-    """Returns the datasets of one or more prefixes for training, validation and test.
+    """Builds the datasets for training, validation and test from one or more file prefixes.
 
-    ``samples`` contains the number of samples of each dataset. ``changes`` replaces settings of the
-    data.
+    ``samples`` contains the number of samples for each dataset. ``changes`` contains other settings
+    of the data.
     """
     seed = changes.pop("seed", 7)
     settings: dict[str, Any] = {
@@ -60,9 +60,9 @@ def _build(
 
 
 def _train(prefix: object, tmp_path: Path, samples: int, **changes: Any) -> Samples:
-    """Returns ``samples`` training samples of all documents in the files ``prefix``.
+    """Returns a training dataset of ``samples`` samples from the files with the prefix ``prefix``.
 
-    There are no validation and test samples.
+    All documents are used for training, so there are no other datasets.
     """
     settings: dict[str, Any] = {"split": "1", **changes}
     train, _, _ = _build(prefix, tmp_path, NullTokenizer(200), (samples, 0, 0), **settings)
@@ -75,14 +75,14 @@ def _tokens(dataset: Samples) -> list[list[int]]:
 
 
 def _numbered(count: int, length: int, first: int = 0) -> list[list[int]]:
-    """Returns ``count`` documents of ``length`` tokens, each filled with its index.
+    """Returns ``count`` documents of ``length`` tokens. All tokens of a document are equal.
 
-    The indices start at ``first``, so each token identifies its document.
+    The token is the number of the document, starting at ``first``.
     """
     return [[first + number] * length for number in range(count)]
 
 
-# The following tests are about parsing the flags.
+# The following tests check how flags are parsed.
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_wrong_blends_are_named(arguments: list[str], message: str) -> None:
         parse_blend(arguments)
 
 
-# The following tests are about samples.
+# The following tests check the samples.
 
 
 def test_samples_of_the_corpus(corpus: Corpus, tokenizer: GPT2BPETokenizer, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_the_splits_share_no_document(write_tokens: Write, tmp_path: Path) -> No
 def test_one_pass_holds_every_token_once(write_tokens: Write, tmp_path: Path) -> None:
     train = _train(write_tokens(_numbered(20, 40)), tmp_path, 49)
     tokens = torch.tensor(_tokens(train)).flatten()
-    # The corpus has 800 tokens, which are 49 samples of 16 tokens, and the last label.
+    # The 20 documents have 800 tokens. These give 49 samples of 16 tokens and a last label.
     assert len(train) == 49
     assert tokens.bincount(minlength=20).max() == 40
     assert tokens.bincount(minlength=20).sum() == 784
@@ -211,7 +211,8 @@ def test_each_split_may_have_its_own_files(write_tokens: Write, tmp_path: Path) 
 
 
 def test_a_split_nobody_asks_for_is_not_built(write_tokens: Write, tmp_path: Path) -> None:
-    # A single document leaves no document for validation and test, which is allowed here.
+    # The only document is used for training, so there is none for validation and test. This is
+    # allowed, because no samples are requested for them.
     prefix = write_tokens([[1] * 100])
     train, *others = _build(prefix, tmp_path, NullTokenizer(9), (50, 0, 0))
     assert train is not None
@@ -220,7 +221,7 @@ def test_a_split_nobody_asks_for_is_not_built(write_tokens: Write, tmp_path: Pat
 
 
 def test_a_split_without_documents_is_refused(write_tokens: Write, tmp_path: Path) -> None:
-    """Checks that an empty split raises an error. megatron-core would loop forever."""
+    """Checks that a split without documents raises an error, on which megatron-core would hang."""
     prefix = write_tokens(_numbered(10, 40))
     with pytest.raises(DataError, match=r"969,30,1 leaves no document for valid \(10 in all\)"):
         _build(prefix, tmp_path, NullTokenizer(99), (9, 1, 0))
@@ -253,7 +254,7 @@ def test_document_ends_reset_positions_attention_and_loss(
     assert torch.equal(~hidden[0], visible)
 
 
-# The following tests are about data that must be rejected.
+# The following tests check which data is rejected.
 
 
 def test_missing_and_foreign_files_are_refused(write_tokens: Write, tmp_path: Path) -> None:
@@ -268,8 +269,8 @@ def test_missing_and_foreign_files_are_refused(write_tokens: Write, tmp_path: Pa
         _train(prefix, tmp_path, 1)
 
 
-# The following tests are about the cache of shuffling indices: it is shared, updated with the data,
-# complete, and local to a node.
+# The following tests check the cache of shuffling indices: that it is shared, complete, up to date
+# with the data, and local to a node.
 
 
 def _cached(folder: Path) -> dict[str, int]:
@@ -277,7 +278,7 @@ def _cached(folder: Path) -> dict[str, int]:
 
 
 def test_the_second_build_reads_the_first_ones_cache(write_tokens: Write, tmp_path: Path) -> None:
-    """Checks that the cache is in the folder of the data by default."""
+    """Checks that the cache is stored in the folder of the data by default, and is reused."""
     prefix = write_tokens(_numbered(40, 30))
     first = _tokens(_train(prefix, tmp_path, 40, data_cache_path=None))
     before = _cached(tmp_path / "index_cache")
@@ -305,8 +306,8 @@ def test_what_a_killed_build_left_is_not_taken_for_a_cache(
     prefix = write_tokens(_numbered(40, 30))
     expected = _tokens(_train(prefix, tmp_path, 40))
     names = sorted(_cached(tmp_path / "cache"))
-    # Simulate that a build was killed after it had written the first part completely and the second
-    # part partly.
+    # Simulate a build that was killed: the first file is complete, the second is incomplete, and
+    # the third is missing.
     os.unlink(tmp_path / "cache" / names[2])
     whole = (tmp_path / "cache" / names[1]).read_bytes()
     (tmp_path / "cache" / names[1]).unlink()
@@ -356,7 +357,7 @@ def test_an_index_of_other_data_is_made_anew(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Checks that undamaged arrays are built again if their values do not match the data."""
+    """Checks that a cached index is replaced if its values do not match the data."""
     prefix = write_tokens(_numbered(40, 30))
     expected = _tokens(_train(prefix, tmp_path, 40))
     (path,) = (tmp_path / "cache").glob(f"*-{part}.npy")
@@ -386,11 +387,11 @@ def test_damaged_conversations_are_tokenized_anew(
 def test_no_warning_about_a_missing_cache(
     write_tokens: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Set the level, because other tests in this process may have silenced the logger.
+    # Set the level, because other tests may have silenced this logger.
     caplog.set_level(logging.WARNING, logger="megatron.core")
     _train(write_tokens(_numbered(40, 30)), tmp_path, 40)
     assert "path_to_cache" not in caplog.text
-    # The filter must be removed after the build.
+    # After the build, such warnings must be shown again.
     logging.getLogger("megatron.core.datasets.gpt_dataset").warning("path_to_cache is None")
     assert "path_to_cache is None" in caplog.text
 
@@ -433,9 +434,9 @@ dist.destroy_process_group()
 def test_ranks_that_share_no_disk_build_the_same_samples(
     write_tokens: Write, tmp_path: Path
 ) -> None:
-    """Checks that a node that cannot read the indices of global rank 0 builds the same samples.
+    """Checks that a node without access to the indices of global rank 0 builds the same samples.
 
-    Like a middle stage, rank 1 needs no samples, and has no files.
+    Rank 1 has no data files and needs no samples, like a rank in the middle of a pipeline.
     """
     folders = [tmp_path / name for name in ("node0", "nothing", "node1")]
     for folder in folders:

@@ -1,4 +1,4 @@
-"""Tests that a process waits until another process has unlocked a file."""
+"""Tests that a process waits until another process releases the lock on a file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ with locked(Path(sys.argv[1])):
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Yields a process that locks ``tmp_path/.lock`` until the process exits."""
+    """Yields a process that holds a lock on ``tmp_path/.lock`` until it exits."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path / ".lock")],
         stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Tests the checks of token files, with files from megatron-core and with damaged files."""
+"""Tests how token files are checked, with files from megatron-core and with damaged files."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_large_data_is_sampled_from_end_to_end(
     monkeypatch.setattr(indexed, "_SCAN_WHOLE_BYTES", 40_000)
     monkeypatch.setattr(indexed, "_PIECE_BYTES", 400)
     tokens = [3] * 40_000
-    # The data of another vocabulary contains many wrong IDs, not just one.
+    # Data that was tokenized with another vocabulary contains many wrong IDs, not just one.
     tokens[start : start + 500] = [900] * len(tokens[start : start + 500])
     prefix = write_tokens([tokens])
     check_vocabulary_fits(check_indexed(prefix), 901)

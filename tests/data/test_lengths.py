@@ -1,4 +1,4 @@
-"""Tests samples that are documents: packing, padding, masks, and that every document is used."""
+"""Tests samples that are single documents: packing, padding, masks, and that all are used."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_rows_of_slices_are_equal_and_hold_the_longest_document(replicas: int) -
         rows = [row for step in steps for _, *row in step.contents]
         assert sorted(length for row in rows for length in row) == sorted(lengths)
         assert len(rows) == steps[0].load.num_microbatches
-        # Rows of exactly the required length must not have less padding.
+        # Packing into rows of exactly the required length must not need less space.
         exact = replace(batching, slice_tokens=None, pack_to=least * tokens)
         assert len(rows) * slices <= len(exact.plan(lengths)) * least
 
@@ -91,7 +91,8 @@ def test_a_row_has_as_many_slices_as_its_longest_document_needs(replicas: int) -
             assert width == max(-(-sum(documents) // tokens), 1) * tokens
         assert sorted(length for _, *row in rows for length in row) == sorted(lengths)
         assert len(rows) % replicas == 0
-        # A row of short documents has no more slices than these documents need.
+        # If there is only one replica, a row must not have more slices than its longest document
+        # needs.
         if replicas == 1:
             assert all(width == -(-max(row) // tokens) * tokens for width, *row in rows)
 
@@ -99,7 +100,8 @@ def test_a_row_has_as_many_slices_as_its_longest_document_needs(replicas: int) -
 def test_microbatches_tell_their_positions() -> None:
     batching = Batching(micro_batch_size=2, varies=True, replicas=1, multiple=4, shortest=8)
     step = LengthMicrobatches([3, 9, 1, 2], batching, 0, None)
-    # The first two rows are padded to 12 tokens, and the others to the minimum of 8 tokens.
+    # The samples of 3 and 9 tokens are padded to 12 tokens, and the other two to the minimum of 8
+    # tokens.
     assert step.sizes == (24, 16)
 
 
@@ -112,7 +114,7 @@ def test_too_few_samples_for_every_replica_are_refused() -> None:
 def test_every_shape_takes_the_same_documents(
     write_tokens: Callable[..., str], tmp_path: Path, pack_to: int | None
 ) -> None:
-    """Checks that any number of replicas uses the same documents, even if a run is resumed."""
+    """Checks that all numbers of replicas use the same documents, even in a resumed run."""
     prefix = write_tokens([[n] * (1 + n % 16) for n in range(1, 50)])
     dataset = build(prefix, tmp_path, 96)
     assert left_out([dataset]) == (
@@ -128,7 +130,7 @@ def test_every_shape_takes_the_same_documents(
         silent = MicrobatchLoader(dataset, dp_rank=0, reads=False, **options)
         steps_read = []
         for _ in range(steps):
-            # The replicas may get different numbers of microbatches.
+            # Replicas may get different numbers of microbatches if they are assigned by cost.
             parts = [loader.step(16 // replicas, deal) for loader in loaders]
             beside = silent.step(16 // replicas, deal)
             assert len(parts[0]) == len(beside)
@@ -167,7 +169,7 @@ def test_only_what_the_assistant_says_is_taught(tmp_path: Path) -> None:
         ("assistant", "6"),
     ]
     lines = [{"messages": [{"role": role, "content": text} for role, text in talk]}]
-    # This conversation has no answer, so it contains nothing to learn.
+    # There is nothing to learn in this conversation, because it has no answer.
     lines += [{"messages": [{"role": "user", "content": "7"}]}]
     path.write_text("\n".join(map(json.dumps, lines)) + "\n")
     sample = build(path, tmp_path, 1, sft=True)[0]
@@ -200,7 +202,7 @@ WELL = {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "co
     ],
 )
 def test_what_nobody_reads_does_not_count(tmp_path: Path, line: bytes) -> None:
-    """Checks that a byte order mark, Windows line endings and unused fields are ignored."""
+    """Checks that byte order marks, Windows line endings and unused fields are ignored."""
     path = tmp_path / "talks.jsonl"
     path.write_bytes(line + b"\n" + json.dumps(WELL).encode() + b"\n")
     dataset = build(path, tmp_path, 2, sft=True)

@@ -1,4 +1,4 @@
-"""Tests that each sample is read once and in order, even if the layout of the job changes."""
+"""Tests that each sample is read once and in order, even if the number of ranks changes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from megatron.adaptive.schedule.document_rows import Batching
 
 from ..multiprocess.launch import has_ended, wait_until
 
-# The timeout is long, because workers read samples within milliseconds.
+# Workers need only milliseconds to read samples, so this timeout is never reached.
 pytestmark = pytest.mark.timeout(60)
 
 LENGTH = 5
 
 
 class Numbered:
-    """Dataset in which each sample contains only its own index."""
+    """Dataset in which each sample contains only its index."""
 
     def __init__(self, size: int, with_mask: bool = False) -> None:
         self._size = size
@@ -96,9 +96,9 @@ def test_a_resumed_run_continues_where_it_stopped(workers: int) -> None:
 def test_a_changing_shape_neither_loses_nor_repeats_a_sample() -> None:
     dataset = Numbered(200)
     consumed, seen = 0, []
-    # Each tuple contains the data-parallel size, the micro-batch size, and the number of
-    # microbatches of each step. The first tuple increases the batch size. The others change the
-    # layout of the job.
+    # Each tuple contains the data-parallel size, the microbatch size, and the number of
+    # microbatches in each step. In the first tuple, the batch size increases. The other tuples
+    # change the number of ranks and the microbatch size.
     for dp_size, micro_batch_size, steps in ((2, 1, (2, 4, 8)), (4, 2, (3, 3)), (3, 5, (1, 2))):
         loaders = [
             _loader(
@@ -113,8 +113,8 @@ def test_a_changing_shape_neither_loses_nor_repeats_a_sample() -> None:
         for count in steps:
             step = [_numbers(part) for loader in loaders for part in loader.step(count)]
             new = sorted(number for part in step for number in part)
-            # The global batch must consist of the next samples in order. It does not matter which
-            # rank reads which sample.
+            # The global batch must contain the next samples in order, but any rank may read any of
+            # them.
             assert new == list(range(consumed, consumed + count * micro_batch_size * dp_size))
             seen += new
             consumed += len(new)
@@ -192,7 +192,7 @@ def test_the_end_of_the_data_is_an_error_before_the_step(workers: int) -> None:
 
 
 class PidOf(Numbered):
-    """Dataset in which each sample contains the ID of the process that read it."""
+    """Dataset in which each sample contains the ID of the process that reads it."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"tokens": torch.tensor([os.getpid()])}
@@ -209,7 +209,7 @@ def test_workers_survive_the_signals_that_stop_a_trainer() -> None:
 
 
 class NeverRead(Numbered):
-    """Dataset whose samples take longer to read than any test runs."""
+    """Dataset whose samples take longer to read than any test."""
 
     def __init__(self, size: int, pids: Path) -> None:
         super().__init__(size)
@@ -222,7 +222,7 @@ class NeverRead(Numbered):
 
 
 def test_workers_end_when_their_rank_is_killed(tmp_path: Path) -> None:
-    """Checks that workers exit when their rank exits, so that its connections are closed."""
+    """Checks that workers exit after their rank was killed, so that its connections are closed."""
     rank = os.fork()
     if rank == 0:
         loader = _loader(NeverRead(400, tmp_path), num_workers=2)

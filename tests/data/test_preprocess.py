@@ -1,4 +1,4 @@
-"""Tests that JSON lines become token files in the same order, and that errors leave no files."""
+"""Tests that JSON lines are converted to token files in order, and that errors leave no files."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(corpus: Corpus, tmp_path: Pa
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        # A limit on the file size makes write() fail as it does on a full disk.
+        # Limit the file size, so that write() fails as it does on a full disk.
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
         with pytest.raises(DataError, match="cannot write to"):
             preprocess(_spec(corpus, tmp_path, source))

@@ -1,4 +1,4 @@
-"""Tests tokenizers: round trips, the file format of GPT-2, padding, and errors."""
+"""Tests tokenizers: round trips, GPT-2's file format, padding, and errors."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from megatron.adaptive.errors import ConfigError, DataError
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[Path, Path]:
-    """Writes a tiny vocabulary, and returns the paths of its two files.
+    """Writes the two files of a tiny vocabulary, and returns their paths.
 
-    The vocabulary contains all bytes, two merges, and the end of a document.
+    The vocabulary contains all bytes, two merges, and the token for the end of a document.
     """
     symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "abc", END_OF_DOCUMENT]
     vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
@@ -212,7 +212,7 @@ def test_broken_merges_are_refused(files: tuple[Path, Path], content: str) -> No
         GPT2BPETokenizer(vocab, merges)
 
 
-# The following tests are about tokenizers of other libraries.
+# The following tests check tokenizers of other libraries.
 
 MIXED = ["naïve ✓ 🙂 中文\n\n\tx = 1", "", " <|im_end|> </s>", "don't 1234 A.B  c\r\n", "a\ud800b"]
 CHAT = (
@@ -225,13 +225,13 @@ CHAT = (
 
 @pytest.fixture(scope="module")
 def folder(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder as ``transformers`` writes it, with special tokens and a template."""
+    """Returns a tokenizer folder in the format of ``transformers``, with a chat template."""
     made = tmp_path_factory.mktemp("hugging_face")
     encoder = FastTokenizer(models.BPE.from_file(str(corpus.vocab_file), str(corpus.merge_file)))
     encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     encoder.decoder = decoders.ByteLevel()
     encoder.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    encoder.enable_truncation(10)  # Some folders contain this setting. It must be ignored.
+    encoder.enable_truncation(10)  # Some folders contain this setting, which must be ignored.
     encoder.save(str(made / "tokenizer.json"))
     end = {"__type": "AddedToken", "content": "<|im_end|>", "special": True}
     settings = {"eos_token": end, "chat_template": CHAT, "model_max_length": int(1e30)}
@@ -275,7 +275,8 @@ def test_a_conversation_is_what_the_template_writes(folder: Path) -> None:
         for is_taught, run in itertools.groupby(zip(ids, taught, strict=True), lambda pair: pair[1])
         if is_taught
     ]
-    # Earlier answers must not contain the reasoning that the template writes for the last answer.
+    # The template writes reasoning only into the last answer, so the first answer must not contain
+    # it.
     assert parts == ["b 🙂<|im_end|>\n", "<think></think>d<|im_end|>\n"]
 
 

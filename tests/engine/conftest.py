@@ -11,7 +11,7 @@ import pytest
 
 from megatron.adaptive import accelerator, extension
 
-accelerator.install()  # This call must precede every import of megatron.core in these tests.
+accelerator.install()  # This call must precede all imports of megatron.core in these tests.
 
 from ..multiprocess.launch import run_ranks, tail  # noqa: E402
 
@@ -30,7 +30,7 @@ Start = Callable[..., list[Any]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Start:
-    """Returns a function that runs a program on ``size`` ranks and returns each rank's result."""
+    """Returns a function that runs a program on ``size`` ranks, and returns each rank's result."""
 
     def run(program: str, argument: str, size: int) -> list[Any]:
         log = tmp_path / "output.txt"

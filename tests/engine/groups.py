@@ -1,10 +1,13 @@
-"""Simulates random pipelines of decision groups whose members differ in speed.
+"""Simulates random pipelines whose ranks are groups of processes that differ in speed.
 
-A pipeline rank is a group of several ranks (EP x TP), its members. Each member has separate inputs,
-times and delays, and members synchronize in the exchanges within forward and backward passes. The
-state, the policies and both sides of the agreement are the same as in the executor. Only channels
-and clocks are simulated. Run as a program, this module simulates ten thousand pipelines: ``python
--m tests.engine.groups [CASES]``.
+Several processes (expert parallel times tensor parallel) form a pipeline rank. They are the members
+of its decision group, which must run the same actions in the same order. Each member gets its
+inputs at different times. All members synchronize in the exchanges of data within forward and
+backward passes.
+
+The state, the policies and both sides of the agreement are the code that the executor uses. Only
+channels and clocks are simulated. Run as a program, this module simulates ten thousand pipelines:
+``python -m tests.engine.groups [CASES]``.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ _NOTHING = torch.zeros(0)
 
 
 class Line:
-    """Simulated channel on which the members of a group agree on actions."""
+    """Simulated channel through which the members of a decision group agree on actions."""
 
     def __init__(self, deliver: Callable[[int], None] = lambda word: None) -> None:
         self.words: deque[int] = deque()
@@ -54,18 +57,19 @@ class Line:
 
 @dataclass
 class Case:
-    """Random pipeline that is simulated.
+    """Random pipeline to simulate.
 
     Attributes:
         placement: Assignment of pipeline stages to ranks.
-        size: Number of members of each group.
+        size: Number of members in the group of each pipeline rank.
         name: Name of the schedule or policy.
         microbatches: Number of microbatches in the step.
         pieces: Number of W actions per weight gradient, or 0 if backward passes are not split.
-        cap: Limit on activations in flight, or ``None`` if the schedule has a fixed order.
+        cap: Limit on the activations that a rank holds, or ``None`` if the schedule has a fixed
+            order.
         beside: Whether an action may start while another action of the same rank communicates.
         exchanges: Number of exchanges in each forward and backward pass.
-        slow: Factor by which the last member of each group is slower.
+        slow: Factor by which actions of the last member of each group take longer.
     """
 
     placement: Placement
@@ -80,7 +84,7 @@ class Case:
 
 
 def random_case(rng: random.Random) -> Case:
-    """Returns a random pipeline that is drawn with ``rng``."""
+    """Returns a random pipeline. The numbers are drawn with ``rng``."""
     ranks = rng.randint(2, 5)
     if rng.random() < 0.8:
         name = rng.choice(RULES)
@@ -108,7 +112,7 @@ def random_case(rng: random.Random) -> Case:
 
 @dataclass
 class Meeting:
-    """Exchange of a group, with its members' actions and its end time."""
+    """Exchange between the members of a group. It ends after all members have begun it."""
 
     actions: set[str] = field(default_factory=set)
     count: int = 0
@@ -118,7 +122,7 @@ class Meeting:
 
 @dataclass
 class Member:
-    """Simulated rank, which is a member of the group of a pipeline rank."""
+    """Simulated process that is a member of the group of a pipeline rank."""
 
     rank: int
     state: RankState
@@ -135,16 +139,16 @@ class Member:
 
     @property
     def has_word(self) -> bool:
-        """Returns whether the member can choose an action without waiting for its leader."""
+        """Whether the member can choose its next action without waiting for the group's leader."""
         return self.agreement.decides or bool(self.decisions.words)
 
 
 Steps = Generator[float | None, None, Any]
-"""Program of a member, which yields delays, or ``None`` to wait until another event wakes it."""
+"""Generator that runs a member. It yields delays, or ``None`` to wait for another event."""
 
 
 class World:
-    """Simulates one step of a random pipeline."""
+    """Simulates one step of a random pipeline with events in simulated time."""
 
     def __init__(self, case: Case, rng: random.Random) -> None:
         self.case, self.rng, self.now = case, rng, 0.0
@@ -164,7 +168,7 @@ class World:
             member.resume = partial(self._resume, member, steps)
 
     def run(self) -> str:
-        """Simulates the step, and returns a description of the failure, or an empty string."""
+        """Simulates the step. Returns a description of the failure, or an empty string."""
         while self.events:
             self.now, _, event = heapq.heappop(self.events)
             event()
@@ -203,7 +207,7 @@ class World:
         pace = case.slow if tp_rank == case.size - 1 else 1.0
         return Member(rank, state, policy, agreement, queue, decisions, pace)
 
-    # The following methods simulate the channels.
+    # The following methods simulate the channels between members.
 
     def _at(self, delay: float, event: Callable[[], None]) -> None:
         heapq.heappush(self.events, (self.now + delay, next(self.numbers), event))
@@ -218,7 +222,7 @@ class World:
 
     def _publish(self, followers: range, word: int) -> None:
         for member in (self.members[rank] for rank in followers):
-            # Messages to a member keep their order.
+            # A later message to a member must not overtake an earlier one.
             member.last_word = max(member.last_word, self.now + self._delay())
             event = partial(self._hear, member, word)
             heapq.heappush(self.events, (member.last_word, next(self.numbers), event))
@@ -231,7 +235,7 @@ class World:
         self.members[rank].completions.put(item)
         self._wake(self.members[rank])
 
-    # The following methods simulate the members.
+    # The following methods simulate the members of the groups.
 
     def _resume(self, member: Member, steps: Steps) -> None:
         delay = next(steps, -1.0)
@@ -246,9 +250,9 @@ class World:
             self._at(0.0, member.resume)
 
     def _steps(self, member: Member) -> Steps:
-        """Runs the actions of ``member`` like the executor, in two alternating lanes.
+        """Runs the actions of ``member`` like the executor, in two lanes that take turns.
 
-        A lane runs one action at a time. While an action communicates, the other lane may continue.
+        A lane runs one action at a time. While its action communicates, the other lane may run.
         """
         state, beside = member.state, self.case.beside
         here: tuple[Action, int, Meeting | None] | None = None
@@ -302,7 +306,7 @@ class World:
                 member.state.arrive(action.kind, action.chunk, action.microbatch)
 
     def _meet(self, member: Member, action: str) -> Meeting:
-        """Begins the next exchange of ``member``. All group members pass the same ``action``."""
+        """Begins the next exchange of ``member``. All members must pass the same ``action``."""
         meeting = self.meetings.setdefault((member.rank // self.case.size, member.met), Meeting())
         member.met += 1
         meeting.actions.add(action)
@@ -330,7 +334,7 @@ class World:
 
 
 def failures(cases: int, seed: int = 1) -> list[str]:
-    """Simulates ``cases`` random pipelines, and returns a description of each failure."""
+    """Simulates ``cases`` random pipelines. Returns a description of each pipeline that failed."""
     failed = []
     for number in range(cases):
         rng = random.Random(f"{seed}-{number}")

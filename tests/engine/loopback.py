@@ -21,13 +21,14 @@ from megatron.adaptive.trace.trace_format import TraceHeader
 from megatron.adaptive.transport.interface import Arrival, CompletionQueue, HeldArrival, Label
 
 WATCHDOG_S = 30.0
-FORWARD_BYTES, BACKWARD_BYTES = 8, 16  # Sizes of the tensors that :class:`Counting` sends.
+# These are the sizes of the tensors that :class:`Counting` sends.
+FORWARD_BYTES, BACKWARD_BYTES = 8, 16
 ACTIVATION_BYTES, RETAINED_BYTES = 100, 30
 F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
 
 
 class TickingClock(CpuClock):
-    """Simulates a device that needs one second between two consecutive marks."""
+    """Simulates the clock of a device that needs one second between two consecutive marks."""
 
     def __init__(self) -> None:
         self.marks = 0
@@ -41,11 +42,11 @@ class TickingClock(CpuClock):
 
 
 class Loopback:
-    """Transport between executors of one process, which adds each sent message to the peer's queue.
+    """Transport between executors in one process. Sending adds a message to the receiver's queue.
 
     Args:
         me: Global rank that sends with this transport.
-        network: Queue of each rank that receives messages. Messages to ranks without a queue are
+        network: Queue of received messages for each rank. Messages to ranks without a queue are
             dropped.
     """
 
@@ -74,7 +75,7 @@ def arrival(label: Label, peer: int, tensor: torch.Tensor) -> Arrival:
 
 
 class Writing:
-    """Stages that compute nothing, and list the calls of their methods."""
+    """Simulates stages that compute nothing, and records the calls of their methods."""
 
     def __init__(self, when_run: Callable[[Action], None] = lambda action: None) -> None:
         self.calls: list[str] = []
@@ -110,10 +111,10 @@ class Writing:
 
 
 class Counting(Writing):
-    """Stages whose tensors count the stages that the tensors have passed.
+    """Simulates stages whose tensors count how many stages they have passed.
 
-    A tensor is ``[microbatch, number of stages passed]``. Forward passes send float32 tensors, and
-    backward passes send float64 tensors, so that the two cannot be confused.
+    Each tensor is ``[microbatch, number of stages passed]``. Forward passes send float32 tensors
+    and backward passes send float64 tensors, so that the two kinds cannot be confused.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class Counting(Writing):
         self._pp_rank = pp_rank
 
     def whole(self, microbatch: int) -> int:
-        """Returns the index of ``microbatch`` in the whole step, as it is stored in tensors."""
+        """Returns the index of ``microbatch`` in the step, which is the value stored in tensors."""
         return microbatch
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
@@ -157,7 +158,7 @@ class Counting(Writing):
 
 
 def each_in_its_thread(run: Callable[[int], None], count: int) -> None:
-    """Calls ``run`` for ``count`` ranks, each in a separate thread, and raises the first error."""
+    """Calls ``run`` with each of ``count`` ranks in a separate thread. Raises the first error."""
     errors: list[BaseException] = []
 
     def watched(rank: int) -> None:
@@ -177,7 +178,7 @@ def each_in_its_thread(run: Callable[[int], None], count: int) -> None:
 
 
 class Ranks:
-    """All ranks of a pipeline in this process, with an executor and a transport each."""
+    """All ranks of a pipeline in this process. Each rank has an executor and a transport."""
 
     def __init__(
         self,
@@ -189,7 +190,7 @@ class Ranks:
         self.placement = placement
         self.when_run = when_run
         count = placement.num_ranks
-        # Global ranks differ from pipeline ranks here, as in jobs with several process groups.
+        # The global ranks differ from the pipeline ranks, as in jobs with several process groups.
         network = {10 + rank: CompletionQueue() for rank in range(count)}
         self.transports = [Loopback(10 + rank, network) for rank in range(count)]
         self.executors = [
@@ -210,10 +211,11 @@ class Ranks:
     def step(
         self, policies: Sequence[Policy], microbatches: int, **options: Any
     ) -> tuple[list[Counting], list[RankState]]:
-        """Runs one step of ``microbatches`` on every rank, in a separate thread per rank.
+        """Runs one step on all ranks, each in a separate thread.
 
-        Returns the stages and the final states of the ranks. ``policies`` contains the policy of
-        each rank, and ``options`` are arguments of :class:`RankState`.
+        The step has ``microbatches`` microbatches. ``policies`` contains the policy of each rank,
+        and ``options`` contains arguments of :class:`RankState`. Returns the stages and the final
+        states of the ranks.
         """
         count = self.placement.num_ranks
         stages = [
@@ -229,10 +231,10 @@ class Ranks:
 
 
 def recorder_of(folder: Path, rank: int, placement: Placement, microbatches: int) -> Recorder:
-    """Returns a recorder that writes the trace of ``rank`` in a job with a single pipeline.
+    """Returns a recorder that writes the trace of ``rank`` to ``folder``.
 
-    The trace is in ``folder``. Its header contains ``placement`` and the number of
-    ``microbatches``.
+    The trace is that of a job with a single pipeline. Its header contains ``placement`` and the
+    number of ``microbatches``.
     """
     header = TraceHeader(
         run="run-1",
@@ -248,7 +250,7 @@ def recorder_of(folder: Path, rank: int, placement: Placement, microbatches: int
 
 
 class Picks:
-    """Policy that picks actions with a function of the rank's state."""
+    """Policy that calls ``pick`` with the state of the rank to choose the next action."""
 
     name = "made-up"
 
@@ -261,9 +263,9 @@ def ready_first(state: RankState) -> Action | None:
 
 
 def last_rank(timeout_s: float = WATCHDOG_S) -> tuple[Ranks, CompletionQueue]:
-    """Returns a pipeline with two ranks, and the queue through which a test sends to rank 1.
+    """Returns a pipeline with two ranks, and the queue of messages that rank 1 receives.
 
-    Executors wait at most ``timeout_s`` for an input.
+    Executors wait for an input for at most ``timeout_s`` seconds.
     """
     pipeline = Ranks(Placement(num_ranks=2, num_chunks=1), timeout_s=timeout_s)
     return pipeline, pipeline.transports[1].completions
@@ -278,7 +280,7 @@ def forward_of(step: int, microbatch: int) -> Arrival:
 def make_executor(pipeline: Ranks, *, pp_rank: int = 1, **options: Any) -> Executor:
     """Returns a new executor for pipeline rank ``pp_rank`` of ``pipeline``.
 
-    ``options`` are further arguments of :class:`Executor`.
+    ``options`` contains other arguments of :class:`Executor`.
     """
     alone = pipeline.placement.num_ranks == 1
     settings: dict[str, Any] = {"timeout_s": WATCHDOG_S, **options}

@@ -1,9 +1,9 @@
-"""Runs one member of a decision group, whose members share a pipeline rank.
+"""Runs one member of a decision group, a group of processes that share a pipeline rank.
 
-The tests start this program under torchrun: ``members.py PROGRAM ARGUMENT FOLDER``. The result of
-the program is written to ``FOLDER/RANK.json``. ``ARGUMENT`` is a kind of channel, ``message`` or
-``memory``. For programs about stopping, it is the time limit of each rank in minutes, such as
-``30,0``.
+The tests start this program with torchrun: ``members.py PROGRAM ARGUMENT FOLDER``. ``PROGRAM`` is
+the name of a function, whose result is written to ``FOLDER/RANK.json``. ``ARGUMENT`` is a kind of
+channel, ``message`` or ``memory``. For functions that test stopping, it contains the time limit of
+each rank in minutes, such as ``30,0``.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from tests.transport.contract_rank import error_of
 
 WATCHDOG_S = 60.0
 MICROBATCHES = 8
-# Each chunk has forward inputs from the other rank, and each chunk except the last has backward
-# inputs. The tests provide every input.
+# Each chunk gets its forward inputs from the other rank, and each chunk except the last also gets
+# backward inputs. The tests simulate the other rank.
 PLACEMENT = Placement(num_ranks=2, num_chunks=3)
 PP_RANK = 1
 ADAPTIVE = RulePolicy("adaptive", runtime_rules.ready_first)
 
 
 def inputs(step: int, seed: int) -> list[Arrival]:
-    """Returns all inputs of this program's rank in step ``step``, shuffled with ``seed``."""
+    """Returns all inputs of the pipeline rank in step ``step``, shuffled with ``seed``."""
     actions = []
     for chunk in range(PLACEMENT.num_chunks):
         for kind in (ActionKind.F, ActionKind.B):
@@ -92,7 +92,7 @@ def run_step(executor: Executor, policy: Policy, stages: Writing, weight_pieces:
 
 
 class Member:
-    """This process as a member of its group."""
+    """Represents this process as a member of its decision group."""
 
     def __init__(self, argument: str, rank: int, size: int) -> None:
         self.rank = rank
@@ -102,7 +102,7 @@ class Member:
         self.group = dist.new_group(self.ranks, backend="gloo")
         self.module = extension.require("this test") if argument == "memory" else None
         self.made: list[Any] = []
-        # No rank receives the messages that are sent with this transport.
+        # Messages that are sent with this transport are dropped.
         self.transport = Loopback(-1, {-1: CompletionQueue()})
 
     def stop_request(self) -> StopRequest:
@@ -113,19 +113,19 @@ class Member:
         return connect(self.group, self.ranks, self.rank, queue, 20.0, describe, self.module)
 
     def channels(self) -> tuple[Writer, list[Reader]]:
-        """Returns the writer and the readers of new channels. The channels are kept until exit."""
+        """Opens channels, and returns the writer and the readers. They stay open until exit."""
         writer, readers = make_channels(self.group, self.ranks, self.rank, describe, self.module)
         self.made.append((writer, readers))
         return writer, [*readers.values()]
 
 
 def agree(member: Member) -> dict[str, Any]:
-    """Passes the inputs to each member in a different order, and returns the actions of all steps.
+    """Gives each member its inputs in a different order, and returns the actions that it ran.
 
-    The last member gets its inputs more slowly.
+    The last member gets its inputs more slowly than the others.
 
-    Backward passes are not split in steps 0 and 1, and split in steps 2 and 3. Steps 4 and 5 use a
-    static order.
+    Backward passes are not split in steps 0 and 1, but are split in steps 2 and 3. Steps 4 and 5
+    use a static order.
     """
     agreement = member.agreement()
     arrived_ns: dict[str, int] = {}
@@ -167,16 +167,16 @@ def agree(member: Member) -> dict[str, Any]:
 
 
 def words_of(agreement: Any) -> int | None:
-    """Returns how many numbers the decision channel of ``agreement`` has sent.
+    """Returns how many numbers have been sent through the decision channel of ``agreement``.
 
-    Returns ``None`` if this is unknown.
+    Returns ``None`` if the kind of channel does not count them.
     """
     log = getattr(agreement._decisions, "_log", None)
     return None if log is None else getattr(log, "published", None) or log.position
 
 
 def lacking(member: Member) -> list[str]:
-    """Runs a step in which a follower lacks an input, and returns the error of this member."""
+    """Runs a step in which a follower lacks one input, and returns this member's error."""
     agreement = member.agreement()
     for message in inputs(0, 0):
         if member.rank == 0 or str(message.label.action) != "F0-1":
@@ -187,7 +187,7 @@ def lacking(member: Member) -> list[str]:
 
 
 def broken(member: Member) -> list[str]:
-    """Runs a step in which the last follower loses a channel, and returns this member's error."""
+    """Runs a step in which the last follower loses a connection, and returns this rank's error."""
     agreement = member.agreement()
     executor = make_executor(member.transport, agreement)
     if member.rank == member.size - 1:
@@ -199,9 +199,9 @@ def broken(member: Member) -> list[str]:
 
 
 def many(member: Member) -> dict[str, Any]:
-    """Sends more values than fit into a channel, to readers of different speed.
+    """Sends more values than fit into a channel to two readers that differ in speed.
 
-    Returns the values that were read, and the error if no further value arrives.
+    Returns the values that were read, and the error of waiting for a value that is never sent.
     """
     values = [number * number << 20 | number for number in range(600)]
     writer, readers = member.channels()
@@ -229,7 +229,7 @@ def many(member: Member) -> dict[str, Any]:
 
 
 def deaf(member: Member) -> list[str]:
-    """Writes to a reader that does not read, and returns the error of the writer."""
+    """Sends values to a reader that does not read them, and returns the error of the writer."""
     writer, _ = member.channels()
     if member.rank == 0:
         text = error_of(lambda: [writer.publish(number, 0.2) for number in range(1000)])
@@ -240,9 +240,9 @@ def deaf(member: Member) -> list[str]:
 
 
 def record(member: Member) -> dict[str, Any]:
-    """Records the orders of two pipeline ranks, and returns the content of the record.
+    """Records the orders of actions on two pipeline ranks, and returns the content of the file.
 
-    A third rank only takes part in gathering the orders.
+    A third rank writes the file, but has no order of its own.
     """
     folder, group = Path(sys.argv[3]), dist.group.WORLD
     path = folder / "schedule.json"
@@ -273,11 +273,11 @@ def record(member: Member) -> dict[str, Any]:
 
 
 def run(member: Member) -> Any:
-    """Asks in each iteration whether to stop, on ranks of different speed.
+    """Asks in each iteration whether to stop, on ranks that differ in speed.
 
-    The ranks synchronize only in ``StopRequest.agreed``.
+    The ranks synchronize only in ``StopRequest.agreed``. Returns the last iteration and the reason.
 
-    If the time limits are ``30,30,30``, the last rank gets a signal in its fourth iteration.
+    If none of the time limits is 0, the last rank gets a signal in its fourth iteration.
     """
     rng = random.Random(member.rank)
     with member.stop_request() as stop:
@@ -291,9 +291,9 @@ def run(member: Member) -> Any:
 
 
 def lost(member: Member) -> Any:
-    """Exits on the last rank while rank 0 keeps asking whether to stop.
+    """Exits on the last rank, while rank 0 continues to ask whether to stop.
 
-    Returns the error of rank 0.
+    Returns the error that rank 0 gets.
     """
     with member.stop_request() as stop:
         for _ in range(4):
@@ -304,7 +304,7 @@ def lost(member: Member) -> Any:
 
 
 def late(member: Member) -> Any:
-    """Checks that rank 0 does not wait for ranks that have not asked yet whether to stop."""
+    """Checks that rank 0 does not wait for ranks that have not yet asked whether to stop."""
     folder, seen = Path(sys.argv[3]), []
 
     def await_mark(name: str) -> None:
@@ -323,7 +323,7 @@ def late(member: Member) -> Any:
 
 
 def last(member: Member) -> Any:
-    """Requests a stop before the last iteration, so that only ``finish`` can report the request."""
+    """Requests a stop in the last iteration, so that only ``finish`` can report the request."""
     with member.stop_request() as stop:
         if member.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -346,10 +346,11 @@ def main() -> None:
     member = Member(argument, dist.get_rank(), dist.get_world_size())
     result = PROGRAMS[program](member)
     (Path(folder) / f"{member.rank}.json").write_text(json.dumps(result))
-    # These two programs do not synchronize, because another process exits in them.
+    # Two of the programs end a process early, so the other processes must not wait for it.
     if program not in ("broken", "lost"):
         dist.barrier()
-    # A receive that timed out breaks gloo's connections, so exit without closing the process group.
+    # A receive that timed out breaks connections of gloo. Therefore, exit without closing the
+    # process group.
     sys.stdout.flush()
     os._exit(0)
 

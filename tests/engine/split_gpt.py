@@ -1,4 +1,4 @@
-"""Runs the actions of steps of small GPT models, with split or unsplit backward passes."""
+"""Runs training steps of small GPT models, with or without split backward passes."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 SEQUENCE, SAMPLES, HIDDEN, VOCABULARY = 16, 2, 32, 128
 
 Order = Sequence[tuple[Any, ...]]
-"""Actions of a step.
+"""Actions of a step in the order of execution.
 
-These are ``("F", chunk, microbatch)``, ``("B", chunk, microbatch)`` and ``("W", chunk, microbatch,
-piece, pieces)``.
+An action is ``("F", chunk, microbatch)``, ``("B", chunk, microbatch)``, or ``("W", chunk,
+microbatch, piece, pieces)``.
 """
 
 
 @contextlib.contextmanager
 def job() -> Iterator[None]:
-    """Provides megatron-core's process groups and random states inside the context."""
+    """Initializes megatron-core's process groups and random states, and removes them at the end."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)
@@ -68,7 +68,7 @@ def seed() -> None:
 
 
 def core_config(**changes: Any) -> TransformerConfig:
-    """Returns a configuration of two layers with dropout. ``changes`` replace default settings."""
+    """Returns a configuration of two layers with dropout. ``changes`` replaces default values."""
     settings = {
         "num_layers": 2,
         "hidden_size": HIDDEN,
@@ -98,8 +98,8 @@ def build(
 ) -> list[Any]:
     """Builds ``chunks`` model chunks, with the same initial weights in each call.
 
-    ``tied`` shares the weights of the embedding and the output layer. ``rope`` selects rotary
-    position embeddings. ``settings`` configure data parallelism.
+    If ``tied`` is true, the embedding and the output layer share their weights. If ``rope`` is
+    true, the model has rotary position embeddings. ``settings`` configures data parallelism.
     """
     seed()
     spec = spec or get_gpt_layer_local_spec()
@@ -130,7 +130,7 @@ def build(
 
 
 def forward_step(iterator: Iterator[int], model: Any) -> tuple[Any, Callable[..., Any]]:
-    """Runs a forward step like a user's function, on tokens that depend on the microbatch."""
+    """Runs a forward step as a user's function would, on tokens that depend on the microbatch."""
     numbers = torch.Generator().manual_seed(next(iterator))
     tokens = torch.randint(0, VOCABULARY, (SAMPLES, SEQUENCE), generator=numbers)
     places = torch.arange(SEQUENCE).expand(SAMPLES, SEQUENCE)
@@ -142,10 +142,10 @@ def forward_step(iterator: Iterator[int], model: Any) -> tuple[Any, Callable[...
 def make_stages(
     chunks: list[Any], num_microbatches: int, stores: Any = None, **changes: Any
 ) -> MegatronStages:
-    """Returns the stages of a step with ``num_microbatches`` in a pipeline with one rank.
+    """Returns the stages of a step with ``num_microbatches``, in a pipeline with one rank.
 
-    If ``stores`` is not ``None``, the backward passes are split. ``changes`` replace other
-    arguments of ``MegatronStages``.
+    If ``stores`` is not ``None``, backward passes are split. ``changes`` contains other arguments
+    of ``MegatronStages``.
     """
     return MegatronStages(
         forward_step_func=forward_step,
@@ -167,9 +167,9 @@ def make_stages(
 
 
 def drive(stages: Any, order: Order, num_chunks: int) -> None:
-    """Runs the actions of ``order`` on ``stages``, and passes tensors between chunks.
+    """Runs the actions of ``order`` on ``stages``, and passes tensors between the chunks.
 
-    All ``num_chunks`` chunks are on one rank.
+    There are ``num_chunks`` chunks, all on one rank.
     """
     carried: dict[tuple[Any, ...], torch.Tensor] = {}
     for kind, chunk, microbatch, *piece in order:
@@ -188,9 +188,10 @@ def drive(stages: Any, order: Order, num_chunks: int) -> None:
 
 
 def pairs(num_chunks: int, num_microbatches: int) -> list[tuple[Any, ...]]:
-    """Returns the forward and backward passes of a step.
+    """Returns an order of the forward and backward passes of a step.
 
-    The forward passes of each microbatch precede the backward passes of the previous microbatch.
+    The forward passes of each microbatch come before the backward passes of the previous
+    microbatch.
     """
     order: list[tuple[Any, ...]] = []
     for number in range(num_microbatches + 1):
@@ -204,7 +205,8 @@ def pairs(num_chunks: int, num_microbatches: int) -> list[tuple[Any, ...]]:
 def with_weights(order: Order, *, late: int, pieces: int) -> list[tuple[Any, ...]]:
     """Returns ``order`` with the weight gradients of each backward pass added.
 
-    The weight gradients follow ``late`` backward passes later, in ``pieces`` actions.
+    The weight gradients of a chunk follow ``late`` backward passes later. They are computed in
+    ``pieces`` actions.
     """
     result: list[tuple[Any, ...]] = []
     waiting: dict[int, list[int]] = {}
@@ -226,9 +228,9 @@ def with_weights(order: Order, *, late: int, pieces: int) -> list[tuple[Any, ...
 
 
 def run_step(chunks: list[Any], order: Order, stores: Any = None) -> None:
-    """Runs the actions of ``order`` and reduces gradients, but does not call an optimizer.
+    """Runs the actions of ``order`` and reduces gradients. No optimizer is called.
 
-    If ``stores`` is not ``None``, the backward passes are split.
+    If ``stores`` is not ``None``, backward passes are split.
     """
     for chunk in chunks:
         chunk.zero_grad_buffer()
@@ -243,7 +245,7 @@ def run_step(chunks: list[Any], order: Order, stores: Any = None) -> None:
 
 
 def gradients(chunks: list[Any]) -> dict[str, torch.Tensor]:
-    """Returns copies of the ``main_grad`` tensors of all parameters, by chunk and name."""
+    """Returns a copy of each parameter's ``main_grad``, by chunk number and parameter name."""
     return {
         f"{number} {name}": parameter.main_grad.clone()
         for number, chunk in enumerate(chunks)

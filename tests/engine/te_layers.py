@@ -1,10 +1,12 @@
-"""Imitates linear layers of Transformer Engine that delay weight gradients as documented.
+"""Imitates the linear layers of Transformer Engine that can delay weight gradients.
 
-The real layers need a GPU. A layer has a ``wgrad_store``. While the store delays, a backward pass
-puts the inputs of the weight gradient into the store, and ``backward_dw()`` takes them out. Like
-the real layers, these layers add the gradient to ``main_grad`` (fusion) or overwrite ``grad``. With
-fusion, the returned weight gradient is meaningless. With fp8, the backward pass computes the
-gradient of the bias.
+The real layers need a GPU. These layers follow the documentation. Each layer has a ``wgrad_store``.
+If the store delays gradients, a backward pass puts the inputs of the weight gradient into the
+store, and ``backward_dw()`` computes the gradient from them.
+
+With ``fuse_wgrad_accumulation``, the gradient is added to ``main_grad``, and the gradient that the
+backward pass returns is meaningless. Otherwise, ``grad`` is overwritten. With ``fp8``, the gradient
+of the bias is not delayed.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch.nn.functional as F  # noqa: N812
 
 
 class WeightGradStore:
-    """Stores the inputs of delayed weight gradients in FIFO order."""
+    """Queue with the inputs of delayed weight gradients, in first-in, first-out order."""
 
     def __init__(self, delay_wgrad_compute: bool = False, ub_bulk_wgrad: bool = False) -> None:
         assert not (delay_wgrad_compute and ub_bulk_wgrad)

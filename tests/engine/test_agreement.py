@@ -1,4 +1,4 @@
-"""Tests that all members of a decision group run the same actions."""
+"""Tests that all members of a decision group run the same actions in the same order."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def test_members_do_what_is_ready_on_all(board: str, start: Start) -> None:
     results = start("agree", board, 3)
     leader = results[0]
     assert [len(step) for step in leader["taken"]] == [48, 48, 120, 120, 48, 48]
-    # Members do not need the leader if the order is static.
+    # The last two steps have a static order, so members do not need the leader's decisions.
     assert leader["taken"][4] == leader["taken"][5] == leader["static"]
     for result in results:
         assert result["taken"] == leader["taken"]
         assert result["threads"] == ["MainThread"]
         if board == "memory":
             assert result["words"] == 48 + 48 + 120 + 120
-        # If the leader started an action when only its own input had arrived, all ranks would wait
-        # in a collective.
+        # The leader must not start an action before all members have its input. Otherwise, the
+        # leader would wait for the other members in a collective.
         arrived = {name: ns for name, ns in result["arrived"].items() if name[0] in "0123"}
         assert len(arrived) == 4 * 40
         for name, arrived_ns in arrived.items():
@@ -46,14 +46,14 @@ def test_members_do_what_is_ready_on_all(board: str, start: Start) -> None:
 
 
 def test_no_random_group_deadlocks_or_disagrees() -> None:
-    # The command ``python -m tests.engine.groups`` runs ten thousand cases.
+    # Run ``python -m tests.engine.groups`` to simulate ten thousand cases.
     assert groups.failures(300) == []
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("board", BOARDS)
 def test_who_lacks_an_input_is_named(board: str, start: Start) -> None:
-    # The leader has this input, but must not continue before the follower has the input too.
+    # The leader has the input of F0-1, but must wait until the follower also has this input.
     leader, follower = start("lacking", board, 2)
     assert leader[0] == "DeadlineError"
     assert "rank 1 of the pipeline waited 0.5 s in step 0 for " in leader[1]
@@ -67,7 +67,7 @@ def test_who_lacks_an_input_is_named(board: str, start: Start) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("board", BOARDS)
 def test_a_broken_channel_of_a_follower_ends_the_step(board: str, start: Start) -> None:
-    # The follower waits for a decision that can no longer arrive.
+    # One follower loses a connection. The other members must not keep waiting for it.
     size = 3 if board == "memory" else 2
     leader, *others, last = start("broken", board, size)
     assert leader == [
@@ -87,7 +87,7 @@ def test_a_broken_channel_of_a_follower_ends_the_step(board: str, start: Start) 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("board", BOARDS)
 def test_numbers_keep_their_order_and_silence_is_an_error(board: str, start: Start) -> None:
-    # The writer sends more numbers than fit into the channel.
+    # The writer of this program sends more numbers than fit into the channel.
     writer, *readers = start("many", board, 3)
     for reader in readers:
         assert reader["read"] == writer["read"]
@@ -130,7 +130,7 @@ def test_what_no_number_says_is_refused(action: Action, rest: int) -> None:
 
 
 class Paper:
-    """Channel between members within this process."""
+    """Imitates a channel between members, within this process."""
 
     def __init__(self) -> None:
         self.values: list[int] = []

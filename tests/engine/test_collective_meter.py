@@ -1,4 +1,4 @@
-"""Tests that collectives behave the same whether or not they are measured."""
+"""Tests that collectives work in the same way while they are measured."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_a_wait_takes_its_time_limit_by_name(group: dist.ProcessGroup) -> None:
     try:
         values = torch.arange(4.0)
         result = torch.zeros(4)
-        # The end of the first collective is recorded by a future. The second collective has no
-        # future.
+        # For the first collective, gloo returns a future, which records its end. For the second
+        # collective, there is no future.
         dist.all_reduce(values, group=group, async_op=True).wait(timeout=LIMIT)
         dist.reduce_scatter_tensor(result, values, group=group, async_op=True).wait(timeout=LIMIT)
         assert result.tolist() == values.tolist()
@@ -68,8 +68,8 @@ def test_steps_of_two_models_may_overlap(group: dist.ProcessGroup) -> None:
     for meter in meters:
         meter.begin(1, is_traced=True)
         dist.all_reduce(torch.ones(2), group=group)
-    # The meter that begins first also ends first. This happens if the steps of an actor and a
-    # critic overlap.
+    # The meter that began first also ends first, while the other meter is active. This happens if
+    # the steps of two models overlap, such as an actor and a critic.
     assert [row.totals[0][0] for row in meters[0].rows()] == [2]
     dist.all_reduce(torch.ones(2), group=group)
     assert [row.totals[0][0] for row in meters[1].rows()] == [2]

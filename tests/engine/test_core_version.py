@@ -1,4 +1,4 @@
-"""Tests that the engine accepts the supported releases of megatron-core and rejects others."""
+"""Tests that supported releases of megatron-core are accepted, and other releases are rejected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.adaptive.engine import core_version  # noqa: E402
 
 
 def check() -> None:
-    """Checks the installed release in the same way as the plug-in does."""
+    """Checks the release of megatron-core in the same way as the plug-in does."""
     core_version.check(oldest=(0, 15), remedy="use another")
 
 

@@ -1,4 +1,4 @@
-"""Tests that split and unsplit backward passes of GPT models give bitwise equal gradients."""
+"""Tests that GPT models have bitwise equal gradients with and without split backward passes."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def one_process() -> Iterator[None]:
 def check(core: Any, late: int, pieces: int, **model: Any) -> None:
     """Checks that a step with split backward passes gives the same gradients as an unsplit step.
 
-    Weight gradients run ``late`` backward passes later, in ``pieces`` actions. ``model`` contains
-    arguments of :func:`build`.
+    The weight gradients of a chunk run ``late`` backward passes later, in ``pieces`` actions.
+    ``model`` contains arguments of :func:`build`.
     """
     plain = build_held(core, **model)
     order = pairs(len(plain), MICROBATCHES)
@@ -78,9 +78,9 @@ def check(core: Any, late: int, pieces: int, **model: Any) -> None:
 
 
 def build_held(core: Any, **model: Any) -> list[Any]:
-    """Builds model chunks in which overlapped reductions wait for the last backward pass.
+    """Builds model chunks. Overlapped reductions of gradients wait for the last backward pass.
 
-    ``model`` contains further arguments of :func:`build`.
+    ``model`` contains other arguments of :func:`build`.
     """
     chunks = build(core, **model)
     if chunks[0].ddp_config.overlap_grad_reduce:
@@ -108,8 +108,8 @@ WIDER = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
 @pytest.mark.parametrize(
     ("changes", "late", "pieces", "model"),
     [
-        # A tied weight is used twice in a microbatch. The sum of both gradients is added to earlier
-        # gradients.
+        # A tied weight is used twice in each microbatch. The sum of both gradients must be added to
+        # the gradients of earlier microbatches.
         ({}, 1, 3, {"tied": True}),
         ({}, 2, 2, {"chunks": 3}),
         (MODERN, 1, 2, {"rope": True}),
@@ -133,7 +133,8 @@ def test_other_models(
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
         {"recompute_granularity": "selective"},
         {
-            # For an MLP with biases, the recomputation of megatron-core recurses endlessly.
+            # Disable biases. Otherwise, megatron-core's recomputation of an MLP would recurse
+            # endlessly.
             "add_bias_linear": False,
             "recompute_granularity": "selective",
             "recompute_modules": ["core_attn", "mlp"],
@@ -176,7 +177,7 @@ def test_fused_accumulation(
     with store.collect(0):
         layer(torch.ones(SEQUENCE, SAMPLES, HIDDEN))[0].sum().backward()
     store.run(0, 0, 1)
-    # A weight without main_grad is not accumulated by a kernel.
+    # Without main_grad, there is no buffer in which a kernel could accumulate the gradient.
     assert used == ([] if dtype is None else [kernel])
     accumulated = layer.weight.grad if dtype is None else layer.weight.main_grad
     assert torch.equal(accumulated.float(), torch.full((HIDDEN, HIDDEN), 1.0 * SEQUENCE * SAMPLES))
@@ -226,8 +227,8 @@ def test_embedding_backward_is_all_weight_gradient() -> None:
     assert word.shape[0] == VOCABULARY
     assert not word.main_grad.any()
     assert chunk.module.embedding.position_embeddings.weight.main_grad.any()
-    # The weight gradient of the output layer comes first and that of the embedding last. Between
-    # these are four linear layers for each layer of the model.
+    # The weight gradient of the output layer must be computed first, and that of the embedding
+    # last. In between, there are four linear layers for each layer of the model.
     for piece in range(30):
         before = word.main_grad.any()
         stages.weights(0, 0, piece, 30)
@@ -261,7 +262,7 @@ ONE = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
     ids=["sequential", "shared", "grouped", "grouped probs"],
 )
 def test_experts(grouped: bool, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    # megatron-core imports these names from packages that need a GPU.
+    # megatron-core gets these names from packages that need a GPU, so replace them.
     monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
     if grouped and not hasattr(experts, "gg"):
         pytest.skip("from 0.17 on megatron-core groups experts with Transformer Engine alone")
@@ -300,9 +301,9 @@ def test_grouped_experts_of_transformer_engine() -> None:
 
 
 def engine_spec() -> ModuleSpec:
-    """Returns a layer spec with imitated Transformer Engine layers.
+    """Returns a layer spec that uses the imitated layers of Transformer Engine.
 
-    Norms are fused into linear layers.
+    The norms are part of the linear layers that follow them.
     """
     spec = get_gpt_layer_local_spec()
     attention, mlp = map(parts_of, (spec.submodules.self_attention, spec.submodules.mlp))
@@ -315,7 +316,7 @@ def engine_spec() -> ModuleSpec:
 def parts_of(described: Any) -> Any:
     """Returns the submodules of the layer spec ``described``.
 
-    Since megatron-core 0.17, a spec may be a partial call.
+    Since megatron-core 0.17, a spec may be a ``functools.partial`` object.
     """
     if isinstance(described, functools.partial):
         return described.keywords["submodules"]
@@ -415,6 +416,6 @@ def test_where_nothing_can_defer_the_first_layer_is_named(
     chunk = torch.nn.ModuleDict({"fc": layer})
     with pytest.raises(ConfigError, match=f"^backward passes cannot be split: fc {line}"):
         attach_stores([torch.nn.Identity(), chunk])
-    # A stage without layers has no pending weight gradients, and must not cause an error.
+    # A stage without layers has no weight gradients to defer, but must not cause an error.
     (store,) = attach_stores([torch.nn.Identity()])
     assert store.pending == 0

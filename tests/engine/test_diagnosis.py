@@ -1,4 +1,4 @@
-"""Tests that a running job reports slow parts once, and continues if the diagnosis fails."""
+"""Tests that a running job reports slow ranks once, and continues if the diagnosis fails."""
 
 import io
 import signal
@@ -52,7 +52,7 @@ def test_a_finding_is_told_once(traces: Path) -> None:
 
 
 def test_iterations_before_a_new_trace_in_the_folder_are_left_out(traces: Path) -> None:
-    """Checks that a diagnosis skips iterations that the new trace lacks after a move of layers."""
+    """Checks that iterations before the start of a new trace are not diagnosed."""
     messages: list[str] = []
     diagnosis = RunningDiagnosis(str(traces), 10, 0, messages.append)
     for path in traces.glob("trace_rank_*"):
@@ -109,8 +109,8 @@ def test_a_rank_that_stays_slow_is_noted_each_time(traces: Path) -> None:
 
 
 def test_the_last_answer_is_told_at_the_end(traces: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The first diagnosis after an installation compiles code. This takes longer than a job normally
-    # waits for the diagnosis at its end.
+    # The first diagnosis after an installation compiles code, which takes longer than a job
+    # normally waits at its end.
     monkeypatch.setattr("megatron.adaptive.engine.diagnosis._LAST_S", WATCHDOG_S)
     messages: list[str] = []
     diagnosis = RunningDiagnosis(str(traces), 10, 0, messages.append)
@@ -136,7 +136,7 @@ def test_a_late_last_answer_does_not_delay_the_end(
 def test_a_job_goes_on_without_it(tmp_path: Path) -> None:
     messages: list[str] = []
     diagnosis = RunningDiagnosis(str(tmp_path / "none"), 1, 0, messages.append)
-    until_answered(diagnosis, 5)  # The diagnosis must fail, because the folder does not exist.
+    until_answered(diagnosis, 5)  # The folder does not exist, so the diagnosis must fail.
     diagnosis.after_iteration(6)
     process = diagnosis._process
     assert process is not None
@@ -144,7 +144,8 @@ def test_a_job_goes_on_without_it(tmp_path: Path) -> None:
     process.wait()
     diagnosis.after_iteration(7)
     diagnosis.after_iteration(8)
-    assert diagnosis._process is not None  # The diagnosis must have been started again.
+    # The diagnosis must have been started again after its process was killed.
+    assert diagnosis._process is not None
     diagnosis.close()
     assert messages == []
 

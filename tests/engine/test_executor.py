@@ -1,4 +1,4 @@
-"""Tests executors with simulated stages. Ranks are threads that are connected by queues."""
+"""Tests executors with simulated stages. The ranks are threads that are connected by queues."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ def test_static_schedule_is_run_as_listed(
         for rank in range(ranks):
             assert stages[rank].actions == [str(action) for action in schedule.orders[rank]]
             assert states[rank].done
-        # The gradient of every microbatch must reach the first stage after passing all other
-        # stages.
+        # The gradient of each microbatch must pass all other stages before it reaches the first
+        # stage.
         expected = [[float(number), placement.num_stages - 1.0] for number in range(microbatches)]
         assert stages[0].last_gradients == expected
 
 
 @pytest.mark.parametrize("name", ["adaptive", "hinted", "dfc", "bfc"])
 def test_random_pipelines_run_each_action_once_within_the_cap(name: str) -> None:
-    """Checks that random pipelines run each action once, even if ranks differ in speed."""
+    """Checks that random pipelines run each action once, even if the ranks differ in speed."""
     rng = random.Random(name)
     for case in range(50):
         chunks, microbatches = rng.choice([1, 2, 2, 3]), rng.randint(1, 8)
@@ -146,14 +146,14 @@ def test_inputs_may_come_in_any_order() -> None:
 
 
 def test_what_comes_early_is_kept_for_later_steps() -> None:
-    # Without backward passes, the first stage does not wait for others, so messages may arrive
-    # early.
+    # If there were no backward passes, the first stage would not wait for the second. Therefore,
+    # its messages may arrive several steps early.
     pipeline, completions = last_rank(timeout_s=0.5)
     for step, microbatch in ((2, 0), (0, 0), (1, 0), (1, 1), (2, 1), (0, 1)):
         completions.put(forward_of(step, microbatch))
     for _ in range(3):
         assert sorted(run_last(pipeline, 2).actions) == ["B0-0", "B0-1", "F0-0", "F0-1"]
-    # All messages have been used, so a further step must time out.
+    # All messages have been used. The next step must time out, because it waits for a message.
     with pytest.raises(DeadlineError):
         run_last(pipeline, 1)
 
@@ -190,7 +190,8 @@ def test_deadline_names_what_is_missing() -> None:
 
 
 def test_a_pick_that_is_not_ready_is_named() -> None:
-    # The error must be raised immediately, because waiting cannot make the action ready.
+    # The error must be raised immediately. Waiting would not help, because the policy has already
+    # made its choice.
     pipeline, completions = last_rank()
     with pytest.raises(ScheduleError) as info:
         run_last(pipeline, 2, Picks(lambda state: Action(F, 0, 0)))
@@ -204,7 +205,7 @@ def test_a_pick_that_is_not_ready_is_named() -> None:
 
 
 class Following(Agreement):
-    """Agreement of a rank that lets another rank decide, like a follower of a decision group."""
+    """Agreement of a rank that follows the decisions of another rank in its decision group."""
 
     decides = False
 
@@ -238,7 +239,7 @@ def test_errors_of_channels_name_slices() -> None:
 
 
 class Slow(CpuClock):
-    """Device on which an action finishes only when the host waits for the action."""
+    """Simulates a device that finishes an action only when the host waits for the action."""
 
     def __init__(self) -> None:
         self.launched = 0
@@ -259,7 +260,7 @@ class Slow(CpuClock):
 
 
 def test_a_rule_is_asked_when_the_device_has_caught_up() -> None:
-    # Two marks are recorded for each action, before and after the action.
+    # Each action has two marks, one before and one after the action.
     clock = Slow()
     pipeline = Ranks(Placement(num_ranks=1, num_chunks=2))
     executor = make_executor(pipeline, clock=clock, pp_rank=0)
@@ -279,12 +280,13 @@ def test_a_rule_is_asked_when_the_device_has_caught_up() -> None:
 def test_short_actions_leave_the_device_enough_to_do(action_ns: int, ahead: int) -> None:
     """Checks that the host runs further ahead of the device if actions are short.
 
-    The executor measures the duration of actions in the first step.
+    The executor measures the duration of actions in the first step. In the second step, it launches
+    more actions in advance.
     """
 
     class Timed(Slow):
         def resolve_ns(self, mark: int) -> int:
-            # Two marks are recorded for each action, before and after the action.
+            # Each action has two marks, one before and one after the action.
             return mark * action_ns
 
     clock = Timed()
@@ -311,7 +313,7 @@ def test_a_static_order_waits_for_no_device() -> None:
     policy = make_policies("1f1b", pipeline.placement, 3)[0]
     executor.run(Counting(pipeline.placement, 0), policy, pipeline.state(0, 3))
     assert clock.waits == 0
-    # The durations of unfinished actions are not known, so finish_step() must wait for the device.
+    # Some actions are unfinished, so finish_step() must wait for the device to get their durations.
     assert executor.finish_step().busy_s > 0
     assert (clock.waits, clock.finished) == (1, clock.launched)
 
@@ -331,7 +333,7 @@ def test_a_blocked_send_is_no_computing_time() -> None:
     policy = make_policies("1f1b", pipeline.placement, 2)[1]
     executor.run(stages, policy, pipeline.state(1, 2))
     times = executor.finish_step()
-    # The last rank sends the result of each backward pass.
+    # After each of its two backward passes, the last rank sends the result, which takes 0.05 s.
     assert times.span_s >= 2 * (0.05 + 2 * 0.01)
     assert all(nanoseconds >= 10_000_000 for _, nanoseconds in times.actions)
     assert times.busy_s <= times.span_s - 2 * 0.05
@@ -343,7 +345,8 @@ def test_the_computing_time_on_a_device_ends_before_the_send() -> None:
     executor = make_executor(pipeline, clock=TickingClock())
     policy = make_policies("1f1b", pipeline.placement, 1)[1]
     executor.run(Counting(pipeline.placement, 1), policy, pipeline.state(1, 1))
-    # F has the marks 1 and 2. B has the marks 3 and 4 before its send, and 5 after the send.
+    # The marks 1 and 2 belong to F. The marks 3 and 4 belong to the computation of B, and mark 5 is
+    # recorded after its send.
     assert [nanoseconds for _, nanoseconds in executor.finish_step().actions] == [1e9, 1e9]
 
 

@@ -1,4 +1,4 @@
-"""Tests the trace spans that the executor records for the actions of a step."""
+"""Tests the spans that the executor records in a trace for the actions of a step."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def traced_step(
     microbatches: int,
     **options: Any,
 ) -> tuple[RunTrace, list[RankTimes], list[Counting]]:
-    """Runs iteration 1 on all ranks, and returns the trace, and each rank's times and stages.
+    """Runs iteration 1 on all ranks, and returns the trace and each rank's times and stages.
 
-    The trace is written to ``folder``, and ``policies`` contains the policy of each rank.
+    The trace is written to ``folder``. ``policies`` contains the policy of each rank.
     """
     ranks = range(placement.num_ranks)
     recorders = [recorder_of(folder, rank, placement, microbatches) for rank in ranks]
@@ -64,9 +64,9 @@ def traced_step(
 def traced_rank(
     folder: Path, pipeline: Ranks, rank: int, policy: Policy, microbatches: int, **options: Any
 ) -> list[Span]:
-    """Runs iteration 1 on ``rank`` with inputs from the test, and returns the recorded spans.
+    """Runs iteration 1 on ``rank``, for which the test provides all inputs. Returns its spans.
 
-    The trace is written to ``folder``, and ``policy`` chooses the actions.
+    The trace is written to ``folder``. ``policy`` chooses the actions.
     """
     recorder = recorder_of(folder, rank, pipeline.placement, microbatches)
     recorder.begin_iteration(1, microbatches)
@@ -83,7 +83,7 @@ def actions(run: RunTrace, rank: int) -> list[Span]:
 
 
 def test_spans_tell_times_bytes_and_memory(tmp_path: Path) -> None:
-    # Stage 0 runs F0 F1 B0 B1, and stage 1 runs F0 B0 F1 B1.
+    # The first stage runs F0 F1 B0 B1, and the second stage runs F0 B0 F1 B1.
     placement = Placement(num_ranks=2, num_chunks=1)
     run, times, _ = traced_step(tmp_path, make_policies("1f1b", placement, 2), placement, 2)
     sizes = {"F": FORWARD_BYTES, "B": BACKWARD_BYTES}
@@ -102,23 +102,24 @@ def test_spans_tell_times_bytes_and_memory(tmp_path: Path) -> None:
         busy_ns = sum(span.end_ns - span.start_ns for span in spans)
         sends = [span for span in run.ranks[rank].spans(1) if span.action == "send"]
         sends_ns = sum(span.end_ns - span.start_ns for span in sends)
-        # The computing time of an action ends before its result is sent.
+        # The compute time of an action ends before its result is sent.
         assert 0 < step_times.busy_s <= (busy_ns - sends_ns) / 1e9
         assert step_times.busy_s == pytest.approx(sum(ns for _, ns in step_times.actions) / 1e9)
         assert step_times.span_s == pytest.approx((spans[-1].end_ns - spans[0].start_ns) / 1e9)
 
 
 def awaited_later(tmp_path: Path, put: Callable[[Any], None], pipeline: Ranks) -> list[Span]:
-    """Runs 1F1B on rank 1 of two ranks, and returns the spans of this rank.
+    """Runs 1F1B on the second of two ranks, and returns the spans of this rank.
 
-    The second input arrives late. Inputs are sent with the function ``put``.
+    The input of the second microbatch arrives late. The function ``put`` passes inputs to the rank.
     """
     follow = make_policies("1f1b", pipeline.placement, 2)[1]
 
     def pick(state: RankState) -> Action | None:
         action = follow.pick(state)
         if action is None and state.num_started == 2:
-            # No message is in flight, so the rank will wait for the next message.
+            # All messages so far have been received, so the rank now waits. Send the next message
+            # during this wait.
             threading.Timer(0.2, put, [forward_of(0, 1)]).start()
         return action
 
@@ -135,14 +136,15 @@ def test_waiting_is_charged_to_the_action_that_follows(tmp_path: Path) -> None:
     assert (wait.of, wait.chunk, wait.microbatch, wait.peer) == ("F", 0, 1, 10)
     assert wait.reason == "input"
     receives = [span for span in spans if span.action == "receive"]
-    # The first message arrived before the rank looked for messages, and the second arrived while
-    # the rank waited.
+    # The first message had arrived before the rank looked for messages. The second message arrived
+    # while the rank waited for it.
     assert [(span.microbatch, span.reason) for span in receives] == [(0, "found"), (1, "seen")]
     assert receives[1].start_ns == pytest.approx(wait.end_ns, abs=50_000_000)
 
 
 def test_others_see_what_it_does() -> None:
-    # Stage 0 runs F0 F1 B0 B1. The test provides the gradients of stage 1, which runs F0 B0 F1 B1.
+    # The first stage runs F0 F1 B0 B1. The test provides the gradients of the second stage, which
+    # runs F0 B0 F1 B1.
     placement = Placement(num_ranks=2, num_chunks=1)
     pipeline = Ranks(placement)
     executor = make_executor(pipeline, pp_rank=0)
@@ -215,7 +217,7 @@ def test_a_split_backward_keeps_memory_until_its_last_piece(tmp_path: Path) -> N
     spans = run.ranks[0].spans(1)
     held = [100, 200, 200, 130, 60, 60, 30, 30]
     assert [span.in_flight_bytes for span in spans] == held
-    # Tensors that stay on the rank are not sent, so the spans contain no bytes.
+    # There is only one rank, so no tensors are sent, and the spans have no bytes.
     assert all(span.bytes == 0 for span in spans)
 
 
@@ -257,5 +259,5 @@ def test_others_see_the_slice() -> None:
     assert [item for item in seen if item[0] == "B"] == [
         ("B", m, p) for m in (0, 1) for p in (1, 0)
     ]
-    # The sender runs the backward pass of the last slice first.
+    # The sender begins its backward passes with the last slice of a microbatch.
     assert needs[0][1:] == [B, 0, 0, "0.1"]

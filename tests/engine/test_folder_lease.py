@@ -1,4 +1,4 @@
-"""Tests that a folder has a single writer, and that a suspended owner loses the lease."""
+"""Tests that only one job writes to a folder, and that a suspended job can lose the folder."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ time.sleep(float(sys.argv[2]))
 
 
 def change(folder: Path, **facts: object) -> None:
-    """Replaces entries of the last claim on ``folder``, as if another process had claimed it.
+    """Changes entries of the last claim on ``folder``, as if another process had made the claim.
 
-    ``facts`` contains the new entries.
+    ``facts`` contains the new values.
     """
     path = max((folder / ".lease").glob("claim-*.json"))
     claim = {**json.loads(path.read_text()), **facts}
-    del claim["sum"]  # Claims of earlier versions have no checksum, so this claim is still valid.
+    # A claim without a checksum is valid, because earlier versions wrote claims without one.
+    del claim["sum"]
     path.write_text(json.dumps(claim))
 
 
@@ -65,7 +66,7 @@ def test_a_second_job_is_refused_while_the_first_counts_on(
         first.end()
     assert refusal.value.owner["port"] == 7
     assert "\n" not in str(refusal.value)
-    # The previous owner has released the folder, so a new job can claim it.
+    # The first job has released the folder, so another job can claim it.
     assert Lease(tmp_path).claim() == 2
 
 
@@ -106,8 +107,9 @@ def test_a_restart_of_the_same_job_goes_on_at_once(tmp_path: Path) -> None:
         Lease(tmp_path).claim(job="a", restarts=2)
         assert not looked
         change(tmp_path, boot="another")
-        # The number of restarts is the same as in the previous claim, so another job may have made
-        # that claim under the same name.
+        # The number of restarts is the same as in the previous claim. Therefore, a different job
+        # with the same name may have made that claim, and must be given time to show that it is
+        # alive.
         Lease(tmp_path).claim(job="a", restarts=2)
         assert looked
 
@@ -136,12 +138,12 @@ def test_one_that_stands_still_elsewhere_is_succeeded_and_notices(
     said: list[str] = []
     assert not first.is_held(said.append)
     assert len(said) == 1
-    first.end()  # Ending a lease that was lost must not affect the other owner.
+    first.end()  # Ending a lost lease must not affect the new owner.
     assert second.beat()
     second.require()
     assert first.taken().owner["port"] == 8
-    assert not first._take(2)  # The other owner has already made claim 2.
-    for _ in range(12):  # Many claims must leave only a few files.
+    assert not first._take(2)  # The second job has already made claim 2.
+    for _ in range(12):  # Even after many claims, only a few files must be left.
         Lease(tmp_path).claim()
     assert sorted(file.name for file in (tmp_path / ".lease").iterdir()) == [
         "beat-14",
@@ -154,9 +156,9 @@ def test_one_that_stands_still_elsewhere_is_succeeded_and_notices(
 def test_a_manager_that_advances_while_another_looks_is_the_one_that_is_named(
     tmp_path: Path,
 ) -> None:
-    """Checks that the error names a manager that makes new claims while another job waits.
+    """Checks that the error names the process that takes over a folder while another job waits.
 
-    The waiting job reads the claims repeatedly.
+    While the job waits, a manager takes over the folder and makes new claims.
     """
     first, second, manager = (Lease(tmp_path) for _ in range(3))
     first.claim(run="job")
@@ -180,7 +182,7 @@ def test_a_manager_that_advances_while_another_looks_is_the_one_that_is_named(
 
 
 def test_a_claim_that_others_made_and_removed_is_not_made_again(tmp_path: Path) -> None:
-    """Checks that a suspended process does not later make a claim that others have made."""
+    """Checks that a suspended process does not make a claim that others have made and removed."""
     holder, stopped = Lease(tmp_path), Lease(tmp_path)
     holder.claim(run="job")
     assert all(holder.advance() for _ in range(3))
@@ -222,7 +224,7 @@ def test_a_folder_that_is_removed_is_given_to_nobody_else(tmp_path: Path) -> Non
 
 
 def test_a_full_disk_does_not_look_like_a_job_that_is_gone(tmp_path: Path) -> None:
-    """Checks that a failed write does not truncate the counter with which the owner shows life."""
+    """Checks that a failed write does not damage the counter that shows that the job is alive."""
     lease = Lease(tmp_path)
     lease.claim()
     assert lease.beat()
@@ -234,7 +236,7 @@ def test_a_full_disk_does_not_look_like_a_job_that_is_gone(tmp_path: Path) -> No
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:
         assert lease.is_held(said.append)
-        assert lease.is_held(said.append)  # The failure must be reported only once.
+        assert lease.is_held(said.append)  # The second failure must not be reported again.
         with pytest.raises(OSError, match="File too large"):
             lease.advance()
     finally:
@@ -264,6 +266,6 @@ def test_a_damaged_claim_does_not_free_the_folder_of_a_living_job(tmp_path: Path
     lease.claim(job="a", restarts=1)
     path = tmp_path / ".lease" / "claim-1.json"
     claim = json.loads(path.read_text())
-    # A process with this ID has never existed.
+    # No process can have this ID. However, the claim is damaged, because its checksum is wrong.
     path.write_text(json.dumps({**claim, "pid": 2**22 + 1}))
     assert not module._is_gone(lease._facts(1))

@@ -1,4 +1,4 @@
-"""Tests that the replacement of megatron-core's step function rejects unsupported arguments."""
+"""Tests that unsupported arguments of the function that replaces megatron-core's are rejected."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_signature_is_that_of_megatron_core() -> None:
         *expected,
         "loss_parts",
         "sizes",
-    ]  # The last two parameters are additions of this project.
+    ]  # The last two parameters are those that this project adds.
     assert parameters["loss_parts"].default is parameters["sizes"].default is None
     for name, parameter in expected.items():
         assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY, name

@@ -1,4 +1,4 @@
-"""Tests the messages between stages through which no gradient flows."""
+"""Tests messages between stages that are frozen and therefore need no gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MICROBATCHES, LEAD = 6, 2
 def test_frozen_stages_get_acknowledgments_instead_of_gradients(
     ranks: int, chunks: int, kind: str, frozen: int
 ) -> None:
-    """Checks that frozen stages get acknowledgments, in two steps that follow each other."""
+    """Checks that frozen stages receive acknowledgments instead of gradients, in two steps."""
     placement = Placement(num_ranks=ranks, num_chunks=chunks, kind=kind)  # type: ignore[arg-type]
     candidate = Candidate(
         name="adaptive", placement=placement, weight_pieces=1, cap=1.0, frozen_stages=frozen

@@ -1,4 +1,4 @@
-"""Tests that operators of selected iterations are recorded, unless another profiler is running."""
+"""Tests that kernels of selected iterations are recorded, unless another profiler is running."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .loopback import recorder_of
 
 
 def recorded(folder: Path, said: list[str]) -> int:
-    """Runs iterations 1 to 3 and records iteration 2. Returns the number of recorded lines.
+    """Runs three iterations, and records the second. Returns the number of lines in the file.
 
-    The file is in ``folder``, and printed lines are added to ``said``.
+    The file is in ``folder``. Messages of the recorder are added to ``said``.
     """
     recorder = KernelRecorder(str(folder), 3, range(2, 3), on_gpu=False, say=said.append)
     for iteration in (1, 2, 3):
@@ -49,7 +49,7 @@ def test_the_chosen_iteration_is_recorded_on_the_clock_of_the_trace(tmp_path: Pa
 
 
 class LateDevice(CpuClock):
-    """Device that finishes its work only after the profiler has stopped."""
+    """Simulates a device that finishes its work only after the profiler has stopped."""
 
     def is_passed(self, mark: int) -> bool:
         return not torch.autograd._profiler_enabled()
@@ -58,7 +58,7 @@ class LateDevice(CpuClock):
 def multiply(count: int) -> None:
     """Multiplies ``count`` pairs of matrices.
 
-    Pauses before and after, because the clocks of profiler and trace differ slightly.
+    Sleeps before and after, because the clocks of the profiler and the trace differ slightly.
     """
     time.sleep(0.005)
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""Tests that two actions of a rank can overlap, and that an error in one action stops both."""
+"""Tests that two actions of a rank can overlap, and that an error in one of them stops both."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def one_rank() -> Iterator[None]:
 
 
 class Exchanging(Writing):
-    """Stages that exchange rows twice in each forward and backward pass, and list the parts."""
+    """Simulates stages that exchange data twice in each forward and backward pass."""
 
     def __init__(self, fails: str = "") -> None:
         super().__init__(self.parts)
@@ -52,8 +52,8 @@ class Exchanging(Writing):
                 answer = torch.empty_like(rows)
                 dist.all_to_all_single(answer, rows)
                 assert torch.equal(answer, rows)
-                # A lane passes on its turn only for tensors with rows, and this tensor has one
-                # dimension.
+                # The other lane runs only during an exchange of tensors with rows. This tensor has
+                # one dimension, so the lanes must not change here.
                 dist.all_to_all_single(answer[0], rows[0])
 
 
@@ -87,15 +87,16 @@ def test_the_time_of_the_other_lane_is_that_of_the_device() -> None:
     policy = Follow(actions("F0-0 F0-1+ B0-0 W0-0 B0-1 W0-1"))
     _, executor = run(policy, clock=TickingClock(), weight_pieces=1)
     done = executor.finish_step()
-    # F and B have three parts each, and W has one part. Other actions run between these parts.
+    # Each F and B has three parts, and each W has one part. Time between the parts, in which the
+    # other lane runs, does not count.
     assert [nanoseconds for _, nanoseconds in done.actions] == [3e9, 3e9, 3e9, 1e9, 3e9, 1e9]
 
 
 def test_a_rule_fills_exchanges_with_the_other_kind_and_with_weight_gradients() -> None:
     stages, executor = run(ADAPTIVE, weight_pieces=2, num_microbatches=3)
     assert " ".join(stages.log) == (
-        # F0-1 begins only during the first exchange of B0-0, because no other action is ready
-        # earlier.
+        # F0-1 begins only in the first exchange of B0-0. Before this, no action can run in the
+        # other lane.
         "F0-0a F0-0b F0-0c B0-0a F0-1a B0-0b F0-1b B0-0c W0-0a F0-1c B0-1a F0-2a B0-1b F0-2b "
         "B0-1c W0-0.1a F0-2c B0-2a W0-1a B0-2b W0-1.1a B0-2c W0-2a W0-2.1a"
     )

@@ -1,7 +1,7 @@
-"""Tests the activation cap with unequal microbatches that are distributed over replicas.
+"""Tests the limit on activations if replicas get different numbers and sizes of microbatches.
 
-``python tests/engine/test_policy_factory.py`` runs four thousand random steps. The tests run a
-tenth of these.
+``python tests/engine/test_policy_factory.py`` simulates four thousand random steps. The tests
+simulate a tenth of them.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def test_no_dealt_step_deadlocks(name: str) -> None:
 
 
 def run_random(name: str, cases: int) -> None:
-    """Simulates ``cases`` random steps under the policy ``name``, with packed or padded documents.
+    """Simulates ``cases`` random steps of packed or padded documents with the policy ``name``.
 
-    Checks that no step deadlocks or exceeds the cap.
+    Checks that no step deadlocks or exceeds the limit on activations.
     """
     rng = random.Random(name)
     for case in range(cases):
@@ -130,8 +130,8 @@ def test_channels_take_the_short_ones_that_fill_the_cap() -> None:
 @pytest.mark.parametrize("num_slices", [1, 8])
 @pytest.mark.parametrize("cap", [None, 3.0])
 def test_channels_take_what_auto_may_choose_to_keep(cap: float | None, num_slices: int) -> None:
-    # If the buffers had the size for the initial cap, receivers would run out of slots after a
-    # larger cap was chosen, and would copy most messages.
+    # If the channels only had the slots for the initial limit on activations, slots would run out
+    # after a larger limit was chosen. Receivers would then copy most messages.
     placement = Placement(num_ranks=4, num_chunks=2, kind="v")
     shares = (1 / num_slices,) * num_slices
     orders = Orders(
@@ -171,7 +171,7 @@ def test_the_number_of_slices_may_change_between_steps() -> None:
     orders.recut(2)
     assert orders.candidate(3).num_slices == 2
     assert orders.policy(3, forward_only=False) is not policy
-    # The cap depends on the largest microbatch, whose slices may have different sizes.
+    # The limit depends on the size of the largest microbatch, which is the sum of its slices.
     state = orders.state(3, forward_only=False, sizes=[10.0, 20.0, 60.0, 60.0, 10.0, 20.0])
     assert (state.num_items, state.cap) == (6, 2.0)
     orders.recut(4)
@@ -180,9 +180,9 @@ def test_the_number_of_slices_may_change_between_steps() -> None:
 
 
 def test_a_candidate_for_any_number_of_slices_gets_that_of_each_step() -> None:
-    # The slice length was chosen, and all microbatches have as many slices as at the start. Each
-    # chunk must be able to hold its whole share of activations. The share would be halved if
-    # microbatches were counted instead of slices.
+    # The slice length was chosen, so each microbatch still has two slices. Each chunk must be able
+    # to hold its share of the activations. If the share were counted in microbatches instead of
+    # slices, it would be half as large.
     placement = Placement(num_ranks=2, num_chunks=2, kind="v")
     orders = Orders(schedule="auto", placement=placement, pp_rank=0, slice_shares=(0.5, 0.5))
     orders.use(Candidate(name="adaptive", placement=placement, cap=1.5))

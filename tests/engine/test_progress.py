@@ -1,4 +1,4 @@
-"""Tests the progress file of a run, which monitoring programs read."""
+"""Tests the file in which a run reports its progress to monitoring programs."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_file_that_cannot_be_written_is_told_once(
 
 @contextmanager
 def no_file_grows_beyond(size_bytes: int) -> Iterator[None]:
-    """Makes writes beyond ``size_bytes`` of a file fail in this process, like on a full disk."""
+    """Makes writes beyond ``size_bytes`` of a file fail in this process, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
     try:
@@ -96,7 +96,7 @@ def test_a_disk_that_was_full_costs_lines_and_not_the_rest(
     file.iteration(1, {}, is_logged=True)
     size = (tmp_path / PROGRESS_NAME).stat().st_size
     with no_file_grows_beyond(size + 9):
-        for iteration in (2, 3, 4):  # The first of these writes fails after some bytes.
+        for iteration in (2, 3, 4):  # The first of these three writes fails after some bytes.
             file.iteration(iteration, {}, is_logged=True)
     file.iteration(5, {}, is_logged=True)
     file.close()

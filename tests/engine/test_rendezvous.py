@@ -1,4 +1,4 @@
-"""Tests that ranks that cannot connect to each other exit with a one-line error after a timeout."""
+"""Tests that ranks that cannot connect exit with a one-line error after a timeout."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def place(
 
 @pytest.fixture
 def silent_port() -> Iterator[int]:
-    """Yields a port on which a program listens but never replies."""
+    """Yields a port with a program that accepts connections but never replies."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield int(listener.getsockname()[1])
 
 
 def refusal(environment: Environment) -> str:
-    """Returns the error message of a rank that cannot reach the other ranks."""
+    """Checks that a rank cannot reach the other ranks, and returns its error message."""
     with pytest.raises((MeetingError, dist.DistError, ValueError)) as caught:
         meet(environment, LIMIT)
     error = no_rendezvous(environment, caught.value)

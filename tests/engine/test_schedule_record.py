@@ -1,4 +1,4 @@
-"""Tests that the orders of actions in a run are written to a file and replayed."""
+"""Tests that the order of actions in a run is written to a file and can be replayed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_run_is_repeated(kind: Any, pieces: int, tmp_path: Path) -> None:
     pipeline, record = Ranks(placement), ScheduleRecord(shape)
     taken = {}
     for step, count in ((5, 4), (6, 6)):
-        # One rank prefers the newest input. No static order does this.
+        # The second rank runs the newest input first. No static order does this.
         policies = [make_policies("adaptive", placement, count)[0], Picks(ready_first)]
         stages, _ = pipeline.step(policies, count, weight_pieces=pieces)
         taken[step] = [stage.actions for stage in stages]
@@ -197,14 +197,14 @@ def test_a_file_of_another_shape_is_not_continued(tmp_path: Path) -> None:
     options: dict[str, Any] = {"order_index": 0, "is_writer": True}
     with pytest.raises(ConfigError, match="chunks 1 in the recording, 2 here"):
         Recording(tmp_path / "f", other, after_step=1, **options)
-    # A run that does not resume must be able to write a new file.
+    # A run that starts from the beginning must be able to replace the file.
     Recording(tmp_path / "f", other, after_step=0, **options)
 
 
 @pytest.mark.multiprocess
 def test_ranks_write_one_file(start: Start) -> None:
     for seen in start("record", "message", 3):
-        # The second start resumed after step 2, so it dropped step 3 and recorded step 4.
+        # The run resumed after step 2. Therefore, it dropped step 3, and then recorded step 4.
         assert seen["steps"] == [1, 2, 4]
         static = [list(order) for order in ORDERS]
         assert seen["codes"] == [static, static, [static[0], static[0]]]
@@ -257,6 +257,6 @@ def test_a_record_of_slices_is_repeated_and_cut_for_another_number(
                 orders=tuple(orders),
                 num_slices=slices,
             )
-            validate(schedule)  # Validation checks that each action runs once, without a deadlock.
+            validate(schedule)  # This checks that each action runs once, without a deadlock.
             if slices == recorded:
                 assert schedule.orders == ran.to_schedule("ran").orders

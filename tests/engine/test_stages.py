@@ -1,4 +1,4 @@
-"""Tests what chunks keep between forward and backward passes, and when gradients are reduced."""
+"""Tests what chunks keep until their backward passes, and when gradients are reduced."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from megatron.adaptive.engine.stages import GradientSync
 
 
 class Product(torch.nn.Module):
-    """Module that keeps its input ``[2, 4]`` and one result ``[2, 3]``, both in float32."""
+    """Module that keeps its input of shape ``[2, 4]`` and one result of shape ``[2, 3]``."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = torch.nn.Linear(4, 3, bias=False)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        # Both factors are views of the same storage, which must be counted once.
+        # Both factors are views of the same storage, so this storage must be counted only once.
         rows = self.linear(values)
         return rows.view(-1) * rows.t().t().reshape(-1)
 
@@ -57,7 +57,7 @@ def test_meter_counts_storages_without_parameters_once_for_each_chunk() -> None:
             output = model(torch.ones(rows, 4, requires_grad=True))
     assert meter.bytes_of(0) == INPUT_BYTES + RESULT_BYTES
     assert meter.bytes_of(1) == 10 * meter.bytes_of(0)
-    # A measured tensor must still have a backward pass.
+    # After the measurement, the backward pass must still work.
     output.sum().backward()
     assert model.linear.weight.grad is not None
 
@@ -79,7 +79,7 @@ def test_meter_forgets_a_forward_that_failed() -> None:
 
 
 class Diary:
-    """Creates chunks whose gradient synchronization is recorded as a list of events."""
+    """Creates chunks, and records the events of their gradient synchronization as a list."""
 
     def __init__(self, *, explicit: bool, chunks: int = 2) -> None:
         self.events: list[str] = []
@@ -148,14 +148,14 @@ def test_reduction_happens_with_the_last_backward(explicit: bool, events: str) -
     ],
 )
 def test_split_backwards_reduce_from_the_last_chunk(order: Any, reductions: str) -> None:
-    # Replicas may complete their chunks in different orders, but must reduce in the same order.
+    # Replicas may finish their chunks in different orders, but all must reduce in the same order.
     diary = Diary(explicit=True, chunks=3)
     diary.sync.hold()
     diary.last_weights(*order)
     diary.sync.release()
     seen = [event for event in diary.events if not event.startswith(("hold", "let go"))]
     assert ", ".join(seen) == reductions
-    # The context of ``no_sync_func`` ends directly before the reduction.
+    # The context ``no_sync_func`` must end directly before the reduction of its chunk.
     for number in range(3):
         index = diary.events.index(f"let go {number}")
         assert diary.events[index + 1] == f"reduce {number}"
@@ -206,7 +206,7 @@ def one_process() -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_process")
 class TestSplit:
-    """Tests stages with split backward passes in models with one or two chunks."""
+    """Tests stages that split backward passes, for models of one or two chunks."""
 
     def test_activations_and_what_is_retained(self) -> None:
         core = core_config(add_bias_linear=False)
@@ -217,8 +217,8 @@ class TestSplit:
         assert [stages.retained_bytes(chunk, 0) for chunk in (0, 1)] == [0, 0]
         drive(stages, [action for action in order if action[0] != "W"], 2)
         row = SEQUENCE * SAMPLES * HIDDEN * 4
-        # The four linear layers of a layer keep inputs of 1 + 1 + 1 + 4 rows, and gradients of 3 +
-        # 1 + 4 + 1 rows. The embedding keeps its tokens and a gradient.
+        # The four linear layers of a transformer layer keep inputs of 1 + 1 + 1 + 4 rows and
+        # gradients of 3 + 1 + 4 + 1 rows. The embedding keeps its tokens and a gradient.
         tokens = SEQUENCE * SAMPLES * 8
         first = stages.retained_bytes(0, 0)
         assert first == (2 * 16 + 1) * row + tokens

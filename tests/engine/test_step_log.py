@@ -1,4 +1,4 @@
-"""Tests which waits and messages are recorded in a traced step."""
+"""Tests which waits and messages are recorded in the trace of a step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def state_of(rank: int, **options: Any) -> RankState:
 
 
 class TimedLog(StepLog):
-    """Step log whose clock is set by the test."""
+    """Step log with a clock that the test sets."""
 
     def at(self, now_ns: int) -> TimedLog:
         self.now = now_ns
@@ -40,7 +40,7 @@ def new_log() -> TimedLog:
 
 
 def rows_of(log: StepLog) -> list[dict[str, Any]]:
-    """Returns the rows of ``log`` as dicts, with names instead of numbers for kinds and reasons."""
+    """Returns the rows of ``log`` as dicts. Kinds and reasons are names instead of numbers."""
     rows = [dict(zip(COLUMNS, row, strict=True)) for row in log.rows([], [], [])]
     for row in rows:
         row["kind"], row["reason"] = KINDS[row["kind"]], REASONS[row["reason"]]
@@ -48,7 +48,7 @@ def rows_of(log: StepLog) -> list[dict[str, Any]]:
 
 
 def wait_of(log: StepLog) -> tuple[int, int, str, int]:
-    """Returns the start time, end time, reason and peer of the only wait in ``log``."""
+    """Returns the start, duration, reason and peer of the only wait in ``log``. Times are in ns."""
     (wait,) = [row for row in rows_of(log) if row["kind"] == "wait"]
     return wait["start_ns"], wait["duration_ns"], wait["reason"], wait["peer"]
 
@@ -82,7 +82,7 @@ def test_a_member_is_to_blame_only_if_the_input_was_here(
 
 def test_an_action_without_input_names_who_woke_the_rank() -> None:
     log = new_log()
-    # A forward pass is ready, but the order of the schedule does not permit it yet.
+    # A forward pass is possible, but the schedule does not allow it yet.
     log.wait_begins(100, state_of(0))
     log.at(200).wait_ends(forward_of(0, 0))
     log.at(205).begins(Action(F, 0, 0), ActionInput(None, 0, -1, 0, True))
@@ -95,7 +95,8 @@ def test_an_action_without_input_names_who_woke_the_rank() -> None:
 def test_a_followers_wait_for_a_decision(rank: int, options: dict[str, Any], cause: str) -> None:
     state = state_of(rank, **options)
     if cause == "memory":
-        # The first forward pass fills the cap, so the second forward pass has to wait.
+        # The first forward pass uses the whole limit on activations, so the second forward pass has
+        # to wait.
         state.start(Action(F, 0, 0))
         state.finish(Action(F, 0, 0))
     log = new_log()

@@ -1,4 +1,4 @@
-"""Tests that signals and time limits stop all ranks at the same iteration."""
+"""Tests that a signal or a time limit stops all ranks at the same iteration."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_signal_to_one_rank_stops_all_at_one_iteration(start: Start) -> None:
 
 @pytest.mark.multiprocess
 def test_clock_that_is_first_stops_all(start: Start) -> None:
-    """Checks that all ranks stop as soon as the time limit of any rank has passed."""
+    """Checks that all ranks stop as soon as the time limit of one rank has passed."""
     assert [iteration for iteration, _ in start("run", "30,0,30", 3)] == [1, 1, 1]
 
 
@@ -89,9 +89,9 @@ def test_clock_that_is_first_stops_all(start: Start) -> None:
 @pytest.mark.parametrize(
     ("program", "expected"),
     [
-        # A rank must not wait for another rank that asks one iteration later.
+        # Rank 0 must not wait for the request of a rank that is one iteration behind.
         ("late", [False, False, False, False, None]),
-        # A request in the last iteration must be reported at the end.
+        # A stop that is requested in the last iteration must be reported at the end.
         ("last", [False, None, True, True, "signal SIGTERM"]),
     ],
 )

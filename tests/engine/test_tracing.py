@@ -1,4 +1,4 @@
-"""Tests spans around the actions of a pipeline, and spans in training loops of other programs."""
+"""Tests spans of pipeline actions, and spans in the training loops of other programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Chunks = list[torch.nn.Module]
 
 
 class Device(CpuClock):
-    """Device whose work finishes only when the test calls :meth:`catch_up`."""
+    """Simulates a device that finishes its work only when the test calls :meth:`catch_up`."""
 
     def __init__(self) -> None:
         self.passed_ns = 0
@@ -53,7 +53,7 @@ def test_spans_of_an_iteration_and_what_follows_it(tmp_path: Path) -> None:
             pass
         tracing.end_iteration()
         with tracing.host_span("evaluate"):
-            # This read occurs outside of an iteration's step, so it must not be in the trace.
+            # The data is read during the evaluation, so this read must not be in the trace.
             tracing.data_read(0, 30, 40)
     with tracing.host_span("checkpoint"):
         pass
@@ -103,7 +103,7 @@ def test_an_error_inside_leaves_the_span(tmp_path: Path) -> None:
     assert kinds(read_run(tmp_path)) == {1: ["checkpoint", "step", "optimizer"]}
 
 
-# The following tests trace another program's loop, which orders the actions itself.
+# The following tests trace the loop of another program, which determines the order of actions.
 
 
 def forward_step(data_iterator: Iterator[torch.Tensor], model: torch.nn.Module) -> Any:
@@ -114,9 +114,10 @@ def forward_step(data_iterator: Iterator[torch.Tensor], model: torch.nn.Module) 
 def loop(
     *, forward_step_func: Any, data_iterator: Any, model: Chunks, forward_only: bool = False
 ) -> list[Any]:
-    """Runs all forward passes of each chunk in ``model``, and then its backward passes in reverse.
+    """Imitates another program's loop. Runs the passes of each chunk in ``model``.
 
-    This represents the loop of another program. With ``forward_only``, it runs no backward passes.
+    The backward passes of a chunk run after all of its forward passes, in reverse order. With
+    ``forward_only``, there are no backward passes. Returns the losses.
     """
     losses = []
     for chunk in model:
@@ -132,7 +133,7 @@ def loop(
 
 
 def step(function: Any, chunks: Chunks, **more: Any) -> list[float]:
-    """Runs ``function`` from the same state each time, and returns losses and sums of gradients."""
+    """Runs ``function`` with the same data in each call. Returns losses and sums of gradients."""
     data = iter(torch.arange(24.0).reshape(6, 1, 4))
     for chunk in chunks:
         chunk.zero_grad()

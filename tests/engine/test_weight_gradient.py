@@ -1,4 +1,4 @@
-"""Tests when deferred weight gradients are computed, and how these are split into pieces."""
+"""Tests when deferred weight gradients are computed, and how they are divided into pieces."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def weight() -> torch.nn.Parameter:
 
 
 def collect(store: WeightGradientStore, microbatch: int, weights: list[torch.nn.Parameter]) -> None:
-    """Applies a layer for each of ``weights``, and collects the weight gradients in ``store``.
+    """Applies a layer for each weight, and defers the weight gradients of the backward pass.
 
-    The gradients belong to ``microbatch``.
+    ``store`` collects the gradients, which belong to ``microbatch``.
     """
     hidden = torch.randn(ROWS, WIDTH)
     for parameter in weights:
@@ -86,7 +86,7 @@ def test_what_communicates_is_in_the_same_piece_on_ranks_with_other_experts() ->
 def test_the_size_of_the_first_microbatch_is_known() -> None:
     store, layers = WeightGradientStore(), [weight() for _ in range(4)]
     assert store.microbatch_bytes == 0
-    # Each layer keeps its input and a gradient. The input of the first layer is counted too.
+    # Each layer keeps its input and the gradient of its output.
     for number in range(2):
         collect(store, number, layers[: 4 - number])
         assert store.microbatch_bytes == 4 * 2 * TENSOR_BYTES
@@ -110,7 +110,7 @@ def test_a_tensor_of_two_layers_counts_once() -> None:
 
 
 class Watched(LinearCall):
-    """Call whose deletion can be observed with a weak reference."""
+    """Call that can be referenced weakly, so that a test sees when it is freed."""
 
     __slots__ = ("__weakref__",)
 
@@ -131,7 +131,7 @@ def test_tasks_are_freed_when_they_are_done() -> None:
     assert [reference() is None for reference in seen] == [
         False,
         True,
-    ]  # The weight gradient of the last layer is computed first.
+    ]  # The weight gradient of the last layer is computed first, so its call is freed first.
     store.run(0, 1, 2)
     assert [reference() is None for reference in seen] == [True, True]
 
@@ -231,7 +231,7 @@ def test_an_embedding_keeps_its_place_in_the_graph(by_index: bool) -> None:
     table = torch.nn.Parameter(torch.randn(5, WIDTH))
     output = defer(EmbeddingCall(table, by_index=by_index), tokens, store)
     assert torch.equal(output, table[tokens])
-    assert output.requires_grad  # The output requires a gradient, although the tokens do not.
+    assert output.requires_grad  # The output requires a gradient, although the input tokens do not.
     with store.collect(0):
         output.sum().backward()
     assert table.grad is None

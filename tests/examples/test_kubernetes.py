@@ -1,4 +1,4 @@
-"""Tests that the Kubernetes manifest has valid fields, and that its parts are consistent."""
+"""Tests that all fields of the Kubernetes manifest are valid, and that its parts are consistent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KINDS: dict[str, tuple[type, ...]] = {
 
 
 def mistakes(value: Any, fields: Any, path: str = "$") -> Iterator[str]:
-    """Yields each mistake in the manifest ``value`` with its path (see ``jobset.fields.yaml``)."""
+    """Yields a message for each difference between ``value`` and its description ``fields``."""
     if isinstance(fields, str):
         if not _is(value, fields):
             yield f"{path}: {value!r} is not {fields}"

@@ -1,4 +1,4 @@
-"""Tests that recipes fit into the memory of their GPUs, and trains smaller versions of them."""
+"""Tests that recipes fit into the memory of their GPUs, and that smaller models can be trained."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from ..multiprocess.launch import run_ranks, tail
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "recipes"
 RECIPES = sorted(path for path in FOLDER.glob("*.yaml") if path.stem != "common")
 GIVEN = ("tokenizer_model=made", "data_path=made", "transformer_impl=local")
-# The weights and the optimizer state take 16 bytes for each of 8 billion parameters, which exceeds
-# the memory of these GPUs.
+# These pairs of recipe and number of GPUs need more memory than H100 GPUs have. Weights and
+# optimizer state take 16 bytes for each parameter.
 LARGE = {("llama3.1-8b", "2"), ("qwen3-8b", "2"), ("mistral-7b", "2"), ("qwen3-30b-a3b", "8")}
 LARGE |= {("qwen3-30b-a3b", "2x4"), ("qwen3-30b-a3b", "1")}
 SMALL = ("llama3.2-1b", "qwen3-0.6b")
@@ -51,7 +51,7 @@ def test_memory_fits(path: Path, gpus: str, tmp_path: Path) -> None:
         config, flags = _read(path, f"gpus={gpus}", f"task={task}")
     needs_more = (path.stem, gpus) in LARGE
     assert _plan(config, flags, gpus, "H200" if needs_more else "H100", tmp_path) == 0
-    # LoRA needs no gradients and no optimizer state of the base model.
+    # LoRA needs less memory, because the base model has no gradients and no optimizer state.
     if needs_more and "a3b" not in path.stem:
         config, flags = _read(path, f"gpus={gpus}", "task=lora")
         assert _plan(config, flags, gpus, "H100", tmp_path) == 0
@@ -84,7 +84,7 @@ def _plan(config: TrainerConfig, flags: list[str], gpus: str, gpu: str, folder: 
 
 
 def _tenth(content: dict[str, Any], stages: int) -> dict[str, Any]:
-    """Returns ``content``, a model's recipe, with a tenth of its width and two layers per stage."""
+    """Returns settings that reduce the recipe ``content`` to a tenth of its width."""
     heads = max(2, content["num_attention_heads"] // 8)
     small = {
         "num_layers": 2 * stages,
@@ -112,7 +112,7 @@ def _tenth(content: dict[str, Any], stages: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder with a chat tokenizer, conversations and a text file."""
+    """Returns a folder that contains a chat tokenizer, conversations and a text file."""
     folder = tmp_path_factory.mktemp("data")
     vocabulary = {f"w{number}": number for number in range(400)}
     encoder = Tokenizer(
@@ -178,12 +178,12 @@ def train(path: Path, gpus: str, tasks: tuple[str, ...], data: Path, folder: Pat
         losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", log.read_text())]
         assert len(losses) == 3
         begin = begin or losses[0]
-        # Later tasks start from trained weights.
+        # A later task starts from trained weights, so even its first loss must be lower.
         assert losses[0 if number else -1] < begin
 
 
-# Each task loads the checkpoint of the previous task. Only the full test suite runs all three tasks
-# on two and on eight ranks.
+# Each task starts from the checkpoint of the previous task. Only the long tests run all of these
+# tasks on two and on eight GPUs.
 IN_TURN = ("pretrain", "continue", "finetune")
 
 
@@ -207,6 +207,6 @@ IN_TURN = ("pretrain", "continue", "finetune")
 def test_trains_at_a_tenth(
     name: str, gpus: str, tasks: tuple[str, ...], data: Path, tmp_path: Path
 ) -> None:
-    """Checks that all recipes can train, and that all tasks can on one, two and eight GPUs."""
+    """Checks that small versions of the recipes can be trained."""
     (path,) = (recipe for recipe in RECIPES if recipe.stem == name)
     train(path, gpus, tasks, data, tmp_path)

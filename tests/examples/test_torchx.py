@@ -45,7 +45,7 @@ def test_it_keeps_the_rules_for_components(tree: ast.Module) -> None:
 
 
 def start_of(tree: ast.Module, replica: str) -> str:
-    """Returns the command that TorchX would build for the container ``replica``."""
+    """Returns the shell command that TorchX would run in the container ``replica``."""
     (text,) = (
         node.value.value
         for node in tree.body

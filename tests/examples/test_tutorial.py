@@ -1,4 +1,4 @@
-"""Runs the tutorial notebook, and compares it with its page in the documentation.
+"""Runs the tutorial notebook, and compares it with the page of the documentation that shows it.
 
 ``CONTRIBUTING.md`` describes how the page is made.
 """
@@ -35,7 +35,8 @@ def test_the_notebook_finds_and_repairs_the_slow_rank(
 ) -> None:
     for name, value in {**forking(), **VARIABLES, "TUTORIAL_DIR": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
-    # Create a clone in which the trainer's ranks are forked. The corpus is smaller than usual.
+    # Create a copy of the project in which the trainer forks its ranks. Use a smaller corpus, so
+    # that the test is faster.
     (tmp_path / "clone" / "examples").mkdir(parents=True)
     for path in (ROOT / "megatron", ROOT / "pretrain_gpt.py", NODES / "sitecustomize.py"):
         (tmp_path / "clone" / path.name).symlink_to(path)

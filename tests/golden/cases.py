@@ -1,8 +1,8 @@
-"""Defines jobs and commands that read golden files and must give golden results.
+"""Defines jobs and commands that read golden files, and whose results must not change.
 
-The files were created by version 0.1, before its folders were rearranged. They stay unchanged as
-long as the package can read them. If a file format changes on purpose, new files are added next to
-the old files.
+Golden files were written by an earlier version of this package (0.1, before its folders were
+rearranged). They are kept unchanged as long as the package can read them. If a file format is
+changed on purpose, new files are added in addition to the old ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.multiprocess.launch import ROOT, run_ranks
 
 FILES = Path(__file__).with_name("files")
 SCRIPT = Path(__file__).with_name("script.py")
-LIMIT_S = 60.0  # This is the timeout of one job in seconds.
+LIMIT_S = 60.0  # This is the timeout of a job in seconds.
 SHAPE = (
     "--num-layers 4 --hidden-size 8 --ffn-hidden-size 16 --num-attention-heads 2 --seq-length 8 "
     "--max-position-embeddings 8 --vocab-size 31 --make-vocab-size-divisible-by 8"
@@ -45,16 +45,17 @@ SHARDED = "--bf16 --use-distributed-optimizer"
 
 CORPUS = "data corpus --output-dir corpus --vocab-size 300 --max-bytes 4000 --workers 1".split()
 
-# A run with this number of ranks and these flags loads the checkpoint.
+# For each golden checkpoint, these are the number of ranks and the flags of the run that loads it.
 RESUMED = {
     "single": (2, CHUNKS),
     "chunks": (1, ""),
     "v-split": (2, f"{PP2} --partition 3-1 --pipeline-schedule 1f1b"),
     "async": (1, FP16),
-    "local": (2, PP2),  # The disks of the nodes contain checkpoint parts for the same ranks.
+    # Each node's disk contains checkpoint parts of the same ranks as in this run.
+    "local": (2, PP2),
     "distributed": (1, SHARDED),
 }
-# These runs start from scratch.
+# These runs do not load a checkpoint, but most of them read other golden files.
 RUNS = {
     "run-single": (1, MOCK),
     "run-1f1b": (2, f"{MOCK} {PP2} --pipeline-schedule 1f1b"),
@@ -72,8 +73,8 @@ RUNS = {
         "--merge-file corpus/merges.txt --split 100,0,0",
     ),
 }
-# Each job needs a fixed partition. Otherwise, measured times would determine where the model is
-# cut, and the order of sums would vary.
+# All jobs need a fixed partition. Otherwise, the model would be partitioned by measured times, and
+# sums would be computed in a different order each time.
 PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline-run": (
         2,
@@ -104,7 +105,7 @@ ELASTIC_SCRIPT = {"report_dir": "report-elastic", "pipeline": {}, "loop": {"save
 
 ARGUMENTS = f"{SHAPE} --fp16"
 PLAN = ["plan", "--global-batch-size", "4", "--json", "--top", "2"]
-# The output of each of these commands depends on the golden files.
+# The output of these commands depends on golden files.
 ANSWERS: dict[str, list[str]] = {
     "trace": ["trace", "runs/golden", "--format", "perfetto", "--output-dir", "drawn", "--json"],
     "trace-of-several-clocks": [
@@ -150,14 +151,14 @@ ANSWERS: dict[str, list[str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Program that runs on one or more ranks.
+    """Program that runs on one or more ranks in a test.
 
     Attributes:
-        name: Name of the job. The ranks write their output to ``<name>.txt`` in the folder of the
+        name: Name of the job. All ranks write their output to ``<name>.txt`` in the folder of the
             run.
         ranks: Number of processes.
-        flags: Flags of the trainer. If they are empty, the job runs ``script``.
-        script: Arguments of ``script.train``.
+        flags: Flags of the trainer. If empty, the job runs ``script.py`` instead.
+        script: Arguments of the function ``train`` in ``script.py``.
     """
 
     name: str
@@ -167,10 +168,11 @@ class Job:
 
 
 def run_jobs(folder: Path, jobs: Sequence[Job]) -> dict[str, tuple[int | None, str]]:
-    """Runs ``jobs`` one after another in ``folder``. Relative paths refer to this folder.
+    """Runs ``jobs`` one after another in ``folder``, which is their working directory.
 
     Returns:
-        Exit status (of the first rank that failed, or 0) and output of all ranks, by job name.
+        For each job name, the exit status (of the first rank that failed, or 0) and the output of
+        all ranks.
     """
     said = {}
     for job in jobs:
@@ -185,7 +187,7 @@ def run_jobs(folder: Path, jobs: Sequence[Job]) -> dict[str, tuple[int | None, s
 
 
 def machine() -> dict[str, str]:
-    """Returns those properties of this machine that affect sums of floating-point numbers."""
+    """Returns the properties of this machine on which sums of floating-point numbers depend."""
     import torch
 
     facts = {
@@ -194,19 +196,19 @@ def machine() -> dict[str, str]:
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "vendor": _vendor(),
     }
-    if "MKL_CBWR" in os.environ:  # This variable selects the instructions that MKL uses.
+    if "MKL_CBWR" in os.environ:  # This variable selects the processor instructions that MKL uses.
         facts["mkl"] = os.environ["MKL_CBWR"]
     return facts
 
 
 def _vendor() -> str:
-    """Returns the vendor of the processor, which determines the kernels that MKL uses."""
+    """Returns the vendor of the processor, because MKL chooses its kernels by vendor."""
     match = re.search(r"vendor_id\s*: (\S+)", Path("/proc/cpuinfo").read_text())
     return match.group(1) if match else ""
 
 
 def extract(path: Path, folder: Path) -> None:
-    """Unpacks the archive at ``path`` into ``folder``."""
+    """Unpacks the archive ``path`` into ``folder``."""
     with tarfile.open(path) as packed:
         packed.extractall(folder, filter="data")
 
@@ -215,14 +217,15 @@ def unpack(folder: Path) -> None:
     """Unpacks all golden files into ``folder``."""
     for path in sorted(FILES.glob("*.tar.xz")):
         extract(path, folder)
-    # The parts on a node's disk are identified by the name and the path of the shared folder.
+    # Rename the folder of checkpoint parts on the node's disk. Its name depends on the path of the
+    # shared folder.
     path = hashlib.sha256(str((folder / "shared").resolve()).encode()).hexdigest()[:8]
     (folder / "disk").mkdir()
     (folder / "local").rename(folder / "disk" / f"shared-{path}")
 
 
 def run_jobs_of(runs: Mapping[str, tuple[int, str]]) -> list[Job]:
-    """Returns jobs for ``runs``. Each job writes its progress to a folder that has its name."""
+    """Returns a job for each of ``runs``, which writes its progress to a folder named after it."""
     return [
         Job(name=name, ranks=ranks, flags=f"{flags} --progress-dir report-{name}")
         for name, (ranks, flags) in runs.items()
@@ -230,7 +233,7 @@ def run_jobs_of(runs: Mapping[str, tuple[int, str]]) -> list[Job]:
 
 
 def resume_jobs() -> list[Job]:
-    """Returns a job for each checkpoint of the trainer. The job continues from the checkpoint."""
+    """Returns a job for each golden checkpoint of the trainer, which continues from it."""
     runs = {}
     for name, (ranks, flags) in RESUMED.items():
         more = f"--load {name} --exit-on-missing-checkpoint --trust-checkpoint"
@@ -250,7 +253,7 @@ def pipeline_jobs() -> list[Job]:
 
 
 def figures(folder: Path, jobs: Sequence[Job]) -> dict[str, Any]:
-    """Returns the losses, gradient norms and learning rates of ``jobs`` without rounding."""
+    """Returns the exact losses, gradient norms and learning rates of ``jobs``, by job name."""
     results: dict[str, Any] = {}
     for job in jobs:
         reports = folder / f"report-{job.name}"
@@ -276,23 +279,26 @@ def figures(folder: Path, jobs: Sequence[Job]) -> dict[str, Any]:
 
 
 def elastic_words(checkpoints: str, total: int) -> list[str]:
-    """Returns the command of an elastic job that runs the script until step ``total``."""
+    """Returns the arguments of the command that runs ``script.py`` as an elastic job.
+
+    The script trains until step ``total``, and saves its checkpoints in ``checkpoints``.
+    """
     script = json.dumps({**ELASTIC_SCRIPT, "total": total})
     command = ["train", "elastic", "--machines", "machines.txt", "--checkpoint", checkpoints]
     return [*command, str(SCRIPT), script]
 
 
 def elastic_figures(folder: Path) -> dict[str, Any]:
-    """Returns the last results of the job that :func:`elastic_words` describes."""
+    """Returns the results of the job that :func:`elastic_words` describes, from its last start."""
     report: dict[str, Any] = json.loads((folder / "report-elastic" / "rank-0.json").read_text())
     return report
 
 
 def command(arguments: Sequence[str]) -> tuple[int, str, str]:
-    """Runs ``python -m megatron.adaptive`` with ``arguments`` in this process.
+    """Runs ``python -m megatron.adaptive`` with ``arguments``, but in this process.
 
     Returns:
-        Exit status, standard output, and standard error.
+        Exit status, standard output and standard error.
     """
     from megatron.adaptive.__main__ import main
 
@@ -307,10 +313,11 @@ def command(arguments: Sequence[str]) -> tuple[int, str, str]:
 
 
 def answer(name: str) -> Any:
-    """Runs the command ``name`` of :data:`ANSWERS` in the current folder, with the golden files.
+    """Runs the command ``name`` of :data:`ANSWERS` in the current folder of golden files.
 
     Returns:
-        Output without parts that depend on the time or the folder. It is parsed if it is JSON.
+        The parsed output if it is JSON, or otherwise its lines. Parts that depend on the time or
+        the folder are removed.
     """
     status, output, errors = command(ANSWERS[name])
     assert status == 0, errors
@@ -325,6 +332,6 @@ def answer(name: str) -> Any:
     if ANSWERS[name][:2] == [
         "job",
         "submit",
-    ]:  # The remaining lines of the script do not depend on the golden files.
+    ]:  # The other lines of the batch script do not depend on golden files.
         lines = [line for line in lines if line.startswith("#SBATCH")]
     return lines

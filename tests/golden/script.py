@@ -21,7 +21,7 @@ WORDS, WIDTH, BATCH, LENGTH = 11, 8, 8, 4
 
 
 class Net(torch.nn.Module):
-    """Model with three blocks, dropout, a buffer, and an embedding that both ends use."""
+    """Model with three blocks, dropout, a buffer, and weights that embedding and head share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Net(torch.nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Returns the mean loss of ``tokens``, which have shape ``[B, S] int64``."""
+        """Returns the mean loss of ``tokens``, which are int64 numbers of the shape ``[B, S]``."""
         x = self.embedding(tokens)
         for block, cut in zip(self.blocks, self.cuts, strict=True):
             x = cut(x + functional.dropout(torch.tanh(block(x)), 0.1, self.training))
@@ -41,14 +41,14 @@ class Net(torch.nn.Module):
 
 
 def batch_of(step: int) -> dict[str, torch.Tensor]:
-    """Returns the samples of the step ``step``. They depend only on ``step``."""
+    """Returns the samples of step ``step``, which are the same in every call."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(WORDS, (BATCH, LENGTH + 1), generator=generator)
     return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
 
 
 def checksum(tensor: torch.Tensor) -> str:
-    """Returns a checksum of the bytes of ``tensor``."""
+    """Returns a short checksum of the bytes of ``tensor``."""
     return hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()[:16]
 
 
@@ -65,13 +65,11 @@ def train(
 
     Args:
         report_dir: Folder for the results.
-        total: Number of steps of the whole training run.
-        pipeline: Additional arguments of the Pipeline.
-        loop: Arguments of ``Pipeline.loop``. If ``loop`` is ``None``, the script itself counts the
-            steps.
-        load: Folder of checkpoints from which training continues. This requires that ``loop`` is
-            ``None``.
-        save: Folder for a checkpoint after the last step. This requires that ``loop`` is ``None``.
+        total: Number of steps of the whole training, including earlier runs.
+        pipeline: Additional arguments of ``Pipeline``.
+        loop: Arguments of ``Pipeline.loop``, or ``None`` if the script counts the steps itself.
+        load: Folder of the checkpoints to continue from. It must be empty if ``loop`` is given.
+        save: Folder for a checkpoint after the last step. It must be empty if ``loop`` is given.
     """
     torch.manual_seed(1)
     shared = [["embedding.weight", "head.weight"]]

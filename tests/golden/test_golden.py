@@ -1,4 +1,4 @@
-"""Tests that the current code can read files that earlier code has written (see ``cases.py``)."""
+"""Tests that the current code can read files that earlier code wrote (see ``cases.py``)."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from typing import Any
 
 import pytest
 
-# Modules of the package read these files. Its commands read all other files.
+# The test reads one kind of file with this module, and all other files with commands of the
+# package.
 from megatron.adaptive.planner.measured_module import MeasuredModule
 from tests.multiprocess.launch import forking
 
 from . import cases
 from .cases import LIMIT_S, Job, run_jobs
 
-# The file contains the results of the same runs on several machines. On any other machine, results
-# are compared with those of the first machine, with a tolerance.
+# This file contains results of the same runs on several machines. On a machine that is not listed,
+# results are compared with those of the first machine, with a tolerance.
 MACHINES: list[dict[str, Any]] = json.loads((cases.FILES / "expected.json").read_text())
 EXPECTED = next(
     (answers for answers in MACHINES if answers["machine"] == cases.machine()), MACHINES[0]
 )
 ANSWERS: dict[str, Any] = json.loads((cases.FILES / "answers.json").read_text())
-# The order of sums depends on the processor and on the version of torch. So results may differ by
-# this relative tolerance.
+# This is a relative tolerance. The order in which numbers are summed depends on the processor and
+# the version of torch, so results may differ slightly.
 NEAR = 1e-5
 NEWER = "newer"
 REFUSED = {
@@ -54,7 +55,7 @@ REFUSED_PIPELINE = Job(
         "load": f"{NEWER}-pipeline-1",
     },
 )
-# These jobs read files whose version is too new.
+# These jobs read files of a version that is too new, and must reject them.
 REFUSED_BY_RANKS = {
     f"{NEWER}-single/iter_0000002": "refused-checkpoint",
     f"{NEWER}-pipeline-1/step_00000003": "refused-pipeline",
@@ -65,7 +66,7 @@ REFUSED_BY_RANKS = {
 
 
 def change(path: Path, key: str) -> Path:
-    """Copies a JSON file, increases the version ``key`` in the copy, and returns the new path."""
+    """Copies a JSON file, increases its version ``key``, and returns the path of the copy."""
     copy = path.with_name(f"{NEWER}-{path.name}")
     shutil.copy(path, copy)
     raise_version(copy, key)
@@ -80,7 +81,7 @@ def raise_version(path: Path, key: str, by: int = 1) -> None:
 
 @pytest.fixture(scope="module")
 def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder with all golden files, and with copies whose version is in the future."""
+    """Returns a folder with all golden files, and with copies of some that have a later version."""
     folder = tmp_path_factory.mktemp("golden")
     cases.unpack(folder)
     for name in ("single", "pipeline-1", "corpus"):
@@ -98,7 +99,7 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(golden: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Enters the folder of golden files, without a launcher's environment variables."""
+    """Changes to the folder of golden files, and removes environment variables of launchers."""
     monkeypatch.chdir(golden)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
@@ -107,7 +108,7 @@ def here(golden: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture(scope="module", autouse=True)
 def node() -> Iterator[None]:
-    """Sets the name of the node on whose disk the golden checkpoint parts were written."""
+    """Sets the name of the node whose disk contains the golden checkpoint parts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TESTS_ALL_MOCK_DATA", "1")
         patch.setenv("MEGATRON_ADAPTIVE_NODE", "node-a")
@@ -116,7 +117,7 @@ def node() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def ran(golden: Path) -> tuple[dict[str, tuple[int | None, str]], dict[str, Any]]:
-    """Returns the output of all jobs, and the results of jobs that must succeed."""
+    """Runs all jobs. Returns their output, and the results of the jobs that succeeded."""
     jobs = [*cases.run_jobs_of(cases.RUNS), *cases.resume_jobs(), *cases.pipeline_jobs()]
     said = run_jobs(golden, [*jobs, *cases.run_jobs_of(REFUSED), REFUSED_PIPELINE])
     done = [job for job in jobs if said[job.name][0] == 0]
@@ -124,9 +125,9 @@ def ran(golden: Path) -> tuple[dict[str, tuple[int | None, str]], dict[str, Any]
 
 
 def same(results: Any, expected: Any) -> None:
-    """Checks that results equal ``expected`` on the same kind of machine, or almost equal it.
+    """Checks that ``results`` equal ``expected``, or almost equal it on an unlisted machine.
 
-    Checksums of loaded data must be equal on all machines.
+    Checksums of loaded data must be equal in any case.
     """
     if results == expected:
         return
@@ -173,17 +174,17 @@ def test_ranks_refuse_a_version_to_come(ran: Any, path: str) -> None:
 def test_a_command_reads_what_it_read(here: Path, name: str) -> None:
     expected = dict(ANSWERS[name]) if isinstance(ANSWERS[name], dict) else ANSWERS[name]
     if name == "status":
-        # The job is older than --progress-dir. It has written only logs, from which progress is no
-        # longer read.
+        # This job ran when progress was only written to logs. Progress is no longer read from logs.
         for figure in "iteration iterations iteration_ms tokens_per_s is_over effective".split():
             del expected[figure]
     alike(cases.answer(name), expected, name)
 
 
 def alike(actual: Any, expected: Any, where: str) -> None:
-    """Checks that values from JSON are equal except for rounding errors, at the path ``where``."""
+    """Checks that JSON values are equal except for rounding. ``where`` is shown in errors."""
     if isinstance(expected, dict) and isinstance(actual, dict):
-        assert set(actual) >= set(expected), where  # Later versions may add keys.
+        # Later versions may add keys, so only the expected keys are compared.
+        assert set(actual) >= set(expected), where
         for key, value in expected.items():
             alike(actual[key], value, f"{where}.{key}")
     elif isinstance(expected, list) and isinstance(actual, list):
@@ -238,14 +239,14 @@ def test_a_node_reads_the_settings_that_were_submitted(here: Path) -> None:
     path.write_text(path.read_text().replace("HERE", str(here)))
     status, _, errors = cases.command(["job", "node", "slurm", str(path), "logs/none"])
     assert status == 2
-    # The command prints this message after all checks of settings.
+    # The command has read the settings without an error, because this check comes after all others.
     assert "must be started by srun" in errors
 
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_a_job_that_changes_its_shape_goes_on(golden: Path) -> None:
-    """Checks that a job uses the checkpoint, the measured model, the state and the lease."""
+    """Checks that a job resumes with golden files: checkpoint, measured model, state and lease."""
     done = subprocess.run(
         [sys.executable, "-m", "megatron.adaptive", *cases.elastic_words("elastic-script", 5)],
         cwd=golden,
@@ -259,7 +260,7 @@ def test_a_job_that_changes_its_shape_goes_on(golden: Path) -> None:
     same(cases.elastic_figures(golden), EXPECTED["runs"]["elastic-script"])
     state = json.loads((golden / "elastic-script" / "elastic" / "state.json").read_text())
     assert [epoch["epoch"] for epoch in state["earlier"]] == [1, 2]
-    # The job must not measure the model again.
+    # If the job had measured the model again, it would have a second entry with another reason.
     assert [epoch["reason"] for epoch in state["epochs"]] == ["start"]
     assert [epoch["resumed_iteration"] for epoch in state["epochs"]] == [3]
     assert list((golden / "elastic-script" / ".lease").glob("claim-*.json"))
@@ -279,8 +280,8 @@ def newer_trace(folder: Path) -> Path:
 
 
 Make = Callable[[Path], Path]
-# Each entry contains a function that writes a file of a later version, a command that reads this
-# file, and the version of the file.
+# Each value contains a function that writes a file of a later version, a command that must reject
+# this file, and the version of the file.
 REFUSED_BY_COMMANDS: dict[str, tuple[Make, list[str], int]] = {
     "trace": (newer_trace, ["trace", f"{NEWER}-traces", "--json"], 3),
     "plan by the trainer": (

@@ -1,4 +1,4 @@
-"""Provides fixtures that build a trainer, or parts of a model, in one process."""
+"""Provides fixtures that build a trainer or parts of a model in one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL = (
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    """Initializes the parallel state of megatron-core for a job with one process."""
+    """Initializes megatron-core's parallel state for a job with one process."""
     from megatron.core import parallel_state, tensor_parallel
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -34,7 +34,7 @@ def one_rank() -> Iterator[None]:
 
 @pytest.fixture
 def build() -> Iterator[Callable[..., list[Any]]]:
-    """Yields a function that builds the chunks of one rank in a pipeline with several ranks."""
+    """Yields a function that builds a rank's chunks, although there is only one process."""
     from megatron.core import parallel_state
 
     from megatron.adaptive import accelerator

@@ -1,4 +1,4 @@
-"""Compares attention with torch's kernels with attention that computes all scores."""
+"""Compares attention that uses kernels of torch with attention that computes all scores."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron.adaptive.gpt.attention import Documents, LocalAttention  # noqa: E
 
 HEADS, WIDTH = 4, 16
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float64: 1e-12}
-"""Maximum difference between numbers near 1, a few units in the last place of each dtype."""
+"""Maximum difference between equal results near 1: a few rounding errors of each dtype."""
 
 
 def make_attention(backend: str, **settings: Any) -> LocalAttention:
@@ -44,9 +44,9 @@ def make_attention(backend: str, **settings: Any) -> LocalAttention:
 def make_inputs(
     dtype: torch.dtype, *, length: int = 12, samples: int = 2, groups: int = HEADS, values: int = 16
 ) -> list[torch.Tensor]:
-    """Returns random queries, keys and values of ``dtype``, with shapes ``[s, b, heads, width]``.
+    """Returns random queries, keys and values of ``dtype`` with shape ``[s, b, heads, width]``.
 
-    The sequences have ``length`` tokens. ``samples`` is the number of sequences, ``groups`` is the
+    ``length`` is the number of tokens, ``samples`` is the number of sequences, ``groups`` is the
     number of heads of keys and values, and ``values`` is the width of values.
     """
     generator = torch.Generator().manual_seed(3)
@@ -75,14 +75,14 @@ def assert_same(first: list[torch.Tensor], second: list[torch.Tensor]) -> None:
 
 
 def by_kernel(monkeypatch: pytest.MonkeyPatch, kernel: Kernel, *, shares: bool = False) -> None:
-    """Makes all attention layers use the kernel ``kernel``, as they would on a GPU.
+    """Makes all attention layers use the given ``kernel``, as they would on a GPU.
 
-    If ``shares`` is true, the kernel accepts fewer heads of keys than heads of queries.
+    If ``shares`` is true, the kernel accepts fewer heads of keys than of queries.
     """
 
     def choose(case: AttentionCase) -> Kernel:
-        # Instead of the masked kernel, packed rows use the causal kernel for each document
-        # separately.
+        # For packed rows, the masked kernel is not used. Instead, the causal kernel runs for each
+        # document.
         return Kernel.CAUSAL if kernel is Kernel.MASKED and case.is_packed else kernel
 
     monkeypatch.setattr(attention, "kernel_for", choose)
@@ -101,7 +101,7 @@ def packed_by_documents(
     scale: float,
     window_size: tuple[int, int],
 ) -> torch.Tensor:
-    """Implements ``varlen_attn`` as torch documents it. torch's kernel exists only for GPUs."""
+    """Imitates torch's ``varlen_attn`` as it is documented, because it exists only for GPUs."""
     assert ends.dtype is other_ends.dtype is torch.int32
     bounds = ends.tolist()
     assert longest == other_longest == max(b - a for a, b in itertools.pairwise(bounds))
@@ -120,7 +120,7 @@ def packed_by_documents(
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 class TestEqual:
-    """Compares the outputs and the gradients of all variants that the kernels support."""
+    """Checks that kernels give equal outputs and gradients for all variants of attention."""
 
     @pytest.mark.parametrize("groups", [HEADS, 2, 1])
     @pytest.mark.parametrize("length", [1, 7, 12])
@@ -283,12 +283,12 @@ def test_dropout_of_a_kernel_draws_from_the_generator_for_split_tensors(
     module.eval()
     whole = module(*inputs)
     assert torch.equal(whole, module(*inputs))
-    # The mean of 400 random draws is close to the expectation.
+    # The mean over 400 random dropout masks must be close to the output without dropout.
     assert (mean - whole).abs().mean() < 3 * (first - whole).abs().mean() / 20
 
 
 def test_models_of_one_process_take_different_kernels(build: Callable[..., list[Any]]) -> None:
-    """Checks that a process can build models that need different environment variables."""
+    """Checks that models with different attention backends can be built in one process."""
     kinds = {}
     for name in ("fused", "unfused", "auto"):
         (chunk,) = build(f"--attention-backend {name} --transformer-impl local")
@@ -299,7 +299,7 @@ def test_models_of_one_process_take_different_kernels(build: Callable[..., list[
 
 
 def kept_bytes(run: Callable[[], torch.Tensor]) -> int:
-    """Returns the size in bytes of all memory that the backward pass of ``run()`` will read."""
+    """Returns the size in bytes of all memory that ``run()`` keeps until its backward pass."""
     kept: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ Weights = Callable[..., dict[str, torch.Tensor]]
 
 @pytest.fixture
 def weights(build: Callable[..., list[Any]]) -> Weights:
-    """Returns a function that builds a rank's only chunk and returns its parameters by name."""
+    """Returns a function that builds a rank's only chunk, and returns its parameters by name."""
 
     def run(flags: str = "", pp_rank: int = 0, ranks: int = 1) -> dict[str, torch.Tensor]:
         (chunk,) = build(f"--init-method-std 0.5 {flags}", pp_rank, ranks)
@@ -60,7 +60,8 @@ def test_draws_follow_seed_layer_and_number() -> None:
     assert draws(1, 3) == draws(1, 3)
     numbers = [*draws(1, 3), *draws(1, 4), *draws(2, 3), *draws(1, None)]
     assert len(set(numbers)) == len(numbers)
-    # A later chunk continues to count the weights that are outside of layers.
+    # If a second chunk has weights outside of layers, it continues the numbering of the first
+    # chunk.
     assert draws(1, None, outside=1) == draws(1, None, count=3)[1:]
     assert draws(1, None)[0] not in draws(1, 0)
 
@@ -104,7 +105,7 @@ def test_parts_of_the_model(
     ],
 )
 def test_layers_lie_as_the_partition_says(flags: str, world_size: int, layout: str) -> None:
-    """Checks that the layout lists the layers of each chunk, from the first to the last rank."""
+    """Checks which layers each chunk has. Chunks are listed from the first to the last stage."""
     core = core_config(flags, world_size)
     ranks = core.pipeline_model_parallel_size
     built = core.pipeline_model_parallel_layout.layout
@@ -114,7 +115,7 @@ def test_layers_lie_as_the_partition_says(flags: str, world_size: int, layout: s
 
 
 class Identity(torch.nn.Module):
-    """Replaces a chunk of the pipeline. Returns its input unchanged."""
+    """Imitates a model chunk, but returns its input unchanged."""
 
     def __init__(self, *, first: bool, last: bool) -> None:
         super().__init__()
@@ -126,7 +127,7 @@ class Identity(torch.nn.Module):
 
 @pytest.mark.parametrize("flag", ["--fp16", "--bf16"])
 def test_only_the_ends_of_the_pipeline_convert(flag: str) -> None:
-    """Checks that only the first stage and the last stage convert dtypes in a V."""
+    """Checks that only the first stage and the last stage convert between dtypes."""
     core = core_config(
         f"{flag} --pipeline-model-parallel-size 2 --model-chunks 2 --pipeline-placement v", 2
     )
@@ -161,7 +162,7 @@ def test_settings_reach_megatron_core() -> None:
 
 @pytest.fixture
 def fusions(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Returns a function that makes a configuration for a GPU with Transformer Engine."""
+    """Returns a function that makes a model configuration for a GPU with Transformer Engine."""
 
     def run(flags: str = "", *, apex: bool, engine_rotates: bool = True) -> Any:
         monkeypatch.setattr(parallel_layers, "_grad_accum_fusion_available", apex)
@@ -181,7 +182,7 @@ def fusions(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., An
 def test_gradient_accumulation_is_fused_only_where_its_kernels_are(
     apex: bool, fusions: Callable[..., Any]
 ) -> None:
-    """Checks that the fusion is turned off without apex, because the output layer rejects it."""
+    """Checks that gradient accumulation is fused only with apex, which has the kernel for it."""
     core = fusions(apex=apex)
     assert core.gradient_accumulation_fusion == apex
     layer = ColumnParallelLinear(
@@ -202,7 +203,7 @@ def test_rotation_is_fused_only_where_its_kernel_is(fusions: Callable[..., Any])
 def test_apex_norms_no_model_that_it_refuses(
     flags: str, build: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that a model with RMSNorm can be built with apex but without Transformer Engine."""
+    """Checks that a model with RMSNorm can be built with apex, whose norm does not support it."""
     monkeypatch.setattr(local_layers, "LayerNormImpl", FusedLayerNorm)
     (chunk,) = build(f"--normalization RMSNorm {flags}")
     norms = [module for name, module in chunk.named_modules() if name.endswith("layernorm")]
@@ -212,7 +213,7 @@ def test_apex_norms_no_model_that_it_refuses(
 def test_grouped_products_without_their_package_are_refused(
     build: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Only releases before 0.17 use this package. For later releases, test_releases trains experts.
+    # Releases since 0.17 do not use this package. For these releases, test_releases trains experts.
     name = "megatron.core.transformer.moe.grouped_gemm_util"
     grouped_gemm_util = pytest.importorskip(name, reason="this megatron-core needs no grouped_gemm")
     flags = "--bf16 --disable-bias-linear --num-experts 2 --moe-grouped-gemm"
@@ -231,7 +232,7 @@ def test_outputs_are_freed_only_where_sends_keep_them(schedule: str, chunks: int
     core = core_config(flags, world_size=2)
     assert core.deallocate_pipeline_outputs == (schedule != "megatron")
     if chunks > 1:
-        # gloo would confuse two messages between the same ranks if they were sent in a batch.
+        # If two messages between the same ranks were sent in a batch, gloo would confuse them.
         assert not core.batch_p2p_comm
         assert core.overlap_p2p_comm
 

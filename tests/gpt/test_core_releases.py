@@ -1,4 +1,4 @@
-"""Tests functions whose arguments or results differ between megatron-core releases."""
+"""Tests functions whose parameters or results differ between releases of megatron-core."""
 
 from __future__ import annotations
 

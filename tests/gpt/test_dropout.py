@@ -1,4 +1,4 @@
-"""Tests that dropout depends only on the step, the microbatch and the layer."""
+"""Tests that dropout depends only on the seed, the step, the microbatch and the layer."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ TRACKED = "model-parallel-rng"
 
 
 def draw() -> tuple[float, float]:
-    """Returns a random number for replicated tensors, and one for tensors that are split."""
+    """Returns two random numbers: one for replicated tensors, and one for split tensors."""
     replicated = float(torch.rand((), device=accelerator.current_device()))
     with tensor_parallel.get_cuda_rng_tracker().fork():
         return replicated, float(torch.rand((), device=accelerator.current_device()))
 
 
 class Drawing(TransformerLayer):  # type: ignore[misc]
-    """Multiplies its input by random numbers, and stores these numbers."""
+    """Layer that multiplies its input by random numbers, and stores these numbers."""
 
     def __init__(self, number: int, *, forks: bool = True) -> None:
         torch.nn.Module.__init__(self)
@@ -48,7 +48,7 @@ Draws = Callable[..., Numbers]
 
 @pytest.fixture
 def draws(one_rank: None) -> Draws:
-    """Returns a function that draws random numbers in a layer. Layer 0 means outside of layers."""
+    """Returns a function that draws random numbers in a layer, or outside of layers for layer 0."""
 
     def run(layer: int = 2, seed: int = 5, step: int = 3, microbatch: int = 2) -> Numbers:
         keys = DropoutKeys(seed, enabled=True)
@@ -68,7 +68,7 @@ def test_a_seed_tells_its_key() -> None:
     seeds = [_stir(key) for key in keys]
     assert [_settle(seed) for seed in seeds] == keys
     assert all(0 <= seed < 1 << 64 for seed in seeds)
-    # A generator on a CPU uses only the lower half of a seed, so these halves must differ.
+    # Random generators on a CPU use only the lower 32 bits of a seed, so these bits must differ.
     assert len({_stir(step << 40) % (1 << 32) for step in range(1000)}) == 1000
 
 
@@ -153,7 +153,7 @@ def test_in_evaluation_layers_leave_the_generators_alone() -> None:
 def test_layers_within_a_fork_stay_on_the_generator_for_split_tensors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Checks that ranks with different parts of a sequence drop different elements."""
+    """Checks that a layer called within a fork of the generator draws the same when recomputed."""
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 1)
     keys, plain, layer = DropoutKeys(5, enabled=True), Drawing(3), Drawing(3, forks=False)
     keys.attach([plain, layer])
@@ -164,7 +164,8 @@ def test_layers_within_a_fork_stay_on_the_generator_for_split_tensors(
         output = tensor_parallel.checkpoint(layer, False, hidden)
     keys.apply(step=1, microbatch=1)
     before = torch.get_rng_state()
-    # The fork has ended, so its generator is not used when the backward pass recomputes the layer.
+    # The fork has ended before the backward pass recomputes the layer. The layer must still use the
+    # generator for split tensors.
     output.backward()
     assert layer.drawn == [plain.drawn[0][1:]] * 2
     assert torch.equal(torch.get_rng_state(), before)

@@ -1,4 +1,4 @@
-"""Compares the formula for FLOPs with the matrix multiplications of megatron-core's model."""
+"""Compares the formula for FLOPs with the matrix products that megatron-core's model runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def settings(flags: str = "", base: str = SMALL, world_size: int = 1) -> Trainer
 
 
 def counted_flops(cfg: TrainerConfig) -> float:
-    """Returns the FLOPs per token that the real model of ``cfg`` runs in both passes."""
+    """Returns the FLOPs per token of a forward and a backward pass of the model of ``cfg``."""
     from torch.utils.flop_counter import FlopCounterMode
 
     from megatron.adaptive import accelerator
@@ -41,7 +41,7 @@ def counted_flops(cfg: TrainerConfig) -> float:
     device = accelerator.detect(0, backend="gloo")
     core = transformer_config(cfg, device)
     (chunk,) = build_chunks(cfg, core, device, placement_of(cfg), PADDED_VOCAB_SIZE)
-    # Use evaluation mode, because in training mode, the model also stores losses for the log.
+    # Use evaluation mode, because the model would otherwise store losses for the log.
     model: Any = chunk.eval()
     tokens = torch.arange(length)[None]
     mask = torch.ones(length, length).triu(1).bool()[None, None]
@@ -71,7 +71,8 @@ def counted_flops(cfg: TrainerConfig) -> float:
 def test_equals_the_real_models_matrix_products(flags: str) -> None:
     cfg = settings(flags)
     model = cfg.model
-    # The attention without a fused kernel also computes the scores that the causal mask discards.
+    # Without a fused kernel, attention also computes the scores that the causal mask removes. These
+    # are half of all scores.
     masked_scores = model.num_attention_heads * model.kv_channels * model.seq_length
     masked_half = 6 * (model.num_layers + (model.mtp_num_layers or 0)) * masked_scores
     assert flops_per_token(cfg) + masked_half == counted_flops(cfg)
@@ -82,7 +83,8 @@ def test_is_six_per_parameter_of_a_large_model_with_short_sequences() -> None:
         "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 1 "
         "--max-position-embeddings 1"
     )
-    # This number does not include the embeddings, as in the GPT-3 paper.
+    # This is the number of parameters without the embeddings. The GPT-3 paper counts in the same
+    # way.
     parameters = 12 * 96 * 12288**2
     assert flops_per_token(cfg) / (6 * parameters) == pytest.approx(1, rel=1e-3)
 
@@ -98,7 +100,7 @@ def test_counts_the_vocabulary_but_no_recomputation() -> None:
 def test_asks_the_tokenizer_for_its_vocabulary(corpus: Corpus, tmp_path: Path) -> None:
     def with_files(vocab: Path) -> TrainerConfig:
         files = f"--vocab-file {vocab} --merge-file {corpus.merge_file}"
-        # Round up to 401 tokens, because the corpus has only 400 tokens.
+        # The corpus has 400 tokens, so the size of the vocabulary is rounded up to 401.
         flags = "--make-vocab-size-divisible-by 401"
         return settings(flags, SMALL.replace("--vocab-size 127", files))
 
@@ -127,5 +129,5 @@ def test_work_of_unlike_layers_counts_what_they_do() -> None:
     )
     first, rest = stage_work(cfg, 1)  # The first and the third of the four layers have experts.
     assert first > 1
-    # The last stage also computes the logits, for a vocabulary with one token.
+    # The last stage also computes the logits, but the vocabulary has only one token.
     assert rest == pytest.approx(first + 2, abs=0.01)

@@ -1,4 +1,4 @@
-"""Tests the loss of a microbatch."""
+"""Tests how the loss of a microbatch is computed."""
 
 from __future__ import annotations
 

@@ -53,8 +53,8 @@ def test_a_process_of_its_own_needs_no_launcher() -> None:
         ("", 4, 3),
         ("--pipeline-model-parallel-size 2", 8, 7),
         (f"{CHUNKED} loop --model-chunks 2 --partition 2-0-0-0", 4, 3),
-        # The last stage of a V with two chunks is on the first pipeline rank. If there are three
-        # chunks, it is on the last pipeline rank.
+        # If a V has two chunks, the last stage is on the first pipeline rank. If it has three
+        # chunks, the last stage is on the last pipeline rank.
         (f"{CHUNKED} v --model-chunks 2 --partition 2-0-0-0", 2, 0),
         (f"{CHUNKED} v --model-chunks 2 --partition 2-0-0-0", 4, 1),
         (f"{CHUNKED} v --model-chunks 2 --partition 2-0-0-0 --tensor-model-parallel-size 2", 8, 3),

@@ -1,4 +1,4 @@
-"""Tests which layers are in each chunk of each rank, for all placements of stages."""
+"""Tests which layers belong to each chunk of each rank, for all placements of stages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS: tuple[PlacementKind, ...] = ("loop", "v")
 
 
 def shapes() -> Iterator[tuple[Placement, tuple[int, ...]]]:
-    """Yields placements with equal and with unequal partitions, also with empty stages."""
+    """Yields pairs of a placement and the numbers of layers per stage, including empty stages."""
     draw = random.Random(1)
     for kind in KINDS:
         for ranks in (1, 2, 3, 4):
@@ -46,7 +46,7 @@ def name_of(value: object) -> str:
 def test_every_layer_is_once_in_its_stage(
     placement: Placement, layers_per_stage: tuple[int, ...]
 ) -> None:
-    """Checks that each layer is in one stage. The embedding must be first, and the loss last."""
+    """Checks that each layer is in one stage, with the embedding first and the loss last."""
     layout = PlacedLayout(placement, stages_of(layers_per_stage))
     seen: list[int] = []
     for stage, layers in enumerate(layers_per_stage):
@@ -59,7 +59,7 @@ def test_every_layer_is_once_in_its_stage(
             assert layout.get_num_layers_to_build(kind, chunk, rank) == (stage == holder)
     assert seen == list(range(sum(layers_per_stage)))
     assert not layout.validate_layer_layout(len(seen), None)
-    # Compare with the layout that megatron-core itself makes.
+    # The layout of a loop must equal the one that megatron-core computes.
     if placement.kind == "loop":
         stages = [["decoder"] * layers for layers in layers_per_stage]
         stages[0].insert(0, "embedding")

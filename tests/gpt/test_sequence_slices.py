@@ -1,4 +1,4 @@
-"""Compares training on slices of sequences with training on whole microbatches."""
+"""Checks that training with sliced sequences gives the same results as with whole microbatches."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ FUSED = "--attention-backend fused"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective"
 SPLIT = "--split-backward True"
-REL = 1e-6  # Relative tolerance for 32-bit floating-point numbers.
+REL = 1e-6  # This is the relative tolerance for 32-bit floating-point numbers.
 
 
 class Numbers(NamedTuple):
-    """Results of a training step and an evaluation."""
+    """Results of an evaluation and a training step."""
 
     evaluated: float
     loss: float
@@ -72,7 +72,7 @@ Train = Callable[[str], tuple[Run, Numbers]]
 
 @pytest.fixture
 def train() -> Iterator[Train]:
-    """Yields a function that builds a run in one process, evaluates it, and trains a step."""
+    """Yields a function that builds a run in one process, evaluates it, and trains one step."""
     runs: list[Run] = []
 
     def end() -> None:
@@ -161,8 +161,8 @@ def test_blocks_store_no_scores_with_tokens_after_them(
     slices = kept_bytes(cut)
     monkeypatch.setattr(attention, "SCORE_BLOCK", 32)
     blocks = kept_bytes(cut)
-    # Two slices store 3/4 of the scores. Eight blocks of 32 tokens store 9/16 of the scores.
-    scores = 4 * 256**2 * 4  # The scores have four heads, and 32 bits per element.
+    # Two slices store 3/4 of the scores, and eight blocks of 32 tokens store 9/16 of the scores.
+    scores = 4 * 256**2 * 4  # There are four heads, and a score takes 4 bytes.
     assert slices - blocks == pytest.approx((3 / 4 - 9 / 16) * scores, rel=0.1)
 
 
@@ -214,7 +214,8 @@ def test_16_bits_are_as_close_as_their_rounding(train: Train) -> None:
 def test_the_same_order_twice_gives_the_same_bits(train: Train) -> None:
     flags = "--attention-dropout 0.1 --hidden-dropout 0.1 --sequence-slices 4"
     _, first = train(flags)
-    _, second = train(f"{flags} {FULL}")  # Recomputed dropout must drop the same elements.
+    # When activations are recomputed, dropout must drop the same elements again.
+    _, second = train(f"{flags} {FULL}")
     assert first[:3] == second[:3]
     assert all(map(torch.equal, first.gradients, second.gradients))
 
@@ -235,13 +236,13 @@ def test_nothing_is_kept_after_a_step_and_memory_is_counted(train: Train) -> Non
     assert slices is not None
     slices.begin(0, 0)
     assert list(slices.buffers()) == []
-    # Keys and values have 3 layers, 2 samples, 256 tokens and a width of 32 elements.
+    # The keys and values of 3 layers are stored for 2 samples of 256 tokens, with a width of 32.
     assert sum(slices.kept_bytes(0, item) for item in range(8)) == 2 * 3 * 2 * 256 * 32 * 4
     forward_backward = run.forward_backward
     (cut,) = forward_backward.activation_bytes()
-    assert cut < whole  # Slices store fewer scores than a whole sequence.
-    # The memory of each slice is measured. For slices of equal length, later slices store the
-    # scores of more keys.
+    assert cut < whole  # A rank stores fewer attention scores at a time if sequences are sliced.
+    # The activation memory is measured for each slice. If all slices have the same length, later
+    # slices need more memory, because they store scores for more keys.
     run, _ = train("--sequence-slices 8 --slice-cut equal-length")
     forward_backward = run.forward_backward
     sizes = [forward_backward._meter.bytes_of(number) for number in range(8)]
@@ -252,8 +253,8 @@ def test_windows_keep_what_later_slices_see(train: Train) -> None:
     run, _ = train(f"{WINDOWS} --sequence-slices 4 --recompute-granularity selective")
     slices = run.slices
     assert slices is not None
-    # The two layers with a window store 40 of a slice's 64 tokens, and the third layer stores all
-    # tokens. Keys and values have two samples and two groups with a width of 8 elements.
+    # The two layers with a window store 40 of the 64 tokens in the slice, and the third layer
+    # stores all of them. Keys and values have two samples, and two groups with a width of 8.
     assert slices.kept_bytes(0, 0) == (2 * 40 + 64) * 2 * 2 * 16 * 4
     run, _ = train(f"{WINDOWS} --sequence-slices 4")
     assert run.slices is not None
@@ -268,7 +269,7 @@ def test_an_evaluation_drops_what_no_later_slice_sees() -> None:
         first = max(0, start - 40)
         seen, _ = kept.extend(first, start, [whole[start : start + 32]] * 2)
         assert torch.equal(seen, whole[first : start + 32])
-        # The buffers contain only the window and at most one more slice.
+        # The buffers must not contain more than the window and one slice.
         assert sum(map(len, kept.buffers)) <= 2 * (40 + 31)
 
 
@@ -278,7 +279,7 @@ def test_documents_in_one_slice_keep_nothing(train: Train) -> None:
     assert slices is not None
     assert slices.sizes is not None
     assert set(slices.sizes) == {64}
-    # If microbatches have different numbers of slices, the count is a tuple.
+    # The count is a tuple if microbatches may have different numbers of slices.
     assert isinstance(slices.count, tuple)
     positions = [place_of(item, slices.count) for item in range(len(slices.sizes))]
     tokens = [slices._cut(position.microbatch).kept_tokens(position.part) for position in positions]

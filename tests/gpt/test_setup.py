@@ -1,4 +1,4 @@
-"""Tests which parts a run has, depending on its settings and its device."""
+"""Tests which parts a run creates, depending on its settings and its device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FLAGS = f"{SMALL_GPT} --num-layers 2 --train-iters 1 --mock-data"
 def test_processes_read_data_where_they_are_asked_for_and_on_a_gpu(
     flags: str, on_cpu: int, on_gpu: int
 ) -> None:
-    """Checks that data readers are started on a GPU by default, and on a CPU if a flag is set."""
+    """Checks that data workers are used by default on a GPU, but on a CPU only if requested."""
     config = parse([*FLAGS.split(), *flags.split()], world_size=1)
     assert data_workers(config, is_cuda=False) == on_cpu
     assert data_workers(config, is_cuda=True) == on_gpu

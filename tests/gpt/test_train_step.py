@@ -1,4 +1,4 @@
-"""Tests the training and evaluation steps of a whole run in one process."""
+"""Tests training and evaluation steps of a complete run in one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Start = Callable[[str], Run]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Yields a function that closes the previous run and builds a new run of one process."""
+    """Yields a function that closes the previous run, and builds and returns a new one."""
     runs: list[Run] = []
 
     def end() -> None:
@@ -68,7 +68,8 @@ def first_weight(run: Run) -> torch.Tensor:
 def test_a_step_changes_the_weights_and_says_how(start: Start) -> None:
     run = start("--log-num-zeros-in-grad")
     before = first_weight(run).clone()
-    # Store values as an earlier model would have, under the names that all releases use.
+    # Store values as another model would have left them, under the names that the releases use. The
+    # run must remove them.
     names = ("values", "loss_values", "correct_values", "total_values")
     MTPLossLoggingHelper.tracker.update({name: torch.ones(2) for name in names})
     first, second = train(run)
@@ -82,7 +83,7 @@ def test_a_step_changes_the_weights_and_says_how(start: Start) -> None:
         assert result.grad_norm > 0
         assert result.num_zeros is not None
         assert result.num_zeros >= 0
-    # The bubble is averaged only at logged iterations.
+    # The bubble fraction is measured only in iterations that are logged.
     assert first.bubble_fraction is None
     assert second.bubble_fraction is not None
     assert 0 <= second.bubble_fraction < 1
@@ -114,7 +115,7 @@ def test_evaluation_leaves_the_weights_alone(start: Start) -> None:
         step.evaluate(make_loader(run, run.samples.valid, 0), 2, 4)["lm loss"] for _ in range(2)
     ]
     assert torch.equal(first_weight(run), before)
-    # Both losses are equal, so dropout is turned off.
+    # If dropout were active in evaluation, the two losses would differ.
     assert losses[0] == losses[1]
     assert all(parameter.grad is None for parameter in run.chunks[0].parameters())
 
@@ -164,7 +165,7 @@ REMEDIES = (
     ("fail", "kind", "said"),
     [
         (full, DeviceMemoryError, rf"{OUT_OF_MEMORY}.* Tried to allocate 2.00 GiB; {REMEDIES}"),
-        # torch reports this error with another message on a CPU.
+        # If memory is exhausted on a CPU, torch raises an error with a different message.
         (too_much, DeviceMemoryError, f"{OUT_OF_MEMORY}.*{REMEDIES}"),
         (broken, RuntimeError, "^a bug$"),
     ],

@@ -1,10 +1,12 @@
-"""Runs one of several ranks. Each repeatedly sets up a job, trains, and closes everything.
+"""Runs one rank that repeatedly sets up a job, trains, and closes everything.
 
-Usage: ``closing_rank.py RESULT FLAG ...``. In each repetition, the memory of all ranks is measured
-before and after closing. Rank 0 writes a JSON list with a pair of objects for each repetition.
-Their keys are ``allocated_bytes`` (tensors on the GPU), ``device_bytes`` (GPU memory in use by all
-programs) and ``shared_bytes`` (shared memory of the host that is mapped). Without a GPU, the first
-two are 0.
+Usage: ``closing_rank.py RESULT FLAG ...``. In each repetition, the memory use of all ranks is
+measured before and after closing. Rank 0 writes these pairs of measurements to ``RESULT`` as a JSON
+list.
+
+A measurement has the keys ``allocated_bytes`` (tensors on the GPU), ``device_bytes`` (GPU memory
+that all programs use) and ``shared_bytes`` (mapped shared memory of the host). Without a GPU, the
+first two are 0.
 """
 
 from __future__ import annotations
@@ -35,10 +37,10 @@ TIMES, STEPS = 4, 2
 
 
 def train_once(meshes: Meshes, config: TrainerConfig) -> dict[str, int]:
-    """Builds the model, channels and data for ``config``, trains some steps, and closes all of it.
+    """Builds model, channels and data for ``config``, trains a few steps, and closes everything.
 
     Returns:
-        Number of bytes that this process used before closing, by kind of memory.
+        Number of bytes that this process used before closing, for each kind of memory.
     """
     job = meshes.join(config)
     run = build_run(job)
@@ -55,7 +57,7 @@ def train_once(meshes: Meshes, config: TrainerConfig) -> dict[str, int]:
 
 
 def give_back(is_cuda: bool) -> None:
-    """Frees the GPU memory that torch caches, if ``is_cuda`` is true."""
+    """Frees GPU memory that torch caches, if ``is_cuda`` is true."""
     gc.collect()
     if is_cuda:
         torch.cuda.synchronize()
@@ -63,7 +65,7 @@ def give_back(is_cuda: bool) -> None:
 
 
 def held(is_cuda: bool) -> dict[str, int]:
-    """Returns the bytes that this process uses, and that are in use on the GPU, by kind."""
+    """Returns the number of bytes of each kind of memory, as listed in the module's docstring."""
     give_back(is_cuda)
     maps_text = Path("/proc/self/smaps").read_text(encoding="utf-8")
     sizes = {"allocated_bytes": 0, "device_bytes": 0, "shared_bytes": 0}
@@ -79,7 +81,7 @@ def held(is_cuda: bool) -> dict[str, int]:
 
 
 def meet(store: dist.Store, key: str, times: int, ranks: int) -> None:
-    """Waits until ``ranks`` ranks have each called this function ``times`` times with ``key``."""
+    """Waits until each of ``ranks`` ranks has called this function ``times`` times with ``key``."""
     store.add(key, 1)
     end_s = time.monotonic() + 60
     while store.add(key, 0) < times * ranks:
@@ -102,8 +104,7 @@ def main() -> None:
     for _ in range(TIMES):
         before = train_once(meshes, config)
         give_back(is_cuda)
-        # Wait for all ranks. Otherwise, a rank that is ahead or behind would use memory of the
-        # shared GPU during the measurement.
+        # Measure only after all ranks have closed their jobs, because they share the GPU.
         meet(store, "left", len(seen) + 1, environment.world_size)
         seen.append((before, held(is_cuda)))
         meet(store, "measured", len(seen), environment.world_size)

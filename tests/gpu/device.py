@@ -1,8 +1,8 @@
-"""Selects the device on which tests run: a GPU, or the CPU in a rehearsal.
+"""Selects the device of the tests: a GPU, or the CPU in a rehearsal.
 
-The ordinary tests train similar jobs on the CPU, so these tests are skipped without a GPU. If
-``GPU_CHECK_REHEARSAL`` is set (by ``scripts/gpu_check.sh --rehearse``), they also run on the CPU.
-This detects errors in their code before a GPU is available.
+Without a GPU, these tests are skipped, because other tests train similar jobs on the CPU. If
+``GPU_CHECK_REHEARSAL`` is set (by ``scripts/gpu_check.sh --rehearse``), they run on the CPU. This
+finds errors in the tests before a GPU is available.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Defines jobs that run on a GPU: training jobs whose losses are compared, and trainer runs.
 
-All jobs of ``tests/multiprocess/worker.py`` with the same world size run in the same processes,
-because it takes ten seconds to start a process on a GPU.
+Starting a process on a GPU takes ten seconds. Therefore, all jobs of
+``tests/multiprocess/worker.py`` with the same world size run in the same processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from .device import HAS_GPU
 STEPS = 3
 BASE = (
     f"{SMALL_GPT} --num-layers 8 --train-iters {STEPS} --attention-dropout 0 --hidden-dropout 0"
-    # Otherwise, each stage would draw its weights from its own random generator on the GPU.
+    # Without this flag, each stage would draw its initial weights with a separate generator on the
+    # GPU.
     " --use-cpu-initialization"
 )
 TRAINER = (
@@ -30,21 +31,21 @@ TRAINER = (
 )
 ALONE = "--pipeline-schedule megatron"
 FP32 = 1e-4
-"""Maximum relative difference between fp32 jobs, because the order of sums varies on a GPU."""
+"""Maximum relative difference between fp32 jobs. On a GPU, the order of sums varies."""
 HALF = 2e-2
-"""Maximum relative difference between jobs with 16-bit types."""
+"""Maximum relative difference between jobs with 16-bit numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuJob:
-    """Job whose losses are compared with those of another job.
+    """Training job whose losses are compared with those of another job.
 
     Attributes:
         flags: Flags of the trainer in addition to ``BASE``.
         ranks: Number of processes.
-        like: Name of the job that must have the same losses. It is empty for a reference job.
-        rel: Maximum relative difference of a loss or gradient norm from the job ``like``.
-        moves: Number of layers per stage after a move, by the iteration of the move.
+        like: Name of the reference job, which must have the same losses. Empty for a reference job.
+        rel: Maximum relative difference of losses from those of the reference job.
+        moves: Number of layers per stage after each move of layers, by iteration.
     """
 
     flags: str
@@ -54,18 +55,18 @@ class GpuJob:
     moves: dict[str, list[int]] | None = None
 
     def case(self, name: str) -> dict[str, Any]:
-        """Returns this job as a case named ``name``, in the format of ``worker.py``."""
+        """Returns this job as a case with the name ``name``, in the format of ``worker.py``."""
         flags = f"{BASE} --pipeline-model-parallel-size {self.ranks} {self.flags}".split()
         case = {"name": name, "flags": flags, "steps": STEPS, "evaluate_after": STEPS}
         return {**case, "after": None, "moves": self.moves or {}}
 
 
 class GpuJobs:
-    """Runs the jobs in a table, and compares their results.
+    """Runs the jobs of a table, and compares their results.
 
     Args:
-        table: Jobs by their names.
-        new_folder: Function that creates a folder with the given name.
+        table: Jobs by name.
+        new_folder: Function that creates a folder with a given name.
         limit_s: Timeout in seconds for all jobs of one world size on a GPU. On a CPU, the timeout
             is three times as long.
     """
@@ -78,18 +79,18 @@ class GpuJobs:
         return [job.case(name) for name, job in self._table.items() if job.ranks == ranks]
 
     def losses(self, name: str) -> list[float]:
-        """Returns the losses of the job ``name``. The first call runs all jobs of its size."""
+        """Returns the losses of the job ``name``. The first call runs all jobs of this size."""
         seen = self._runs(self._table[name].ranks, name)
         losses_of_rank: list[list[float]] = [losses for losses in seen["losses"] if losses]
         assert all(losses == losses_of_rank[0] for losses in losses_of_rank), losses_of_rank
         return losses_of_rank[0]
 
     def check(self, name: str) -> None:
-        """Compares the job ``name`` with its reference job.
+        """Checks that the job ``name`` has the same results as its reference job.
 
         Raises:
-            AssertionError: Losses, gradient norms, the parameter norm or the validation loss differ
-                by more than ``rel``, or the loss did not decrease.
+            AssertionError: Losses, gradient norms, the norm of parameters or the validation loss
+                differ too much, or the loss has not decreased.
         """
         job = self._table[name]
         losses, expected = self.losses(name), self.losses(job.like)
@@ -109,11 +110,11 @@ def compared(table: dict[str, GpuJob]) -> list[str]:
 
 
 def trainer_flags(more: str) -> list[str]:
-    """Returns the flags ``more`` together with flags that run ``pretrain_gpt.py`` on two ranks."""
+    """Returns flags for ``pretrain_gpt.py`` on two ranks, with the flags ``more`` added."""
     return [*TRAINER.split(), *more.split()]
 
 
 def losses_in(log: Path) -> dict[int, float]:
-    """Returns the losses in the file ``log`` of the trainer, by iteration."""
+    """Returns the losses in the trainer's log file ``log``, by iteration."""
     pairs = re.findall(r"iteration +(\d+)/.*lm loss: (\S+)", log.read_text(errors="replace"))
     return {int(iteration): float(loss) for iteration, loss in pairs}

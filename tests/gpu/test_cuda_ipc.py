@@ -1,4 +1,4 @@
-"""Tests CUDA IPC between processes on one GPU: contents, order, and that no call waits."""
+"""Tests CUDA IPC between two processes on one GPU: contents, order, and that no call waits."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run_rank(rank: int, addresses: Any, body: Callable[..., None], options: Any)
 
 
 def both(body: Callable[..., None], **options: Any) -> None:
-    """Runs ``body`` in two processes on GPU 0. ``options`` are options of the channel."""
+    """Runs ``body`` in two processes on GPU 0. ``options`` are the options of their channel."""
     context = torch.multiprocessing.get_context("spawn")
     arguments = (context.Queue(), body, options)
     torch.multiprocessing.start_processes(run_rank, arguments, nprocs=2, start_method="spawn")
@@ -64,12 +64,12 @@ def check_contents(rank: int, transport: NativeTransport, device: torch.device) 
     held = []
     for number in range(200):
         torch.cuda._sleep(rng.randrange(300_000))
-        # A tensor of the last size is larger than a slot.
+        # The last of these sizes is larger than a slot.
         size = (1, 1000, 1 << 18, 3 << 18)[number % 4]
         tensor = torch.full((size,), float(number), device=device)
         transport.send(1 - rank, label(number), tensor)
         tensor.data = torch.empty(1, device=device)
-        # This tensor reuses the memory of the sent tensor as soon as that memory is free.
+        # If the memory of the sent tensor has been freed, this tensor overwrites it.
         torch.full((size,), -1.0, device=device)
         if number >= 4:
             held.append((number - 4, take(transport)))
@@ -112,7 +112,7 @@ def check_no_waits(rank: int, transport: NativeTransport, device: torch.device) 
 
 
 def check_that_sending_returns(rank: int, transport: NativeTransport, device: torch.device) -> None:
-    """Checks that a send returns while the GPU is still computing the tensor."""
+    """Checks that a send returns while the GPU is still computing."""
     tensor = torch.ones(1 << 16, device=device)
     torch.cuda.synchronize()
     torch.cuda._sleep(1_000_000_000)

@@ -1,4 +1,4 @@
-"""Tests that layers of Transformer Engine delay their weight gradients until the W actions."""
+"""Tests that Transformer Engine's layers delay weight gradients until the W actions run."""
 
 from __future__ import annotations
 

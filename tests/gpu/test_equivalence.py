@@ -1,4 +1,4 @@
-"""Compares the losses of two ranks that share a GPU with the losses of a single process."""
+"""Compares the losses of two ranks that share a GPU with those of a single process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that killing a rank of the trainer stops the other rank, on a GPU if there is one."""
+"""Tests that the other rank exits if a rank of the trainer is killed, on a GPU if possible."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_killed_rank_ends_the_other_which_names_it(tmp_path: Path) -> None:
         readers = first.children(recursive=True)
         assert "pt_data_worker" in [reader.name() for reader in readers]
         first.send_signal(signal.SIGKILL)
-        # A rank that waits for the killed rank exits with status 2.
+        # The other rank waits for the killed rank, and must exit with status 2.
         ended = ranks.server.wait(ranks.keys[1:], LIMIT_S)
         assert ended == {ranks.keys[1]: 2}, tail(log)
         for process in (second, *readers):

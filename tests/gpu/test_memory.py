@@ -13,7 +13,8 @@ from .device import HAS_GPU, gpu_or_rehearsal, needs_extension, needs_gpu
 
 LIMIT_S = 100.0
 CLOSING = Path(__file__).with_name("closing_rank.py")
-# torch counts allocations exactly, but the GPU driver allocates memory in large blocks.
+# This is the permitted growth. torch counts allocated bytes exactly, but the GPU driver allocates
+# memory in large blocks.
 SLACK_BYTES = {"allocated_bytes": 1 << 20, "device_bytes": 32 << 20, "shared_bytes": 1 << 20}
 FLAGS = (
     f"{SMALL_GPT} --num-layers 4 --train-iters 100 --pipeline-model-parallel-size 2 --mock-data"
@@ -31,7 +32,8 @@ def test_memory_is_given_back_at_close(transport: str, tmp_path: Path) -> None:
     torchrun(CLOSING, arguments, world_size=2, log=tmp_path / "output.txt", limit_s=LIMIT_S)
     first, second, *_, last = json.loads(result.read_text())
     (_, kept), (working, left) = second, last
-    # The first run also loads kernels, workspaces and communicators, which then stay in memory.
+    # Compare the last run with the second, because the first run loads kernels, workspaces and
+    # communicators that stay in memory.
     for name, slack in SLACK_BYTES.items():
         assert left[name] <= kept[name] + slack, (name, first, second, last)
     if HAS_GPU:
@@ -42,7 +44,7 @@ def test_memory_is_given_back_at_close(transport: str, tmp_path: Path) -> None:
 
 @pytest.mark.multiprocess
 def test_too_large_a_batch_says_what_to_lower(tmp_path: Path) -> None:
-    # The logits of one microbatch do not fit into the memory of any GPU.
+    # These flags make the logits of one microbatch too large for any GPU.
     huge = (
         "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 2048"
         " --max-position-embeddings 2048 --micro-batch-size 4096 --global-batch-size 4096"

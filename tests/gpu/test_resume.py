@@ -1,6 +1,6 @@
-"""Tests resuming a run of two ranks that writes checkpoints and traces, on a GPU if possible.
+"""Tests that a run of two ranks with checkpoints and traces can be resumed, on a GPU if possible.
 
-The first run writes checkpoints in the background and traces its steps. Separate processes read
+The first run writes checkpoints in the background and traces its steps. Separate processes read its
 data, and tensors are sent through shared memory. A second run resumes from a checkpoint.
 """
 
@@ -23,7 +23,7 @@ ITERATIONS, SAVED = 6, 3
 
 
 def test_a_traced_run_saves_beside_its_steps_and_goes_on(tmp_path: Path) -> None:
-    """Checks that a run with reader processes can trace, save in the background and resume."""
+    """Checks that a run with data workers can trace, save in the background, and be resumed."""
     whole, resumed = tmp_path / "whole.txt", tmp_path / "resumed.txt"
     common = f"--train-iters {ITERATIONS}"
     saving = f"{common} --save saved --save-interval {SAVED} --async-save --trace-dir traces"

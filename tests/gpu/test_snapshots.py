@@ -1,10 +1,10 @@
-"""Tests that the training state on a GPU can be copied to memory and restored."""
+"""Tests that training state on a GPU can be copied to host memory and restored."""
 
 from __future__ import annotations
 
 from megatron.adaptive import accelerator
 
-accelerator.install()  # Call install() before the imports below, which load megatron-core.
+accelerator.install()  # This call must precede the following imports, which load megatron-core.
 
 from tests.checkpoint.keepers import keepers  # noqa: E402
 from tests.checkpoint.test_snapshots import (  # noqa: E402

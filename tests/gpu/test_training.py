@@ -16,7 +16,7 @@ BF16 = "--bf16"
 FP16 = "--fp16 --initial-loss-scale 1024"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 LENGTHS = "--variable-seq-lengths --seq-length 72 --max-position-embeddings 72"
-# Two tensor-parallel ranks share each stage. If a flag occurs twice, the later value takes effect.
+# Each stage has two tensor-parallel ranks. If a flag is repeated, the last value counts.
 TENSOR = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"
 REPLICAS = "--pipeline-model-parallel-size 2 --use-distributed-optimizer"
 JOBS = {
@@ -24,7 +24,7 @@ JOBS = {
     "alone, dropout": GpuJob(flags=f"{ALONE} {DROPOUT}"),
     "alone, bf16": GpuJob(flags=f"{ALONE} {BF16}"),
     "alone, fp16": GpuJob(flags=f"{ALONE} {FP16}"),
-    # This reference runs the whole batch as one microbatch, so that padding never counts as a
+    # This reference has the whole batch in one microbatch. Otherwise, padding might count as a
     # token.
     "alone, lengths": GpuJob(flags=f"{ALONE} {LENGTHS} --micro-batch-size 8"),
     "1f1b": GpuJob(flags="--pipeline-schedule 1f1b", ranks=2, like="alone"),

@@ -30,7 +30,7 @@ def device() -> torch.device:
 
 @pytest.fixture(params=["shm", "tcp"])
 def ends(request: pytest.FixtureRequest, device: torch.device) -> Iterator[Ends]:
-    """Yields the two ends of a channel through host memory: a sender and a receiver."""
+    """Yields both ends of a channel through host memory: a sender and a receiver."""
     options = {"slot_bytes": 1 << 20, "reservable": 2}
     made = open_transports(request.param, device=device, **options)
     yield made
@@ -48,7 +48,7 @@ def test_every_type_arrives(ends: Ends, device: torch.device, dtype: torch.dtype
 
 
 def test_copies_follow_the_computation(ends: Ends, device: torch.device) -> None:
-    """Checks that messages are correct even if kernels take random times and memory is reused."""
+    """Checks that messages are correct if kernels run for random times and memory is reused."""
     sender, receiver = ends
     rng = random.Random(3)
     for number in range(60):
@@ -57,7 +57,7 @@ def test_copies_follow_the_computation(ends: Ends, device: torch.device) -> None
         tensor = torch.full((size,), float(number), device=device)
         sender.send(1, label(number), tensor)
         tensor.data = torch.empty(1, device=device)
-        # This tensor reuses the memory of the sent tensor as soon as that memory is free.
+        # If the memory of the sent tensor has been freed, this tensor overwrites it.
         torch.full((size,), -1.0, device=device)
         if number >= 4:
             check(receiver, number - 4)

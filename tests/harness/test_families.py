@@ -1,4 +1,4 @@
-"""Tests that all descendants of a program are listed, and that they exit with the program."""
+"""Tests that all descendants of a program are found, and that they end with the program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.multiprocess.launch import has_ended, wait_until
 
 
 def test_the_family_of_a_process_is_that_of_psutil() -> None:
-    """Checks that all children of a process are listed, whichever thread has started them."""
+    """Checks that child processes are found, even if another thread has started them."""
     started: list[subprocess.Popen[str]] = []
     is_over = threading.Event()
 
@@ -49,8 +49,8 @@ def test_the_family_of_a_process_is_that_of_psutil() -> None:
     assert children_of(process.pid) == []
 
 
-# This program starts a shell in a separate session and waits for it. The shell starts a process
-# that ignores SIGTERM.
+# The program starts a shell in a separate session, and waits for it. The shell ignores SIGTERM, and
+# so does the process that it starts.
 PROGRAM = """
 import argparse, subprocess, sys
 from pathlib import Path
@@ -77,15 +77,15 @@ report.measure({"part": part}, options)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_no_process_of_a_part_outlives_a_signal(tmp_path: Path, number: signal.Signals) -> None:
-    """Checks that SIGTERM and SIGHUP stop a benchmark together with its ranks."""
+    """Checks that a benchmark and all its processes end after SIGTERM and SIGHUP."""
     program = subprocess.Popen(
         [sys.executable, "-u", "-c", PROGRAM, str(tmp_path)],
         cwd=ROOT,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        # Restore the default action. If nohup started the tests, the program would inherit that
-        # SIGHUP is ignored.
+        # Restore the default action of SIGHUP. The program would otherwise inherit that SIGHUP is
+        # ignored if nohup has started the tests.
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )
     assert program.stdout is not None

@@ -1,4 +1,4 @@
-"""Tests profiles that are fitted to the traces of synthetic runs with known durations."""
+"""Tests profiles that are fitted to traces of synthetic runs with known durations."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_layers_are_found_from_stages(
 ) -> None:
     profile = _fitted(12 * chunks, _traced(tmp_path, **changes))
     layer = profile.times("transformer", "A", 1, 2)
-    # The forward pass of a rank takes 10 ms for 4 layers per chunk. The head takes as long as two
-    # layers.
+    # A rank's forward pass takes 10 ms for 4 layers, or 4 layers per chunk. The head takes as long
+    # as two layers.
     each = 0.0025 / chunks
     assert layer.forward_s == pytest.approx(each, rel=0.03)
     assert layer.backward_s == pytest.approx(2 * each, rel=0.03)
@@ -81,7 +81,7 @@ def test_links_and_optimizer(tmp_path: Path) -> None:
     sent = 4 << 20
     assert profile.intra_links["n"].seconds(sent) == pytest.approx(1e-4, rel=0.1)
     assert not profile.links
-    # The stages have 4100, 4000 and 4100 parameters.
+    # The three stages have 4100, 4000 and 4100 parameters.
     assert profile.optimizer_s_per_parameter["A"] == pytest.approx(1e-6, rel=0.05)
 
 
@@ -130,8 +130,8 @@ def test_rank_correlation_shares_equal_ranks() -> None:
 
 @pytest.mark.parametrize("tokens", [8, 64])
 def test_traces_of_slices_are_refused(tokens: int, tmp_path: Path) -> None:
-    # Slices of 64 tokens are longer than all documents, so the trace contains the times of whole
-    # sequences.
+    # All documents are shorter than 64 tokens. In this case, sequences are not sliced, so the trace
+    # contains times of whole sequences.
     SlicedRun(documents=(30, 8, 7), tokens=tokens).write(tmp_path)
     trace = read_run(tmp_path)
     assert trace.is_sliced == (tokens == 8)

@@ -1,4 +1,4 @@
-"""Tests that the partition chosen for ranks with measured speeds is the best possible."""
+"""Tests that the partition that is chosen for ranks of measured speeds is the best one."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ def loads(
     beside: dict[int, float] | None = None,
     most: tuple[float, ...] | None = None,
 ) -> Loads:
-    """Returns loads of ranks whose layers take 1 ms per pass, multiplied by a factor per rank.
+    """Returns the loads of ranks. A layer takes 1 ms per pass, times its rank's ``speeds`` entry.
 
-    Forward passes, backward passes and weight gradients each take this time. ``beside`` contains
-    additional times of stages, in milliseconds.
+    Passes are forward passes, backward passes and weight gradients. ``beside`` contains additional
+    milliseconds per pass of some stages, and ``most`` contains the maximum number of layers of each
+    rank.
     """
     times = [1e-3 * speed for speed in speeds]
     return Loads(
@@ -61,7 +62,10 @@ def partitions(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
 
 
 def step_of(present: Loads, name: str = "1f1b", microbatches: int = 8):  # type: ignore[no-untyped-def]
-    """Returns a function that simulates the step time of a partition under schedule ``name``."""
+    """Returns a function that takes a partition and simulates its step time in seconds.
+
+    The schedule is ``name``.
+    """
     placement = present.placement
     candidate = make_candidate(name, placement.num_ranks, placement.num_chunks, microbatches)
     return simulated_step(present, candidate, microbatches)
@@ -113,8 +117,8 @@ def test_stages_of_several_chunks_share_what_their_rank_can_do(name: str) -> Non
 def test_nothing_moves_for_less_than_the_least_gain() -> None:
     present = loads(LOOP4, (8, 8, 8, 8), (1.0, 1.04, 1.0, 0.98))
     assert propose(present, step_of(present), 0.05) is None
-    # No partition is faster per microbatch. So no step needs to be simulated, and the test fails if
-    # a step is simulated.
+    # No other partition is faster per microbatch. Therefore, no step needs to be simulated, and
+    # simulating one makes the test fail.
     slow = loads(LOOP4, (2, 2, 2, 2), (1.0, 1.2, 1.0, 1.0))
     assert propose(slow, lambda partition: pytest.fail(f"{partition}"), 0.05) is None
     assert slow.slowness == pytest.approx((1.0, 1.2, 1.0, 1.0))
@@ -131,8 +135,8 @@ def test_memory_is_kept_to() -> None:
 
 
 def test_of_equals_the_one_with_least_travel_is_taken() -> None:
-    # All ranks except the slow rank have room for another layer. The layer moves to a neighbour of
-    # the slow rank.
+    # Each rank except the slow one can take another layer without delay. The layer must move to a
+    # neighbour of the slow rank.
     present = loads(LOOP4, (2, 2, 2, 2), (1.0, 1.0, 1.0, 3.0))
     proposal = propose(present, lambda partition: max(present.paces(partition)), 0.05)
     assert proposal is not None
@@ -143,7 +147,7 @@ def test_of_equals_the_one_with_least_travel_is_taken() -> None:
 
 
 def unlike(seed: int, chunks: int) -> Loads:
-    """Returns a random problem with up to three kinds of layers, and ranks of unequal speed."""
+    """Returns random loads with up to three kinds of layers and with ranks of different speeds."""
     drawn = random.Random(seed)
     placement = Placement(num_ranks=3, num_chunks=chunks, kind="v" if chunks == 2 else "loop")
     layers, costs = drawn.randint(6, 10), (1.0, drawn.uniform(1.5, 4), 0.2)
@@ -177,13 +181,13 @@ def test_unlike_layers_get_the_quickest_pace(seed: int, chunks: int) -> None:
 
     proposal = propose(present, pace, 1e-3)
     taken = present.partition if proposal is None else proposal.partition
-    # The result is optimal if each rank has one stage. Step times that are nearly equal count as
+    # If each rank has one stage, the result is optimal. Step times that are nearly equal count as
     # equal, so allow a small difference.
     assert pace(taken) <= best * (1.006 if chunks == 1 else 1.2)
 
 
 def test_dense_layers_before_experts_are_not_taken_for_as_many() -> None:
-    """Checks that the first stage gets more layers, because its dense layers are faster."""
+    """Checks that dense layers, which are faster, count less than layers with experts."""
     present = Loads(
         placement=Placement(num_ranks=2, num_chunks=1),
         partition=(5, 5),
@@ -208,9 +212,9 @@ def together(
     most: tuple[float, float] = (8.0, 8.0),
     halves: tuple[Loads, ...] = (),
 ) -> Decision:
-    """Returns the joint choice for ``present`` within the memory limits ``most``.
+    """Returns the schedule, placement and partition that are chosen together for ``present``.
 
-    The limits are for the placements V and loop, in this order.
+    ``most`` contains the memory limits of a V and of a loop, in microbatches.
     """
     return choose_together(
         present,
@@ -226,14 +230,14 @@ def together(
 def seconds(
     present: Loads, candidate: Candidate | None, partition: tuple[int, ...] | None
 ) -> float:
-    """Returns the simulated step time of ``candidate`` with ``partition``, in seconds."""
+    """Returns the simulated step time of ``candidate`` with ``partition`` in seconds."""
     assert candidate is not None
     times = present.placed(candidate.placement.kind).stage_times(partition or present.partition)
     return evaluate(candidate, 8, StageProfile(times=times), (0,)).mean_s
 
 
 def test_order_placement_and_layers_are_chosen_together() -> None:
-    """Checks that a joint choice is no slower than separate choices and random partitions."""
+    """Checks that a joint choice is not slower than separate choices and random partitions."""
     present = loads(V4, (2,) * 8, (1.0,) * 4, {7: 3.0})
     decision = together(present, gain=0.03)
     assert decision.partition is not None
@@ -277,8 +281,8 @@ def test_a_v_with_heavy_ends_becomes_a_loop() -> None:
 
 
 def test_a_v_with_a_slow_rank_stays() -> None:
-    # The two stages on rank 0 take three times as long. But both placements assign two stages to
-    # rank 0, so a move does not help.
+    # Both stages of rank 0 are three times slower. In both placements, rank 0 has two stages, so
+    # changing the placement does not help.
     assert together(loads(V2, (1,) * 4, (3.0, 1.0))).move is None
 
 

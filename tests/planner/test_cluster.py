@@ -1,4 +1,4 @@
-"""Tests the table of GPUs, cluster files in three formats, and the errors about them."""
+"""Tests the table of GPUs, cluster files in three formats, and errors about them."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_islands_nest_and_groups_of_neighbours_find_the_least() -> None:
     }
     assert kind.islands[0][1].shared is False
     assert kind.islands[1][1].shared is True
-    # All nodes are in one island, so the link of this island connects each pair of nodes.
+    # All nodes are in one island, so any two nodes are connected by the link of this island.
     small = make_cluster({**document, "nodes": [{**node, "count": 4}]}, "cluster", {})
     assert small.link_of_types(small.nodes[0], small.nodes[3]).bytes_per_s == 25e9
 

@@ -26,7 +26,7 @@ from tests.support.small_clusters import Problem, random_problem
 
 
 def problem() -> Problem:
-    """Returns a random problem with at least three nodes, which have one GPU each."""
+    """Returns a random problem with at least three nodes, each with one GPU."""
     for seed in range(100):
         drawn = random_problem(seed)
         if len(drawn.cluster.nodes) >= 3 and all(kind.gpus == 1 for kind in drawn.cluster.types):
@@ -35,7 +35,7 @@ def problem() -> Problem:
 
 
 def plan_of(inputs: Problem, sizes: tuple[int, ...], waves: int = 4) -> Plan:
-    """Returns a plan whose stages have ``sizes`` GPUs. Each GPU is on a separate node."""
+    """Returns a plan whose stages have ``sizes`` GPUs, each on a separate node."""
     nodes = iter(range(len(inputs.cluster.nodes)))
     wave = Widths(sizes).round_size
     places = tuple(
@@ -60,7 +60,7 @@ def test_the_run_has_microbatches_of_one_size() -> None:
     assert dealt_widths(run) == Widths((2, 1))
     assert as_run(run) == run
     assert held_of(run, Widths((2, 1))) == (2.0, 1.0)
-    # A plan that the trainer cannot run, or whose stages are equal, remains unchanged.
+    # A plan must remain unchanged if the trainer cannot run it, or if its stages have equal widths.
     for other in (replace(searched, distributed_optimizer=True), plan_of(problem(), (1, 1))):
         assert as_run(other) == other
 
@@ -99,7 +99,7 @@ def test_layers_are_divided_for_the_order_that_runs(schedule: str) -> None:
 
 def test_weight_gradients_fill_the_waits_of_a_rule_that_separates_them() -> None:
     inputs = problem()
-    # Ranks often wait if there are few microbatches and the stages have similar durations.
+    # There are few microbatches and the stages are nearly equal, so ranks often wait.
     plan = replace(plan_of(inputs, (1, 1, 1), waves=3), partition=(3, 2, 2))
     stages = StageSums.of(plan, inputs, OURS)
     whole, forward = stages.durations_s[1:].sum(axis=0), stages.durations_s[0]
@@ -109,7 +109,8 @@ def test_weight_gradients_fill_the_waits_of_a_rule_that_separates_them() -> None
         [simulated(replace(plan, schedule=name), times).makespan_s for name in ("adaptive", "dfc")]
         for times in (stages, joined)
     )
-    # Weight gradients are separate actions under adaptive by default, but not under dfc.
+    # The rule adaptive uses separate actions for weight gradients by default, but the rule dfc does
+    # not.
     assert split[0] < 0.95 * unsplit[0]
     assert split[1] == pytest.approx(unsplit[1])
 
@@ -121,7 +122,7 @@ def test_the_work_of_a_stage_is_divided_by_its_width() -> None:
     stage = wide.stages[0]
     busy = (1 - stage.bubble) * 40 * (stage.forward_s + stage.backward_s)
     assert busy <= wide.seconds
-    # Each replica of the first stage runs 40 of the 80 microbatches of a step.
+    # A step has 80 microbatches, and each of the two replicas of the first stage runs 40.
     assert run.num_microbatches == 40
 
 

@@ -1,4 +1,4 @@
-"""Tests models from Hugging Face configurations: their sizes, kinds of layers, and errors."""
+"""Tests models read from Hugging Face configurations: sizes, kinds of layers, and errors."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ GEMMA = _sizes(
     vocab_size=256000,
     sliding_window=4096,
 )
-# Each case is a published configuration and the number of parameters of the model in transformers.
+# The values are published configurations, and the number of parameters of these models in
+# transformers.
 PUBLISHED = {
     "Llama-3-8B": (
         _sizes("llama", 4096, 14336, 32, 32, num_key_value_heads=8, vocab_size=128256),
@@ -125,8 +126,8 @@ def test_parameters_are_those_that_are_published(name: str, tmp_path: Path) -> N
     model = read(config, tmp_path)
     assert model.parameters == pytest.approx(parameters, rel=1e-3)
     assert model.num_counted == config["num_hidden_layers"]
-    # The trainer would build a different model from the configuration of Phi, so this model has no
-    # arguments.
+    # The trainer would build a different model from the configuration of Phi, so there must be no
+    # arguments for the trainer.
     differs = config["model_type"] == "phi"
     assert bool(model.arguments) != differs
 
@@ -135,24 +136,24 @@ def test_a_layer_that_predicts_further_goes_with_the_head(tmp_path: Path) -> Non
     plain = read(V3, tmp_path)
     more = read({**V3, "num_nextn_predict_layers": 1}, tmp_path)
     # The additional layer has 11.6 B parameters: experts, a projection of two states, and norms. It
-    # shares the embedding and the head of the model.
+    # shares the embedding and the head with the model.
     layer = plain.kinds["experts"].held_parameters(1) + 2 * 7168**2 + 3 * 7168
     assert more.parameters - plain.parameters == pytest.approx(layer)
     assert more.layers == plain.layers
     assert more.layers.count("transformer") == 3
     assert more.kinds["head"].forward_flops > 2 * plain.kinds["head"].forward_flops
-    # The experts in this layer are distributed over ranks too.
+    # The experts of the additional layer are also distributed over ranks.
     assert more.kinds["head/256"].parameters < more.kinds["head"].parameters / 4
 
 
 def test_windows_shorten_the_layers_that_have_them(tmp_path: Path) -> None:
-    # Turn off soft-capped attention, because it would store all scores, even those outside of the
-    # window.
+    # Turn off soft-capping of attention scores. With soft-capping, all scores would be computed and
+    # stored, even those outside of the window.
     gemma = {**GEMMA, "attn_logit_softcapping": None}
     model = read(gemma, tmp_path, sequence=8192)
     near, far = model.kinds["transformer-window"], model.kinds["transformer"]
     assert model.layers[1:5] == ("transformer-window", "transformer") * 2
-    # A window of 4,096 tokens covers three quarters of the causal scores of 8,192 tokens.
+    # A window of 4,096 tokens contains three quarters of the causal scores of 8,192 tokens.
     assert near.attention_flops == pytest.approx(0.75 * far.attention_flops)
     assert near.parameters == far.parameters
     short = read(gemma, tmp_path, sequence=1024).kinds
@@ -173,8 +174,8 @@ def test_experts_compute_by_their_tokens_and_lie_on_ranks(tmp_path: Path) -> Non
     spread = even.kinds["experts/8"]
     assert spread.parameters == pytest.approx(layer.parameters - 7 * 3 * hidden * inner)
     assert spread.forward_flops == layer.forward_flops
-    # All ranks wait for the rank with the most tokens. A single rank has all experts, so its load
-    # is balanced.
+    # All ranks wait for the rank with the most tokens. If one rank has all experts, there is no
+    # imbalance between ranks.
     assert skewed.kinds["experts"] == layer
     more = skewed.kinds["experts/8"].forward_flops - layer.forward_flops
     assert more == pytest.approx(0.5 * products)
@@ -209,22 +210,22 @@ def test_the_search_spreads_experts_and_exchanges_take_their_way(tmp_path: Path)
     request = Request(global_batch=32, options=options)
     row = propose(inputs, request).rows[0]
     assert row.prediction.fits
-    # The ranks of a tensor-parallel group share the tokens of the experts among themselves.
+    # Ranks of a tensor-parallel group must split the tokens for the experts.
     assert row.plan.sequence_parallel
     slow = _inputs(inputs.model, 5e9)
     seen = {ranks: predict(replace(row.plan, expert_ranks=ranks), inputs) for ranks in (1, 2, 8)}
     assert row.prediction.seconds == min(prediction.seconds for prediction in seen.values())
     held = [seen[ranks].stages[0].memory.parameter_bytes for ranks in (2, 8)]
     assert held[1] < held[0] / 2
-    # Two expert-parallel ranks are on the same node. So only eight ranks, on two nodes, use the
-    # network.
+    # Two expert-parallel ranks are on one node. Only with eight, which are on two nodes, is the
+    # network used.
     longer = {
         ranks: predict(replace(row.plan, expert_ranks=ranks), slow).parts["tp"]
         - prediction.parts["tp"]
         for ranks, prediction in seen.items()
     }
     assert longer[1] == longer[2] == 0 < longer[8]
-    # The search must compute the same time as the prediction.
+    # The search must compute the same times as the prediction.
     for ranks, prediction in seen.items():
         result = propose(inputs, replace(request, options=replace(options, expert_ranks=(ranks,))))
         assert result.rows[0].plan.expert_ranks == ranks

@@ -1,6 +1,6 @@
-"""Tests the choice of pipeline and microbatch size for running processes.
+"""Tests the choice of a pipeline size and a microbatch size for running processes.
 
-The choice is compared with all possible choices.
+The result is compared with all possible choices.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ def job(
     slow: dict[str, float] | None = None,
     chunks: int = 1,
 ) -> Running:
-    """Returns a job with one node per entry of ``gpus``, which is the node's number of GPUs.
+    """Returns a running job with one node per entry of ``gpus``, which is its number of GPUs.
 
-    Larger microbatches take less time per sample. ``slow`` maps node types to factors by which
-    their times are multiplied.
+    In larger microbatches, a sample takes less time. ``slow`` contains the factors by which the
+    times of some node types are longer.
     """
     kinds = [
         LayerKind(
@@ -147,7 +147,7 @@ def test_a_model_that_needs_two_samples_gets_two() -> None:
 
 def test_memory_is_a_limit() -> None:
     whole = choose_option(job(parameters=1e8), pipeline_sizes=(1,), micro_batches=(1,))[0]
-    # The job has six pieces. With Adam's state, each piece takes 1.6 GB.
+    # The model has six pieces. Each takes 1.6 GB, including the state of Adam.
     assert whole.needed_bytes == pytest.approx(6 * 1.6e9, rel=1e-2)
     limit = whole.needed_bytes * 0.6
     options = choose_option(job(parameters=1e8, memory=limit), most=4)
@@ -158,7 +158,7 @@ def test_memory_is_a_limit() -> None:
 
 
 def test_a_stage_that_keeps_much_gets_fewer_pieces() -> None:
-    # Under 1F1B, the first rank stores the activations of two microbatches, and the second rank
+    # The first rank stores activations of two microbatches under 1F1B, and the second rank stores
     # those of one.
     running = job(gpus=(2,), batch=8, parameters=0.0, memory=1.01e5)
     best = choose_option(running, pipeline_sizes=(2,), micro_batches=(2,))[0]
@@ -195,10 +195,10 @@ def test_every_schedule_has_a_shape(schedule: str) -> None:
 
 
 def test_short_simulations_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that a job does not load compiled code for a few thousand simulated actions.
+    """Checks that compiled code is not used to simulate a few thousand actions.
 
-    Loading compiled code takes half a second, and compiling takes 10 s. All ranks wait for the
-    plan.
+    All ranks wait for the plan. Loading compiled code takes half a second, and compiling takes 10
+    s.
     """
     running = job(schedule="adaptive")
     compiled = choose_option(running, most=4)[0]
@@ -239,7 +239,7 @@ def test_what_is_impossible_is_named(
 
 
 def with_frozen_pieces(running: Running, frozen: int) -> Running:
-    """Returns a copy of the job ``running`` whose first ``frozen`` pieces get no gradient."""
+    """Returns a copy of the job ``running`` whose first ``frozen`` pieces are frozen."""
     names = set(running.model.layers[:frozen])
     kinds = {
         name: replace(kind, frozen_parameters=kind.parameters, activation_bytes=0.0)
@@ -264,7 +264,7 @@ def test_frozen_pieces_have_no_backward_passes_gradients_or_optimizer_state(sche
     assert best.partition[0] > charged.partition[0]
     assert best.seconds <= seconds_of(frozen, 2, 2, charged.partition)
     assert best.seconds < charged.seconds
-    # A frozen piece takes 0.4 GB, and a trained piece takes 1.6 GB.
+    # A trained piece takes 1.6 GB, and a frozen piece takes only 0.4 GB.
     alone = [
         choose_option(each, pipeline_sizes=(1,), micro_batches=(1,))[0].needed_bytes
         for each in (trained, frozen)

@@ -1,4 +1,4 @@
-"""Tests the layer times that the planner estimates from the data sheets of GPUs."""
+"""Tests layer times that the planner estimates from the data sheets of GPUs."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ def test_a_repeated_layer_has_room_and_sequence_parallelism_divides_all(recomput
         )
     ]
     for table, on in zip(tables, (False, True), strict=True):
-        # The backward pass recomputes all activations that were not stored. So it needs memory for
-        # all activations of one layer.
+        # The backward pass recomputes the activations that were not stored. Therefore, all
+        # activations of one layer need memory at the same time.
         both = table.kept_bytes[1] + table.workspace_bytes[1]
         assert both >= 2 * (layer.kept_bytes(8, sequence_parallel=on) + layer.workspace_bytes / 8)
-        # The head and the embedding are never recomputed.
+        # The head must not be recomputed.
         assert table.kept_bytes[-1] >= 2 * model.kinds["head"].activation_bytes / 8
     assert tables[1].kept_bytes[1] < tables[0].kept_bytes[1]
     assert tables[1].backward_s[1] == pytest.approx(tables[0].backward_s[1])
 
 
 def test_estimates_are_near_what_others_measured() -> None:
-    """Checks that the estimated times of a layer of OPT-350M are close to measured times.
+    """Checks that estimated times of a layer of OPT-350M are close to published measurements.
 
-    The published measurements, from Sailor (SOSP 2025), are for 2,048 tokens in fp32.
+    The measurements are from Sailor (SOSP 2025), for 2,048 tokens in fp32.
     """
     model = arguments_model(
         "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 "
@@ -117,7 +117,7 @@ def test_messages_between_stages_take_the_link_of_the_island_that_holds_both() -
         ]
         return pytest.approx(boundary_s(*ends, inputs, 1e6))
 
-    # The GPUs in these cases are in the same part of a node, in one node, in nodes below the same
+    # The two GPUs of these six cases are in the same part of a node, in one node, below the same
     # leaf switch, in one pod with a quarter of the bandwidth, in two pods, and of two types.
     assert sent([(1, 0)], [(1, 3)]) == (3e-6, 1e6 / 400e9)
     assert sent([(1, 3)], [(1, 4)]) == (8e-6, 1e6 / 32e9)
@@ -125,7 +125,7 @@ def test_messages_between_stages_take_the_link_of_the_island_that_holds_both() -
     assert sent([(2, 0)], [(3, 0)]) == (9e-6, 1e6 / 12.5e9)
     assert sent([(6, 0)], [(7, 0)]) == (40e-6, 1e6 / 1.25e9)
     assert sent([(0, 0)], [(1, 0)]) == (40e-6, 1e6 / 1.25e9)
-    # The slowest replica determines the time. Replicas on one node share its network link.
+    # The slowest replica determines the time. Replicas on the same node share its network link.
     assert sent([(1, 0), (2, 0)], [(2, 1), (3, 0)]) == (9e-6, 1e6 / 12.5e9)
     assert sent([(1, 0), (1, 1)], [(2, 0), (2, 1)]) == (5e-6, 2e6 / 50e9)
 
@@ -165,8 +165,8 @@ def test_own_kernels_gather_the_parts_of_a_sequence_that_a_ring_would_pass_on() 
         shared = StageSettings(context_ranks=4)
         tables[attention] = layer_table(inputs, node, tp=1, micro_batch=1, settings=shared)
     ring, gathered = (tables[name] for name in ("fused", "kernel"))
-    # Three quarters of the keys come from other ranks. Without a ring, a rank waits for all of
-    # these and stores them.
+    # Three quarters of the keys belong to other ranks. Without a ring, a rank waits for all of them
+    # and stores them.
     part = model.kinds["transformer"].context_bytes / 4
     kept = gathered.kept_bytes[1] - ring.kept_bytes[1]
     assert kept == pytest.approx(3 * part)

@@ -1,4 +1,4 @@
-"""Tests the sizes of models read from names, arguments or files, and errors about them."""
+"""Tests the sizes of models that are read from names, arguments or files, and errors about them."""
 
 from __future__ import annotations
 
@@ -36,25 +36,26 @@ def test_every_preset_can_be_made() -> None:
     for name in preset_names():
         assert preset(name, "fp16").precision.element_bytes == 2
     assert preset("gpt2", "fp32").parameters == preset("gpt2", "bf16").parameters
-    assert preset("gpt2-xl").max_tp == 25  # The number of heads is divisible by 25.
+    # 25 is possible because the number of attention heads is divisible by 25.
+    assert preset("gpt2-xl").max_tp == 25
 
 
 def test_activations_are_those_of_the_literature() -> None:
-    """Checks that the sizes of stored activations match Korthikanti et al. 2022."""
+    """Checks that sizes of stored activations match the formulas of Korthikanti et al. (2022)."""
     model = preset("gpt3-175b", "fp16", attention="unfused")
     length, hidden, heads = 2048, 12288, 96
     layer = model.kinds["transformer"]
-    # According to equation 1, a layer stores s b h (34 + 5 a s / h) bytes.
+    # Equation 1 of the paper says that a layer stores s b h (34 + 5 a s / h) bytes.
     whole = length * hidden * (34 + 5 * heads * length / hidden)
     assert layer.kept_bytes(1) == pytest.approx(whole)
-    # According to equation 2, with tensor parallelism, it stores s b h (10 + 24/t + 5 a s / (h t))
+    # Equation 2 says that a layer with tensor parallelism stores s b h (10 + 24/t + 5 a s / (h t))
     # bytes.
     split = length * hidden * (10 + 24 / 8 + 5 * heads * length / (8 * hidden))
     assert layer.kept_bytes(8) == pytest.approx(split)
     assert layer.kept_bytes(8, "selective") == pytest.approx(length * hidden * (10 + 24 / 8))
     assert layer.kept_bytes(8, "full") == pytest.approx(2 * length * hidden)
-    # According to equation 4, without attention, it stores s b h 34/t bytes, because sequence
-    # parallelism divides all activations.
+    # Equation 4 says that a layer without attention scores stores s b h 34/t bytes, because
+    # sequence parallelism divides all activations.
     split = layer.kept_bytes(8, "selective", sequence_parallel=True)
     assert split == pytest.approx(length * hidden * 34 / 8)
     assert layer.kept_bytes(8, "full", sequence_parallel=True) == 2 * length * hidden / 8
@@ -89,7 +90,7 @@ SEVEN_B = (
 
 
 def test_kernels_of_the_trainers_own_layers_keep_no_scores() -> None:
-    """Checks that attention kernels store no scores. Otherwise, scores take most of the memory."""
+    """Checks that attention kernels store no scores, which would take most of the memory."""
     unfused, kernel, fused = (
         arguments_model(SEVEN_B.split(), "7B", "bf16", attention=kind)
         for kind in ("unfused", "kernel", "fused")
@@ -97,8 +98,8 @@ def test_kernels_of_the_trainers_own_layers_keep_no_scores() -> None:
     assert [model.attention for model in (unfused, kernel, fused)] == ["unfused", "kernel", "fused"]
     held = [8 * 4 * model.kinds["transformer"].kept_bytes(1) for model in (unfused, kernel, fused)]
     pairs = 32 * 4096**2
-    # The kernel stores one number per row. Without it, a layer stores the probabilities, their
-    # output after dropout, and the dropout mask.
+    # A kernel stores one number per row of scores. Without a kernel, a layer stores the
+    # probabilities, their values after dropout, and the dropout mask.
     assert held[0] - held[1] == 8 * 4 * (pairs * (2 + 2 + 1) - 32 * 4096 * 4)
     assert 103e9 < held[0] < 105e9
     assert held[1] == held[2] < 19e9
@@ -213,7 +214,7 @@ def test_a_frozen_model_keeps_gradients_of_adapters_alone() -> None:
     whole = arguments_model(arguments, "whole", attention="fused")
     lora = arguments_model([*arguments, "--lora-rank", "16"], "lora", attention="fused")
     assert lora.parameters == whole.parameters
-    # PEFT reports the same number of parameters with target_modules="all-linear".
+    # This is the number of parameters that PEFT reports for target_modules="all-linear".
     assert lora.precision.trained * lora.parameters == pytest.approx(41_943_040)
     assert lora.precision.optimizer_bytes < 0.01 * whole.precision.optimizer_bytes
     assert lora.precision.gradient_bytes < 0.01 * whole.precision.gradient_bytes

@@ -1,4 +1,4 @@
-"""Tests the step times of fixed orders, with hidden launch times and with jitter."""
+"""Tests step times of fixed orders with launch times that waits hide, and with jitter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _added(stages: int, microbatches: int, sigma: float) -> float:
 
 def test_longer_pipelines_and_more_jitter_lose_more() -> None:
     assert _added(4, 8, 0.0) == 0.0
-    # Jitter on a single rank has almost no effect on the mean of 32 steps.
+    # If there is only one rank, jitter has almost no effect on the mean of 32 steps.
     assert _added(1, 32, 0.1) < 0.01 * 96
     assert _added(2, 16, 0.1) < _added(4, 16, 0.1) < _added(8, 16, 0.1)
     assert _added(4, 16, 0.05) < _added(4, 16, 0.1) < _added(4, 16, 0.2)
@@ -43,7 +43,6 @@ def test_static_order_hides_launching_in_the_bubble() -> None:
     none = np.zeros((2, 2))
     plain = step_times(steps, durations, none, none).seconds
     hidden = step_times(steps, durations, none, none, launch_s=launch).seconds
-    # The launch of actions is hidden while rank 1 waits for F0 and while rank 0 waits for B0 of
-    # rank 1.
+    # Launching takes no extra time while a rank waits: rank 1 for F0, and rank 0 for B0 of rank 1.
     assert plain == pytest.approx(9.0)
     assert hidden == pytest.approx(8.0)

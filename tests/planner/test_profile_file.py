@@ -1,4 +1,4 @@
-"""Tests reading and merging profile files, and converting times per cut point to profiles."""
+"""Tests reading and merging profile files, and converting times per cut point into profiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the search against all plans of small problems, and on improved clusters."""
+"""Tests the search, in small problems by comparison with all plans, and on improved clusters."""
 
 from __future__ import annotations
 
@@ -87,8 +87,7 @@ def test_tensor_parallelism_stays_in_an_island_and_rings_of_replicas_in_a_leaf()
     assert all(entry.tp <= 4 for entry in others)
     stages = [{entry.node // 4 for entry in stage.replicas} for stage in best.places]
     assert all(len(leaves) == 1 for leaves in stages)
-    # The replicas of a stage are on several nodes. Their all-reduce must stay below one leaf
-    # switch.
+    # The replicas of a stage are on several nodes, but all of these are below one leaf switch.
     assert all(len({entry.node for entry in stage.replicas}) > 1 for stage in best.places)
     assert plans(islands=False)[0] != best
 
@@ -115,7 +114,7 @@ def test_long_sequences_are_shared_and_the_trainer_takes_such_plans() -> None:
     )
     cluster = Cluster(groups=(NodePool(type=node, count=2),), network=LinkSpeed(bytes_per_s=5e10))
     inputs = PlanInputs(model, cluster, complete_profile(None, model, cluster))
-    # Two samples are too few for 16 GPUs unless several GPUs share a sequence.
+    # The batch has only two samples. To use 16 GPUs, several GPUs must share each sequence.
     request = Request(global_batch=2, options=SearchOptions(tp=(2,)))
     row = propose(inputs, request).rows[0]
     plan = row.plan
@@ -180,8 +179,7 @@ def test_front_has_the_fastest_and_no_plan_that_another_beats() -> None:
         for other in front:
             assert other is entry or other.seconds > entry.seconds or other.value > entry.value
     for entry in front:
-        # A search for the cheapest plan that is at least this fast must return a plan with the same
-        # cost.
+        # The search for the cheapest plan that is at least as fast must find the same cost.
         goal = Objective(least="cost", most_seconds_per_step=entry.seconds * (1 + 1e-12))
         assert searcher.search(goal).plans[0].value == pytest.approx(entry.value)
 

@@ -57,13 +57,16 @@ ARGUMENTS = (
 
 
 def long_tail() -> list[int]:
-    """Returns document lengths with a long tail. The longest is 32 times as long as the median."""
+    """Returns document lengths with a long tail. The longest is about 32 times the median."""
     drawn = np.random.default_rng(5).lognormal(math.log(LONGEST / 32), 1.5, 4096)
     return np.clip(drawn, 1, LONGEST).astype(int).tolist()
 
 
 def inputs_with(memory: float = 80e9, more: str = "", attention: str = "kernel") -> PlanInputs:
-    """Returns inputs for a model with long sequences on one node with 4 GPUs."""
+    """Returns inputs for a model with long sequences, on one node with 4 GPUs.
+
+    ``memory`` is the memory of a GPU in bytes. ``more`` contains other arguments of the model.
+    """
     model = arguments_model(f"{ARGUMENTS} {more}".split(), "long", "bf16", attention=attention)
     node = NodeType(
         name="n", gpu="a100-80", gpus=4, memory_bytes=memory, intra=LinkSpeed(bytes_per_s=230e9)
@@ -84,7 +87,7 @@ def plan_of(slices: int = 1, batch: int = BATCH, **changes: Any) -> Plan:
 def inputs_of(
     lengths: list[int] | None = None, *, memory: float = 80e9, batch: int = BATCH, **more: Any
 ) -> PlanInputs:
-    """Returns the inputs of :func:`inputs_with`, with documents of ``lengths`` tokens."""
+    """Returns the inputs of :func:`inputs_with`, and adds documents of ``lengths`` tokens."""
     inputs = inputs_with(memory, **more)
     documents = make_documents(inputs.model, lengths or long_tail(), batch, longest=LONGEST)
     return replace(inputs, documents=documents)
@@ -108,7 +111,7 @@ def tokens_plan(tokens: int, cap: float | None = None, **changes: Any) -> Plan:
 
 
 IN_V: dict[str, Any] = {"chunks": 2, "partition": (3, 2, 2, 2, 2, 2, 2, 3)}
-"""Settings of a plan with two stages on each rank, in a V."""
+"""Settings of a plan in which each rank has two stages that are placed in a V."""
 
 
 def documents_of(inputs: PlanInputs) -> RunDocuments:
@@ -123,8 +126,7 @@ def test_slices_of_tokens_beat_slices_and_whole_rows_if_lengths_have_a_long_tail
     assert row.plan.schedule == "adaptive"
     assert row.prediction.fits
     assert sum(row.prediction.parts.values()) == pytest.approx(row.prediction.seconds)
-    # Compare with the same documents in rows that are packed up to the length of the longest
-    # document.
+    # For comparison, the same documents are packed into rows as long as the longest document.
     for slices, prediction in packed_predictions(row.plan, inputs).items():
         assert prediction.fits
         worse = {1: 2.0, 4: 1.05}.get(slices, 1.0)
@@ -132,7 +134,8 @@ def test_slices_of_tokens_beat_slices_and_whole_rows_if_lengths_have_a_long_tail
         tokens = prediction.seconds * prediction.tokens_per_s
         assert tokens == pytest.approx(documents_of(inputs).mean_tokens)
     assert packed_advice(row, inputs) == ""
-    # Sequences of equal length need more attention. Compare steps with the same number of tokens.
+    # For another comparison, sequences have equal lengths. They need more attention, so compare the
+    # number of tokens per second.
     sequences = round(documents_of(inputs).mean_tokens / LONGEST)
     options = replace(OPTIONS, slice_tokens=(), slices=(2, 4, 8, 16))
     cut = propose(inputs_with(24e9), Request(global_batch=sequences, options=options)).rows[0]
@@ -177,7 +180,7 @@ def test_a_prediction_is_the_simulation_that_the_trainer_chooses_by(
     pipeline = row_pipeline(plan, stages)
     assert pipeline is not None
     documents = documents_of(inputs)
-    # Compute the times that slices of two lengths would have in a run.
+    # Compute the times that would be measured in a run with slices of two different lengths.
     lanes = {}
     for lane, parts in pipeline.costs.parts.items():
         works = [
@@ -203,7 +206,8 @@ def test_a_prediction_is_the_simulation_that_the_trainer_chooses_by(
     seconds = [step.seconds(chosen.candidate, 1 << 40) for step in pipeline.steps()]
     step_s = float(chosen.text.split("simulated step ")[1].split()[0]) / 1e3
     assert np.mean(seconds) == pytest.approx(step_s, rel=2e-3)
-    # The planner chooses the same limit, or another limit that is as fast within the same memory.
+    # The planner must choose the same limit on activations, or one that is as fast within the same
+    # memory.
     cap = pipeline.best_cap(room)
     limited = replace(pipeline, plan=replace(plan, cap=cap))
     found_s = np.mean([result.makespan_s for result in limited.simulated()])
@@ -244,8 +248,7 @@ def test_memory_is_that_of_the_memory_rule(tokens: int, cap: float | None, chunk
         peak = max(result.peak_units) * step.row_tokens / tokens
         assert peak <= limit * (1 + 1e-6) <= held * (1 + 2e-6)
         limits.append(limit)
-    # A rank has room for the longest document of the data, even if this document is in none of the
-    # drawn steps.
+    # Each rank must have memory for the longest document, even if no simulated step contains it.
     items = max(sum(len(cut.ends) for cut in step) for step in pipeline.costs.cuts)
     assert held == pytest.approx(max(LONGEST / tokens, min(max(limits), items)))
     kept = StageSums.of(replace(plan, cap=1e6), inputs, OURS)
@@ -263,7 +266,8 @@ def test_a_token_keeps_as_much_memory_in_slices_of_any_length() -> None:
         assert stages.rows is not None
         held = held_slices(tokens_plan(tokens, 1.0), stages.rows)
         per_token[tokens] = stages.memory[1].activation_bytes / held / tokens
-    # The slices of a document also store its keys and values.
+    # Slices need memory not only for activations, but also for the keys and values of their
+    # document.
     assert 1 < per_token[4096] / per_token[LONGEST] < 1.2
 
 
@@ -274,7 +278,7 @@ def test_costs_have_a_part_per_token_and_per_pair() -> None:
     assert rows is not None
     for parts in rows.parts.values():
         assert min(parts) >= 0
-    # A whole sequence takes as long as its slices of equal length together.
+    # All slices of a sequence together must take as long as the uncut sequence.
     whole = StageSums.of(plan_of(), inputs_with(), OURS)
     pairs = LONGEST**2
     for row, kind in enumerate(("F", "B", "W")):
@@ -306,8 +310,8 @@ def test_less_memory_gives_a_lower_limit_that_fits() -> None:
         max(memory.total_bytes for memory in StageSums.of(changed, inputs_80(), OURS).memory)
         for changed in (replace(plan, cap=1.0), plan)
     ]
-    # Two thirds of the default limit do not fit either. So the planner chooses the largest limit
-    # that fits.
+    # Even two thirds of the default limit need more memory than there is. Therefore, the planner
+    # must choose the largest limit that fits.
     memory = needed[0] + 0.25 * (needed[1] - needed[0])
     tight = replace(inputs_80(), cluster=inputs_with(memory).cluster)
     assert not predict(plan, tight).fits
@@ -315,10 +319,10 @@ def test_less_memory_gives_a_lower_limit_that_fits() -> None:
     assert limited.cap is not None
     assert limited.cap >= 1
     assert predict(limited, tight).fits
-    # The plan uses the available memory: a larger limit does not fit.
+    # A slightly larger limit must not fit.
     assert not predict(replace(limited, cap=limited.cap + 0.1), tight).fits
     assert predict(limited, tight).seconds >= predict(plan, tight).seconds * 0.99
-    # More memory must not make the best plan slower.
+    # The best plan must not be slower if there is more memory.
     seconds = [proposed(memory).rows[0].prediction.seconds for memory in (18e9, 24e9, 80e9)]
     assert seconds == sorted(seconds, reverse=True)
 
@@ -404,7 +408,7 @@ def test_steps_of_very_many_documents_are_refused_and_large_ones_drawn_once() ->
 
 @pytest.mark.parametrize("batch", [1, 2, 8, 32])
 def test_drawn_documents_are_as_long_as_all_documents(batch: int) -> None:
-    """Checks that steps with few documents are not estimated as too short or too long."""
+    """Checks that sums of a few random documents are not biased compared with all documents."""
     lengths = np.array(long_tail())
     documents = documents_of(inputs_of(batch=batch))
     assert len(documents.steps) <= 64
@@ -458,8 +462,8 @@ def test_experts_without_balancing_losses_have_equal_rows() -> None:
     plan = tokens_plan(1024, sequence_parallel=False)
     for step in documents_of(inputs).cuts(plan.rows):
         assert len({len(cut.ends) for cut in step}) == 1
-    # All rows have the same number of slices, which is at most a quarter more than the longest
-    # document needs.
+    # Each row gets the same number of slices. This number is at most a quarter larger than what the
+    # longest document needs.
     documents = documents_of(inputs)
     assert (documents.needed_slices(1024), documents.most_slices(1024)) == (32, 40)
     rows = StageSums.of(plan, inputs, OURS).rows

@@ -1,4 +1,4 @@
-"""Tests plans with sliced sequences: time, memory, and models that cannot be sliced."""
+"""Tests plans that cut sequences into slices: time, memory, and models that cannot be sliced."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ TRIED = SearchOptions(
 
 
 def inputs_with(memory: float = 80e9, more: str = "", attention: str = "kernel") -> PlanInputs:
-    """Returns inputs for a small model with long sequences on one node with 4 GPUs."""
+    """Returns inputs for a small model with long sequences, on one node with 4 GPUs.
+
+    ``memory`` is the memory of a GPU in bytes. ``more`` contains other arguments of the model.
+    """
     model = arguments_model(f"{ARGUMENTS} {more}".split(), "long", "bf16", attention=attention)
     node = NodeType(
         name="n", gpu="a100-80", gpus=4, memory_bytes=memory, intra=LinkSpeed(bytes_per_s=230e9)
@@ -66,7 +69,8 @@ def test_slices_are_chosen_if_there_are_few_sequences() -> None:
     whole, cut = (proposed(80e9, 2, slices).rows[0] for slices in ((1,), (1, 2, 4, 8)))
     assert whole.plan.slices == 1
     assert cut.plan.slices > 1
-    # There are half as many sequences as ranks. So without slices, ranks are often idle.
+    # There are half as many sequences as ranks, so ranks are often idle unless sequences are
+    # sliced.
     assert cut.prediction.seconds < 0.85 * whole.prediction.seconds
     assert sum(cut.prediction.parts.values()) == pytest.approx(cut.prediction.seconds)
     inputs = inputs_with()
@@ -86,8 +90,8 @@ def test_slices_fit_into_memory_that_whole_sequences_exceed() -> None:
     row = proposed(7.5e9, 4, (1, 8)).rows[0]
     assert row.plan.slices == 8
     assert row.prediction.fits
-    # The default cap does not fit into memory, so the plan has a lower cap, which the trainer
-    # accepts.
+    # The default cap on activations needs more memory than there is. Therefore, the plan must have
+    # a lower cap.
     assert row.plan.cap is not None
     assert not predict(replace(row.plan, cap=None), inputs_with(7.5e9)).fits
 
@@ -99,28 +103,28 @@ def test_memory_is_that_of_the_slices_in_flight() -> None:
     longer = in_flight("adaptive", 4, 1, 4, 8, 1.0, share)[0] / 8
     assert 1.1 < longer < 1.3
     for before, after in zip(whole, cut, strict=True):
-        # A cap of one sequence allows as many slices as a sequence has. In the estimate, these are
-        # the longest slices of two sequences, with keys and values.
+        # If the cap is one sequence, a rank stores as many slices as a sequence has. The estimate
+        # assumes the longest slices of two sequences, and includes keys and values.
         assert 1 < after.activation_bytes / before.activation_bytes / longer < 1.2
         assert after.parameter_bytes == before.parameter_bytes
     assert in_flight("adaptive", 4, 1, 8, 8, 1.5) == (12.0,) * 4
     assert in_flight("adaptive", 4, 1, 8, 8)[0] < 8 * in_flight("adaptive", 4, 1, 8)[0]
     assert in_flight("1f1b", 4, 1, 8, 4) == (7.0, 6.0, 5.0, 4.0)
-    # The simulated step must not need more memory than the estimate.
+    # The simulated step must not need more memory than was estimated.
     plan = plan_with(8, batch=8)
     peak = max(simulated(plan, StageSums.of(plan, inputs, OURS)).peak_units)
     assert peak * 8 <= in_flight("adaptive", 4, 1, 8, 8)[0] + 1e-6
 
 
 def test_the_workspace_is_that_of_the_longest_slice() -> None:
-    """Checks that plans have memory for the logits of the first slice, which is the longest."""
+    """Checks that memory is planned for the logits of the first slice, which is the longest."""
     inputs = inputs_with()
     share = inputs.model.attention_share
     plan = plan_with(8)
     table = layer_table(inputs, inputs.cluster.groups[0].type, tp=1, micro_batch=1, settings=plan)
     first = slice_ends(8192, 8, 1, share)[0]
     assert first > 1.2 * 8192 / 8
-    # Each logit takes 32 bits, and its gradient takes 16 bits.
+    # A logit takes 4 bytes, and its gradient takes 2 bytes.
     assert table.workspace_bytes[-1] == pytest.approx(first * 32000 * 6)
 
 
@@ -137,9 +141,9 @@ def test_activations_are_those_of_the_longest_slices_in_flight(share: float) -> 
 
 
 def seq_1f1b(ranks: int, microbatches: int, slices: int) -> list[list[tuple[int, int]]]:
-    """Returns the actions of each rank as pairs of a slice index and a direction.
+    """Returns the 1F1B order of slices on each rank, as pairs of slice index and direction.
 
-    The direction is 1 for a forward pass, and -1 for a backward pass.
+    The direction is 1 for forward passes and -1 for backward passes.
     """
     forward = [index for _ in range(microbatches) for index in range(slices)]
     backward = [index for _ in range(microbatches) for index in reversed(range(slices))]
@@ -230,7 +234,7 @@ def test_models_whose_sequences_cannot_be_cut_stay_whole() -> None:
 def test_bad_numbers_of_slices(
     more: str, slices: tuple[int, ...], schedules: tuple[str, ...], text: str
 ) -> None:
-    # The planner never uses slices if there is only one stage.
+    # Plans with a single stage cannot use slices.
     options = replace(TRIED, slices=slices, schedules=schedules, pp=(1,), tp=(4,))
     with pytest.raises(ConfigError, match=text):
         propose(inputs_with(more=more), Request(global_batch=2, options=options))

@@ -1,4 +1,4 @@
-"""Tests that profiles that are fitted to measured ranks predict these measurements."""
+"""Tests that profiles fitted to measured ranks predict the same measurements."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CLUSTER = cluster_of(CONTENT, "cpu")
 
 
 def measured_alone() -> dict[str, Any]:
-    """Returns a profile in which the embedding takes 1 s, each layer 2 s, and the head 3 s."""
+    """Returns a profile in which an embedding takes 1 s, a layer 2 s, and the head 3 s per pass."""
     rows = [
         {
             "kind": kind,
@@ -57,7 +57,7 @@ def measured_alone() -> dict[str, Any]:
 
 
 def rank(**changes: Any) -> TriedRank:
-    """Returns a measured first rank, whose forward pass takes twice as long as its layers."""
+    """Returns measurements of the first rank, which is twice as slow as in the profile."""
     values: dict[str, Any] = {
         "rank": 0,
         "pp_rank": 0,
@@ -89,7 +89,7 @@ def test_a_tried_rank_is_predicted_as_it_was_measured(recompute: str) -> None:
     assert stages.durations_s[1:, 0].sum() == pytest.approx(backward_s)
     assert stages.optimizer_s[0] == pytest.approx(0.5)
     assert stages.memory[0].total_bytes == pytest.approx(1e9)
-    # The other rank has two layers and the head, which are slower by the same factor.
+    # The other rank was not measured. It is predicted to be slower by the same factor as the first.
     assert stages.durations_s[0, 1] == pytest.approx(14.0)
 
 
@@ -105,8 +105,8 @@ def test_the_step_is_that_of_the_pipeline_with_the_measured_times() -> None:
     inputs = PlanInputs(MODEL, CLUSTER, profile_file.make_profile(document))
     seconds = predicted_step_s(plan, MODEL, CLUSTER, document)
     assert seconds == pytest.approx(predict(plan, inputs).seconds)
-    # The last rank runs 4 microbatches. The first rank adds a forward pass before them and a
-    # backward pass after them.
+    # The last rank runs 4 microbatches without pauses. Before and after this, the first rank runs a
+    # forward pass and a backward pass.
     assert seconds == pytest.approx(4 * 28.0 + 20.0 + 0.5 + 0.25, rel=0.01)
 
 
@@ -142,10 +142,10 @@ def test_measured_links_lengthen_the_step_and_change_no_layer(tensor: int) -> No
         plan, MODEL, cluster, without
     )
     if tensor == 1:
-        # The step takes longer by one forward message, one backward message, and the reduction of
-        # the tied embeddings.
+        # One forward message, one backward message and the reduction of the tied embeddings cannot
+        # be hidden in a step.
         assert added_s == pytest.approx(0.5 + 0.5 + 7.0, rel=0.01)
-    else:  # All-reduces between tensor-parallel ranks also add time in each layer.
+    else:  # Tensor-parallel ranks also need the links for all-reduces in each layer.
         assert added_s > 20.0
 
 

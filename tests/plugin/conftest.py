@@ -1,4 +1,4 @@
-"""Makes the fixtures for token files and for megatron-core releases available to the tests."""
+"""Imports fixtures for token files and for releases of megatron-core, so that tests find them."""
 
 from __future__ import annotations
 

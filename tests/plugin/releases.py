@@ -1,4 +1,4 @@
-"""Provides the releases of megatron-core that the tests of the plugin use."""
+"""Provides the releases of megatron-core with which the tests of the plugin run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ real = [pytest.mark.long, pytest.mark.slow, pytest.mark.multiprocess]
 
 @pytest.fixture(scope="module", params=[pytest.param(version, marks=real) for version in VERSIONS])
 def python_path(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Yields a value for PYTHONPATH with which ranks import a release of megatron-core."""
+    """Yields a PYTHONPATH with which processes import one of the releases of megatron-core."""
     if request.param == INSTALLED:
         yield str(ROOT)
         return

@@ -1,4 +1,4 @@
-"""Forks ranks like the fork server of a node, but has also imported Megatron-LM's trainer.
+"""Forks ranks like the fork server of a node, but also imports Megatron-LM's trainer first.
 
 Usage: ``script_server.py DESCRIPTOR``, with a Megatron-LM on ``PYTHONPATH``.
 """
@@ -21,12 +21,12 @@ _import_of_nodes = rank_forkserver._import
 
 
 def _import() -> None:
-    """Imports modules that ranks need. Ignores errors, because the ranks themselves report them."""
+    """Imports modules that ranks need. Ranks report import errors, so they are ignored here."""
     _import_of_nodes()
     allow_old_python()
     device = importlib.import_module("megatron.adaptive.accelerator")
-    # Megatron-LM reads the source code of its classes for help texts, which takes a third of the
-    # start time. So cache the source code.
+    # Megatron-LM reads the source code of its classes to create help texts, which takes a third of
+    # the time to start. Therefore, cache the source code.
     vars(inspect)["getsource"] = functools.cache(inspect.getsource)
     with contextlib.suppress(Exception), device.quiet_imports():
         importlib.import_module("megatron.training.training")

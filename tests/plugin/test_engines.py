@@ -1,4 +1,4 @@
-"""Tests that each model in a process has its own engine and its own settings."""
+"""Tests that each model in a process has a separate engine with separate settings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_each_model_has_an_engine(engines: Engines) -> None:
     actor, critic = model(2), model()
     engines.give(critic, Settings(schedule="1f1b", timeout_s=5.0))
     first = engines.engine_of(actor, SHARED, None)
-    # A model that consists of a single chunk may be passed without a list.
+    # A model with a single chunk may be passed as a module instead of a list.
     second = engines.engine_of(critic[0], SHARED, None)
     assert first is not second
     assert engines.engine_of(actor, SHARED, None) is first
@@ -45,7 +45,7 @@ def test_each_model_has_an_engine(engines: Engines) -> None:
     assert first._settings == SHARED
     settings = second._settings
     assert (settings.schedule, settings.timeout_s) == ("1f1b", 5.0)
-    # These settings are shared by all models of the process.
+    # These settings were not given for the model, so they are those for the whole process.
     assert (settings.first_weights, settings.on_hang) == ("by-layer", "end")
     engines.close()
 
@@ -69,7 +69,7 @@ def test_two_settings_for_one_model(
 ) -> None:
     chunks = model(2)
     engines.give(chunks, Settings(schedule="1f1b"))
-    # A second call with the same settings does nothing.
+    # A second call with the same settings must have no effect.
     engines.give(chunks, Settings(schedule="1f1b"))
     with pytest.raises(ConfigError, match=rf"^install\(\) was called {line}"):
         engines.give(chunks[:num_chunks], Settings(schedule=schedule))
@@ -108,14 +108,15 @@ def test_settings_of_the_whole_process(settings: dict[str, Any], line: str) -> N
 def test_a_program_with_its_own_loop_may_pause(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that a long pause between two steps is not reported as a hang."""
+    """Checks whether pauses between steps count as hangs, which depends on the training loop."""
     engine = engines.engine_of(model(), SHARED, None)
     assert engine._evidence()["may_pause"]
     training: Any = types.ModuleType("megatron.training")
     arguments = argparse.Namespace()
     training.get_args = lambda: arguments
     monkeypatch.setitem(sys.modules, "megatron.training", training)
-    # The program slime parses Megatron-LM's flags, but has a training loop of its own.
+    # Some programs, such as slime, parse Megatron-LM's flags, but have a training loop of their
+    # own.
     assert engine._evidence()["may_pause"]
     arguments.curr_iteration = 3
     assert not engine._evidence()["may_pause"]
@@ -135,8 +136,8 @@ def test_a_program_with_its_own_loop_may_pause(
     ],
 )
 def test_what_loss_functions_report(reported: list[Any], mean: float | None) -> None:
-    """Checks which results of loss functions are accepted. Keys may differ between microbatches."""
+    """Checks which results of loss functions have a mean. Microbatches may have different keys."""
     total = _summed_loss(reported)
     assert _mean_loss(total, 1) == mean
-    # The mean of two replicas is missing, because the second replica reported no loss.
+    # There are two replicas, but only one reported a loss, so there is no mean.
     assert _mean_loss(total, 2) is None

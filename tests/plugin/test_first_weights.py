@@ -25,7 +25,7 @@ from megatron.adaptive.plugin.first_weights import FirstWeights, is_by_layer  # 
 
 @pytest.fixture
 def by_layer(one_process: None) -> Iterator[list[bool]]:
-    """Yields a list whose only entry turns on drawing initial weights by layer."""
+    """Installs :class:`FirstWeights`, and yields a list whose only entry turns it on or off."""
     switch = [True]
     weights = FirstWeights(lambda: switch[0])
     original = GPTModel.__init__
@@ -58,8 +58,8 @@ def build(layers: int, *, cpu: bool, mtp: bool = False, experts: bool = False) -
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        # The default of megatron-core depends on the number of layers, so set this method
-        # explicitly.
+        # The default of megatron-core depends on the number of layers, which differs between the
+        # models, so set this method explicitly.
         output_layer_init_method=lambda weight: torch.nn.init.normal_(weight, 0.0, 0.02),
         **more,
     )
@@ -86,7 +86,7 @@ def test_a_layer_has_its_weights_in_every_model(
 ) -> None:
     torch.manual_seed(1)
     long = build(3, cpu=cpu, **kind)
-    torch.manual_seed(2)  # Use the random state of another pipeline rank.
+    torch.manual_seed(2)  # Simulate another pipeline rank, whose random state differs.
     torch.rand(5)
     short = build(2, cpu=cpu, **kind)
     assert is_by_layer(short)
@@ -94,7 +94,7 @@ def test_a_layer_has_its_weights_in_every_model(
     assert {name: long_weights[name] for name in short_weights} == short_weights
     matrices = [tuple(row) for name, row in long_weights.items() if "weight" in name]
     drawn = [row for row in matrices if len(set(row)) > 1]
-    assert len(set(drawn)) == len(drawn) > 8  # No two weight matrices may have equal rows.
+    assert len(set(drawn)) == len(drawn) > 8  # The weight matrices must all be different.
 
 
 @pytest.mark.parametrize("cpu", [True, False])

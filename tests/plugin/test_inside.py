@@ -1,4 +1,4 @@
-"""Compares this package with megatron-core's schedule in programs with their own training loop."""
+"""Compares this package with megatron-core's schedule, in programs with their own training loop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OWN = {
         "critic": {"schedule": "gpipe", "trace_dir": "traces"},
     },
 }
-# Only the critic uses the schedule dfc. The other models use megatron-core's schedule.
+# Only the critic uses a schedule of this package. The other models use megatron-core's schedule.
 ONE = {"models": {"critic": {"schedule": "dfc"}}}
 REPLICAS: list[dict[str, Any]] = [
     {"program": "actor", "runs": {"whole": WHOLE, "own": OWN}},
@@ -42,7 +42,8 @@ CHUNKS: list[dict[str, Any]] = [
     {
         "program": "bridge",
         "shape": {"vp": 2},
-        # The loop of megatron-core rejects 3 microbatches on 2 pipeline ranks.
+        # The run "odd" has 3 microbatches on 2 pipeline ranks, which megatron-core's schedule
+        # rejects.
         "runs": {"split": SPLIT, "odd": {**WHOLE, "shape": {"drops_last": True}}},
     },
 ]
@@ -66,11 +67,10 @@ releases = pytest.mark.parametrize(
 def run(
     cases: list[dict[str, Any]], world_size: int, folder: Path, python_path: str = str(ROOT)
 ) -> list[dict[str, Any]]:
-    """Runs each case first without ``install()``, and then with each of the case's settings.
+    """Runs each case without and with ``install()``, and checks that the results are bitwise equal.
 
     Returns:
-        Results of all ranks with these settings, after a comparison with the results without
-        ``install()``.
+        The results of all ranks with each of the case's settings.
     """
     cases_file, results_file = folder / "cases.json", folder / "results.json"
     plain: dict[str, Any] = {"plain": None}
@@ -88,7 +88,7 @@ def run(
         expected = result.pop("plain")
         assert result.keys() == case["runs"].keys()
         for name, seen in result.items():
-            # The results must be bitwise equal.
+            # The results must be bitwise equal to those without ``install()``.
             assert seen == expected, f"{case['program']} {name}"
     return results
 
@@ -101,7 +101,7 @@ def test_unequal_microbatches_on_two_replicas(python_path: str, tmp_path: Path) 
     for number, schedule in (("", "1f1b"), (", for model 2", "adaptive"), (", for model 3", "gpi")):
         assert f"schedule {schedule}" in said
         assert number in said
-    # Each model must have a separate trace that contains only training steps.
+    # Each model must have a separate trace, which contains only training steps.
     actor = read_run(tmp_path / "traces of the actor")
     assert sorted(actor.ranks) == [0, 1, 2, 3]
     counts = [4, 2, 4, 2], [2, 2, 2, 2]  # The second replica has fewer microbatches.
@@ -109,7 +109,8 @@ def test_unequal_microbatches_on_two_replicas(python_path: str, tmp_path: Path) 
         actions = trace.table().of_kind("F")
         expected = dict(enumerate(counts[rank % 2], start=1))
         assert Counter(actions.iteration.tolist()) == expected
-    # The reference and the critic had been configured with the same folder.
+    # The reference and the critic were configured with the same folder, so one of them must use
+    # another folder.
     for folder in ("traces", "traces-model-2"):
         assert sorted(read_run(tmp_path / folder).ranks) == [0, 1, 2, 3]
 
@@ -128,5 +129,5 @@ def test_workers_that_replay_choices_or_call_from_other_threads(
 
 @pytest.mark.parametrize("python_path", [pytest.param("0.19.2", marks=real)], indirect=True)
 def test_process_groups_of_the_program(python_path: str, tmp_path: Path) -> None:
-    """Checks that results do not change if a program creates its process groups itself."""
+    """Checks that results are the same if a program creates its process groups itself."""
     run(FOREIGN, 4, tmp_path, python_path)

@@ -1,4 +1,4 @@
-"""Tests that the plugin replaces megatron-core's function, delegates to it, and restores it."""
+"""Tests that the plugin replaces a function of megatron-core, calls it, and restores it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def taken_back() -> Iterator[None]:
 
 @pytest.fixture
 def holder(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Returns a module that has imported the function by name, as Megatron-LM's modules do."""
+    """Returns a module that has imported megatron-core's function, as Megatron-LM's modules do."""
     module: Any = types.ModuleType("somebody.training")
     module.get_forward_backward_func = ORIGINAL
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -61,7 +61,7 @@ def test_every_holder_gets_it_and_gives_it_back(holder: Any) -> None:
     assert pipeline_parallel.get_forward_backward_func is seam
     assert holder.get_forward_backward_func is seam
     megatron.adaptive.install()
-    megatron.adaptive.install("1f1b")  # The settings may change until the first step runs.
+    megatron.adaptive.install("1f1b")  # The settings may change until the first step.
     assert schedules.get_forward_backward_func is seam
     assert seam.original is ORIGINAL
     megatron.adaptive.uninstall()
@@ -114,7 +114,7 @@ def test_schedule_megatron_is_megatron_core(monkeypatch: pytest.MonkeyPatch, by_
 def test_megatron_cores_own_loop_keeps_outputs_until_gloo_has_sent_them(
     monkeypatch: pytest.MonkeyPatch, loop: str, ranks: dict[str, Any], fails: bool
 ) -> None:
-    """Checks that outputs are kept on a CPU, where megatron-core 0.17 would compute a NaN loss."""
+    """Checks that outputs are not freed while gloo sends them, which could change the loss."""
     config = types.SimpleNamespace(deallocate_pipeline_outputs=True)
     chunks = [torch.nn.Linear(1, 1) for _ in range(2)]
     for chunk in chunks:
@@ -134,7 +134,8 @@ def test_megatron_cores_own_loop_keeps_outputs_until_gloo_has_sent_them(
         with pytest.raises(RuntimeError, match="own error") if fails else nullcontext():
             assert step(model=model) == "done"
     assert seen == [False, False]
-    assert config.deallocate_pipeline_outputs  # The plugin must restore the user's setting.
+    # After the step, the user's setting must be restored.
+    assert config.deallocate_pipeline_outputs
 
 
 def test_the_function_looks_like_megatron_cores() -> None:

@@ -1,4 +1,4 @@
-"""Tests what megatron-core returns about stages in a V, and that invalid settings are rejected."""
+"""Tests which stages megatron-core places on a rank in a V, and which settings are rejected."""
 
 from __future__ import annotations
 

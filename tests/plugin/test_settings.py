@@ -32,7 +32,8 @@ def test_every_choice_is_possible(name: str) -> None:
     spec = schedule_spec(name)
     assert settings.kind == ("v" if spec.is_v_only else "loop")
     assert settings.is_rule == (spec.kind == "rule" or name == "auto")
-    # Backward passes are split if the order requires it. With "by default", the model decides.
+    # Backward passes are split if the schedule requires it. With "by default", this also depends on
+    # the model.
     decided = {"always": True, "never": False, "on request": False, "by default": None}
     assert settings.splits is decided[spec.splits_backward]
 
@@ -191,7 +192,7 @@ def test_ranks_and_steps_to_profile_are_whole_numbers(values: dict[str, Any]) ->
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_no_iteration_to_profile_is_an_error_on_all_ranks(rank: int) -> None:
-    """Checks that all ranks raise an error if profiling would start after its default end."""
+    """Checks that an error is raised on all ranks if profiling would end before it starts."""
     settings = Settings(trace_detail="kernels", trace_dir="traces", profile_step_start=20)
     with pytest.raises(ConfigError, match="start=20 and profile_step_end=12"):
         settings.kernel_iterations(rank, None)

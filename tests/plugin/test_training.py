@@ -1,4 +1,4 @@
-"""Tests that the plugin does not change the numbers that a user's program computes."""
+"""Tests that the plugin does not change the losses and gradients of a user's program."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ EXPERTS = {"num_moe_experts": 4, "add_bias_linear": False, "moe_aux_loss_coeff":
 SPREAD = {**EXPERTS, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}
 TWO_RANKS: list[dict[str, Any]] = [
     {
-        # Microbatches are smaller in evaluation, so the shape of the tensors between stages
-        # changes.
+        # Microbatches are smaller in evaluation, so the tensors between stages have a different
+        # shape.
         "shape": {"pp": 2, "timers": True, "eval_micro_batch_size": 1},
         "runs": {
             "adaptive": {},
@@ -55,7 +55,7 @@ TWO_RANKS: list[dict[str, Any]] = [
         "steps": 5,
         "runs": {
             "adaptive": {},
-            "auto": {"schedule": "auto"},  # The tuner chooses a schedule after the fourth step.
+            "auto": {"schedule": "auto"},  # The tuner chooses a schedule after four steps.
             "file": {"schedule": "file", "schedule_file": "order.json"},
             "interleaved": {"schedule": "interleaved"},
             "by hand": {"schedule": "megatron", "trace_dir": "own"},
@@ -69,8 +69,8 @@ TWO_RANKS: list[dict[str, Any]] = [
         },
     },
     {
-        # Both runs start with the weights of a loop placement. The first run uses a loop, and the
-        # second a V.
+        # Both runs load weights that were saved with a loop placement. The first run uses a V and
+        # then a loop, and the second run uses a loop and then a V.
         "shape": CHUNKS,
         "from": "tied",
         "runs": {
@@ -79,7 +79,8 @@ TWO_RANKS: list[dict[str, Any]] = [
         },
     },
     {
-        # All runs start with new weights. They are compared with "loop", not with "plain".
+        # All runs draw new weights by layer, so they are compared with the run "loop" instead of
+        # "plain".
         "shape": CHUNKS,
         "runs": {
             name: {**settings, "first_weights": "by-layer"}
@@ -151,9 +152,9 @@ def run(
     fresh: bool = True,
     python_path: str = str(ROOT),
 ) -> list[dict[str, Any]]:
-    """Runs each case with megatron-core's own schedule and then with the plugin, in one job.
+    """Runs each case with megatron-core's own schedule and with the plugin, in one job.
 
-    If ``fresh`` is true, new processes first install the plugin, as a user's program does, and exit
+    If ``fresh`` is true, the job runs in new processes, which install the plugin first and exit
     normally.
     """
     cases_path, results_path = folder / "cases.json", folder / "results.json"
@@ -168,7 +169,7 @@ def run(
         [str(cases_path), str(results_path)],
         world_size=world_size,
         log=folder / "output.txt",
-        # The timeout is long, because the machine may run other tests at the same time.
+        # The timeout is long, because other tests may slow down the machine.
         limit_s=300.0,
         fresh=fresh,
         python_path=python_path,
@@ -191,7 +192,7 @@ def check_numbers(results: list[dict[str, Any]]) -> None:
 
 
 def numbers_of(seen: Any) -> list[float]:
-    """Returns a list of all numbers in the results ``seen``, in their order."""
+    """Returns all numbers in the nested results ``seen`` as a flat list."""
     if isinstance(seen, dict):
         return numbers_of(list(seen.values()))
     if isinstance(seen, list):
@@ -205,11 +206,12 @@ def test_two_ranks(tmp_path: Path) -> None:
     results = run(TWO_RANKS, 2, tmp_path)
     by_layer = results.pop(4)["runs"]
     with_dropout = results.pop(2)["runs"]
-    # Dropout makes the numbers differ from those of Megatron-LM, but they must not depend on the
-    # order of actions.
+    # Dropout changes the numbers compared with the plain run. However, the numbers must not depend
+    # on the order of actions.
     assert numbers_of(with_dropout["interleaved"]) != numbers_of(with_dropout.pop("plain"))
     assert with_dropout["adaptive"] == with_dropout["interleaved"] == with_dropout["breadth-first"]
-    assert by_layer["loop"] != by_layer["plain"]  # The plain run draws its weights by rank.
+    # Without the plugin, weights are drawn by rank instead of by layer.
+    assert by_layer["loop"] != by_layer["plain"]
     check_numbers([{"runs": {**by_layer, "plain": by_layer["loop"]}}])
     check_numbers(results)
     assert results[0]["refused"] == {
@@ -222,7 +224,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         "messages": "p2p_communicator has a different pipeline than the step's process groups, "
         "but the engine connects the ranks of these groups; create it with their pp group or use "
         "--pipeline-schedule megatron",
-        "again": "",  # A second model needs its own channels.
+        "again": "",  # A second model needs separate channels, but must not cause an error.
         "settings": "schedule=gpipe on rank 1, but schedule=adaptive on rank 0; start all ranks of "
         "a job with the same settings",
     }
@@ -235,14 +237,16 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert "megatron.adaptive: schedule interleaved on 2 pipeline ranks with 2 model chunks" in said
     assert "schedule zb-v on 2 pipeline ranks with 2 model chunks each in a V" in said
     assert said.count("megatron.adaptive: auto takes ") == 1
-    # The trace of the last run was closed when the interpreter exited.
+    # The trace of the last run must have been closed when the interpreter exited.
     traced = read_run(tmp_path / "traces")
     assert sorted(traced.ranks) == [0, 1]
     for rank in traced.ranks.values():
-        # Evaluations are not traced. Each microbatch has three actions on each rank.
+        # Evaluations must not be traced. In each step, a rank runs three actions for each of the 4
+        # microbatches.
         actions = rank.table().of_kind("F", "B", "W")
         assert Counter(actions.iteration.tolist()) == dict.fromkeys([1, 2, 3, 4], 3 * 4)
-        # Work outside of the schedule is traced too. In this program, every rank reads data.
+        # Work outside of the pipeline schedule must also be traced. In this program, all ranks read
+        # data.
         table = rank.table([2])
         around = {kind: int(table.where(kind).sum()) for kind in ("data", "reduce", "optimizer")}
         assert around == {"data": 4, "reduce": 1, "optimizer": 1}
@@ -251,7 +255,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert step.start_ns[0] < actions.start_ns[actions.iteration == 2].min()
         assert table.of_kind("reduce").end_ns[0] <= update.start_ns[0]
         assert update.end_ns[0] <= step.end_ns[0]
-        # After the third step, the program runs three evaluations and saves a checkpoint.
+        # After the third step, the program has run three evaluations and saved a checkpoint.
         after = rank.table([3])
         assert [int(after.where(kind).sum()) for kind in ("evaluate", "checkpoint")] == [3, 1]
         assert step.end_ns[0] <= table.of_kind("step").end_ns[0]
@@ -268,7 +272,8 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert Counter(own_schedule_table.of_kind("F", "B").iteration.tolist()) == dict.fromkeys(
         range(1, 7), 2 * 8
     )
-    # The operators of the selected rank and iterations are assigned to actions.
+    # Kernels are recorded only on the selected rank in the selected iterations, and are assigned to
+    # actions.
     assert not kernels_path(tmp_path / "traces", 0).exists()
     steps = read_steps(traced, 1)
     assert [step.iteration for step in steps] == [2, 3]
@@ -277,7 +282,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert matmuls["B"] > 0 < matmuls["W"]
         assert any("Adam" in total.name for total in step.totals)
     assert {figure.action for figure in kernel_figures(traced, 2)} >= {"F", "B", "W", "reduce"}
-    # The trainer writes the progress file.
+    # The plugin reports the progress of training in a file, which monitoring programs read.
     snapshot = LiveRun(tmp_path / "traces").refresh()
     assert (snapshot.state, snapshot.detail, snapshot.iteration) == (
         *("ended", "the program ended"),
@@ -312,11 +317,10 @@ def test_experts_exchange_tokens_beside_other_actions(tmp_path: Path) -> None:
         actions = actions.take(np.lexsort((actions.start_ns, actions.iteration)))
         same = np.diff(actions.iteration) == 0
         within += int((actions.start_ns[1:] < actions.end_ns[:-1])[same].sum())
-    # These forward passes began during a backward pass, or backward passes began during a forward
-    # pass.
+    # This is the number of actions that began while another action of the same rank was running.
     assert within > 0
-    # A step has 16 tokens in each of 2 samples, in each of 4 microbatches, on each of 2 replicas.
-    # Each token is sent to 2 experts.
+    # A step has 16 tokens in each of 2 samples, 4 microbatches and 2 replicas. Each token is sent
+    # to 2 experts.
     for iteration in (1, 2, 3):
         loads = [trace.experts[iteration] for trace in traced.ranks.values()]
         assert all(load.exchange_ns > 0 for load in loads)
@@ -329,7 +333,7 @@ def test_experts_exchange_tokens_beside_other_actions(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_an_error_of_the_user_ends_all_ranks_with_their_own_words(tmp_path: Path) -> None:
-    # Rank 0 evaluates next, so its messages arrive while the interpreter of rank 1 is exiting.
+    # Rank 0 continues with an evaluation, so it sends messages to rank 1 while rank 1 exits.
     case = {"shape": {"pp": 2}, "runs": {"adaptive": {}}, "fails_on": 1}
     with pytest.raises(AssertionError) as caught:
         run([case], 2, tmp_path)

@@ -1,4 +1,4 @@
-"""Tests that features of a model that the plugin does not support are rejected with advice."""
+"""Tests that model features that the plugin does not support are rejected with advice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PIPELINE: Any = object()
 
 
 class Chunk(torch.nn.Module):
-    """Fake model chunk that has only a model type and attributes."""
+    """Imitates a model chunk. It has only a model type and the given attributes."""
 
     def __init__(self, kind: Any = ModelType.encoder_or_decoder, **attributes: Any) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Chunk(torch.nn.Module):
 
 
 class FullyShardedDataParallel(Chunk):
-    """Fake chunk whose class has the name of a class of megatron-core."""
+    """Imitates a class of megatron-core by its name."""
 
 
 def configuration(**changes: Any) -> Any:

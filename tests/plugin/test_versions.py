@@ -1,7 +1,7 @@
-"""Tests the plugin with every megatron-core release from 0.15 on, and how releases are detected.
+"""Tests the plugin with all supported megatron-core releases, and the detection of releases.
 
-The module also tests ``train megatron-lm``, which runs Megatron-LM's own trainer. Wheels contain
-this trainer from release 0.17 on.
+The module also tests ``train megatron-lm``, which runs the trainer of Megatron-LM. Wheels of
+megatron-core contain this trainer since release 0.17.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from .releases import VERSIONS, real  # noqa: E402
 from .test_training import check_numbers, run  # noqa: E402
 
 OTHERS = trees_of_others()
-# Up to release 0.17, the loop of megatron-core frees outputs before gloo has sent them.
+# Outputs are not deallocated, because up to release 0.17 megatron-core frees them before gloo has
+# sent them.
 SHAPES: list[dict[str, Any]] = [
     {"pp": 2, "chunks": 2, "deallocate": False, **model}
     for model in ({}, {"llama": True, "groups": True}, {"llama": True, "mtp": True})
@@ -43,9 +44,9 @@ V: dict[str, dict[str, Any]] = {
 
 
 def in_pairs(orders: dict[str, dict[str, Any]], turn: int) -> list[dict[str, Any]]:
-    """Returns a case for each entry of ``orders``, combined with one of the models.
+    """Returns a list of cases. Each case combines an entry of ``orders`` with one of the models.
 
-    ``turn`` shifts which model is combined with which order.
+    ``turn`` determines which model is combined with the first entry.
     """
     return [
         {
@@ -77,7 +78,7 @@ def test_steps_are_those_of_its_own_schedule(
     for case in results[: len(loop)]:
         plain = case["runs"].pop("plain")
         assert len(plain[-1]["trained"]["losses"]) == 3
-        # The results must be bitwise equal.
+        # The results of all schedules must be bitwise equal to those of megatron-core's schedule.
         assert case["runs"] == dict.fromkeys(case["runs"], plain)
 
 
@@ -87,7 +88,8 @@ def test_steps_are_those_of_its_own_schedule(
     indirect=True,
 )
 def test_tensor_parallel_steps_too(python_path: str, tmp_path: Path) -> None:
-    # The stages are placed in a loop and in a V, each with and without split backward passes.
+    # These cases use a loop without and with split backward passes, and a V with split backward
+    # passes.
     cases = [*in_pairs(LOOP, 0)[:2], in_pairs(V, 1)[1]]
     cases = [{**case, "shape": {**case["shape"], "tp": 2}} for case in cases]
     check_numbers(run(cases, 4, tmp_path, fresh=False, python_path=python_path))
@@ -101,7 +103,7 @@ def test_tensor_parallel_steps_too(python_path: str, tmp_path: Path) -> None:
 def test_its_own_trainer_has_the_steps_of_its_own_schedule(
     python_path: str, tmp_path: Path
 ) -> None:
-    """Checks ``train megatron-lm`` with and without the schedules of this project."""
+    """Checks that Megatron-LM's trainer computes the same with schedules of this project."""
     said = {}
     for name, arguments in {
         "megatron": [],
@@ -115,8 +117,8 @@ def test_its_own_trainer_has_the_steps_of_its_own_schedule(
         assert ended == 0, tail(log)
         said[name] = log.read_text()
     assert "megatron.adaptive: schedule adaptive on 2 pipeline ranks" in said["adaptive"]
-    # The output contains three steps, one more step in a V that starts from the loop's checkpoint,
-    # and the results on the validation and test sets.
+    # The first run has three steps. The second run continues from its checkpoint with one step in a
+    # V, and evaluates the validation and test sets.
     first, rest = (SEEN.findall(said[name]) for name in ("adaptive", "zb-v"))
     assert (len(first), len(rest)) == (6, 4)
     assert first + rest == SEEN.findall(said["megatron"])
@@ -132,7 +134,7 @@ def test_its_own_trainer_has_the_steps_of_its_own_schedule(
 def test_its_own_trainer_makes_damaged_indices_anew(
     python_path: str, tmp_path: Path, write_tokens: Callable[..., str]
 ) -> None:
-    """Checks that a flipped bit in an index file, which would change the samples, is detected."""
+    """Checks that a changed bit in an index file, which would reorder samples, is detected."""
     prefix = write_tokens([[1 + n % 200] * 40 for n in range(60)])
     arguments = [word for word in FLAGS.split() if word != "--mock-data"]
     arguments += ["--data-path", prefix, "--split", "80,20,0", "--pipeline-schedule", "adaptive"]
@@ -159,7 +161,7 @@ def test_its_own_trainer_makes_damaged_indices_anew(
 def test_two_chunks_in_half_precision_on_megatrons_own_schedule(
     python_path: str, tmp_path: Path
 ) -> None:
-    """Checks that outputs are not freed before gloo has sent them."""
+    """Checks that losses are not changed by outputs that are freed before gloo has sent them."""
     arguments = "--num-virtual-stages-per-pipeline-rank 2 --bf16 --position-embedding-type rope"
     said = {}
     for name in ("megatron", "adaptive"):
@@ -176,7 +178,8 @@ def test_two_chunks_in_half_precision_on_megatrons_own_schedule(
         ended = run_ranks(command, world_size=2, log=log, limit_s=150.0, python_path=python_path)
         assert ended == 0, tail(log)
         said[name] = SEEN.findall(log.read_text())
-    assert len(said["megatron"]) == 10  # The ten lines are for four steps, validation and test.
+    # There are ten lines for four steps, the validation set and the test set.
+    assert len(said["megatron"]) == 10
     assert said["adaptive"] == said["megatron"]
 
 

@@ -1,19 +1,19 @@
-"""Defines three programs with their own training loop that call megatron-core's schedule.
+"""Defines three training programs that call megatron-core's schedule in a loop of their own.
 
-The programs do not use this package. Each program calls ``get_forward_backward_func`` like an
-existing training program:
+The programs do not use this package. Each of them calls ``get_forward_backward_func`` in the same
+way as an existing training program:
 
-- :func:`run_actor` is like the actor, critic and reference of verl. It has several models,
-  microbatches of unequal lengths, and outputs that are dictionaries. Between calls, it offloads
+- :func:`run_actor` imitates the actor, critic and reference of verl. It has several models,
+  microbatches of different lengths, and outputs that are dictionaries. Between calls, it offloads
   weights, gradients and optimizer state.
-- :func:`run_policy` is like the policy of NeMo-RL. It passes a model without a list, and a
+- :func:`run_policy` imitates the policy of NeMo-RL. It passes a single chunk without a list, and a
   generator of microbatches. The length and the number of microbatches differ between calls and
   between replicas. Gradients are accumulated over several calls before they are reduced.
-- :func:`run_bridge` is like the training step of Megatron Bridge. It uses the same function for all
-  steps, and creates its own process groups and communicator.
+- :func:`run_bridge` imitates the training step of Megatron Bridge. It uses the same function object
+  in all steps, and creates the process groups and the communicator itself.
 
-Each program returns the results of a rank: results of loss functions, gradient norms, and a digest
-of the weights.
+Each program returns the results of one rank: results of loss functions, gradient norms, and a
+digest of the weights.
 """
 
 from __future__ import annotations
@@ -53,12 +53,13 @@ Loss = Callable[..., Any]
 
 @dataclass(kw_only=True, eq=False)
 class Model:
-    """Model of a program, with its optimizer and process groups.
+    """Model of a program, with its optimizer and its process groups.
 
     Attributes:
         config: Model configuration of megatron-core.
-        chunks: Chunks of the model on this rank, wrapped for data parallelism if they are trained.
-        optimizer: Optimizer of the model, or ``None`` if the model is not trained.
+        chunks: Model chunks on this rank. If they are trained, they are wrapped for data
+            parallelism.
+        optimizer: Optimizer of the model, or ``None`` if it is not trained.
         groups: Process groups of the model.
     """
 
@@ -70,14 +71,14 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """Parallel sizes and options of a training program.
+    """Parallel sizes and options of a program.
 
     Attributes:
         pp: Number of pipeline ranks.
-        vp: Number of model chunks on a rank.
-        foreign: Whether the program creates its process groups itself, without ``parallel_state``.
+        vp: Number of model chunks on each rank.
+        foreign: Whether the program creates the process groups itself, without ``parallel_state``.
         overlap: Whether gradients are reduced while the backward pass is still running.
-        drops_last: Whether a step of :func:`run_bridge` omits the last microbatch, whose loss is 0.
+        drops_last: Whether steps of :func:`run_bridge` omit the last microbatch, whose loss is 0.
         steps: Number of training iterations.
     """
 
@@ -90,16 +91,16 @@ class Program:
 
 
 def make_groups(program: Program) -> ProcessGroupCollection:
-    """Creates the process groups for the parallel sizes of ``program``."""
+    """Creates and returns the process groups for the parallel sizes of ``program``."""
     if not program.foreign:
         parallel_state.initialize_model_parallel(
             1, program.pp, program.vp if program.vp > 1 else None
         )
         return user.process_groups()
-    parallel_state._set_global_memory_buffer()  # The attention of megatron-core needs this buffer.
+    parallel_state._set_global_memory_buffer()  # megatron-core's attention needs this buffer.
     groups = ProcessGroupCollection()
     replicas = dist.get_world_size() // program.pp
-    # Here, adjacent pipeline stages are on adjacent ranks. In parallel_state, they are not.
+    # Unlike in parallel_state, adjacent pipeline stages are on adjacent global ranks.
     pipelines = [
         list(range(first * program.pp, (first + 1) * program.pp)) for first in range(replicas)
     ]
@@ -120,7 +121,7 @@ def make_groups(program: Program) -> ProcessGroupCollection:
 
 
 def _subgroup(lists: Sequence[list[int]]) -> Any:
-    """Creates a group for each list of ranks. Returns the group of this rank, or ``None``."""
+    """Creates a group for each list of ranks. Returns this rank's group, or ``None``."""
     joined = None
     for ranks in lists:
         group = dist.new_group(ranks)
@@ -139,7 +140,7 @@ def make_model(
         groups: Process groups of the model.
         seed: Seed of the initial weights.
         trains: Whether the model has gradients and an optimizer.
-        **more: Changes to the configuration.
+        **more: Changes of the model configuration.
     """
     position = dist.get_group_rank(groups.pp, dist.get_rank())
     torch.manual_seed(seed + position)
@@ -187,12 +188,12 @@ def _make_trainable(model: Model, program: Program) -> None:
 
 
 def _for_each(functions: list[Any]) -> Any:
-    """Returns the only element of ``functions``, or the whole list if it has several elements."""
+    """Returns the only element of ``functions``, or all of ``functions`` if there are several."""
     return functions[0] if len(functions) == 1 else functions
 
 
 def draw(lengths: Sequence[tuple[int, int]], seed: int) -> list[Batch]:
-    """Returns a random microbatch for each pair (number of samples, length) in ``lengths``."""
+    """Returns one random microbatch for each pair in ``lengths``: number of samples, and length."""
     generator = torch.Generator().manual_seed(seed)
     batches = []
     for samples, length in lengths:
@@ -211,7 +212,7 @@ def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _log_probs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Returns the log probability of each next token in ``tokens``, with shape ``[b, s - 1]``."""
+    """Returns the log probabilities of the next tokens in ``tokens``, with shape ``[b, s - 1]``."""
     logs = torch.log_softmax(logits[:, :-1].float(), dim=-1)
     return logs.gather(-1, tokens[:, 1:, None]).squeeze(-1)
 
@@ -233,15 +234,15 @@ def _update(model: Model) -> float:
     return float(norm)
 
 
-# ---------------------------------------------------------------------------- an actor, as in verl
+# The following functions imitate the actor of verl.
 
 
 class Reinforced:
-    """Calls the schedule for one of several models. The lengths of microbatches differ.
+    """Calls the schedule for one of several models, with microbatches of different lengths.
 
     Args:
-        model: Model that runs in the calls.
-        as_values: Whether the model is a critic, whose outputs are values of the tokens.
+        model: Model that the calls run.
+        as_values: Whether the model is a critic, which outputs a value for each token.
     """
 
     def __init__(self, model: Model, *, as_values: bool = False) -> None:
@@ -278,7 +279,7 @@ class Reinforced:
         return {"log_probs": _log_probs(logits, batch["tokens"]), "entropy": entropy}
 
     def look(self, batches: list[Batch], name: str) -> list[list[float]]:
-        """Returns the model's output ``name`` for each microbatch, without gradients."""
+        """Runs forward passes, and returns the model's output ``name`` for each microbatch."""
 
         def loss(output: Batch, *, batch: Batch, count: int) -> Any:
             return torch.tensor(1.0), {name: output[name].detach().clone()}
@@ -290,7 +291,7 @@ class Reinforced:
         return [result[name].flatten().tolist() for result in seen]
 
     def learn(self, batches: list[Batch]) -> dict[str, Any]:
-        """Runs an update, and returns the results of the loss function and the gradient norm."""
+        """Runs a training step, and returns the loss function's results and the gradient norm."""
 
         def loss(output: Batch, *, batch: Batch, count: int) -> Any:
             if self._as_values:
@@ -307,10 +308,10 @@ class Reinforced:
 
 
 class Offloaded:
-    """Offloads weights, gradients and optimizer state of a model, and moves them back later.
+    """Offloads weights, gradients and optimizer state of a model between two calls.
 
     Args:
-        model: Model whose memory is used for something else between two calls.
+        model: Model to offload.
     """
 
     def __init__(self, model: Model) -> None:
@@ -322,7 +323,7 @@ class Offloaded:
         self._nbytes: list[int] = []
 
     def out(self) -> None:
-        """Frees the gradients, and moves the weights and the optimizer state to other memory."""
+        """Frees the gradients, and moves weights and optimizer state to another place in memory."""
         self._kept = [weight.data.clone() for weight in self._weights]
         self._nbytes = [gradient.untyped_storage().nbytes() for gradient in self._gradients]
         for weight in self._weights:
@@ -334,7 +335,7 @@ class Offloaded:
                 values.update({name: value.clone() for name, value in values.items()})
 
     def back(self) -> None:
-        """Restores the weights, and allocates the gradients again with the value zero."""
+        """Restores the weights, and allocates new gradients with the value zero."""
         for weight, kept in zip(self._weights, self._kept, strict=True):
             weight.data = kept
         for gradient, nbytes in zip(self._gradients, self._nbytes, strict=True):
@@ -343,7 +344,7 @@ class Offloaded:
 
 
 def served_weights(model: Model) -> str:
-    """Returns a digest of all weights of the pipeline, which an inference engine would get."""
+    """Returns a digest of all weights of the pipeline, in the way an inference engine gets them."""
     digest = hashlib.sha256()
     ranks = dist.get_process_group_ranks(model.groups.pp)
     for source in ranks:
@@ -371,7 +372,8 @@ def served_weights(model: Model) -> str:
 def run_actor(program: Program, prepare: Callable[[dict[str, Model]], None]) -> list[Any]:
     """Trains an actor and a critic with a reference model, as verl does.
 
-    ``prepare`` is called with all models before the first step. Returns the results of this rank.
+    ``prepare`` is called with the models by name before the first step. Returns the results of this
+    rank.
     """
     groups = make_groups(program)
     varying = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
@@ -388,7 +390,7 @@ def run_actor(program: Program, prepare: Callable[[dict[str, Model]], None]) -> 
     seen: list[Any] = []
     for step in range(program.steps):
         seed = 1000 * step + 100 * replica
-        # The lengths and the number of microbatches differ between replicas.
+        # The number and the lengths of the microbatches differ between replicas.
         whole = draw([(2, 9), (1, 31), (3, 5), (1, 17)][: 4 - 2 * (replica > 0)], seed)
         short = draw([(1, 7 + 3 * replica), (2, 12)], seed + 1)
         if step:
@@ -403,17 +405,17 @@ def run_actor(program: Program, prepare: Callable[[dict[str, Model]], None]) -> 
     return seen
 
 
-# ----------------------------------------------------------------------- a policy, as in NeMo-RL
+# The following functions imitate the policy of NeMo-RL.
 
 
 def policy_step(iterator: Iterator[Batch], model: Any, process: Callable[[Batch], Loss]) -> Any:
-    """Runs the next microbatch through ``model``, which is a single chunk."""
+    """Runs the next microbatch through ``model``. Returns the output and the loss function."""
     batch = next(iterator)
     return _logits(model, batch["tokens"]), process(batch)
 
 
 def policy_call(model: Model, batches: list[Batch], process: Any, *, forward_only: bool) -> Any:
-    """Calls the schedule with a model without a list, and with a generator of microbatches."""
+    """Calls the schedule. A single chunk is passed without a list, and the data as a generator."""
     samples, length = batches[0]["tokens"].shape
     chunks = model.chunks
     several = len(chunks) > 1
@@ -431,7 +433,7 @@ def policy_call(model: Model, batches: list[Batch], process: Any, *, forward_onl
 
 @contextlib.contextmanager
 def accumulating(model: Model, program: Program) -> Iterator[None]:
-    """Accumulates gradients over several calls, and reduces them over the replicas at the end."""
+    """Accumulates gradients over all calls in this context, and reduces them when it ends."""
     config = model.config
     former = config.no_sync_func
     config.no_sync_func = _for_each([contextlib.nullcontext for _ in model.chunks])
@@ -477,7 +479,8 @@ def run_policy(program: Program, prepare: Callable[[dict[str, Model]], None]) ->
 
     seen: list[Any] = []
     for step in range(program.steps):
-        # The second replica alternates between two lengths. The first replica keeps its length.
+        # The length alternates between two values on the second replica, and is constant on the
+        # first.
         length = 16 - 4 * replica * (step % 2)
         count = 6 if step == 0 else 4
         batches = draw([(2, length)] * count, 50 * step + replica)
@@ -505,13 +508,13 @@ def run_policy(program: Program, prepare: Callable[[dict[str, Model]], None]) ->
     return seen
 
 
-# ----------------------------------------------------------- a training step, as in Megatron Bridge
+# The following functions imitate the training step of Megatron Bridge.
 
 
 def bridge_loss(batch: Batch, output: torch.Tensor, non_loss_data: bool = False) -> Any:
-    """Returns the loss, the number of tokens and values to log, or the mean of ``output``.
+    """Returns the loss, the number of tokens, and the values to log.
 
-    The mean is returned if ``non_loss_data`` is true.
+    If ``non_loss_data`` is true, returns the mean of ``output`` instead.
     """
     if non_loss_data:
         return {"mean": output.detach().mean().item()}
@@ -522,7 +525,7 @@ def bridge_loss(batch: Batch, output: torch.Tensor, non_loss_data: bool = False)
 
 
 class BridgeStep:
-    """Callable that runs a microbatch through a model chunk."""
+    """Forward step function that is an object. A call runs a microbatch through a chunk."""
 
     def __call__(
         self, iterator: Iterator[Batch], model: Any, return_schedule_plan: bool = False

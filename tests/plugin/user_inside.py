@@ -35,7 +35,7 @@ from megatron.adaptive.engine.process_context import destroy_groups, process_gro
 
 
 def run(case: dict[str, Any], settings: dict[str, Any] | None) -> Any:
-    """Runs the program of ``case`` once.
+    """Runs the program of ``case`` once, and returns its results on this rank.
 
     If ``settings`` is not ``None``, the plugin is installed with these settings.
     """
@@ -60,8 +60,8 @@ def run(case: dict[str, Any], settings: dict[str, Any] | None) -> Any:
 
 
 def main() -> None:
-    # If a rank hangs, it prints its stacks and exits, because no other process may be able to stop
-    # it.
+    # If a rank hangs, it prints its stack traces and exits, because there may be no other process
+    # that stops it.
     faulthandler.dump_traceback_later(float(os.environ["WATCHDOG_S"]), exit=True)
     torch.set_num_threads(1)
     gc.freeze()

@@ -41,33 +41,35 @@ from megatron.adaptive.errors import ConfigError  # noqa: E402
 
 
 def start(shape: user.Shape, settings: dict[str, Any] | None) -> user.Job:
-    """Starts a new job, and installs the plugin unless ``settings`` is ``None``."""
+    """Starts a new job, and installs the plugin with ``settings`` unless they are ``None``."""
     megatron.adaptive.uninstall()
     gc.collect()
-    # Destroy the old groups, because their threads wake up a hundred times a second.
+    # Destroy the old process groups, because their threads wake up a hundred times per second.
     dist.barrier()
     destroy_groups(group for group in process_groups() if group is not dist.group.WORLD)
     if settings is not None:
         megatron.adaptive.install(**settings)
-        megatron.adaptive.install(**settings)  # A second call with the same settings does nothing.
+        # A second call with the same settings must have no effect.
+        megatron.adaptive.install(**settings)
     return regroup(shape)
 
 
 def regroup(shape: user.Shape) -> user.Job:
-    """Creates new process groups and a new model with the sizes in ``shape``."""
+    """Creates new process groups, and a new model with the sizes in ``shape``."""
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
     return user.setup(shape)
 
 
 def run(case: dict[str, Any], settings: dict[str, Any] | None, name: str) -> Any:
-    """Trains and evaluates the model of ``case`` in the run ``name``, and returns the results."""
+    """Trains and evaluates the model of ``case`` with ``settings``, and returns the results."""
     settings = None if settings is None else dict(settings)
     then = [] if settings is None or "then" not in settings else [settings.pop("then")]
     overlaps = settings is not None and settings.pop("overlaps", False)
     shape = user.Shape(**case["shape"])
     job = start(shape, settings)
-    # For this setting, the loop of megatron-core would need another forward_step.
+    # Enable this setting only for the plugin. megatron-core's schedule would need another
+    # forward_step for it.
     job.config.overlap_moe_expert_parallel_comm = overlaps
     if "from" in case:
         (user.save if name == "plain" else user.load)(job, case["from"], with_optimizer=False)
@@ -91,7 +93,7 @@ def run(case: dict[str, Any], settings: dict[str, Any] | None, name: str) -> Any
 
 
 def refused(shape: user.Shape, case: dict[str, Any]) -> str:
-    """Returns the error message of a step of ``case`` that the plugin rejects."""
+    """Runs a step that the plugin must reject, and returns the error message."""
     job = start(
         shape, {"schedule": case["schedules"][dist.get_rank()]} if "schedules" in case else {}
     )
@@ -118,8 +120,8 @@ def refused(shape: user.Shape, case: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    # If a rank hangs, it prints its stacks and exits, because no other process may be able to stop
-    # it.
+    # If a rank hangs, it prints its stack traces and exits, because there may be no other process
+    # that stops it.
     faulthandler.dump_traceback_later(float(os.environ["WATCHDOG_S"]), exit=True)
     torch.set_num_threads(1)
     gc.freeze()

@@ -1,12 +1,13 @@
-"""Runs ``pretrain_gpt.py`` of an unmodified Megatron-LM with the plugin, and records results.
+"""Runs ``pretrain_gpt.py`` of an unmodified Megatron-LM with the plugin, and records its results.
 
 Usage: ``user_script.py SCRIPT RESULTS FLAG ...``, as a rank of a job.
 
-The program inserts the lines of docs/plugin.md into the text of ``SCRIPT`` before it runs:
-``install()`` at the top, and ``add_arguments`` as ``extra_args_provider``. The file does not
-change. A further line before the script's main part calls :func:`record`. This function appends a
-line to ``RESULTS.RANK`` after each step and evaluation, with all numbers as hexadecimal floats and
-a digest of the rank's weights.
+The program inserts the lines of docs/plugin.md into the text of ``SCRIPT`` before it runs it:
+``install()`` at the top, and ``add_arguments`` as ``extra_args_provider``. The file itself is not
+changed. Another line calls :func:`record` before training starts.
+
+After each step and evaluation, a line is added to ``RESULTS.RANK``. It contains all numbers as
+hexadecimal floats, and a digest of the weights on the rank.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ _EDITS = (
 
 
 def allow_old_python() -> None:
-    """Makes Megatron-LM importable with Python 3.11, although release 0.17 and newer need 3.12."""
+    """Makes Megatron-LM importable with Python 3.11, although releases since 0.17 need 3.12."""
     if not hasattr(typing, "override"):
         vars(typing)["override"] = importlib.import_module("typing_extensions").override
 
 
 def edited(text: str) -> str:
-    """Returns the text of a script with the lines of docs/plugin.md inserted."""
+    """Returns the script ``text`` with the lines of docs/plugin.md inserted."""
     for old, new in _EDITS:
         assert text.count(old) == 1, f"the script must contain exactly once: {old}"
         text = text.replace(old, new)
@@ -48,7 +49,7 @@ def edited(text: str) -> str:
 
 
 def record(results: Path) -> None:
-    """Appends the results of each step and evaluation of Megatron-LM's trainer to ``results``."""
+    """Makes Megatron-LM's trainer append the results of each step and evaluation to ``results``."""
     training: Any = sys.modules["megatron.training.training"]
 
     def note(**values: Any) -> None:
@@ -79,7 +80,7 @@ def _numbers(values: Any) -> dict[str, str]:
 
 
 def _number(value: Any) -> str:
-    # A list contains a sum and the number of tokens in this sum.
+    # The value is a pair of a sum and the number of tokens over which it was taken.
     if isinstance(value, list | tuple):
         return " ".join(map(_number, value))
     if hasattr(value, "numel") and value.numel() > 1:
@@ -97,8 +98,8 @@ def _digest(chunks: Any) -> str:
 
 
 def main() -> None:
-    # If a rank hangs, it prints its stacks and exits, because no other process may be able to stop
-    # it.
+    # If a rank hangs, it prints its stack traces and exits, because there may be no other process
+    # that stops it.
     faulthandler.dump_traceback_later(float(os.environ["WATCHDOG_S"]), exit=True)
     script, results = Path(sys.argv[1]), Path(sys.argv[2])
     allow_old_python()

@@ -1,8 +1,8 @@
-"""Defines a training program in the style of Megatron-LM, which does not use this package.
+"""Defines a training program like that of Megatron-LM, which does not use this package.
 
 Like ``megatron.training.training``, the program imports ``get_forward_backward_func`` from
 megatron-core. It calls this function before training and before each evaluation, and calls the
-returned function with Megatron-LM's arguments. The models are those of megatron-core.
+returned function with the same arguments as Megatron-LM. The models are those of megatron-core.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ VOCAB_SIZE = 64
 MICRO_BATCH_SIZE = 2
 NUM_MICROBATCHES = 4
 Batch = dict[str, torch.Tensor]
-# Release 0.15 of megatron-core does not have this argument.
+# megatron-core 0.15 does not have this argument.
 _KNOWN = signature(schedules.forward_backward_no_pipelining).parameters
 LAST_ARGUMENTS = {name: False for name in ("force_all_reduce",) if name in _KNOWN}
 
@@ -59,20 +59,20 @@ class Shape:
     """Parallel sizes and configuration of a model.
 
     Attributes:
-        tp, pp, chunks: Parallel sizes of the model. The remaining processes are data-parallel
-            replicas.
-        per_token: Whether losses are averaged over the tokens of the whole batch.
-        overlap: Whether gradients are reduced while the backward pass is still running.
-        deallocate: Whether outputs are freed after they have been sent, as in Megatron-LM.
+        tp, pp, chunks: Tensor-parallel size, pipeline size, and model chunks per rank. The
+            remaining processes are data-parallel replicas.
+        per_token: Whether losses are averaged over all tokens of the batch.
+        overlap: Whether the reduction of gradients overlaps with the backward pass.
+        deallocate: Whether outputs are freed after they were sent, as in Megatron-LM.
         timers: Whether megatron-core's timers are enabled.
-        llama: Whether the model is a Llama instead of a GPT.
+        llama: Whether the model is like Llama instead of GPT.
         groups: Whether process groups are passed to models and steps, as in Megatron Bridge.
-        dropout: Probability of dropout in attention and hidden state.
+        dropout: Dropout probability in attention and hidden states.
         eval_micro_batch_size: Number of samples per microbatch in evaluation.
-        tied: Whether embedding and output layer share their weights.
-        mtp: Whether there is a multi-token prediction layer.
+        tied: Whether the embedding and the output layer share their weights.
+        mtp: Whether the model has a multi-token prediction layer.
         distributed: Whether the optimizer's state is sharded over replicas.
-        more: Further settings of the model.
+        more: Other settings of the model configuration.
     """
 
     tp: int = 1
@@ -94,7 +94,7 @@ class Shape:
 
 @dataclass(kw_only=True)
 class Job:
-    """Model that is ready for training, and the objects that a step needs."""
+    """Model that is ready for training, with the objects that a step needs."""
 
     shape: Shape
     config: Any
@@ -104,7 +104,7 @@ class Job:
 
 
 def setup(shape: Shape) -> Job:
-    """Creates process groups, a model and an optimizer. Every call creates the same weights."""
+    """Creates process groups, a model and an optimizer. The weights are the same in every call."""
     parallel_state.initialize_model_parallel(
         shape.tp,
         shape.pp,
@@ -141,7 +141,7 @@ def setup(shape: Shape) -> Job:
 
 
 def configuration(shape: Shape) -> TransformerConfig:
-    """Returns megatron-core's configuration for a model with the sizes in ``shape``."""
+    """Returns megatron-core's model configuration for the sizes in ``shape``."""
     llama: dict[str, Any] = {
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
@@ -162,8 +162,8 @@ def configuration(shape: Shape) -> TransformerConfig:
         "pipeline_dtype": torch.float32,
         "calculate_per_token_loss": shape.per_token,
         "deallocate_pipeline_outputs": shape.deallocate,
-        # Otherwise, gloo would confuse the two messages between a pair of ranks with two chunks
-        # each.
+        # If there are two chunks per rank, gloo would confuse the two messages between a pair of
+        # ranks without this setting.
         "overlap_p2p_comm": shape.chunks > 1,
         "batch_p2p_comm": shape.chunks == 1,
         "bias_activation_fusion": False,
@@ -177,7 +177,7 @@ def configuration(shape: Shape) -> TransformerConfig:
 
 
 def model_chunks(shape: Shape, config: TransformerConfig) -> list[Any]:
-    """Builds the part of the model on this rank, as Megatron-LM's ``get_model`` does."""
+    """Builds the model chunks of this rank, as Megatron-LM's ``get_model`` does."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, normalization=config.normalization
     )
@@ -219,7 +219,7 @@ def process_groups() -> ProcessGroupCollection:
 
 
 def handed_over(job: Job) -> dict[str, Any]:
-    """Returns the arguments of a step that pass process groups, or ``{}`` if none are passed."""
+    """Returns the step arguments that contain process groups, or ``{}`` if none are passed."""
     if not job.shape.groups:
         return {}
     groups = process_groups()
@@ -228,7 +228,7 @@ def handed_over(job: Job) -> dict[str, Any]:
 
 
 def batches(micro_batch_size: int) -> Iterator[Batch]:
-    """Yields random microbatches forever, which differ between replicas."""
+    """Yields an endless series of random microbatches, which differ between replicas."""
     generator = torch.Generator().manual_seed(7 + parallel_state.get_data_parallel_rank())
     while True:
         size = (micro_batch_size, SEQ_LENGTH + 1)
@@ -239,16 +239,16 @@ def batches(micro_batch_size: int) -> Iterator[Batch]:
 
 
 def iterators(job: Job, micro_batch_size: int) -> Any:
-    """Returns a data iterator, or a list with an iterator for each chunk if there are several."""
+    """Returns a data iterator. If there are several chunks, returns a list with one per chunk."""
     if job.shape.chunks == 1:
         return batches(micro_batch_size)
     return [batches(micro_batch_size) for _ in job.chunks]
 
 
 def loss_func(mask: torch.Tensor, output: torch.Tensor, non_loss_data: bool = False) -> Any:
-    """Returns the loss, the number of tokens and the reported values, or only the mean output.
+    """Returns the loss, the number of tokens, and the values to report.
 
-    The mean output is returned if ``non_loss_data`` is true.
+    If ``non_loss_data`` is true, returns the mean of ``output`` instead.
     """
     if non_loss_data:
         return output.detach().mean().item()
@@ -259,7 +259,7 @@ def loss_func(mask: torch.Tensor, output: torch.Tensor, non_loss_data: bool = Fa
 
 
 def forward_step(data_iterator: Iterator[Batch], model: Any) -> Any:
-    """Runs the next microbatch through ``model``, with only the inputs that its stage needs."""
+    """Runs the next microbatch through ``model``. Each stage gets only the inputs that it needs."""
     batch: dict[str, Any] = dict(next(data_iterator))
     stage = get_attr_wrapped_model(model, "vp_stage")
     is_end = any(
@@ -269,7 +269,7 @@ def forward_step(data_iterator: Iterator[Batch], model: Any) -> Any:
             parallel_state.is_pipeline_last_stage,
         )
     )
-    # get_batch and get_batch_on_this_tp_rank in Megatron-LM check the same condition.
+    # Megatron-LM's get_batch and get_batch_on_this_tp_rank check the same condition.
     if not is_end or parallel_state.is_pipeline_first_stage():
         batch["labels"] = batch["mask"] = None
     looks_up_again = is_end and get_attr_wrapped_model(model, "config").mtp_num_layers
@@ -284,7 +284,7 @@ def forward_step(data_iterator: Iterator[Batch], model: Any) -> Any:
 
 
 def train(job: Job, steps: int) -> dict[str, list[float]]:
-    """Runs ``steps`` steps, and returns the losses (on the last stage) and the gradient norms."""
+    """Runs ``steps`` training steps. Returns the losses (on the last stage) and gradient norms."""
     for chunk in job.chunks:
         chunk.train()
     data = iterators(job, MICRO_BATCH_SIZE)
@@ -316,7 +316,7 @@ def train(job: Job, steps: int) -> dict[str, list[float]]:
 
 
 def evaluate(job: Job, steps: int) -> dict[str, list[float]]:
-    """Runs forward passes, and returns losses and results of ``collect_non_loss_data``."""
+    """Runs ``steps`` evaluations, and one more that collects data other than losses."""
     for chunk in job.chunks:
         chunk.eval()
     arguments = {
@@ -341,7 +341,7 @@ def evaluate(job: Job, steps: int) -> dict[str, list[float]]:
 
 
 def mean_loss(reduced: list[dict[str, torch.Tensor]]) -> list[float]:
-    """Returns the mean loss of the microbatches on the last stage, or ``[]`` on other stages."""
+    """Returns the mean loss of the batch on the last stage, or ``[]`` on other stages."""
     if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         assert reduced == []
         return []
@@ -351,7 +351,7 @@ def mean_loss(reduced: list[dict[str, torch.Tensor]]) -> list[float]:
 
 
 def weights_norm(job: Job) -> float:
-    """Returns the norm of the weights of all ranks. Each copy of a weight counts."""
+    """Returns the norm of all weights on all ranks. Copies of a weight count separately."""
     weights = [weight for chunk in job.chunks for weight in chunk.parameters()]
     total = torch.stack([weight.detach().double().pow(2).sum() for weight in weights]).sum()
     dist.all_reduce(total)
@@ -367,14 +367,14 @@ def _state(job: Job, with_optimizer: bool, *, is_loading: bool) -> dict[str, Any
         f"model{number}": chunk.sharded_state_dict(metadata={"dp_cp_group": _replicas()})
         for number, chunk in enumerate(unwrap_model(job.chunks))
     }
-    # Loading the distributed optimizer's state requires Transformer Engine or apex.
+    # Loading the state of a distributed optimizer would require Transformer Engine or apex.
     if job.shape.distributed or not with_optimizer:
         return model
     return model | {"optimizer": job.optimizer.sharded_state_dict(model, is_loading=is_loading)}
 
 
 def save(job: Job, folder: str, *, with_optimizer: bool) -> None:
-    """Writes a checkpoint as Megatron-LM does. Each replica writes a part of the checkpoint."""
+    """Writes a checkpoint as Megatron-LM does. Each replica writes a part of it."""
     if dist.get_rank() == 0:
         Path(folder).mkdir(parents=True)
     dist.barrier()

@@ -1,15 +1,16 @@
-"""Defines two more programs with their own training loop. They resemble workers that Ray starts.
+"""Defines two more programs with their own training loop, which imitate workers started by Ray.
 
 The programs do not use this package. They build their models with :mod:`user_callers`:
 
-- :func:`run_replay` is like the actor of slime. The policy and the reference exchange the weights
-  of one model. A call without gradients records a choice of each layer. Training replays these
-  choices: forward passes in their order, and recomputation in the order of the backward passes.
-- :func:`run_threads` is like a worker with several threads. A new thread makes each call. Calls
-  without gradients, including the first call, run in torch's inference mode.
+- :func:`run_replay` imitates the actor of slime. The policy and the reference use the same model
+  and exchange its weights. A call without gradients records which outputs each layer selects.
+  Training then replays these selections, first in the forward passes and again in the recomputation
+  before each backward pass.
+- :func:`run_threads` imitates a worker with several threads. Each call is made in a new thread.
+  Calls without gradients run in torch's inference mode, and the first call is one of these.
 
-Each program returns the results of a rank: results of loss functions, gradient norms, and a digest
-of the weights.
+Each program returns the results of one rank: results of loss functions, gradient norms, and a
+digest of the weights.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from user_callers import (
 )
 
 KEPT = 24
-"""Number of outputs that a layer keeps. Each layer has 32 outputs."""
+"""Number of outputs that each layer selects from its 32 outputs."""
 ATTEMPT_S = 100.0
-"""Timeout of a call in seconds."""
+"""Timeout of a call of the schedule in seconds."""
 
 
 def _call(model: Model, batches: list[Batch], step: Any, *, forward_only: bool) -> list[Any]:
-    """Calls the schedule with ``batches``, which are microbatches of equal length."""
+    """Calls the schedule with ``batches``, which have equal lengths. Returns its results."""
     samples, length = batches[0]["tokens"].shape
     results: list[Any] = get_forward_backward_func()(
         forward_step_func=step,
@@ -74,17 +75,18 @@ def _plain(loss: Loss, iterator: Iterator[Batch], model: Any) -> Any:
     return _logits(model, batch["tokens"]), partial(loss, batch)
 
 
-# ------------------------------------------------------------- a replay of choices, as in slime
+# The following class and functions imitate the actor of slime.
 
 
 class Replay:
-    """Lets each layer select some of its outputs, records the selections, and replays them.
+    """Lets each layer select some of its outputs, records these selections, and replays them.
 
     Args:
-        model: Model whose layers select some of their outputs.
+        model: Model whose MLP layers select outputs.
 
     Attributes:
-        mode: Kind of the current call: ``"record"``, ``"forward"`` or ``"backward"``.
+        mode: Use of selections in the current pass: ``"record"`` records them, and ``"forward"``
+            and ``"backward"`` replay them.
     """
 
     def __init__(self, model: Model) -> None:
@@ -97,7 +99,7 @@ class Replay:
                     layer.register_forward_hook(self._choose)
 
     def clear(self) -> None:
-        """Discards all recorded choices."""
+        """Discards all recorded selections."""
         self._choices.clear()
         self._next.clear()
 
@@ -112,9 +114,10 @@ class Replay:
         return output * torch.zeros_like(output).scatter(-1, indices, 1.0), bias
 
     def step(self, loss: Loss, iterator: Iterator[Batch], model: Any) -> Any:
-        """Runs the next microbatch through ``model``.
+        """Runs the next microbatch through ``model``. Returns the output and the loss function.
 
-        The recomputation of this microbatch later replays the same choices.
+        When the microbatch is recomputed before its backward pass, the same selections are
+        replayed.
         """
         if self.mode != "record":
             self.mode = "forward"
@@ -125,7 +128,7 @@ class Replay:
 
 
 def run_replay(program: Program, prepare: Callable[[dict[str, Model]], None]) -> list[Any]:
-    """Trains a policy model that shares memory with its reference model, as slime does.
+    """Trains a policy that shares the memory of its weights with its reference, as slime does.
 
     ``prepare`` is called with the model before the first step. Returns the results of this rank.
     """
@@ -153,7 +156,7 @@ def run_replay(program: Program, prepare: Callable[[dict[str, Model]], None]) ->
             with torch.no_grad():
                 looked = _call(model, batches, partial(replay.step, _look), forward_only=True)
             seen.append([result["log_probs"].flatten().tolist() for result in looked])
-        # The two updates have different numbers of microbatches.
+        # The two training steps have different numbers of microbatches.
         for part in (batches[:4], batches[4:]):
             replay.mode = "forward"
             _begin(model)
@@ -163,11 +166,11 @@ def run_replay(program: Program, prepare: Callable[[dict[str, Model]], None]) ->
     return seen
 
 
-# --------------------------------------------------------------- a worker with several threads
+# The following functions imitate a worker with several threads.
 
 
 def _in_new_thread(action: Callable[[], Any]) -> Any:
-    """Runs ``action`` in a new thread, and returns its result or raises its error."""
+    """Runs ``action`` in a new thread. Returns its result or raises its error."""
     outcomes: list[Any] = []
     errors: list[BaseException] = []
 
@@ -188,7 +191,7 @@ def _in_new_thread(action: Callable[[], Any]) -> Any:
 
 
 def run_threads(program: Program, prepare: Callable[[dict[str, Model]], None]) -> list[Any]:
-    """Trains a model, and makes each call in a new thread.
+    """Trains a model with calls that are each made in a new thread.
 
     ``prepare`` is called with the model before the first step. Returns the results of this rank.
     """

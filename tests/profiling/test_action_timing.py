@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 class Stages:
-    """Replaces the stages of a rank, and records the names of the methods that are called."""
+    """Imitates the stages of a rank, and records which methods are called."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

@@ -1,4 +1,4 @@
-"""Tests that the outliers of a probe show which node failed, and with which limits."""
+"""Tests that outliers in the measurements of a probe show which node is too slow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def failed(figures: list[Figure], nodes: str) -> list[FailedNode]:
 
 
 def links(times_s: list[float]) -> list[Figure]:
-    """Returns measurements of large messages between neighbours, one for each of ``times_s``."""
+    """Returns times of large messages between neighbouring ranks, one for each of ``times_s``."""
     return [
         Figure(measure=LARGE_MESSAGE, ranks=(rank, rank + 1), peers="tcp", value=value)
         for rank, value in enumerate(times_s)
@@ -48,9 +48,9 @@ def test_a_slow_rank_is_the_fault_of_its_node_and_gives_the_limit() -> None:
     ("times_ms", "nodes", "at_fault"),
     [
         ([1, 1, 9, 9, 1, 1, 1, 1], "abcdefghi", ["d"]),
-        # The slow link connects c and d, and either node may be slow.
+        # The slow link connects nodes c and d. Either of them may be slow, so neither is blamed.
         ([1, 1, 9, 1, 1, 1], "abcdefg", []),
-        # Node a has no other link. Node b has a fast link, so a is slow.
+        # The slow link connects nodes a and b. Node b also has a fast link, so a is blamed.
         ([9, 1, 1, 1, 1], "abcdef", ["a"]),
         ([9, 1, 1, 1, 1], "aabcde", ["a"]),  # Both ends of the slow link are on node a.
     ],
@@ -60,7 +60,7 @@ def test_a_slow_link_is_the_fault_of_the_node_with_more_slow_links(
 ) -> None:
     blamed = failed(links([value * 1e-3 for value in times_ms]), nodes)
     assert [node.node for node in blamed] == at_fault
-    # A node cannot measure links by itself, so there are no limits.
+    # A node cannot measure a link alone, so a slow link sets no limits.
     assert all(node.limits == {} for node in blamed)
 
 

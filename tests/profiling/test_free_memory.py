@@ -1,4 +1,4 @@
-"""Tests the free memory of a process in control groups, on shared GPUs, and with other jobs."""
+"""Tests how much memory a process may use in control groups, on shared GPUs and with other jobs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
 class Machine:
-    """Simulates a machine with control groups, on which 80 GiB of 100 GiB are available."""
+    """Simulates the files in which Linux reports memory. 80 of 100 GiB are available."""
 
     def __init__(self, root: Path) -> None:
         self.proc, self.groups = root / "proc", root / "cgroup"
@@ -64,8 +64,8 @@ def test_without_groups_ranks_share_what_the_machine_has_available(machine: Mach
 
 
 def test_a_container_gets_no_more_than_its_group_leaves(machine: Machine) -> None:
-    # ``auto`` and ``--repartition`` must not distribute the machine's 80 GiB to the ranks. The
-    # group has a limit of 16 GiB, which would kill a rank that gets more layers.
+    # The group has a limit of 16 GiB, of which 10 GiB are in use. If ``auto`` or ``--repartition``
+    # planned with the machine's 80 GiB, the kernel would kill ranks.
     machine.joins("0::/job")
     machine.group("job", V2, 16 * GIB, 10 * GIB)
     assert free_memory_bytes(CPU, 2) == 3 * GIB
@@ -88,7 +88,7 @@ def test_the_tightest_group_on_the_way_to_the_root_counts(
     assert available_host_bytes() == 80 * GIB
     machine.group(f"{prefix}slice", files, 30 * GIB, 28 * GIB)
     assert available_host_bytes() == 2 * GIB
-    # The kernel frees the page cache when memory is needed, so its pages count as available.
+    # The page cache counts as available, because the kernel frees it when memory is needed.
     machine.group(f"{prefix}slice", files, 30 * GIB, 28 * GIB, **{cached: 5 * GIB})
     assert available_host_bytes() == 7 * GIB
     machine.group(f"{prefix}slice", files, 30 * GIB, 31 * GIB)
@@ -107,9 +107,9 @@ def test_the_hosts_path_in_a_container_stands_for_the_containers_root(machine: M
 def test_ranks_that_share_a_gpu_divide_what_others_leave_there(
     monkeypatch: pytest.MonkeyPatch, ranks: int, index: int, share: int
 ) -> None:
-    # Two ranks share this GPU. Neither rank may plan to use all of its free memory.
+    # Several ranks may share this GPU. Each of them may use only its part of the free memory.
     cuda = SimpleNamespace(
-        # Processes use 50 GiB of the GPU's memory.
+        # The GPU has 80 GiB of memory, of which 30 GiB are free.
         mem_get_info=lambda device: (30 * GIB, 80 * GIB),
         memory_reserved=lambda device: 12 * GIB,
         memory_allocated=lambda device: 10 * GIB,
@@ -124,7 +124,7 @@ def test_ranks_that_share_a_gpu_divide_what_others_leave_there(
 def test_a_profile_counts_the_channels_that_a_job_opens(
     monkeypatch: pytest.MonkeyPatch, backend: str, channels: int
 ) -> None:
-    """Checks that plans leave enough memory free for the channels of NCCL."""
+    """Checks that a profile reserves memory for the channels of NCCL."""
     properties = SimpleNamespace(total_memory=80 * GIB)
     cuda = SimpleNamespace(
         mem_get_info=lambda device: (79 * GIB, 80 * GIB),
@@ -137,7 +137,8 @@ def test_a_profile_counts_the_channels_that_a_job_opens(
 
 
 def test_nobody_else_asks_for_free_memory() -> None:
-    # All callers must use the function that takes control groups and shared GPUs into account.
+    # All other code must call the functions of this module, because they consider control groups
+    # and shared GPUs.
     package = Path(free_memory.__file__).parents[1]
     asks = ("mem_get_info", "virtual_memory", "MemAvailable")
     texts = {path: path.read_text() for path in package.rglob("*.py")}

@@ -20,9 +20,9 @@ from megatron.adaptive.transport.interface import CompletionQueue, HeldArrival, 
 
 
 class Wire:
-    """Simulates a channel to one peer.
+    """Simulates a transport that has a link to one peer.
 
-    Messages occupy the link one after another, and then arrive after a latency.
+    The link sends one message at a time. Each message arrives some time after it was sent.
     """
 
     name = "wire"
@@ -45,7 +45,7 @@ class Wire:
 def test_latency_and_occupancy_come_apart() -> None:
     first, other = Wire(0.010, 1e-6), Wire(0.010, 1e-6)
     first.other, other.other = other, first
-    payload = torch.zeros(2000, dtype=torch.float32)  # It takes 8 ms to send this payload.
+    payload = torch.zeros(2000, dtype=torch.float32)  # The link needs 8 ms to send this payload.
     links: dict[bool, Link] = {}
 
     def side(wire: Wire, leads: bool) -> None:
@@ -91,7 +91,8 @@ def test_the_leader_says_when_enough_time_has_passed() -> None:
     long_rounds = Rounds(burst=2, seconds=0.2)
     measure_link(first, 1, leads=True, payload=torch.zeros(1), timeout_s=10.0, rounds=long_rounds)
     follower.join()
-    assert rounds[-1] - rounds[0] >= 0.4  # Short rounds come first. Later rounds are longer.
+    # The measurement begins with short rounds, and then runs long ones.
+    assert rounds[-1] - rounds[0] >= 0.4
     assert len(rounds) > 40
 
 

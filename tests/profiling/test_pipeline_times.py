@@ -1,4 +1,4 @@
-"""Tests what is measured in a running pipeline, such as stage times and free memory."""
+"""Tests measurements in a running pipeline, such as the times and the memory of stages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sample(pp_rank: int, factor: float, links: dict[int, Link] | None = None) ->
 def test_stages_get_the_times_of_the_ranks_that_hold_them() -> None:
     placement = Placement(num_ranks=2, num_chunks=2, kind="v")
     links = {1: Link(latency_s=0.001, occupancy_s=0.002)}
-    # The samples are from two replicas of each rank.
+    # There are two samples per rank, from different replicas.
     samples = [sample(0, 1.0, links), sample(1, 2.0), sample(0, 1.0), sample(1, 2.0)]
     profile = profile_of(samples, placement)
     assert profile.times.forward_s == (0.010, 0.020, 0.020, 0.010)
@@ -55,21 +55,22 @@ def test_links_that_were_not_measured_are_as_slow_as_the_slowest() -> None:
 
 
 def test_memory_of_another_placement_follows_its_stages() -> None:
-    # A V has all weights and activations on rank 0. A loop moves half of them to rank 1.
+    # Rank 0 holds all weights and activations in the V placement. The loop placement moves half of
+    # them to rank 1.
     samples = [
         Sample(pp_rank=0, free_bytes=1000, kept_bytes=(100, 100), held_bytes=(300, 300)),
         Sample(pp_rank=1, free_bytes=1000, kept_bytes=(0, 0), held_bytes=(0, 0)),
     ]
     assert most_of(samples, V2, V2) == pytest.approx(900 / 200)
     assert most_of(samples, V2, LOOP2) == pytest.approx((900 - 300) / 100)
-    # The replica with the least free memory determines the result.
+    # The replica with the least free memory limits the number of microbatches.
     tight = Sample(pp_rank=1, free_bytes=400, kept_bytes=(0, 0), held_bytes=(0, 0))
     assert most_of([*samples, tight], V2, LOOP2) == pytest.approx((360 - 300) / 100)
 
 
 def test_memory_under_another_partition_follows_the_layers() -> None:
-    # Each layer stores 10 bytes of activations and 20 bytes of weights. The loss stores 40 more
-    # bytes. Each rank has two stages.
+    # Each layer takes 10 bytes for activations and 20 bytes for weights. The loss takes another 40
+    # bytes for activations. Each rank has two stages.
     samples = [
         Sample(pp_rank=0, free_bytes=1000, kept_bytes=(20, 60), held_bytes=(40, 40)),
         Sample(pp_rank=1, free_bytes=1000, kept_bytes=(20, 20), held_bytes=(40, 40)),
@@ -84,7 +85,7 @@ def test_memory_under_another_partition_follows_the_layers() -> None:
 
 
 class Waits(torch.nn.Module):
-    """Runs the model ``inside`` and then sleeps for ``seconds``."""
+    """Runs the module ``inside`` if it is not ``None``, and then sleeps for ``seconds``."""
 
     def __init__(self, seconds: float, inside: torch.nn.Module | None = None) -> None:
         super().__init__()
@@ -119,7 +120,8 @@ def test_the_share_is_that_of_the_block_in_its_model() -> None:
 
 
 def test_slices_of_a_microbatch_are_added_up() -> None:
-    # The step has two microbatches of two slices each. Each slice has two weight gradient actions.
+    # The step has two microbatches of two slices each. The weight gradients of each slice are
+    # computed by two actions.
     actions = [(Action(F, 0, item), 10 + item) for item in range(4)]
     actions += [(Action(B, 0, item), 20 + item) for item in (1, 0, 3, 2)]
     actions += [(Action(W, 0, item, piece), 5) for item in (1, 0, 3, 2) for piece in (0, 1)]

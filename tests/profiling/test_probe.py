@@ -1,4 +1,4 @@
-"""Tests what a probe measures, in which order, and how it detects outliers."""
+"""Tests what a probe measures, in which order it measures, and how it detects outliers."""
 
 from __future__ import annotations
 

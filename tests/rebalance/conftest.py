@@ -1,4 +1,4 @@
-"""Makes the fixtures that create a trainer available to the tests in this folder."""
+"""Imports the fixtures that build a trainer, so that the tests in this folder find them."""
 
 from __future__ import annotations
 

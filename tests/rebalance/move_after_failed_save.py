@@ -1,4 +1,4 @@
-"""Runs the trainer, and moves layers after step 2 while the checkpoint folder is not writable."""
+"""Runs the trainer. Layers move after step 2, when the checkpoint folder is not writable."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from megatron.adaptive.cli.pretrain_gpt import run  # noqa: E402
 from megatron.adaptive.rebalance.judgement import Move  # noqa: E402
 from megatron.adaptive.rebalance.repartition import Repartitioner  # noqa: E402
 
-# The checkpoint of step FAILS cannot be written. From step MENDED on, checkpoints can be written
-# again.
+# The checkpoint cannot be written in step FAILS, but it can be written from step MENDED on.
 FAILS, MENDED = 2, 3
 
 MOVE = Move(partition=(1, 3), present_s=1.0, step_s=0.5, why="test", before_s=1.0, former=(2, 2))
 
 
 def main(checkpoints: Path) -> int:
-    """Runs the trainer with the flags on the command line, and returns its exit status."""
+    """Runs the trainer with the flags of the command line, and returns the exit status."""
     aside = checkpoints.with_name("aside")
     save = Checkpoints.save
     steps = 0
@@ -33,13 +32,13 @@ def main(checkpoints: Path) -> int:
         if self._all.is_first and progress.iteration == FAILS:
             self.saver.wait()
             checkpoints.rename(aside)
-            # A file has the folder's name now, so that no folder with this name can be created.
+            # Put a file in the place of the folder, so that the folder cannot be created again.
             checkpoints.touch()
         elif self._all.is_first and progress.iteration == MENDED:
             checkpoints.unlink()
             aside.rename(checkpoints)
         elif progress.iteration > MENDED:
-            # The previous checkpoint is completed only now, so it was not reported before.
+            # Wait for the previous checkpoint to be written, so that it is reported in this step.
             self.saver.wait()
         return save(self, progress, behind=behind)
 

@@ -1,4 +1,4 @@
-"""Runs the trainer with simulations that exceed the time for which other ranks wait."""
+"""Runs the trainer with simulations that take longer than other ranks wait."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megatron.adaptive.schedule import choose_by_simulation as schedule_auto  # 
 
 
 def simulate_for_long(*_: Any) -> None:
-    """Sleeps instead of simulating, as if the processors were busy with other work."""
+    """Replaces a simulation. It sleeps, as if the processors were busy with other work."""
     time.sleep(600)
 
 
 if __name__ == "__main__":
     vars(schedule_auto)["evaluate"] = simulate_for_long
-    # Replace the whole search, because a search that expects no gain does not simulate steps.
+    # Replace the whole search. If it expected no gain, the search itself would not simulate steps.
     vars(judgement)["propose"] = simulate_for_long
     for module in (auto_schedule, repartition):
         vars(module)["LIMIT_S"] = 0.5

@@ -15,7 +15,7 @@ Shares = dict[str, tuple[int, int]]
 
 
 def table(had: Shares, wants: Shares, replica: int = 0) -> Table:
-    """Returns a table of the elements that a rank has and of those that it needs."""
+    """Returns a table of a rank: the elements that it has, and the elements that it needs."""
     return Table(replica=replica, had=had, wants=wants, steps=1.0)
 
 
@@ -44,7 +44,7 @@ def test_tensor_parallel_ranks_keep_to_themselves() -> None:
 
 
 def test_shares_are_put_together_from_all_that_have_a_part() -> None:
-    """Checks that each rank gets the elements that it needs, even if some ranks have none."""
+    """Checks that each rank gets all elements that it needs, even if some ranks have none."""
     for seed in range(30):
         drawn = random.Random(seed)
         size, ranks = drawn.randint(1, 40), drawn.randint(1, 4)

@@ -1,4 +1,4 @@
-"""Tests that a failed background checkpoint does not stop a run whose layers move."""
+"""Tests that a run whose layers move is not stopped by a checkpoint that could not be written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that moving stages frees the old model, and that it needs enough host memory."""
+"""Tests that moving stages frees the old model, and that it requires enough host memory."""
 
 from __future__ import annotations
 

@@ -28,14 +28,14 @@ MS = 1e6
 
 
 def lanes(milliseconds: float, chunk: int = 0) -> Lanes:
-    """Returns the times of a chunk: F takes ``milliseconds``, and B takes twice as long."""
+    """Returns the times of ``chunk``: F takes ``milliseconds``, and B takes twice as long."""
     return {(F, chunk): milliseconds * MS, (B, chunk): 2 * milliseconds * MS}
 
 
 def measured(
     rank: int, *steps: Lanes, shares: tuple[float, ...] = (1.0,), **more: object
 ) -> StepMeasurements:
-    """Returns measurements of ``steps`` on the rank ``rank``, with equal spans."""
+    """Returns measurements of several ``steps`` on rank ``rank``, which take equally long."""
     spans = (1.0,) * len(steps)
     return StepMeasurements(pp_rank=rank, steps=steps, spans_s=spans, shares=shares, **more)  # type: ignore[arg-type]
 
@@ -81,8 +81,8 @@ def test_chunks_of_a_rank_measure_together_what_its_layers_take() -> None:
 def test_memory_limits_the_layers_of_a_rank() -> None:
     memory = {"kept_bytes": (20,), "held_bytes": (40,)}
     samples = [
-        # The two layers store 3 x 20 bytes, so 840 of 900 bytes are free. A third layer would need
-        # 20 + 30 bytes.
+        # The rank can use 900 bytes. Its two layers store 3 x 20 bytes, so 840 bytes are free. Each
+        # additional layer needs 20 + 30 bytes.
         measured(0, lanes(2), free_bytes=1000, **memory),
         measured(1, lanes(2), free_bytes=10, **memory),
         measured(2, lanes(2)),
@@ -92,7 +92,7 @@ def test_memory_limits_the_layers_of_a_rank() -> None:
 
 
 def test_kinds_of_layers_are_separated_from_ranks() -> None:
-    """Checks that times are separated into costs of kinds of layers and speeds of ranks."""
+    """Checks that measured times are split into costs of layer kinds and speeds of ranks."""
     samples = [
         measured(
             0, lanes(16), layer_bytes=((40, 40, 90, 90),), parts=((1 / 8, 1 / 8, 3 / 8, 3 / 8),)
@@ -103,12 +103,13 @@ def test_kinds_of_layers_are_separated_from_ranks() -> None:
     loads = loads_of(samples, LOOP, (4, 2, 1), units=3)
     assert loads.kinds == (1, 1, 2, 2, 2, 2, 0)
     times = [[sum(kind) * 1e3 / 3 for kind in rank] for rank in loads.layer_s]
-    # Only the last rank has layers of this kind, so it is assumed to have normal speed.
+    # Layers of the last kind are only on the last rank, so this rank is assumed to have normal
+    # speed.
     assert times == [
         pytest.approx(expected, rel=1e-3) for expected in ([4, 2, 6], [2, 1, 3], [2, 1, 3])
     ]
     assert loads.paces((4, 2, 1)) == pytest.approx([48e-3, 24e-3, 6e-3])
-    # The second rank gets two more layers. A layer now takes 1 ms on this rank, half as long as
+    # The second rank gets two more layers. With its speed, such a layer takes half as long as
     # before.
     assert loads.paces((0, 6, 1)) == pytest.approx([0, 48e-3, 6e-3], rel=1e-3)
 
@@ -116,8 +117,8 @@ def test_kinds_of_layers_are_separated_from_ranks() -> None:
 def test_layers_that_hold_more_fill_a_rank_sooner() -> None:
     memory = {"kept_bytes": (20,), "held_bytes": (80,)}
     samples = [
-        # A layer stores 3 x 20 / 2 bytes. A layer of mean size needs 30 + 40 bytes, and a large
-        # layer needs 30 + 60 bytes.
+        # A layer keeps 3 x 20 / 2 bytes of activations. With its parameters, a layer of mean size
+        # needs 30 + 40 bytes, and a large layer needs 30 + 60 bytes.
         measured(
             0, lanes(2), free_bytes=300, layer_bytes=((20, 60),), parts=((0.5, 0.5),), **memory
         ),
@@ -132,7 +133,7 @@ def test_layers_that_hold_more_fill_a_rank_sooner() -> None:
 
 
 class _Share:
-    """Replaces ``LayerShare``, which these tests do not need."""
+    """Imitates ``LayerShare``, which these tests do not need."""
 
     def begin(self) -> None:
         pass
@@ -180,7 +181,7 @@ def test_a_move_that_gained_nothing_is_taken_back(
     assert (move is not None) == goes_back
     if move is not None:
         assert (move.partition, move.former, move.is_return) == ((3, 3), (4, 2), True)
-    # A move that undoes the previous move is not checked again.
+    # A move that takes back another move is not checked again.
     assert repartitioner.after_step(RankTimes(busy_s=1.0, span_s=after_s), 4) is None
     assert len(lines) == 1
 
@@ -188,7 +189,7 @@ def test_a_move_that_gained_nothing_is_taken_back(
 def test_layers_that_auto_moved_are_checked_until_they_are_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Checks the steps after which layers are measured again, and that a later check moves them."""
+    """Checks after which steps layers are checked again, and that a later check moves them."""
     monkeypatch.setattr(repartition, "_layer_bytes", lambda run: ())
     monkeypatch.setattr(repartition, "_layer_share", lambda run, layer_bytes: _Share())
     schedule = SimpleNamespace(repartition="off", repartition_interval=50, repartition_gain=0.05)
@@ -220,7 +221,8 @@ def test_layers_that_auto_moved_are_checked_until_they_are_back(
         assert repartitioner.is_needed
         move = repartitioner.after_step(RankTimes(busy_s=1.0, span_s=1.8), 4)
         steps += 1
-    # The first step after a move is not measured.
+    # The numbers are those of the steps between checks. The first step after a move is not
+    # measured.
     assert [end - start for start, end in pairwise([0, *checked_at])] == [
         *(8, 8, 16, 32, 64),
         *(128, 128),
@@ -248,7 +250,7 @@ def test_the_first_step_of_a_run_that_was_built_again_is_not_measured(
     repartitioner = Repartitioner(run, print)
     for built in range(2):
         if built:
-            # The trainer makes this call after the number of slices has changed.
+            # The trainer makes this call when the number of slices has changed.
             repartitioner.adopt(run)
         for span_s in (9.0, 2.0, 2.0):
             assert repartitioner.after_step(RankTimes(busy_s=1.0, span_s=span_s), 4) is None
@@ -270,18 +272,19 @@ def test_steps_with_other_numbers_of_slices_are_scaled_and_simulated_by_slices(
     slices = SimpleNamespace(count=1)
     run: Any = SimpleNamespace(job=SimpleNamespace(config=config), slices=slices)
     repartitioner = Repartitioner(run, print)
-    # A step with twice as many slices takes twice as long. The first step is not measured.
+    # The first step is not measured. In the others, the time is proportional to the number of
+    # slices.
     for count, span_s in (((1, 1, 1), 9.0), ((3, 2, 1), 6.0), ((8, 1, 3), 12.0), (4, 12.0)):
         slices.count = count
         repartitioner.after_step(RankTimes(busy_s=1.0, span_s=span_s), 3)
     assert [span_s for _, span_s in repartitioner._steps] == [6.0, 6.0, 6.0]
     candidate = Candidate(name="adaptive", placement=LOOP, cap=1.5, num_slices=1)
-    # The last step has 4 slices per row, but a rank must have room for the longest row of all
-    # steps.
+    # The last step has 4 slices per row. However, a rank must have memory for the longest row of
+    # all steps, which has 8.
     assert repartitioner._in_slices(candidate).cap == 8.0
     wide = Candidate(name="adaptive", placement=LOOP, cap=3.0, num_slices=1)
     assert repartitioner._in_slices(wide).cap == 12.0
-    # Without packed documents, all steps are equal. So their times do not have to be scaled.
+    # If sequences have equal lengths, all steps are equal, so their times are not scaled.
     config.data.variable_seq_lengths = False
     other = Repartitioner(run, print)
     assert other._step_scale(3) == 1.0

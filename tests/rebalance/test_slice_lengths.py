@@ -1,4 +1,4 @@
-"""Tests that simulations pack and slice the documents of a step as the trainer does."""
+"""Tests that simulations pack and slice the documents of a step in the same way as the trainer."""
 
 from __future__ import annotations
 

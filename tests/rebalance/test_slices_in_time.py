@@ -27,7 +27,7 @@ MS = 1_000_000
 
 
 def sample(pp_rank: int) -> Sample:
-    """Returns measurements of rank ``pp_rank`` with 2 slices. Each action takes 10 ms."""
+    """Returns measurements of rank ``pp_rank`` in steps with 2 slices. Each action takes 10 ms."""
     lanes = {(kind, 0): [10 * MS] * 3 * MICROBATCHES for kind in (ActionKind.F, ActionKind.B)}
     return Sample(
         pp_rank=pp_rank,
@@ -42,13 +42,13 @@ def test_a_number_that_was_chosen_is_used(monkeypatch: pytest.MonkeyPatch) -> No
     def choose_late(
         *arguments: Any, quick: bool, until_s: float, **settings: Any
     ) -> ScheduleChoice:
-        # The quick comparisons use up all of the available time.
+        # Simulate that the quick comparisons have used up all of the available time.
         until_s = math.inf if quick else time.monotonic()
         return choose(*arguments, quick=quick, until_s=until_s, **settings)
 
     monkeypatch.setattr(auto_schedule, "choose", choose_late)
-    # Raise the limit, because the first comparison after an installation compiles code. This may
-    # take half of the usual limit.
+    # The first comparison after an installation compiles code, which may take half of the usual
+    # limit.
     monkeypatch.setattr(auto_schedule, "LIMIT_S", 600.0)
     orders = Orders(schedule="auto", placement=PLACEMENT, pp_rank=0, slice_shares=(0.5, 0.5))
     tuner = Tuner(
@@ -65,7 +65,8 @@ def test_a_number_that_was_chosen_is_used(monkeypatch: pytest.MonkeyPatch) -> No
         can_turn=False,
         timeout_s=1.0,
         numbers=(1, 2, 4),
-        # Each additional slice costs as much as a whole microbatch, so whole microbatches are best.
+        # Each additional slice takes as long as a whole microbatch, so whole microbatches are
+        # fastest.
         trial=SliceTrial(
             num_slices=4,
             times=StageTimes(forward_s=(0.02, 0.02), backward_s=(0.02, 0.02), weight_s=(0.0, 0.0)),

@@ -1,4 +1,4 @@
-"""Tests that no rank waits for another rank's decision for longer than the timeout."""
+"""Tests that no rank waits longer than the timeout for a decision of another rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_an_action_is_left_behind_at_the_limit() -> None:
 
 
 def test_a_search_ends_before_other_ranks_stop_to_wait_for_it() -> None:
-    # The other ranks wait for at most 60 s, so the limit must be shorter.
+    # The other ranks wait for at most 60 s, so the search must end earlier.
     assert limit_of_search(60.0, datetime.timedelta(minutes=1)) == 30.0
     assert limit_of_search(60.0, datetime.timedelta(minutes=10)) == 60.0
 

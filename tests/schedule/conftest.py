@@ -1,4 +1,4 @@
-"""Disables the deadline of hypothesis in property tests, because the machine may be busy."""
+"""Disables the deadline of property tests, because the machine may be busy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ settings.load_profile("megatron-adaptive")
 
 
 def actions(text: str) -> tuple[Action, ...]:
-    """Parses the actions in ``text``, such as ``F0-0+ B0-1 W0-0.1``, and returns a tuple."""
+    """Returns the actions that ``text`` lists, such as ``F0-0+ B0-1 W0-0.1``."""
     actions = []
     for word in text.split():
         paired, word = word.endswith("+"), word.rstrip("+")
@@ -22,9 +22,9 @@ def actions(text: str) -> tuple[Action, ...]:
 
 
 def run(state: RankState, *todo: Action | str) -> None:
-    """Starts and finishes each action of ``todo`` on the rank of ``state``.
+    """Starts and finishes each action of ``todo``, in order, in the state of a rank.
 
-    Each item of ``todo`` is an action, or a text such as ``F0-0 B0-0``.
+    Each item of ``todo`` is an action, or a text with actions such as ``F0-0 B0-0``.
     """
     for action in (actions(item) if isinstance(item, str) else (item,) for item in todo):
         for each in action:

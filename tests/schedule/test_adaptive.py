@@ -1,4 +1,4 @@
-"""Tests that the rule ``adaptive`` produces short steps, with and without random delays."""
+"""Tests that steps with the schedule ``adaptive`` are short, with and without random delays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ADAPTIVE = RulePolicy("adaptive", runtime_rules.ready_first)
 
 
 class FlatCap:
-    """A variant of ``adaptive`` whose cap reserves no memory for later chunks."""
+    """Variant of ``adaptive`` that does not reserve memory for later chunks."""
 
     name = "flat"
 
@@ -43,7 +43,7 @@ def step(policy: Policy, ranks: int, chunks: int, microbatches: int, cap: float)
 
 
 def test_a_flat_cap_deadlocks_where_the_graded_does_not() -> None:
-    """Checks that a flat cap deadlocks, because chunk 0 uses up the memory that chunk 1 needs."""
+    """Checks that a pipeline deadlocks if chunk 0 may use up the memory that chunk 1 needs."""
     with pytest.raises(
         ScheduleError, match=r"deadlock.*rank 0 waits for .*memory for F1-0 \(holds 1, cap 1\)"
     ):
@@ -58,7 +58,7 @@ def test_a_flat_cap_deadlocks_where_the_graded_does_not() -> None:
 def test_a_quiet_pipeline_is_never_slower_than_the_best_static_schedule(
     chunks: int, ranks: int, latency: float
 ) -> None:
-    """Checks that ``adaptive`` is at least as fast as the best static schedule."""
+    """Checks that ``adaptive`` is at least as fast as the best static schedule without delays."""
     placement = Placement(num_ranks=ranks, num_chunks=chunks)
     static = "1f1b" if chunks == 1 else "interleaved"
     for rounds in (1, 2, 4):
@@ -83,7 +83,7 @@ def test_a_quiet_pipeline_is_never_slower_than_the_best_static_schedule(
 
 @pytest.mark.parametrize(("chunks", "gain"), [(1, 0.95), (2, 1.0)])
 def test_jitter_is_absorbed(chunks: int, gain: float) -> None:
-    """Checks that ``adaptive`` is faster with jitter, over the sum of eight random steps."""
+    """Checks that ``adaptive`` is faster than a static schedule if actions take random times."""
     placement = Placement(num_ranks=4, num_chunks=chunks)
     times = StageTimes.equal(placement.num_stages, forward_s=1.0, backward_s=2.0)
     static = "1f1b" if chunks == 1 else "interleaved"

@@ -1,4 +1,4 @@
-"""Tests that annealed orders are valid, stay within the memory cap, and are never slower."""
+"""Tests that annealed orders are valid, stay within the activation cap, and are never slower."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def followed_s(schedule: Schedule, work: Workload) -> float:
     ).makespan_s
 
 
-# Loop and V placements connect stages differently. The links have different latencies, and each
-# link is busy during a transfer.
+# The cases cover loop and V placements. One link is slower than the others, and a link can transfer
+# only one message at a time.
 @pytest.mark.parametrize(
     ("kind", "chunks", "pieces", "cap", "name"),
     [
@@ -74,8 +74,8 @@ def test_an_order_gets_no_slower_and_stays_valid(
 
 
 def test_it_finds_a_proven_optimum() -> None:
-    # This is p4-m5-less-weight-l3-cap4 of studies/optimal.json, where the best fixed order is 7.7%
-    # slower than the optimum.
+    # This is the case p4-m5-less-weight-l3-cap4 of studies/optimal.json. Its best fixed order is
+    # 7.7% slower than the optimum.
     placement = Placement(num_ranks=4, num_chunks=2, kind="v")
     times = StageTimes.equal(8, forward_s=12.0, backward_s=16.0, weight_s=8.0)
     choice = choose(
@@ -90,8 +90,8 @@ def test_it_finds_a_proven_optimum() -> None:
     assert choice.outcomes[0].mean_s == pytest.approx(442.0)
     assert "auto takes annealed (v, 2 chunks, W in 1, cap 4)" in choice.reason
     assert "best fixed order zb-v" in choice.reason
-    # The order is for five microbatches. Steps with a different number of microbatches choose
-    # actions at run time.
+    # The order is for five microbatches. If a step has another number of microbatches, its actions
+    # are chosen at run time.
     for count, kind in ((5, Follow), (6, RulePolicy)):
         policies = make_policies(ANNEALED, placement, count, cap=4.0, hint=choice.best.hint)
         assert {type(policy) for policy in policies} == {kind}

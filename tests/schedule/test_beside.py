@@ -1,4 +1,4 @@
-"""Tests overlapping actions: hidden communication, durations and errors."""
+"""Tests overlapping actions: how much communication they hide, their durations, and errors."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 from .conftest import actions
 
 ALONE = Placement(num_ranks=1, num_chunks=1)
-# A forward pass takes 10 s, which includes two communications of 2 s each. A backward pass also
-# takes 10 s, with the same communications. A weight gradient takes 5 s.
+# A forward pass and a backward pass take 10 s each, including two communications of 2 s each. A
+# weight gradient takes 5 s.
 TIMES = StageTimes.equal(
     1, forward_s=10.0, backward_s=10.0, weight_s=5.0, exchange_s=4.0, exchanges=2
 )
@@ -29,9 +29,9 @@ TIMES = StageTimes.equal(
 @pytest.mark.parametrize(
     ("order", "pieces", "ends"),
     [
-        # If W is a separate action, F computes for 3 s, B computes for 3 s during F's
-        # communication, F computes for 3 s, B computes for 3 s, and B waits 2 s for its last
-        # communication. Unsplit backward passes compute 2.5 s more in each part.
+        # If weight gradients are separate, F and B compute for 3 s in turn, each during the other's
+        # communication. At the end, B waits 2 s for its last communication. If backward passes are
+        # not split, B computes 2.5 s longer in each turn.
         ("F0-0 F0-1+ B0-0 B0-1", 0, [10.0, 27.0, 29.0, 44.0]),
         ("F0-0 F0-1+ B0-0 W0-0 B0-1 W0-1", 1, [10.0, 22.0, 24.0, 29.0, 39.0, 44.0]),
     ],
@@ -82,8 +82,8 @@ def test_codes_say_which_actions_are_paired() -> None:
     [
         (["F0-0+ B0-0"], "rank 0, position 1: B0-0 cannot be here: its own forward F0-0"),
         (["F0-0+"], "F0-0[+] and the action after it must be an F and a B"),
-        # Rank 0 waits for a gradient from rank 1. But rank 1 computes this gradient only after the
-        # forward pass that rank 0 overlaps with this backward pass, so both ranks wait forever.
+        # Rank 0 waits for a gradient from rank 1. However, rank 1 needs the output of the forward
+        # pass that overlaps with this backward pass, so both ranks wait forever.
         (["F0-0 F0-1 F0-2+ B0-0 B0-1 B0-2", "F0-0 F0-1 F0-2 B0-0 B0-1 B0-2"], "deadlock"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tests the names of schedules, and that the error about an unknown name lists the known names."""
+"""Tests the names of schedules, and the error about an unknown name, which lists all names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that ``auto`` chooses a rule only if it beats fixed orders within the memory cap."""
+"""Tests that ``auto`` chooses a rule only if it beats all fixed orders within the memory cap."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_one_and_two_chunks_get_the_same_work() -> None:
     for name in ("1f1b", "interleaved", "zb-v"):
         outcome = evaluate(make_candidate(name, 4, 2, 16), 16, spread, [5])
         work.append(int(outcome.example.workload.durations_ps.sum()))
-    assert max(work) - min(work) < 1000  # Rounding may change the sum by some picoseconds.
+    assert max(work) - min(work) < 1000  # Rounding may change each sum by some picoseconds.
 
 
 def test_figures_of_known_schedules() -> None:
@@ -161,7 +161,7 @@ def test_unknown_names_and_no_draws() -> None:
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulates a machine without compiled code. Any attempt to compile fails the test."""
+    """Simulates a machine without compiled code, on which compiling makes the test fail."""
     monkeypatch.setattr(numba_kernels, "_loops", dict)
     monkeypatch.setattr(numba_kernels, "is_cached", lambda loop: False)
     monkeypatch.setattr(anneal, "is_cached", lambda loop: False)
@@ -174,7 +174,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("uncompiled")
 def test_orders_to_anneal_are_compared_without_compiling() -> None:
-    # Compiling loops only for this comparison would take 32 s. Without compiling, it takes 3 s.
+    # Compiling the loops would take 32 s. Without compiling, the comparison takes only 3 s.
     choice = pick()
     assert any(outcome.candidate.hint for outcome in choice.outcomes)
 
@@ -203,7 +203,7 @@ def test_partitions_of_a_small_job_are_compared_without_compiling() -> None:
 @pytest.mark.usefixtures("uncompiled")
 def test_a_small_job_is_decided_without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(anneal, "_compiled", lambda: SimpleNamespace(signatures=[]))
-    # The remaining time is too short to compile the annealing.
+    # The remaining time is too short to compile the code for annealing.
     choice = pick(until_s=time.monotonic() + anneal.COMPILE_S)
     assert choice.best.name == "zb-v"
     assert not any(outcome.candidate.hint for outcome in choice.outcomes)

@@ -1,4 +1,4 @@
-"""Tests that a slice length is chosen from the measured times of two other slice lengths."""
+"""Tests the choice of a slice length from the measured times of two other slice lengths."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DOCUMENTS = [512, 64, 64, 64, 32, 32]
 
 
 def cuts_of(tokens: int, documents: Sequence[int] = DOCUMENTS) -> list[list[Cut]]:
-    """Returns a step in which each of ``documents`` is a row by itself.
+    """Returns a step with one row of tokens for each length in ``documents``.
 
     Each row is cut into slices of ``tokens`` tokens.
     """
@@ -49,9 +49,10 @@ def cuts_of(tokens: int, documents: Sequence[int] = DOCUMENTS) -> list[list[Cut]
 
 
 def measured(parts: CostParts, *lengths: int) -> dict[tuple[ActionKind, int], list[Timed]]:
-    """Returns times of slices of ``lengths`` tokens, equal for all kinds of actions and stages.
+    """Returns the times of all slices if the documents are cut into slices of each of ``lengths``.
 
-    ``parts`` contains the times per slice, per token and per pair of tokens.
+    ``parts`` contains the times per slice, per token and per pair of tokens. The times are equal
+    for all kinds of actions and all stages.
     """
     works = [
         cut.work(index)
@@ -74,7 +75,8 @@ def choice(parts: CostParts, setting: Setting = SETTING, until_s: float = math.i
 def test_slices_of_two_lengths_tell_all_parts_of_the_time(parts: CostParts) -> None:
     rows = measured(parts, 64, 128)[ActionKind.F, 0]
     assert fit(rows) == pytest.approx(parts, abs=1e-12)
-    # The fit must ignore the time of an action that was interrupted.
+    # Add a time that is much too long, as if the action had been interrupted. The fit must ignore
+    # it.
     late = [*rows, Timed(64, 64**2, 1.0)]
     assert fit(late) == pytest.approx(parts, abs=1e-12)
 
@@ -99,7 +101,7 @@ def test_short_slices_are_chosen_if_they_cost_nothing_and_long_ones_if_they_do()
     dear = choice(CostParts(1e-2, 1e-5, 0.0))
     assert dear.tokens >= 256
     assert dear.candidate is not None
-    assert dear.candidate.cap is None  # A larger cap would have no advantage.
+    assert dear.candidate.cap is None  # A larger cap would not make the step faster.
 
 
 def test_the_faster_placement_is_chosen() -> None:
@@ -120,7 +122,8 @@ def test_nothing_is_chosen_that_does_not_fit_into_memory() -> None:
 
     assert choice(parts, replace(SETTING, room=room)).tokens == 64
 
-    # Two rows of 64 tokens fit into memory, but the default cap needs memory for three rows.
+    # Memory is sufficient for two rows of 64 tokens, but the default cap would need memory for
+    # three.
     chosen = choose_tokens(
         [128, 64],
         measured(parts, 64, 128),
@@ -135,7 +138,8 @@ def test_nothing_is_chosen_that_does_not_fit_into_memory() -> None:
 
 
 def test_each_step_is_compared_with_the_memory_that_it_needs_itself() -> None:
-    # The longest row of both steps has 1,024 tokens. Their mean rows have 128 and 448 tokens.
+    # The longest row has 1,024 tokens in both steps. The mean length of rows is 128 in the first
+    # step and 448 in the second.
     parts = {(kind, stage): CostParts(0.0, 1e-5, 0.0) for kind in ActionKind for stage in range(4)}
     steps = [
         SlicedStep.of(cuts_of(64, documents)[0], parts, IN_V, SETTING)

@@ -1,4 +1,4 @@
-"""Tests that the number of slices is chosen from the measured times of two other numbers."""
+"""Tests the choice of a number of slices from the measured times of two other numbers."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ NUMBERS = (4, 1, 8)
 
 
 def profile(slice_s: float, share: float = 0.4) -> StageProfile:
-    """Returns a profile with unequal stages. Each extra slice takes ``slice_s`` more seconds.
+    """Returns a profile with unequal stages, in which each extra slice takes ``slice_s`` seconds.
 
-    ``share`` is attention's share of a forward pass.
+    ``share`` is the share of attention in the time of a forward pass.
     """
     forward = tuple(0.1 + 0.001 * stage for stage in range(8))
     times = StageTimes(forward_s=forward, backward_s=forward, weight_s=forward)
@@ -35,9 +35,9 @@ def profile(slice_s: float, share: float = 0.4) -> StageProfile:
 
 
 def measured(whole: StageProfile, num_slices: int) -> SliceTrial:
-    """Returns the stage times of a microbatch that is cut into ``num_slices`` slices.
+    """Returns the stage times of a microbatch in ``num_slices`` slices, as if they were measured.
 
-    ``whole`` contains the times of a whole microbatch.
+    ``whole`` contains the times of an uncut microbatch.
     """
     work = draw(PLACEMENT, 1, whole, num_slices=num_slices)
     forward, backward, weight = (work.durations_ps.sum(axis=2) / PS_PER_S).tolist()
@@ -70,9 +70,9 @@ def test_noise_never_makes_work_vanish() -> None:
 
 
 def chosen(whole: StageProfile) -> int:
-    """Returns the number of slices that is chosen for half as many microbatches as ranks.
+    """Returns the number of slices that is chosen for two microbatches on four ranks.
 
-    ``whole`` contains the times of a whole microbatch.
+    ``whole`` contains the times of an uncut microbatch.
     """
 
     def choose_for(number: int) -> ScheduleChoice:
@@ -108,7 +108,8 @@ def test_numbers_that_do_not_fit_are_left_out() -> None:
         return Simulated(step_s)  # type: ignore[return-value]
 
     choice = choose_number((4, 1, 2, 8), choose_for, math.inf)
-    # Steps with 2, 4 and 8 slices take almost the same time, so the smallest number is chosen.
+    # Steps with 2, 4 and 8 slices take almost the same time, so the smallest of these numbers is
+    # chosen.
     assert choice.num_slices == 2
     assert choice.schedule.step_s == 2.01
     assert choice.text == "simulated steps by number of slices: 2: 2010 ms, 4: 2000 ms, 8: 1995 ms"

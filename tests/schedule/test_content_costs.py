@@ -1,4 +1,4 @@
-"""Tests that the costs of microbatches are fitted to numbers that describe the microbatches."""
+"""Tests that costs of microbatches are fitted to numbers that describe their content."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 
 def rows_of(seed: int, count: int) -> list[Numbers]:
-    """Returns ``count`` random microbatches as (tokens, token pairs, pixels, 1).
+    """Returns the numbers of ``count`` random microbatches: tokens, token pairs, pixels, and 1.
 
-    ``seed`` is the seed of the random numbers.
+    ``seed`` is the seed of the random generator.
     """
     rng = random.Random(seed)
     rows = []
@@ -36,7 +36,7 @@ def dot(factors: Numbers, row: Numbers) -> float:
 
 
 def test_a_stage_learns_what_its_time_depends_on() -> None:
-    """Checks that the fitted costs of three stages match their true costs for noisy times."""
+    """Checks that the fitted costs of three stages match the true costs for noisy times."""
     truths = [(0.0, 0.0, 3e-9, 2e-4), (2e-6, 0.0, 0.0, 0.0), (1e-6, 1e-9, 0.0, 1e-4)]
     placement = Placement(num_ranks=3, num_chunks=1, kind="loop")
     costs = ContentCosts(placement, (1, 1, 1), [StageFit(4)] * 3)
@@ -77,7 +77,7 @@ def test_factors_are_never_negative_and_numbers_that_grow_together_share_the_cos
 
 
 def test_of_a_single_microbatch_no_number_gets_the_whole_cost() -> None:
-    """Checks that texts have a cost after only one sample with images was measured."""
+    """Checks that texts alone get a cost although only a sample with images was measured."""
     fit = StageFit(3)
     sample: list[Numbers] = [(3e5, 700.0, 1.0)]
     fit.add(squares_of(sample), products_of(sample, [6.0]))
@@ -87,7 +87,7 @@ def test_of_a_single_microbatch_no_number_gets_the_whole_cost() -> None:
 
 
 def test_of_a_single_microbatch_the_first_numbers_share_the_cost() -> None:
-    """Checks that numbers that are equal in all microbatches do not hide differences in cost."""
+    """Checks that numbers that never differ between microbatches get no part of the cost."""
     fit = StageFit(6)
     sample: list[Numbers] = [(64.0, 48.0, 10.0, 100.0, 9.0, 1.0)]
     fit.add(squares_of(sample), products_of(sample, [60.0]))
@@ -97,7 +97,7 @@ def test_of_a_single_microbatch_the_first_numbers_share_the_cost() -> None:
 
 
 def test_numbers_that_were_not_measured_keep_the_counted_work() -> None:
-    """Checks that a microbatch with images has a cost after steps without images."""
+    """Checks that images keep an estimated cost if no microbatch with images was measured."""
     segments = [StageFit(3), StageFit(3)]
     segments[0].factors = [0.0, 4.0, 0.0]
     segments[1].factors = [2.0, 1.0, 0.0]
@@ -114,7 +114,7 @@ def test_numbers_that_were_not_measured_keep_the_counted_work() -> None:
         ]
         costs.add({(0, rank): each for rank, each in enumerate(sums)})
     costs.fit()
-    # Two units of work per token take 1e-5 s, so one unit takes 5e-6 s.
+    # Each token has two units of work and takes 1e-5 s, so a unit of work takes 5e-6 s.
     assert costs.cost((100.0, 0.0, 1.0)) == pytest.approx(1e-3, rel=0.01)
     assert costs.cost((100.0, 30.0, 1.0)) == pytest.approx(1e-3 + 30 * 5 * 5e-6, rel=0.01)
     rows.append((100.0, 30.0, 1.0))

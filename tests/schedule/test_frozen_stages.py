@@ -1,4 +1,4 @@
-"""Tests pipelines whose first stages are frozen, so that no gradient flows through these stages."""
+"""Tests pipelines whose first stages are frozen, so that these stages get no gradients."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_state(
     microbatches: int = 6,
     pieces: int = 1,
 ) -> RankState:
-    """Returns the state of ``rank`` in a pipeline of two ranks, whose first chunks are frozen."""
+    """Returns the state of ``rank`` of two pipeline ranks. The first stages are frozen."""
     return RankState(
         placement=Placement(num_ranks=2, num_chunks=chunks),
         rank=rank,
@@ -64,7 +64,8 @@ def test_a_frozen_chunk_has_forward_passes_only_and_keeps_nothing() -> None:
     assert state.why_not(Action(B, 0, 0)) == "no gradient flows through its stage"
     arrive(state, "F1-0 B1-0")
     run(state, "F1-0")
-    # The rank stores activations of only one chunk, so a microbatch in this chunk counts as 1.
+    # Only one of the rank's two chunks stores activations, so a microbatch in this chunk counts as
+    # 1.
     assert state.in_flight == 1
     run(state, "B1-0 W1-0")
     assert state.in_flight == 0
@@ -139,7 +140,8 @@ def test_a_frozen_forward_fills_waits_and_never_delays_what_others_wait_for() ->
     run(state, "B1-0")
     assert pick(state) == "F1-1"
     run(state, "F1-1")
-    # Other stages need the output of a frozen stage, but no stage needs a weight gradient.
+    # A frozen stage's forward pass comes first, because other stages need its output. No stage
+    # needs a weight gradient.
     assert pick(state) == "F0-0"
     run(state, "F0-0 F0-1")
     assert pick(state) == "W1-0"
@@ -171,7 +173,7 @@ def simulated(
 
 
 def random_times(stages: int, frozen: int, seed: int) -> StageTimes:
-    """Returns random times for ``stages`` stages, drawn with ``seed``.
+    """Returns random times for ``stages`` stages. ``seed`` is the seed of the random numbers.
 
     Backward passes of the first ``frozen`` stages take no time.
     """
@@ -237,7 +239,7 @@ def test_the_compiled_simulation_is_the_same() -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_a_static_schedule_keeps_its_order(name: str) -> None:
-    """Checks that a frozen stage keeps its order, including its empty backward passes."""
+    """Checks that a static schedule keeps its order of actions if a stage is frozen."""
     candidate = make_candidate(name, 4, 1, 8)
     frozen = replace(candidate, frozen_stages=1)
     assert frozen.skipped_stages == 0
@@ -247,7 +249,7 @@ def test_a_static_schedule_keeps_its_order(name: str) -> None:
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_an_encoder_that_runs_ahead_shortens_the_step(chunks: int) -> None:
-    """Checks that the cap, which limits activations, does not delay a frozen encoder."""
+    """Checks that a frozen encoder is not delayed by the cap, because it stores no activations."""
     placement = Placement(num_ranks=4, num_chunks=chunks)
     stages, frozen = placement.num_stages, chunks
     forward = tuple(0.5 if stage < frozen else 1.0 for stage in range(stages))

@@ -1,7 +1,7 @@
-"""Tests random pipelines, many of which have overlapping actions or unequal microbatches.
+"""Tests random pipelines, in many of which actions overlap or microbatches have different sizes.
 
-``python tests/schedule/test_fuzz.py`` runs ten thousand pipelines with whole microbatches, and ten
-thousand pipelines whose sequences are cut into slices. The tests run a tenth of these.
+``python tests/schedule/test_fuzz.py`` simulates ten thousand pipelines with whole microbatches, and
+ten thousand with sequences that are cut into slices. The tests simulate a tenth of these.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ CASES |= {"adaptive": 500, "hinted": 200, "any": 15}
 
 @dataclass
 class AnyThatFits:
-    """Policy that chooses any ready action that fits into memory.
+    """Policy that chooses a random action among those that are ready and fit into memory.
 
-    The memory rule must hold for any policy.
+    The memory limit must be respected with any policy.
     """
 
     rng: random.Random
@@ -128,7 +128,8 @@ def run_random(name: str, cases: int, most_slices: int = 1) -> None:
             compiled=True,
         )
         assert max(result.peak_units) <= cap * (1 + 1e-6) + 1e-3
-        if case % 20 < 3 or name == "any":  # Check that each action ran once and in a valid order.
+        # This checks that each action ran once and in a valid order.
+        if case % 20 < 3 or name == "any":
             validate(result.to_schedule("run"))
 
 

@@ -1,4 +1,4 @@
-"""Tests that the policy ``hinted`` follows its hint within the cap, and shortens steps."""
+"""Tests that the policy ``hinted`` follows its hint within the memory cap, and shortens steps."""
 
 from __future__ import annotations
 

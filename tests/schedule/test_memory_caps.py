@@ -1,4 +1,4 @@
-"""Tests the minimum cap, the default cap, invalid caps and the memory that schedules need."""
+"""Tests the minimum and default memory cap, invalid caps, and the memory that schedules need."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_a_cap_below_the_least_names_the_least(cap: float) -> None:
 
 
 def test_chunks_share_the_cap_by_the_stages_that_follow() -> None:
-    # Rank 0 of a V has stages 0 and 7, and rank 3 has stages 3 and 4. The cap of 4 whole
-    # microbatches equals 8 microbatches in one chunk.
+    # Rank 0 of a V has the stages 0 and 7, and rank 3 has the stages 3 and 4. A cap of 4
+    # microbatches in both chunks equals 8 microbatches in one chunk.
     assert chunk_shares(Placement(num_ranks=4, num_chunks=2, kind="v"), 0, 4.0) == (7,)
     assert chunk_shares(Placement(num_ranks=4, num_chunks=2, kind="v"), 3, 4.0) == (4,)
     assert chunk_shares(Placement(num_ranks=4, num_chunks=3), 3, 4.0) == (7, 4)

@@ -1,4 +1,4 @@
-"""Tests that every microbatch is assigned to one replica, and that replicas take equal times."""
+"""Tests that each microbatch is assigned to one replica, and that replicas take equal times."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from megatron.adaptive.schedule.microbatch_assignment import EQUAL, Dealer, Measured, Size, deal
 from tests.support.sliced_run import SlicedRun
 
-# Each row lists the milliseconds that a pipeline rank takes per microbatch, per token and per pair
-# of tokens.
+# For each pipeline rank, these are the milliseconds per microbatch, per token, and per pair of
+# tokens.
 COSTS = ((5.0, 0.02, 1e-5), (3.0, 0.02, 1e-5))
 
 
@@ -39,7 +39,7 @@ def test_all_are_dealt_once_in_groups_and_no_replica_goes_without(seed: int) -> 
 
 
 class Job:
-    """Simulates steps on replicas of two ranks. Actions take the time in ``COSTS`` plus noise."""
+    """Simulates steps on replicas of two ranks. Actions take the times of ``COSTS`` plus noise."""
 
     def __init__(self, mode: str, *, replicas: int = 2, noise: float = 0.03, seed: int = 1) -> None:
         self.rng, self.noise, self.replicas = random.Random(seed), noise, replicas
@@ -53,12 +53,12 @@ class Job:
     def step(
         self, sizes: list[Size], slow: dict[int, float] | None = None
     ) -> tuple[list[int], float]:
-        """Runs a step, and returns each replica's microbatch count and the relative step time.
+        """Runs a step. Returns each replica's number of microbatches, and the relative step time.
 
-        ``sizes`` contains the size of each microbatch. ``slow`` maps replicas to the factor by
-        which they are slower.
+        ``sizes`` contains the size of each microbatch. ``slow`` contains the factors by which some
+        replicas are slower.
 
-        The time is relative to the shortest possible time.
+        The step time is relative to the shortest time that is possible with any assignment.
         """
         dealt = self.dealer.deal(sizes)
         factors = [(slow or {}).get(replica, 1.0) for replica in range(self.replicas)]
@@ -104,9 +104,9 @@ def test_a_slow_replica_gets_less_within_three_steps_and_back(
         for step in range(40)
     ]
     counts = [count for count, _ in seen]
-    # Noise must not change the assignment. With equally fast replicas, each of the three replicas
-    # gets 24 microbatches. If the second replica is slower, the replicas get 27, 18 and 27
-    # microbatches.
+    # The assignment must be nearly independent of noise. If the three replicas are equally fast,
+    # each gets 24 microbatches. If the second replica is slow, it gets 18, and the others get 27
+    # each.
     if mode == "speed":
         assert all(count == [24, 24, 24] for count in counts[4:11])
         assert all(17 <= count[1] <= 19 for count in counts[13:25])
@@ -159,9 +159,10 @@ def test_a_replica_takes_rows_of_more_slices_than_ranks_first() -> None:
 
 
 def mean_step_s(chunks: int, tokens: int, *, by_slices: bool) -> float:
-    """Returns the mean step time in seconds on four simulated ranks, with few long documents.
+    """Returns the mean time in seconds of simulated steps on four ranks with a few long documents.
 
-    Slices have ``tokens`` tokens. ``by_slices`` says whether the order may depend on this length.
+    Slices have ``tokens`` tokens. If ``by_slices`` is true, the order of microbatches may depend on
+    this length.
     """
     rng = np.random.default_rng(1)
     seconds = []

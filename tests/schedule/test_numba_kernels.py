@@ -1,4 +1,4 @@
-"""Tests that the compiled loop is fast, and gives exactly the same results as the Python loop."""
+"""Tests that the compiled simulation is fast, and gives the same results as the Python code."""
 
 from __future__ import annotations
 
@@ -130,7 +130,8 @@ def test_a_hint_is_simulated_with_loaded_code_and_stays_the_same(
     placement = Placement(num_ranks=3, num_chunks=2, kind="v")
     hint_for.cache_clear()
     plain = hint_for(placement, 3, 4.0, **arguments)
-    # The code is not loaded, because loading takes longer than simulating these few actions.
+    # Loading the compiled code would take longer than simulating these few actions in Python, so it
+    # must not be loaded.
     assert not loops
     runs = []
     for rule in (runtime_rules.ready_first, runtime_rules.hinted):
@@ -149,14 +150,14 @@ def test_code_is_compiled_only_if_that_saves_time(
     rule = runtime_rules.ready_first
     few, many, most = (number - 1 for number in (LOADED_FROM, COMPILED_FROM, 2 * COMPILED_FROM))
     assert not numba_kernels.saves_time(rule, few)
-    assert not loops  # numba was not imported either.
+    assert not loops  # The call must not even import numba.
     stats = SimpleNamespace(cache_path=str(tmp_path))
     inner = SimpleNamespace(__qualname__="run_ready_first_1")
     loops[rule] = SimpleNamespace(signatures=[], stats=stats, py_func=inner)
     assert not numba_kernels.saves_time(rule, many)
     assert numba_kernels.saves_time(rule, most)
     (tmp_path / "simulator.run_ready_first_1-353.py311.nbi").touch()
-    # The compiled code is on disk, so only loading takes time.
+    # The compiled code is on disk, so it only needs to be loaded.
     assert numba_kernels.saves_time(rule, many)
     assert not numba_kernels.saves_time(rule, few)
     loops[rule].signatures.append("compiled")
@@ -183,7 +184,7 @@ assert numba_kernels.saves_time(runtime_rules.ready_first, numba_kernels.COMPILE
 
 
 def test_numba_may_be_told_not_to_compile() -> None:
-    """Checks that ``auto`` works with NUMBA_DISABLE_JIT, which users set for debugging."""
+    """Checks that ``auto`` works with NUMBA_DISABLE_JIT, which users may set for debugging."""
     environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
     command = [sys.executable, "-c", PLAIN]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Tests that schedules of users run like built-in schedules, and tests the errors about them."""
+"""Tests that users' schedules run like built-in schedules, and tests errors about them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Module = Callable[[str], str]
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Module]:
-    """Returns a function that writes a module with a schedule and returns the schedule's name."""
+    """Yields a function that writes a module with a schedule, and returns the schedule's name."""
     monkeypatch.syspath_prepend(tmp_path)
     made: list[str] = []
 

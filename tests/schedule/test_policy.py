@@ -1,4 +1,4 @@
-"""Tests policies that follow a list of actions, and the reasons that they give for each choice."""
+"""Tests policies that follow a list of actions, and the reasons they record for their choices."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def test_an_undisturbed_hint_is_followed_and_a_late_input_is_overtaken() -> None
     assert isinstance(policy, RulePolicy)
     order = [code % 3 for code in policy.hint]
     assert reasons_of(policy, order, 1) == ["hint"] * len(order)
-    # The first weight gradient runs one action early. The action that it overtook is then on time
-    # again.
+    # The first weight gradient runs one action early. After it, the action that it overtook is on
+    # time again.
     first = order.index(2)
     moved = [*order[: first - 1], 2, order[first - 1], *order[first + 1 :]]
     expected = ["hint"] * len(order)

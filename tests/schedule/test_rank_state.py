@@ -1,4 +1,4 @@
-"""Tests how the state of a rank tracks ready actions, received inputs and memory."""
+"""Tests how the state of a rank keeps track of ready actions, received inputs and memory."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ def test_one_microbatch_through_a_rank_that_holds_both_ends() -> None:
     for expected, arrival in (
         ("F0-0", None),
         ("F1-0", (F, 1, 0)),
-        ("B1-0", None),  # The backward pass of the last stage starts from its own loss.
+        # The backward pass of the last stage needs no input, because it starts from the loss.
+        ("B1-0", None),
         ("W1-0", None),
         ("W1-0.1", None),
         ("B0-0", (B, 0, 0)),

@@ -20,10 +20,10 @@ F = ActionKind.F
 def state(
     kind: str = "v", *, rank: int = 1, cap: float | None = None, pieces: int = 2
 ) -> RankState:
-    """Returns the state of ``rank`` of 3 ranks with two chunks each. No input has arrived yet.
+    """Returns the state of ``rank`` of three ranks with two chunks each, without any inputs yet.
 
-    ``kind`` is the placement, ``cap`` limits activations, and a weight gradient has ``pieces``
-    actions.
+    ``kind`` is the kind of placement, ``cap`` limits activations, and a weight gradient has
+    ``pieces`` actions.
     """
     placement = Placement(num_ranks=3, num_chunks=2, kind=kind)  # type: ignore[arg-type]
     return RankState(
@@ -52,7 +52,7 @@ def test_adaptive_alternates_and_fills_with_weight_gradients() -> None:
     assert pick(runtime_rules.ready_first, s) == "W0-0"
     run(s, "W0-0")
     assert pick(runtime_rules.ready_first, s) == "W0-0.1"
-    # A weight gradient in between does not affect whether F or B comes next.
+    # The last action before the weight gradients was F, so the next action must be B.
     arrive(s, "B0-2", "F0-3")
     assert pick(runtime_rules.ready_first, s) == "B0-2"
 
@@ -72,9 +72,10 @@ def test_adaptive_takes_forwards_in_groups_in_a_loop() -> None:
 
 
 def test_adaptive_takes_the_longest_way_in_a_v() -> None:
-    s = state()  # The rank runs stages 1 and 4.
+    s = state()  # This rank runs the stages 1 and 4.
     arrive(s, "F1-0", *(f"F0-{index}" for index in range(5)))
-    # F1-0 and F0-3 have equally long paths, so the deeper action F1-0 is chosen.
+    # F1-0 and F0-3 have equally long paths to the end of the step. In this case, the action of the
+    # later chunk is chosen.
     for expected in ("F0-0", "F0-1", "F0-2", "F1-0"):
         assert pick(runtime_rules.ready_first, s) == expected
         run(s, expected)
@@ -128,7 +129,8 @@ def test_the_greedy_rules_heed_a_cap(rule: Callable[..., int]) -> None:
 
 
 def test_hinted_overtakes_only_where_the_remaining_hint_fits() -> None:
-    # The hint is F0-0 F0-1 B0-0 B0-1 F1-0 ..., as codes of two chunks without weight gradients.
+    # The hint is the order F0-0 F0-1 B0-0 B0-1 F1-0 and so on. It contains codes of actions for two
+    # chunks without weight gradients.
     hint = (0, 0 + 6, 2, 2 + 6, 1, 3)
     placement = Placement(num_ranks=3, num_chunks=2)
 
@@ -136,8 +138,9 @@ def test_hinted_overtakes_only_where_the_remaining_hint_fits() -> None:
         s = RankState(placement=placement, rank=1, num_microbatches=2, cap=cap)
         arrive(s, "F0-0", "F1-0")
         run(s, "F0-0")
-        return s  # The next action of the hint is F0-1, but only the input of F1-0 has arrived.
+        return s  # F0-1 is next in the hint, but only F1-0 has received its input.
 
     assert RulePolicy("hinted", runtime_rules.hinted, hint).pick(situation(1.5)) == Action(F, 1, 0)
-    # The rank stores activations of F0-0 and F0-1, so another chunk would exceed a cap of 1.
+    # According to the hint, F0-1 follows. If F1-0 ran first, the rank would store three chunks,
+    # which exceeds a cap of 1.
     assert RulePolicy("hinted", runtime_rules.hinted, hint).pick(situation(1.0)) is None

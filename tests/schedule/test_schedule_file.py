@@ -1,4 +1,4 @@
-"""Tests reading and writing schedule files, and the errors about invalid files."""
+"""Tests reading and writing schedule files, and errors about invalid files."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from megatron.adaptive.schedule.schedule_file import load, save
 from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.validate import render_schedule
 
-# This script runs in a separate process, because neither the package nor these tests may require
-# torch.
+# This script runs in a separate process, because neither the package nor the tests may need torch.
 TORCH_WRITES_ITS_SCHEDULES = """
 import sys
 from types import SimpleNamespace
@@ -76,7 +75,7 @@ def refused(tmp_path: Path, text: str, suffix: str = ".json") -> list[str]:
 
 
 def content(**changes: object) -> str:
-    """Returns a valid file of one rank, updated with ``changes``. ``None`` removes an entry."""
+    """Returns a valid file for one rank, changed by ``changes``. ``None`` removes an entry."""
     good: dict[str, object] = {
         "version": 1,
         "name": "mine",

@@ -1,4 +1,4 @@
-"""Tests the order, memory and cost of slices of sequences, and the time that slices save."""
+"""Tests the order, memory and costs of slices of sequences, and the time that slices save."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ ONE = Placement(num_ranks=1, num_chunks=1)
 
 
 def whole_step(share: float, cut: SliceCut = "equal-cost", jitter: float = 0.0) -> StageProfile:
-    """Returns a profile of 32 stages, in which F, B and W of a microbatch take 96 s in total.
+    """Returns a profile of 32 stages, in which a microbatch takes 96 s for all F, B and W.
 
-    ``share`` is attention's share of a forward pass, ``cut`` is the method of cutting, and
-    ``jitter`` is the spread of action times.
+    ``share`` is the share of attention in the time of a forward pass. ``cut`` is the method of
+    cutting sequences, and ``jitter`` is the relative spread of action times.
     """
     return StageProfile(
         times=StageTimes.equal(32, forward_s=1.0, backward_s=1 + share, weight_s=1 - share),
@@ -97,8 +97,8 @@ def test_a_backward_waits_for_the_last_slice_of_its_microbatch() -> None:
     run(state, "F0-0")
     state.arrive(ActionKind.F, 1, 0)
     run(state, "F1-0")
-    # The end of the forward pass on the last stage provides the input of this slice's backward
-    # pass.
+    # This slice has finished its forward pass on the last stage. However, its backward pass must
+    # wait for the last slice.
     assert state.ready() == (Action(ActionKind.F, 0, 1),)
     lacking = state.lacking()
     assert lacking == [Action(ActionKind.F, 1, 1)]
@@ -119,7 +119,7 @@ def test_only_the_first_slice_of_a_microbatch_must_fit_with_all_the_others() -> 
     run(state, "B0-3")
     assert not state.fits(Action(ActionKind.F, 0, 4))
     run(state, "B0-2")
-    # The rank holds half of a microbatch, and the cap allows another whole microbatch.
+    # The rank now holds half a microbatch. The cap of 1.5 allows another whole microbatch.
     assert state.fits(Action(ActionKind.F, 0, 4))
 
 
@@ -130,8 +130,8 @@ def test_begun_microbatches_keep_the_memory_of_their_later_slices() -> None:
     run(state, "F1-0")
     assert state.fits(Action(ActionKind.F, 0, 3))
     run(state, "F0-3")
-    # The rank holds five of nine units, and one unit is reserved. The third microbatch needs two
-    # units, and so does a microbatch in the later chunk.
+    # The rank holds five of nine units of memory, and one unit is reserved for a begun microbatch.
+    # Another microbatch needs two units in this chunk and two in the later chunk.
     assert not state.fits(Action(ActionKind.F, 0, 4))
     assert state.fits(Action(ActionKind.F, 1, 1))
 
@@ -194,7 +194,7 @@ def test_slices_share_the_time_of_the_microbatch() -> None:
     assert abs(of_microbatches - whole.durations_ps).max() < 10
     forward, backward, weight = cut.durations_ps[:, 0, :4]
     # Attention takes 0.6 of the 1.0 s of a forward pass, and 1.2 of the 1.6 s of a backward pass.
-    # Weight gradients do not include attention.
+    # It has no part in weight gradients.
     assert forward[3] / forward[0] == pytest.approx((0.4 / 4 + 0.6 * 7 / 16) / (0.1 + 0.6 / 16))
     assert backward[3] / backward[0] == pytest.approx((0.1 + 1.2 * 7 / 16) / (0.1 + 1.2 / 16))
     assert len(set(weight.tolist())) == 1

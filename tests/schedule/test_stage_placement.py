@@ -1,4 +1,4 @@
-"""Tests the placement of stages on ranks, and the path of a microbatch through the stages."""
+"""Tests on which ranks stages are placed, and the path of a microbatch through the stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the order, memory and step time of static schedules, and their errors."""
+"""Tests the order, memory and step time of static schedules, and errors about them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron.adaptive.schedule.workload import StageTimes
 
 from ..multiprocess.launch import forking_every
 
-# The five microbatches are split into a group of three and a group of two.
+# Five microbatches are divided into a group of three and a group of two.
 GROUPS_OF_3 = """\
 rank 0 | F0-0 F0-1 F0-2 F1-0 F1-1 F1-2 B1-0 F0-3 B1-1 F0-4 B1-2 F1-3 B0-0 F1-4 B0-1 B0-2 B1-3 \
 B1-4 B0-3 B0-4
@@ -102,14 +102,15 @@ PEAKS = {
     "zb-h1": lambda p, r, v, m: min(p, m),
     "zb-v": lambda p, r, v, m: p,
 }
-"""Maximum number of microbatches that rank r of p ranks stores, for v chunks and m microbatches.
+"""Maximum number of microbatches that a rank stores.
 
-A schedule that is not listed may store all microbatches.
+The functions take the number of ranks p, the rank r, the number of chunks v and the number of
+microbatches m. Schedules that are not listed may store all microbatches.
 """
 FULL = {"v-half": 1, "varuna": 4, "zb-v": 2}
-"""Number of microbatches per rank from which a rank reaches that maximum.
+"""Number of microbatches per rank with which a rank stores this maximum.
 
-Other schedules always reach it.
+With other schedules, ranks always store this maximum.
 """
 
 
@@ -149,9 +150,10 @@ STEPS = {
     "interleaved": lambda p, v, m, f, b, w: (m * v + p - 1) * (f + b + w),
     "zb-h1": lambda p, v, m, f, b, w: m * (f + b + w) + (p - 1) * (f + b - min(f, b, w)),
 }
-"""Duration in seconds of a step with m microbatches on p ranks with v chunks.
+"""Duration of a step in seconds.
 
-There are at least as many microbatches as ranks. The times of F, B and W of a stage are f, b and w.
+The functions take the number of ranks p, the number of chunks v and the number of microbatches m,
+which is at least p. F, B and W of a stage take f, b and w seconds.
 """
 
 
@@ -187,7 +189,7 @@ EQUAL_STEPS = {
     "zb-v": lambda p, m: 6 * m + p - 1 + max(0, 3 * p - 2 * m - 1),
     "v-half": lambda p, m: 6 * m + max(p - 1, 6 * -(-p // 2) - 7),
 }
-"""Step times if F, B and W take 1 each. These are also valid for fewer microbatches than ranks."""
+"""Step times if F, B and W take 1 s each. They are also valid for fewer microbatches than ranks."""
 
 
 @pytest.mark.parametrize("name", EQUAL_STEPS)
@@ -207,7 +209,7 @@ def test_a_step_of_equal_times(name: str, ranks: int, microbatches: int) -> None
 def test_zb_v_with_shorter_weight_gradients_is_idle_in_the_ramp_only(
     ranks: int, rounds: int, half: int, data: st.DataObject
 ) -> None:
-    """Checks the step time of ZB-V if W takes between half the time of F and the time of F."""
+    """Checks the step time of ZB-V if W takes at least half as long as F, and not longer than F."""
     whole, weight = 2 * half, data.draw(st.integers(half, 2 * half))
     microbatches = rounds * ranks
     times = StageTimes.equal(2 * ranks, forward_s=whole, backward_s=whole, weight_s=weight)
@@ -231,7 +233,7 @@ def test_zb_h1_is_1f1b_with_weight_gradients(ranks: int, microbatches: int) -> N
 @settings(max_examples=40)
 @given(ranks=st.integers(2, 9), more=st.integers(0, 9))
 def test_v_half_repeats_its_steady_part(ranks: int, more: int) -> None:
-    """Checks that repeating the steady state gives the same order as placing every action."""
+    """Checks that repeating part of the order gives the same result as placing each action."""
     schedule = made("v-half", ranks, ranks + 5 + more)
     rows = fixed_in_v.squeezed(schedule.placement, schedule.num_microbatches)
     assert schedule.orders == tuple(tuple(row.values()) for row in rows)
@@ -303,8 +305,7 @@ def test_refusals(
     assert "\n" not in str(caught.value)
 
 
-# This script runs in a separate process, because neither the package nor these tests may require
-# torch.
+# This script runs in a separate process, because neither the package nor the tests may need torch.
 COMPARE_WITH_MEGATRON_CORE = """
 from types import SimpleNamespace
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table

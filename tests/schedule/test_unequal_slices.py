@@ -1,4 +1,4 @@
-"""Tests steps whose microbatches have different numbers of slices."""
+"""Tests steps in which microbatches have different numbers of slices."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def test_texts_of_transports_name_slices() -> None:
     assert with_slices(text, 7, COUNTS) == text.replace("microbatch 4", "microbatch 2.1")
     assert with_slices(text, 7, 3) == text.replace("microbatch 4", "microbatch 1.1")
     assert with_slices(text, 7, 1) == text
-    # Step 8 may have other numbers of slices than step 7.
+    # The numbers of slices are those of step 7. They may differ in step 8, so the text must not
+    # change.
     assert with_slices(text, 8, COUNTS) == text
     late = text.replace("microbatch 4", "microbatch 6")
     assert with_slices(late, 7, COUNTS) == late
@@ -71,9 +72,9 @@ def test_the_first_backward_of_a_microbatch_waits_for_its_own_slices_only() -> N
 
 
 def run(states: list[RankState], policies: tuple[Policy, ...], rng: random.Random) -> list[str]:
-    """Runs a step from ``states`` under ``policies``, and returns the labels of rank 0's actions.
+    """Simulates a step of ``states`` with ``policies``. Returns labels of the first rank's actions.
 
-    The durations of actions are drawn with ``rng``, and the labels are in the order of the actions.
+    ``rng`` generates the durations of actions. The labels are in the order of execution.
     """
     placement = states[0].placement
     free_at = [0.0] * len(states)

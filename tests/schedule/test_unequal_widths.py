@@ -1,4 +1,4 @@
-"""Tests steps of pipelines whose stages have different numbers of replicas."""
+"""Tests pipelines whose stages have different numbers of replicas."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def step(
     name: str, widths: Widths, microbatches: int, delay: float = 0.25, cap: float | None = None
 ) -> SimResult:
     stages = widths.num_stages
-    # Layers are balanced over the ranks, so a stage with twice as many ranks has twice the work.
+    # Simulate a pipeline with layers balanced over ranks: a stage with twice as many ranks has
+    # twice the work.
     return simulate(
         name,
         widths,
@@ -50,8 +51,7 @@ def test_a_microbatch_is_handed_to_its_replica() -> None:
     assert [widths.place_of(rank) for rank in range(6)] == [
         (0, 0), (0, 1), (1, 0), (2, 0), (2, 1), (2, 2)
     ]  # fmt: skip
-    # Microbatch 4 of the step is the third microbatch on rank 0, the fifth on rank 2, and the
-    # second on rank 4.
+    # Microbatch 4 is the third microbatch of rank 0, the fifth of rank 2, and the second of rank 4.
     assert widths.route(0, 1, 2) == (2, 4)
     assert widths.route(2, 2, 4) == (4, 1)
     assert widths.route(4, 1, 1) == (2, 4)
@@ -114,8 +114,8 @@ def test_equal_widths_follow_the_usual_order(stages: int) -> None:
 
 
 def test_wide_stages_keep_a_narrow_one_busy() -> None:
-    # The work of a stage is proportional to its number of ranks, so ranks are idle only while the
-    # pipeline fills and drains. Longer steps reduce this fraction.
+    # The work of a stage is proportional to its number of ranks. Therefore, ranks are idle only
+    # while the pipeline fills and drains, which matters less in longer steps.
     for name, sizes in itertools.product(
         SCHEDULES, ((2, 1), (1, 2), (2, 1, 1), (1, 4, 1), (1, 3, 2))
     ):

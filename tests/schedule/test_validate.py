@@ -1,4 +1,4 @@
-"""Tests that errors about invalid schedules contain the rank, the action and a diagram."""
+"""Tests that errors about invalid schedules name the rank and the action, and show a diagram."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the random durations of simulated actions, and profiles that are read from files."""
+"""Tests random durations of simulated actions, and profiles that are read from files."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_a_message_waits_for_its_link() -> None:
     workload = draw(TWO, 2, times, link=Link(latency_s=0.5, occupancy_s=3.0))
     result = simulate(TWO, 2, make_policies("gpipe", TWO, 2), workload)
     second = [span.start_s for span in result.spans[1] if str(span.action).startswith("F")]
-    # The messages are sent at 1 s and at 2 s, and the link is busy from 1 s to 4 s and from 4 s to
-    # 7 s.
+    # The messages are ready at 1 s and 2 s. The link transfers the first from 1 s to 4 s and the
+    # second from 4 s to 7 s.
     assert second == [4.5, 7.5]
 
 

@@ -17,14 +17,14 @@ FORWARD_NS, BACKWARD_NS = 1_000_000, 2_000_000
 START_NS = 5_000_000_000
 
 Timed = tuple[str, int, int, int, int]
-"""Tuple of action, chunk, microbatch, start and end. Times are in nanoseconds."""
+"""Action, chunk, microbatch, start and end of a pass. The times are in nanoseconds."""
 
 
 def simulate(num_ranks: int, num_chunks: int, num_microbatches: int) -> list[list[Timed]]:
-    """Simulates all forward passes, then all backward passes, and returns each rank's actions.
+    """Simulates a pipeline step, and returns the actions of each rank in the order of execution.
 
-    A pass starts as soon as its input and its rank are available. The actions of a rank are in the
-    order of their execution.
+    All forward passes run before all backward passes. Each pass starts as soon as its input and its
+    rank are available.
     """
     num_stages = num_ranks * num_chunks
     rows: list[list[Timed]] = [[] for _ in range(num_ranks)]
@@ -42,9 +42,9 @@ def simulate(num_ranks: int, num_chunks: int, num_microbatches: int) -> list[lis
 
 
 def make_header(rank: int, num_ranks: int = 2, **changes: object) -> TraceHeader:
-    """Returns the header of ``rank`` in a run with ``num_ranks`` pipeline ranks.
+    """Returns the trace header of ``rank`` in a run with ``num_ranks`` pipeline ranks.
 
-    Fields in ``changes`` replace default values.
+    ``changes`` contains fields that replace the default values.
     """
     values: dict[str, object] = {
         "run": "run-1",
@@ -86,15 +86,15 @@ def table_of(spans: Iterable[Span]) -> TraceTable:
 
 
 def step_of(*rows: tuple[Span, ...], waits: tuple[tuple[Span, ...], ...] = ()) -> PipelineStep:
-    """Returns a pipeline step in which each of ``rows`` contains the actions of a rank."""
+    """Returns a pipeline step. Each of ``rows`` contains the actions of one rank."""
     figures = {rank: rank_figures(table_of(row), 1) for rank, row in enumerate(rows) if row}
     return PipelineStep(1, "x", "loop", 1, 1, rows, waits, figures=figures)
 
 
 def record(recorder: Recorder, *span: Any, **more: Any) -> None:
-    """Records a span.
+    """Records one span with ``recorder``.
 
-    ``span`` and ``more`` are positional and named fields of :class:`Span`.
+    ``span`` and ``more`` are positional arguments and keyword arguments of :class:`Span`.
     """
     recorder.extend([row_of(Span(*span, iteration=0, **more))])
 
@@ -102,9 +102,9 @@ def record(recorder: Recorder, *span: Any, **more: Any) -> None:
 def write_spans(
     folder: Path, header: TraceHeader, spans: Iterable[Span], *, num_microbatches: int = 4
 ) -> Path:
-    """Writes ``spans`` to ``folder`` with the recorder, and returns the path of the trace file.
+    """Writes ``spans`` to a trace file in ``folder`` with the recorder, and returns its path.
 
-    An iteration begins when its first span starts.
+    The start of an iteration is the start of its first span.
     """
     with Recorder(folder, header) as recorder:
         iteration = None

@@ -25,8 +25,8 @@ def on_host(header: TraceHeader, name: str, monotonic_ns: int, unix_ns: int) -> 
 
 
 def test_ranks_of_one_clock_keep_their_monotonic_times(tmp_path: Path) -> None:
-    # The monotonic clock and the time of day differ by slightly different amounts on the two ranks,
-    # because reading the clocks takes time and the time of day is adjusted.
+    # The monotonic clock and the time of day of the second rank have advanced by slightly different
+    # amounts, because the time of day is adjusted and reading clocks takes time.
     header = make_header(0)
     write_spans(tmp_path, header, [Span("F", 0, 0, 100, 200, 1)])
     later = replace(make_header(1), unix_ns=header.unix_ns + 7_000_050_000)
@@ -52,9 +52,9 @@ def test_ranks_of_two_hosts_are_moved_onto_unix_time(tmp_path: Path) -> None:
 
 
 def exchanges(offset_ns: int, at_ns: Iterable[int]) -> ClockSamples:
-    """Returns clock samples of a clock that is ``offset_ns`` behind the reference clock.
+    """Returns samples that compare a clock with a reference clock that is ``offset_ns`` ahead.
 
-    Messages take 20 us. ``at_ns`` contains the times at which the requests were sent.
+    Each message takes 20 us. ``at_ns`` contains the times at which requests were sent.
     """
     return ClockSamples(
         0,
@@ -66,9 +66,10 @@ def exchanges(offset_ns: int, at_ns: Iterable[int]) -> ClockSamples:
 
 
 def write_measured(folder: Path, offset_ns: int) -> None:
-    """Writes traces of rank 0 on one host, and of ranks 1 and 2 on a second host.
+    """Writes the traces of rank 0 on one host, and of ranks 1 and 2 on another host.
 
-    The wall clock of the second host is off by one hour. Only rank 1 has clock samples.
+    The wall clock of the second host is one hour ahead, and its monotonic clock is ``offset_ns``
+    behind. Only the trace of rank 1 contains clock samples.
     """
     write_spans(
         folder, on_host(make_header(0, 3), "a", 0, UNIX), [Span("F", 0, 0, 10**9, 10**9, 1)]
@@ -103,9 +104,8 @@ def test_samples_serve_where_the_reference_itself_is_missing(tmp_path: Path) -> 
 def conversation(folder: Path, error_ns: int, *starts: int) -> RunTrace:
     """Returns a run in which rank 0 sends a forward message and rank 1 sends a backward message.
 
-    ``starts`` contains the times at which the messages were sent and received: forward sent,
-    forward received, backward sent, backward received. The wall clock of rank 1 is off by
-    ``error_ns``.
+    ``starts`` contains four times: when the forward message was sent and received, and when the
+    backward message was sent and received. The wall clock of rank 1 is ``error_ns`` ahead.
     """
     kinds = (("send", 0, "F"), ("receive", 1, "F"), ("send", 1, "B"), ("receive", 0, "B"))
     for rank in range(2):
@@ -121,8 +121,8 @@ def conversation(folder: Path, error_ns: int, *starts: int) -> RunTrace:
 
 def test_messages_place_a_clock_that_was_not_measured(tmp_path: Path) -> None:
     run = conversation(tmp_path, 70_000, 1000, 1300, 5000, 5100)
-    # The offset between the clocks is unknown, so both messages are assumed to take the same time.
-    # This is 200 ns, the mean of 300 ns and 100 ns.
+    # The offset between the clocks is unknown, so both messages are assumed to take the same time:
+    # 200 ns, the mean of the two apparent times of 300 ns and 100 ns.
     assert starts(run) == [UNIX + 1000, UNIX + 1200]
     assert "aligned by messages" in run.notes()[0]
     assert run.alignment.contradiction_ns == 0

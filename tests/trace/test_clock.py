@@ -1,4 +1,4 @@
-"""Checks that the offset and drift of a clock are estimated well even if some messages are late."""
+"""Checks estimates of a clock's offset and drift, even if some messages are late."""
 
 import numpy as np
 import numpy.typing as npt
@@ -12,14 +12,15 @@ Ints = npt.NDArray[np.int64]
 def exchanges(
     seed: int, seconds: float, offset_s: float, drift_ppm: float, bend: float = 0.0
 ) -> tuple[Ints, Ints, Ints]:
-    """Returns samples that compare two simulated clocks, with one burst every 10 s.
+    """Simulates two clocks, and returns samples that compare them.
 
-    A third of the messages is late. The run takes ``seconds`` seconds. ``bend`` is the amplitude in
-    seconds of a slow oscillation of the offset.
+    A series of samples is taken every 10 s. In each direction, a third of the messages are late.
+    The run takes ``seconds`` seconds. The offset oscillates slowly with an amplitude of ``bend``
+    seconds.
 
     Returns:
-        Samples ``[n, 4]``, their start times on the local clock, and the same times on the
-        reference clock.
+        Samples with the shape ``[n, 4]``, their start times on the local clock, and the same times
+        on the reference clock.
     """
     rng = np.random.default_rng(seed)
     bursts = np.arange(0, seconds, 10.0)

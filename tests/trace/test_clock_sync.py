@@ -54,7 +54,7 @@ def test_a_burst_is_taken_at_once_and_another_at_the_end(server: ClockServer) ->
     sampler.close()
     assert len(bursts) >= 2
     for t0, t1, t2, t3 in bursts[0].samples:
-        # Client and server use the same clock here, so the times are in order.
+        # The client and the server of this test use the same clock, so the times must be in order.
         assert t0 <= t1 <= t2 <= t3
     sampler.close()
 
@@ -62,7 +62,7 @@ def test_a_burst_is_taken_at_once_and_another_at_the_end(server: ClockServer) ->
 def test_strangers_are_turned_away(server: ClockServer) -> None:
     with closing(socket.create_connection(("localhost", server.port), 5)) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\n" * 9)
-        # The server's close sends a reset if some of the received data was not read.
+        # The server closes the connection without reading all data, which may reset the connection.
         with contextlib.suppress(ConnectionResetError):
             assert connection.recv(64) == b""
 
@@ -114,10 +114,10 @@ def test_one_rank_of_each_other_clock_asks(clocks: str, asking: list[int]) -> No
     places: list[Any] = []
 
     def gather(value: Any) -> list[Any]:
-        """Returns the values of all ranks, given the ``value`` of this rank.
+        """Simulates an all-gather of ``value``, and returns the values of all ranks.
 
-        The first call gathers the clocks, and the second call gathers the address that rank 0
-        sends.
+        The first call gathers the names of the clocks, and the second call gathers the address of
+        the server on rank 0.
         """
         if isinstance(value, str):
             return list(clocks)

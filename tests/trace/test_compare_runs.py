@@ -1,4 +1,4 @@
-"""Checks that comparing two runs finds what became slower, and nothing if both runs are equal."""
+"""Checks that comparing runs finds what became slower, and nothing if the runs are equal."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ def test_slower_reading_of_data_is_named(tmp_path: Path) -> None:
 
 
 def detailed(folder: Path, layers_ms: list[float], late_ms: float, transfer_ms: float) -> None:
-    """Writes a run with four layers per rank, and with the collectives of two groups.
+    """Writes a run with four layers per rank, and with collectives in two groups of two ranks.
 
-    ``layers_ms`` contains the times of rank 1's layers. Rank 2 starts collectives ``late_ms``
+    ``layers_ms`` contains the times of the layers on rank 1. Rank 2 starts collectives ``late_ms``
     milliseconds late, and transfers between ranks 0 and 1 take ``transfer_ms`` milliseconds.
     """
     seed = 1 if folder.name == "a" else 2
@@ -107,7 +107,8 @@ def test_a_slower_layer_group_and_member_are_named(tmp_path: Path) -> None:
     assert changes.keys() == {layer, group, "waits for rank 2 in tensor all-reduce"}
     assert changes[layer].relative == pytest.approx(0.1, abs=0.02)
     assert changes[group].relative == pytest.approx(1.0, abs=0.05)
-    # If all layers of a rank are slower, the rank has changed, and not one of the layers.
+    # If all layers of a rank became slower, the change is reported for the rank, not for its
+    # layers.
     assert not [change for change in compare_runs(a, c).changes if change.kind == "layer"]
 
 

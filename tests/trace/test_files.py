@@ -1,4 +1,4 @@
-"""Checks that a result file is written completely or not at all."""
+"""Checks that result files are never left incomplete, even if writing fails."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Checks that dumps of torch's flight recorder show the stuck collective and the late ranks."""
+"""Checks that dumps of torch's flight recorder reveal the stuck collective and the late ranks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ PAIR, WORLD = ("1", "pair"), ("0", "default_pg")
 
 
 def call(number: int, *, group: tuple[str, str] = WORLD, ended: bool = True, **more: Any) -> Any:
-    """Returns an entry of a dump for collective ``number``, in the format that torch documents.
+    """Returns the entry of a dump for collective ``number``, in the format that torch documents.
 
-    ``group`` is the process group, ``ended`` states whether the call has finished, and ``more``
-    replaces other fields.
+    ``group`` contains the ID and name of the process group. ``ended`` states whether the call has
+    finished. ``more`` contains fields that replace the default values.
     """
     return {
         "frames": [{"name": "step", "filename": "/jobs/train.py", "line": 10}],
@@ -51,7 +51,7 @@ def call(number: int, *, group: tuple[str, str] = WORLD, ended: bool = True, **m
 
 
 def stuck(folder: Path, *entries: list[Any] | None, version: str = "2.5") -> StuckCalls:
-    """Writes a dump for each rank whose entries are not ``None``, and analyzes the dumps."""
+    """Writes a dump for each rank whose ``entries`` are not ``None``, and returns the analysis."""
     config = {
         "0": {"name": "0", "desc": "default_pg", "ranks": str(list(range(len(entries))))},
         "1": {"name": "1", "desc": "pair", "ranks": "[0, 1]"},
@@ -137,10 +137,10 @@ def test_a_message_that_was_not_sent(tmp_path: Path) -> None:
 
 
 def message(record: int, number: int, name: str, *, ended: bool = True) -> Any:
-    """Returns an entry of a dump for the ``number``-th message of a rank.
+    """Returns the entry of a dump for the ``number``-th point-to-point message of a rank.
 
-    ``record`` is the number of the entry, and ``name`` is the name of the call. ``ended`` states
-    whether the call has finished.
+    ``record`` is the ID of the entry, and ``name`` is the profiling name of the call. ``ended``
+    states whether the call has finished.
     """
     return call(
         0, ended=ended, record_id=record, is_p2p=True, p2p_seq_id=number, profiling_name=name
@@ -149,7 +149,7 @@ def message(record: int, number: int, name: str, *, ended: bool = True) -> Any:
 
 @pytest.mark.parametrize("overwritten", [0, 100])
 def test_a_message_that_both_ends_called_has_no_culprit(tmp_path: Path, overwritten: int) -> None:
-    """Checks that both ends of a message are matched, although ranks number messages separately."""
+    """Checks that both ends of a message are matched, although their record numbers may differ."""
     said = stuck(
         tmp_path,
         [
@@ -223,7 +223,7 @@ def test_dumps_made_for_nvrx_are_read(tmp_path: Path) -> None:
     stuck(tmp_path, [call(1, ended=False)], [])
     for rank in (0, 1):
         (tmp_path / f"nccl_trace_rank_{rank}").rename(tmp_path / f"_dump_{rank}")
-    # Another program wrote this file, which is not a dump.
+    # This file was written by another program and must not be read as a dump.
     (tmp_path / "core_dump_2").write_bytes(b"core")
     assert find_stuck(read_dumps(tmp_path)).culprits == (1,)
 
@@ -235,7 +235,7 @@ def test_a_job_that_waits_for_nothing(tmp_path: Path) -> None:
 
 
 class Shell:
-    """Object that runs a shell command when it is unpickled."""
+    """Object whose unpickling would run a shell command."""
 
     def __reduce__(self) -> Any:
         return os.system, ("touch executed",)

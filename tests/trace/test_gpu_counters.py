@@ -1,6 +1,6 @@
-"""Tests that GPU counters are read from NVML, and that unavailable counters are skipped.
+"""Tests that GPU counters are read from NVML, and that unavailable counters are omitted.
 
-The tests need no GPU, because a fake module provides NVML's functions and names.
+The tests need no GPU, because a fake module provides the functions and constants of NVML.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron.adaptive.trace.machine_counters import MachineCounters
 
 
 class Nvml(ModuleType):
-    """Fake of the module ``pynvml``, which the package nvidia-ml-py provides."""
+    """Replaces the module ``pynvml`` of the package nvidia-ml-py."""
 
     NVML_PERF_POLICY_POWER, NVML_PERF_POLICY_THERMAL = 0, 1
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
@@ -75,7 +75,8 @@ def test_sums_are_differences_and_gauges_are_not(nvml: Nvml) -> None:
     counts = counters.end()
     assert (counts[GPU_POWER_LIMITED], counts[GPU_HOT]) == (300, 0)
     assert (counts[GPU_CLOCK], counts[GPU_WATTS]) == (1200, 650)
-    # Three processes use the GPU, and two of these are ranks of this job.
+    # Three processes use the GPU. Two of these are ranks of this job, so only one other process is
+    # counted.
     assert counts[GPU_OTHERS] == 1
     assert GPU_ERRORS not in counts
 

@@ -1,4 +1,4 @@
-"""Tests the hang detector with synthetic states of ranks, some of which hang."""
+"""Tests the hang detector with made-up states of ranks, some of which hang."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ COMPUTES = (("/x/user.py", 7, "forward"),)
 
 
 def make_rank(rank: int, *, needs: Any = (), **more: Any) -> RankEvidence:
-    """Returns the evidence about a rank that waits for messages.
+    """Returns the evidence about a rank that waits for the messages ``needs``.
 
-    ``needs`` lists the messages, and ``more`` replaces other fields.
+    ``more`` contains fields that replace the default values.
     """
     now = {"doing": "wait", "iteration": 3, "step": 2, "needs": needs, "finished": {}}
     now |= more.pop("now", {})
@@ -83,7 +83,7 @@ def test_who_has_not_entered_a_collective() -> None:
     assert (
         "collective 8 of the group of ranks 0 1 2, which this rank has not entered" in culprit.text
     )
-    # If all ranks have entered the collective, its transfer is the cause.
+    # If all ranks have entered the collective, the collective itself is the cause.
     ranks[2] = make_rank(2, frames=IN_COLLECTIVE, now=counts(dp=8, world=3))
     assert find_culprit(ranks).cause == "collective"
 
@@ -105,9 +105,10 @@ def test_a_message_that_was_sent_and_did_not_arrive() -> None:
 
 
 def test_a_message_of_a_rank_that_has_done_all_of_its_step() -> None:
-    """Checks that a lost message is reported if another rank waits in the optimizer's collective.
+    """Checks that a lost message is found if its sender waits in the optimizer's collective.
 
-    Rank 0 waits for a message, and rank 1, which has sent all messages, waits for the collective.
+    Rank 0 waits for a message from rank 1. Rank 1 has sent all messages of the step, and waits for
+    rank 0 in the collective.
     """
     culprit = find_culprit(
         [
@@ -151,7 +152,7 @@ class TestStillness:
     def run(
         self, still: Stillness, nows: list[dict[str, Any]], *, every_s: float, **moves: bool
     ) -> float:
-        """Passes ``nows`` to ``still`` every ``every_s`` seconds, and returns the last result."""
+        """Looks at an item of ``nows`` every ``every_s`` seconds, and returns the last result."""
         still_s = 0.0
         for number, now in enumerate(nows):
             still_s = still.look({0: now}, number * every_s, **moves)
@@ -178,7 +179,7 @@ class TestStillness:
             (9, {}, 40.0),
             (9, {"computes": True}, 0.0),
             (200, {"transfers": True}, 0.0),
-            # After a long time, a rank that only computes is also reported.
+            # After a long time, a rank is also reported as hanging if it only computes.
             (200, {"computes": True}, 995.0),
         ):
             still_s = self.run(Stillness(None), [*steps, *[now] * count], every_s=5.0, **moves)
@@ -193,7 +194,7 @@ class TestStillness:
     not Path("/proc/self/schedstat").exists(), reason="the kernel does not count waits"
 )
 def test_a_process_that_waits_for_a_processor_counts_as_one_that_computes() -> None:
-    """Checks that the time that a process waits for a busy processor counts as computing."""
+    """Checks that waiting for a busy processor counts as computing, because it is no hang."""
     processor = str(min(os.sched_getaffinity(0)))
     spin = ["taskset", "--cpu-list", processor, sys.executable, "-S", "-c", "while True: pass"]
     busy = [subprocess.Popen(spin, preexec_fn=lambda: os.nice(10)) for _ in range(2)]
@@ -205,7 +206,9 @@ def test_a_process_that_waits_for_a_processor_counts_as_one_that_computes() -> N
         for process in busy:
             process.kill()
             process.wait()
-    assert spent_s > 1.5  # Each process ran or waited for its turn during the whole second.
+    # The two processes share one processor, so one ran while the other waited. Both times count as
+    # work.
+    assert spent_s > 1.5
 
 
 def test_stacks_of_both_tools() -> None:
@@ -227,8 +230,8 @@ def test_stacks_of_both_tools() -> None:
 def test_the_process_reports_once_and_ends_with_its_ranks(tmp_path: Path) -> None:
     """Checks that the hang detector reports a hang once, and exits when its ranks have ended.
 
-    The rank has no handler for the signal that requests a stack, so the detector must not send the
-    signal.
+    The rank has no handler for the signal that requests a stack trace. The signal would kill the
+    rank, so the detector must not send it.
     """
     folder = tmp_path / "private"
     folder.mkdir()
@@ -240,7 +243,7 @@ def test_the_process_reports_once_and_ends_with_its_ranks(tmp_path: Path) -> Non
         json.dumps({**job, "signal": int(signal.SIGRTMIN) + 9})
     )
     now = {"pid": rank.pid, "doing": "F", "iteration": 5, "unix_ns": time.time_ns()}
-    # A time in the future makes the rank seem to report its state.
+    # The state has a time in the future, so the rank seems to keep reporting its state.
     now["unix_ns"] = time.time_ns() + 60 * 10**9
     file = folder / "now_rank_00000.json"
     os.kill(rank.pid, signal.SIGSTOP)
@@ -270,7 +273,7 @@ def test_the_process_reports_once_and_ends_with_its_ranks(tmp_path: Path) -> Non
 def test_the_process_ends_where_its_rank_ended_before_it_began(tmp_path: Path) -> None:
     """Checks that the detector exits if its rank has ended before the detector starts.
 
-    The detector must not mistake its new parent process for the rank.
+    In this case, the detector has a new parent process, which it must not mistake for the rank.
     """
     rank = subprocess.Popen(["true"])
     rank.wait()

@@ -1,4 +1,4 @@
-"""Tests that kernel files are small, use the clock of the trace, and tolerate damaged lines."""
+"""Tests that kernel files are small, use the clock of the trace, and may have damaged lines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megatron.adaptive.trace.trace_format import Span
 from tests.support.synthetic_trace import SyntheticRun, write_synthetic
 
 LATE_NS = 9 * 10**15
-"""Clock reading in nanoseconds of a machine that has been running for 104 days."""
+"""Monotonic clock reading of a machine that has been running for 104 days, in nanoseconds."""
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def run(tmp_path: Path) -> RunTrace:
 
 
 def small_step(iteration: int) -> StepKernels:
-    """Returns the kernels of step ``iteration``, which consists of two kernels."""
+    """Returns the kernels of step ``iteration``, in which only two kernels run."""
     return summed(iteration, "cpu", [TimedKernel("a", 5, 9), TimedKernel("b", 6, 7)], ())
 
 
@@ -88,7 +88,7 @@ def test_steps_are_read_as_they_were_written(tmp_path: Path, run: RunTrace) -> N
         file.add(small_step(number))
     file.close()
     path = kernels_path(tmp_path, 0)
-    # A program that is killed while it writes leaves such a line.
+    # If a program is killed while it writes, the last line is incomplete, as here.
     path.write_text(path.read_text() + '{"iteration": 3, "na')
     assert [step.iteration for step in read_steps(run, 0)] == [1, 2]
     assert kernel_notes(run) == []
@@ -101,7 +101,7 @@ def test_steps_are_read_as_they_were_written(tmp_path: Path, run: RunTrace) -> N
 
 def test_a_torn_line_costs_only_its_own_step(tmp_path: Path, run: RunTrace) -> None:
     path = kernels_path(tmp_path, 0)
-    # An earlier process that was killed while it wrote left this line.
+    # This incomplete line was left by an earlier process that was killed while it wrote.
     path.write_text('{"iteration": 1, "na')
     file = KernelFile(tmp_path, 0)
     file.add(small_step(2))
@@ -109,7 +109,8 @@ def test_a_torn_line_costs_only_its_own_step(tmp_path: Path, run: RunTrace) -> N
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]))
-        file.add(small_step(3))  # The write fails after 10 bytes, as on a full disk.
+        # The file size limit makes this write fail after 10 bytes, as on a full disk.
+        file.add(small_step(3))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.stat().st_size == size
@@ -120,7 +121,7 @@ def test_a_torn_line_costs_only_its_own_step(tmp_path: Path, run: RunTrace) -> N
 
 
 def damaged(**fields: object) -> str:
-    """Returns the line of a step in which ``fields`` replace the valid values."""
+    """Returns a line of a kernel file with valid values, except for the given ``fields``."""
     step = {"iteration": 1, "device": "cpu", "names": ["a"], "totals": [], "kept": []}
     return json.dumps(step | fields)
 

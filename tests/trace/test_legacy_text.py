@@ -50,8 +50,8 @@ def test_the_last_twenty_iterations_as_text(write_run: Callable[..., Path], tmp_
         "0, 1, forward finished, 2.000000%",
         "0, 2, forward start, 2.000000%",
     ]
-    # The text format numbers the chunks of backward passes from the last chunk. So the backward
-    # pass of chunk 0 and microbatch 1 has the number 2 + 1.
+    # For backward passes, the text format numbers the two chunks in reverse order. Therefore, chunk
+    # 0 is the second chunk, and its microbatch 1 has the number 2 + 1.
     assert "0, 3, backward finished, 15.000000%" in lines
     assert lines[-1] == "rank 1 iteration ends at timestamp 13.000000% iteration 1"
 

@@ -1,4 +1,4 @@
-"""Checks that lines of a trace file can be read back, and that damaged lines are reported."""
+"""Checks that lines of trace files can be written and read back, and that damage is reported."""
 
 import json
 from collections.abc import Callable

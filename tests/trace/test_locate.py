@@ -1,4 +1,4 @@
-"""Tests which trace is read for a path, and which trace is read without a path."""
+"""Tests which trace is read for a given path, and which trace is read if no path is given."""
 
 import shutil
 from collections.abc import Callable
@@ -18,7 +18,7 @@ def checkout(
 ) -> Path:
     """Creates the runs ``first`` (2 ranks) and ``second`` (3 ranks), and returns their folder.
 
-    The pointer ``runs/latest`` does not exist.
+    The pointer to the latest run, ``runs/latest``, is not created.
     """
     monkeypatch.chdir(tmp_path)
     for name, ranks in (("first", 2), ("second", 3)):

@@ -1,4 +1,4 @@
-"""Tests that the kernel's files are read to count events that keep a process from computing."""
+"""Tests counters for events that keep a process from computing, which are read from the kernel."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_what_a_machine_lacks_or_forbids_is_left_out(monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Writes files with the clock frequencies of all processors, and returns their folder."""
+    """Writes files with the clock frequencies of all processors, and returns their root folder."""
     for processor in range(os.cpu_count() or 1):
         folder = tmp_path / f"cpu{processor}" / "cpufreq"
         folder.mkdir(parents=True)
@@ -146,14 +146,14 @@ def open_files_in(folder: Path) -> set[str]:
 
 
 def named_thread(name: str, end: threading.Event) -> threading.Thread:
-    """Starts a thread called ``name`` that waits for the event ``end``."""
+    """Starts and returns a thread called ``name`` that waits for the event ``end``."""
     thread = threading.Thread(target=end.wait, args=(60,), name=name, daemon=True)
     thread.start()
     return thread
 
 
 def test_threads_that_sleep_are_not_read_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Earlier tests may have left threads in this process.
+    # Earlier tests may have left many threads in this process, so raise the limit.
     monkeypatch.setattr(machine_counters, "_MOST_THREADS", 10_000)
     end = threading.Event()
     sleeping = {str(named_thread("sleeping", end).native_id) for _ in range(12)}
@@ -264,7 +264,7 @@ def test_segments_of_own_connections_are_counted() -> None:
         counts = counters.end()
         counters.close()
     assert counts[SENT_SEGMENTS] >= 20
-    # A connection that was closed before the end of the step is not counted.
+    # Connections that are closed at the end of the step are not counted.
     assert SENT_SEGMENTS not in counters.end()
 
 

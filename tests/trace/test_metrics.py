@@ -51,7 +51,7 @@ def test_figures_of_a_rank_by_hand() -> None:
     assert [by_kind[k] for k in ("F", "data", "optimizer", "checkpoint")] == [20, 3, 15, 3]
     assert figures.count[:, 0].tolist() == [[2, 1, 1], [1, 0, 0]]
     assert figures.mean_ns[0, 0].tolist() == [10, 20, 10]
-    # Without the reads of data, the forward passes take 7 and 10 ns.
+    # Without the time for reading data, the forward passes take 7 and 10 ns.
     assert figures.median_ns[0, 0].tolist() == [8.5, 20, 10]
     assert figures.mad_ns[0, 0].tolist() == [1.5, 0, 0]
     assert np.isnan(figures.mean_ns[1, 0, 1])
@@ -70,7 +70,7 @@ def test_a_frozen_chunk_keeps_no_microbatches() -> None:
 
 def test_overlapping_actions_are_busy_once_and_iterations_do_not_overlap() -> None:
     spans = [Span("F", 0, 0, 0, 6, 1), Span("F", 0, 1, 2, 4, 1), Span("B", 0, 0, 5, 8, 1)]
-    # The clock was set back, so iteration 2 starts before iteration 1 ends.
+    # The clock was set back between the iterations, so iteration 2 starts before iteration 1 ends.
     spans += [Span("F", 0, 0, 3, 5, 2)]
     assert rank_figures(table_of(spans), 1).busy_ns.tolist() == [8, 2]
 
@@ -89,18 +89,19 @@ def test_a_gpu_waits_only_for_the_data_of_the_microbatch_that_it_has_begun() -> 
     spans = [
         Span("F", 0, 0, 0, 10, 1),
         Span("data", -1, 0, 1, 3, 1),
-        # The CPU is ahead of the GPU, and already reads the data of the next microbatch.
+        # The CPU is ahead of the GPU. It already reads the data of the next microbatch during this
+        # pass.
         Span("data", -1, 1, 4, 9, 1),
         Span("F", 0, 1, 10, 20, 1),
     ]
     assert compute_ns(table_of(spans), "cuda").tolist() == [8, 2, 5, 10]
-    # If each microbatch has two slices, both actions belong to microbatch 0.
+    # If each microbatch has two slices, both forward passes belong to microbatch 0.
     assert compute_ns(table_of(spans), "cuda", lambda _: 2).tolist() == [8, 2, 5, 10]
     assert compute_ns(table_of(spans), "cpu").tolist() == [3, 2, 5, 10]
 
 
 def test_steps_are_those_of_each_pipeline(tmp_path: Path) -> None:
-    # Ranks 0 and 2 form a pipeline, and ranks 1 and 3 form a second pipeline. Rank 3 recorded only
+    # Ranks 0 and 2 form one pipeline, and ranks 1 and 3 form another pipeline. Rank 3 recorded only
     # iteration 1.
     for rank in range(4):
         header = make_header(rank, 2, world_size=4, pp_rank=rank // 2, dp_rank=rank % 2)
@@ -120,7 +121,7 @@ def test_steps_are_those_of_each_pipeline(tmp_path: Path) -> None:
     before, after = (parts_ns[..., list(PARTS).index(part)] for part in ("before", "after"))
     assert before == pytest.approx(np.array([[0, 0, 10, 10], [0, 0, 10, 0]]))
     assert after == pytest.approx(np.array([[10, 10, 0, 0], [10, 0, 0, 0]]))
-    # A wait before the first action of a step is not part of the step.
+    # The wait before the first action of a step is counted as a wait, but is not part of the step.
     assert figures.wait_ns[0, :, 1].tolist() == [30] * 4
     assert figures.parts_ms[0, :, 1].tolist() == [0] * 4
     only = run_figures(read_run(tmp_path), [2, 77], ranks=[1, 3])
@@ -133,10 +134,11 @@ def test_handing_a_result_over_is_no_work() -> None:
         [
             Span("F", 0, 0, 0, 2_000_000, 1),
             Span("send", 0, 0, 1_600_000, 1_990_000, 1, of="F", peer=1),
-            # A short send in the middle of an action is not subtracted from the action.
+            # A short send in the middle of an action does not shorten its compute time.
             Span("F", 0, 1, 3_000_000, 5_000_000, 1),
             Span("send", 0, 1, 3_100_000, 3_200_000, 1, of="F", peer=1),
-            # A send may end before its action, because the action then frees memory.
+            # An action may continue after its send, because it then frees memory. Its compute time
+            # ends when the send begins.
             Span("F", 0, 2, 6_000_000, 9_000_000, 1),
             Span("send", 0, 2, 7_000_000, 8_800_000, 1, of="F", peer=1),
         ]
@@ -146,7 +148,7 @@ def test_handing_a_result_over_is_no_work() -> None:
     figures = rank_figures(table, 1)
     assert figures.busy_ns.tolist() == [4_810_000]
     assert figures.mean_ns[0, 0, 0] == pytest.approx(7_000_000 / 3)
-    # The whole duration of an action counts on a GPU, because sends of the host do not stop the
+    # An action on a GPU counts with its whole duration, because sends on the host do not stop the
     # GPU.
     assert compute_ns(table, "cuda").tolist() == table.duration_ns.tolist()
     assert rank_figures(table, 1, device="cuda").busy_ns.tolist() == [7_000_000]
@@ -163,7 +165,8 @@ def test_handing_a_result_over_is_no_work() -> None:
 def test_bubbles_are_those_of_the_simulator(tmp_path: Path, run: SyntheticRun) -> None:
     truth = write_synthetic(tmp_path, run)
     figures = run_figures(read_run(tmp_path))
-    # Spans are rounded to nanoseconds, and the clocks of several hosts are only estimated.
+    # The times of spans are rounded to nanoseconds, and the offsets between clocks of several hosts
+    # are only estimates.
     limit = 1e-5 if run.hosts == 1 else 5e-4
     assert np.abs(figures.bubble_fraction - truth.bubble_fraction).max() < limit
     idle = figures.bubble_fraction * figures.step_ns
@@ -199,9 +202,9 @@ def test_damage_is_named_whoever_reads(tmp_path: Path) -> None:
 
 @pytest.fixture
 def two_ranks(tmp_path: Path) -> Path:
-    """Writes the traces of two ranks with a step of 12 ms, and returns the folder.
+    """Writes the traces of two ranks in a step of 12 ms, and returns their folder.
 
-    The second rank works from 4 ms to 11 ms.
+    The second rank runs actions and waits for actions from 4 ms to 11 ms.
     """
     rows = (
         (
@@ -232,7 +235,7 @@ def test_the_parts_of_a_step_add_up_to_it(two_ranks: Path) -> None:
     measured = [dict(zip(PARTS, row, strict=True)) for row in parts[0].tolist()]
     nothing = dict.fromkeys(PARTS, 0.0)
     assert measured[0] == {**nothing, "busy": 5, "input": 6, "rest": 1}
-    # The wait for the first input is part of the time before the first action, and must not be
-    # counted twice.
+    # This rank waits for the first input before its first action. The wait must be counted only as
+    # part of the time before the first action.
     assert measured[1] == {**nothing, "busy": 5, "order": 1, "memory": 1, "before": 4, "after": 1}
     assert np.allclose(parts.sum(axis=-1), 12)

@@ -1,4 +1,4 @@
-"""Tests that a run can be monitored while it is writing, even if files are missing or damaged."""
+"""Tests that a run can be monitored while it writes, even if files are missing or damaged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Header = Callable[..., TraceHeader]
 
 
 def report(folder: Path, *lines: dict[str, Any]) -> None:
-    """Appends ``lines`` to the trainer's progress file in ``folder``."""
+    """Appends ``lines`` to the file in ``folder`` in which the trainer reports its progress."""
     with (folder / "progress.jsonl").open("a", encoding="ascii") as file:
         file.writelines(json.dumps({"unix_ns": time.time_ns(), **line}) + "\n" for line in lines)
 
@@ -55,7 +55,8 @@ def recorders(tmp_path: Path) -> Iterator[list[Recorder]]:
 def run_iteration(recorders: list[Recorder], iteration: int, slow: float = 1.0) -> None:
     """Records an iteration with two microbatches.
 
-    Rank 1 waits for rank 0, whose actions take ``slow`` * 10 ms.
+    In the first action, rank 1 waits for rank 0. The actions of rank 0 take ``slow`` * 10 ms, and
+    those of rank 1 take 10 ms.
     """
     start_ns = 10**12 + iteration * 10**9
     for rank, recorder in enumerate(recorders):
@@ -75,9 +76,9 @@ def iterations_of(tail: RankTail) -> list[int]:
 
 
 def until(run: LiveRun, is_so: Callable[[Snapshot], bool], limit_s: float = 20.0) -> Snapshot:
-    """Reads the run repeatedly until ``is_so`` returns true, and returns the last snapshot.
+    """Refreshes the snapshot of the run until ``is_so`` returns true for it, and returns it.
 
-    This is necessary because threads write the files.
+    Polling is necessary because threads write the files.
     """
     end_s = time.monotonic() + limit_s
     while not is_so(snapshot := run.refresh()):
@@ -140,7 +141,8 @@ def test_only_what_is_new_is_read(tmp_path: Path, recorders: list[Recorder]) -> 
     until(run, lambda s: bool(s.ranks) and s.ranks[0].iteration == 1)
     path = recorders[0].path
     read = path.read_bytes()
-    # The replaced file has the same length, so the monitor must not read this part again.
+    # The part of the file that has been read is replaced by invalid text of the same length. The
+    # monitor must not read this part again.
     path.write_bytes(b"x" * len(read))
     os.utime(path)
     run_iteration(recorders, 2)
@@ -178,7 +180,7 @@ def test_of_a_long_file_only_the_end_is_read(tmp_path: Path, recorders: list[Rec
     tail.refresh()
     assert max(iterations_of(tail)) == 100
     assert 1 < len(iterations_of(tail)) < 10
-    # A single iteration is longer than 10 bytes, but must still be read.
+    # Each iteration is longer than 10 bytes, but at least the last iteration must be read.
     tail = RankTail(recorders[0].path, kept=32, tail_bytes=10)
     tail.refresh()
     assert max(iterations_of(tail)) == 100
@@ -290,7 +292,7 @@ class TestNow:
             run_iteration([recorder], 1)
         now = read_now(tmp_path, 0)
         assert now is not None
-        # The failed function reported nothing, so only the end of the run is known.
+        # The function failed and reported nothing, so only the end of the run is known.
         assert (now.iteration, now.doing) == (0, ENDED)
         assert read_run(tmp_path).iterations == (1,)
 

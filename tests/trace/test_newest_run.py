@@ -28,7 +28,7 @@ def write(path: str, changed_s: float) -> None:
 def test_without_runs_there_is_none() -> None:
     assert newest_run(TRACES) is None
     Path("runs").mkdir()
-    Path("logs").touch()  # A file with this name cannot contain runs.
+    Path("logs").touch()  # This is a file and not a folder, so it cannot contain runs.
     write("runs/empty/other.txt", 10)
     assert newest_run(TRACES) is None
 
@@ -36,7 +36,7 @@ def test_without_runs_there_is_none() -> None:
 def test_the_run_that_wrote_last_counts(capsys: pytest.CaptureFixture[str]) -> None:
     write("runs/first/traces/a.jsonl", 20)
     write("runs/second/traces/a.jsonl", 10)
-    # This file does not match the pattern of trace files, so it is ignored.
+    # This file is newer, but is not a trace file, so it is ignored.
     write("runs/second/later.txt", 90)
     assert newest_run(TRACES) == Path("runs/first")
     assert (

@@ -41,9 +41,9 @@ def header_of() -> TraceHeader:
 
 
 def rows_at(start_ns: int) -> list[SpanRow]:
-    """Returns the spans of a step that starts at ``start_ns``.
+    """Returns the spans of a step that starts at ``start_ns``, on one rank.
 
-    The spans are actions with a message, the optimizer, and the step itself.
+    There are spans for actions, a message, the optimizer, and the step itself.
     """
     names = ("F", "send", "F", "B", "B", "optimizer")
     rows = [
@@ -68,7 +68,7 @@ SPANS = len(rows_at(0))
 def record(folder: Path, sender: SpanSender, iterations: int = ITERATIONS) -> Recorder:
     """Records ``iterations`` iterations, and sends their spans with ``sender``.
 
-    The second iteration also gets a late checkpoint span.
+    After the second iteration has ended, a checkpoint span is added to it.
     """
     recorder = Recorder(folder, header_of(), sender)
     for iteration in range(1, iterations + 1):
@@ -138,7 +138,8 @@ def test_a_collector_that_is_down_costs_its_spans_and_comes_back(
         recorder.close()
     assert sender.sent == len(collector.spans) > 0
     assert sender.sent + sender.dropped == number * SPANS + 1
-    # The trace file must contain all iterations, because only the collector was down.
+    # The trace file must contain all iterations, because only the connection to the collector
+    # failed.
     assert len(read_run(tmp_path).ranks[0].iterations) == number
     said = capfd.readouterr().err
     assert said.count("Connection refused; spans are dropped until") == 1
@@ -156,8 +157,8 @@ def test_a_collector_that_hangs_delays_nothing(
         sender = SpanSender(collector.url, header_of(), limit_s=LIMIT_S)
         recorder = record(tmp_path, sender, iterations)
         wait_until(lambda: len(read_run(tmp_path).ranks[0].iterations) == iterations)
-        # One iteration is in the request, and further iterations fill the queue. All others are
-        # dropped.
+        # The pending request contains one iteration, and the queue holds a limited number of
+        # further iterations. The spans of all other iterations are dropped.
         least = (iterations - otlp.QUEUE_ITERATIONS - 1) * SPANS
         wait_until(lambda: sender.dropped >= least)
         recorder.close()
@@ -188,7 +189,7 @@ def test_what_is_no_url_is_refused(url: str) -> None:
 
 
 def places(spans: list[dict[str, Any]]) -> list[tuple[str, str | None, str | None]]:
-    """Returns the name, the microbatch and the slice of each span, in sorted order."""
+    """Returns a sorted list with the name, microbatch and slice of each span."""
     rows = []
     for span in spans:
         values = {a["key"]: a["value"].get("intValue") for a in span["attributes"]}
@@ -197,7 +198,7 @@ def places(spans: list[dict[str, Any]]) -> list[tuple[str, str | None, str | Non
 
 
 def test_spans_have_microbatch_and_slice_where_microbatches_are_cut(tmp_path: Path) -> None:
-    """Checks that microbatch and slice are separate attributes of the sent and exported spans."""
+    """Checks that microbatch and slice are separate attributes of sent and exported spans."""
     kinds = {"F": range(4), "data": range(2)}
     spans = [
         SpanRow(KINDS.index(name), chunk=0, microbatch=number, start_ns=number, end_ns=number + 1)
@@ -244,14 +245,14 @@ def test_user_and_password_of_a_url_are_sent_and_not_printed(
 
 
 def trace_export_fails(folder: Path, url: str) -> bool:
-    """Returns whether an export to ``url`` fails with an error that does not show the password."""
+    """Returns whether exporting ``folder`` fails with an error that does not show the password."""
     with pytest.raises(TraceError) as raised:
         trace_export.main([str(folder), "--otlp", url])
     return "sec" not in str(raised.value)
 
 
 def test_a_redirection_accepts_no_spans(tmp_path: Path) -> None:
-    """Checks that a redirect is not followed, because a GET request would lose the spans."""
+    """Checks that redirects are not followed, because the resulting GET request loses spans."""
     with serving() as collector:
         collector.answer = (302, b"")
         sender = SpanSender(collector.url, header_of())

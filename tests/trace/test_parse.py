@@ -1,4 +1,4 @@
-"""Tests that lines of spans are parsed, and that damaged lines are reported."""
+"""Tests that lines with spans are parsed correctly, and that damaged lines are reported."""
 
 import json
 

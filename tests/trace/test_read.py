@@ -1,4 +1,4 @@
-"""Tests that complete and truncated runs are read, and mixed or newer files are rejected."""
+"""Tests which runs can be read: complete and truncated runs, but not mixed or newer files."""
 
 import shutil
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Checks that spans survive if the process is killed, and that lost spans are reported."""
+"""Checks that spans are kept if the process is killed, and that lost spans are reported."""
 
 import json
 import subprocess
@@ -138,7 +138,7 @@ def test_an_unusable_folder_is_refused(tmp_path: Path) -> None:
 
 
 def run_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs ``code`` in a process in which ``folder``, ``header`` and ``row`` are defined."""
+    """Runs ``code`` in a new process that defines ``folder``, ``header`` and ``row`` before it."""
     prelude = f"""
         from pathlib import Path
         from megatron.adaptive.errors import TraceError
@@ -156,7 +156,7 @@ def run_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_full_disk_costs_iterations_which_the_trace_knows_of(tmp_path: Path) -> None:
-    # A limit on the file size makes a write fail after some bytes, like a full disk.
+    # Limit the file size, so that a write fails after some bytes, like on a full disk.
     result = run_python(
         """
         import resource, shutil, time
@@ -188,7 +188,8 @@ def test_a_full_disk_costs_iterations_which_the_trace_knows_of(tmp_path: Path) -
         f"warning: cannot write {path}: File too large; the run continues without it",
         f"note: {path} can be written again; lost: 10 iterations",
     ]
-    # The folder was deleted, and the recorder creates it again for later iterations.
+    # The program deleted the folder after iteration 17. For later iterations, the recorder must
+    # have created it again.
     assert read_run(path.parent).ranks[0].iterations == (18, 19)
 
 

@@ -1,6 +1,6 @@
-"""Checks that reading large runs or damaged numbers takes limited time and memory.
+"""Checks that reading large runs or damaged numbers needs limited time and memory.
 
-The tests count calls and sizes, because these do not depend on the load of the machine.
+The tests count calls and sizes instead of measuring time, which depends on the load of the machine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WIDE = SyntheticRun(num_ranks=STAGES, replicas=2, num_microbatches=4, iterations
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> RunTrace:
-    """Returns a run with 600 ranks on 150 machines."""
+    """Returns the trace of a run with 600 ranks on 150 machines."""
     folder = tmp_path_factory.mktemp("wide") / "traces"
     assert write_enlarged(folder, WIDE, replicas=REPLICAS, ranks_per_host=4) == STAGES * REPLICAS
     return read_run(folder)
@@ -73,7 +73,7 @@ def test_links_are_compared_with_a_bounded_number_of_others(
 
 
 class EveryRank(Cause):
-    """Cause that reports every rank as slow. The last rank has the largest delay."""
+    """Cause of slowness that reports every rank. The last rank has the largest delay."""
 
     name = "every rank"
 
@@ -184,7 +184,7 @@ def test_the_fit_of_a_clock_is_looked_up_once() -> None:
 
 
 def damaged(folder: Path, line: int, **values: Any) -> str:
-    """Changes the fields ``values`` in line ``line`` of rank 0's file, and returns the new line."""
+    """Sets the fields ``values`` in line ``line`` of rank 0's trace, and returns the new line."""
     path = folder / trace_file_name(0)
     lines = path.read_text().splitlines()
     lines[line] = json.dumps({**json.loads(lines[line]), **values})

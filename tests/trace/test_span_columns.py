@@ -1,4 +1,4 @@
-"""Tests that spans are converted to columns and back, and that sends are matched with receives."""
+"""Tests that spans are converted to columns and back, and that sends and receives are matched."""
 
 from typing import Any
 
@@ -31,8 +31,8 @@ def test_spans_survive_the_table() -> None:
 
 
 def test_a_wait_belongs_to_the_action_it_names() -> None:
-    # Two waits are for the same action, a third is in iteration 2, and a fourth is for an action
-    # that does not exist.
+    # The table contains two waits for the same action, a wait in iteration 2, and a wait for an
+    # action that does not exist.
     rows = (
         Span("F", 0, 1, 0, 5, 1),
         Span("B", 0, 1, 50, 60, 1),
@@ -72,7 +72,7 @@ def test_both_ends_of_each_message() -> None:
                 end("receive", "F", 1, 4, 26, reason="seen"),
                 end("receive", "F", 0, 4, 17, reason="seen"),
                 end("send", "B", 0, 4, 60),
-                # Rank 3, which sent this message, has no trace.
+                # The sender of this message is rank 3, which has no trace.
                 end("receive", "F", 5, 3, 40, reason="seen"),
             ]
         ),
@@ -108,7 +108,7 @@ def test_iterations_are_distinguished() -> None:
 
 
 def test_each_item_finds_its_microbatch_in_one_pass() -> None:
-    """Checks that spans are not compared with each iteration, which would be slow."""
+    """Checks that microbatches are found without a comparison of all spans for each iteration."""
     counts = {3: 1, 5: 2, 9: (3, 1)}
     iterations = np.array([9, 5, 3, 9, 9, 5, 9, 9])
     items = np.array([3, 2, 7, 0, 2, -1, 4, -1])
@@ -117,7 +117,7 @@ def test_each_item_finds_its_microbatch_in_one_pass() -> None:
     assert numbers.tolist() == [1, 2, 1, 3, 3, 1, 1, 1]
 
     class Compared(np.ndarray):  # type: ignore[type-arg]
-        """Array that counts the comparisons of the whole array."""
+        """Array that counts how often it is compared as a whole."""
 
         times = 0
 

@@ -48,7 +48,7 @@ def test_the_default_is_the_last_complete_iteration(write_run: Callable[..., Pat
     assert pipeline_step(run, 3).iteration == 3
     path = write_run(2, 1, 4, iterations=1, folder=folder.parent / "cut") / trace_file_name(0)
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
-    # Without a complete iteration, the last iteration is shown.
+    # There is no complete iteration, so the last iteration is shown although it is incomplete.
     assert pipeline_step(read_run(path.parent)).iteration == 1
 
 
@@ -90,9 +90,10 @@ def test_a_placement_of_a_newer_program_is_named(write_run: Callable[..., Path])
 
 
 def test_bubble_of_all_forward_then_all_backward(write_run: Callable[..., Path]) -> None:
-    # A rank is idle for (p - 1) / (m + p - 1) of a step with p ranks and m microbatches.
+    # If there are p ranks and m microbatches, a rank is idle for a fraction (p - 1) / (m + p - 1)
+    # of a step.
     folder = write_run(4, 1, 8)
-    # The mean over ranks must ignore the rank without a trace.
+    # Rank 1 has no trace. The mean over ranks must ignore it.
     (folder / trace_file_name(1)).unlink()
     step = pipeline_step(read_run(folder))
     assert step.missing == (1,)

@@ -1,4 +1,4 @@
-"""Checks that all views show microbatch and slice if microbatches are split into slices."""
+"""Checks that all views show microbatch and slice numbers if microbatches are split into slices."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ LAST = f"2.{SLICES - 1}"
 
 
 def sliced(folder: Path, num_slices: int = SLICES, **shape: object) -> RunTrace:
-    """Returns a synthetic run with three microbatches on three ranks with two chunks each.
+    """Returns a synthetic run with three microbatches, on three ranks with two chunks each.
 
-    Each microbatch is split into ``num_slices`` slices. ``shape`` changes other settings of the
-    run.
+    Each microbatch is split into ``num_slices`` slices. ``shape`` contains settings that replace
+    the default values.
     """
     changes = {"num_ranks": 3, "num_chunks": 2, "num_microbatches": 3, "iterations": 4, **shape}
     write_synthetic(folder, SyntheticRun(num_slices=num_slices, **changes))  # type: ignore[arg-type]
@@ -107,8 +107,9 @@ def test_what_slices_would_save_is_what_they_save(chunks: int, tmp_path: Path) -
     assert not any("sequence-slices" in r.flag for r in cut.repairs)
 
 
-# Slices have 100 tokens, and a document of 400 tokens is packed between short documents. The three
-# rows of tokens have 1, 4 and 1 slices, so their items are 0, 1 to 4, and 5.
+# A slice has 100 tokens. The documents are packed into three rows of tokens, and the row with the
+# document of 400 tokens is split into 4 slices. The other two rows have one slice each, so the
+# slices of the rows have the numbers 0, 1 to 4, and 5.
 UNEQUAL = SlicedRun(documents=(60, 400, 40, 30, 70), tokens=100)
 
 
@@ -149,7 +150,7 @@ def test_figures_add_up_slices_where_their_numbers_differ(tmp_path: Path) -> Non
     run = unequal(tmp_path)
     measured = measure(run)
     assert measured.num_microbatches == 3
-    # The indices select the forward passes on the first rank.
+    # These indices select the forward passes of the first rank in the first iteration.
     times = measured.action_ns[0, 0, 0, 0]
     step = pipeline_step(run)
     forwards = [span for span in step.rows[0] if span.action == "F"]
@@ -205,9 +206,9 @@ def test_slices_of_half_the_length_save_what_a_run_with_them_takes_less(
 def test_lengths_that_tensor_parallel_ranks_cannot_share_are_left_out(
     token_ranks: int | None, is_offered: bool, tmp_path: Path
 ) -> None:
-    """Checks when the slice length must be divisible by the tensor-parallel size.
+    """Checks which slice lengths are suggested if tensor-parallel ranks may share the tokens.
 
-    This is required only if the tensor-parallel ranks divide the tokens.
+    If these ranks divide the tokens, only lengths that their number divides may be suggested.
     """
     whole = {repair.flag for repair in what_if(unequal(tmp_path, MANY)).repairs}
     assert whole >= {"--slice-tokens 100", "--slice-tokens 200"}
@@ -227,7 +228,7 @@ def test_lengths_that_tensor_parallel_ranks_cannot_share_are_left_out(
 
 
 def test_a_length_that_leaves_too_few_documents_is_no_repair(tmp_path: Path) -> None:
-    """Checks that two replicas with only three rows of tokens do not cause an error."""
+    """Checks that a slice length is not suggested if it leaves too few rows for two replicas."""
     for replica, documents in enumerate([(450, 150), (200,)]):
         run = SlicedRun(documents=documents, tokens=400)
         run.write(tmp_path / f"of {replica}")
@@ -284,8 +285,8 @@ def test_a_hang_report_names_microbatch_and_slice() -> None:
     computes = (("/x/user.py", 7, "forward"),)
     now = {"doing": "B", "chunk": 1, "microbatch": 2, "slice": 3, "iteration": 5, "step": 5}
     busy = RankEvidence(rank=1, name="rank 1", now=now, frames=computes)
-    # The item ``"0.3"`` is the last slice of microbatch 0. The sender's backward action 0 processes
-    # this slice.
+    # Item ``"0.3"`` is the last slice of microbatch 0, so the sender processes it in its first
+    # backward action.
     needs = {"doing": "wait", "step": 5, "needs": [[1, "B", 1, 0, "0.3"]], "finished": {}}
     waiting = RankEvidence(rank=0, name="rank 0", now=needs, frames=waits)
     culprit = find_culprit([waiting, busy])

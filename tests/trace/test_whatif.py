@@ -1,4 +1,4 @@
-"""Tests the what-if analysis: simulated steps, shares, causes, repairs, and errors."""
+"""Tests the what-if analysis: simulated steps, shares of a slowdown, causes, repairs and errors."""
 
 import json
 import re
@@ -36,9 +36,10 @@ def answers(**changes: Any) -> WhatIf:
 
 
 def pipeline_s(stages: int, microbatches: int, work: Callable[[str, int, int], float]) -> float:
-    """Returns the step time of a 1F1B schedule, computed recursively as a reference.
+    """Computes the step time of a 1F1B schedule recursively, as a reference, and returns it.
 
-    ``work`` returns the duration of an action of kind F or B, for a stage and a microbatch.
+    ``work`` takes a kind (F or B), a stage and a microbatch, and returns the duration of the
+    action.
     """
     orders = [order_of(s, stages, microbatches) for s in range(stages)]
     ends: dict[tuple[int, str, int], float] = {}
@@ -66,7 +67,7 @@ def test_even_work_loses_nothing_and_the_simulation_is_exact() -> None:
 
 
 def test_shares_are_printed_only_if_there_is_a_slowdown_to_share_out() -> None:
-    # For a very small slowdown, shares would be quotients of rounding errors.
+    # The slowdown is so small that its shares would be quotients of rounding errors.
     even = answers(takes=lambda step, replica, stage, m: 1 + 0.01 * ((7 * m + 3 * stage) % 5))
     assert even.cause == "none"
     assert not -1 < even.last_stage_share < 1
@@ -88,7 +89,8 @@ def test_a_slow_worker_is_named_with_its_share_and_gain() -> None:
 
     run = run_of_columns(job(takes=takes), Path("job"))
     answer = what_if(run)
-    factor = (5 * 1 + 2) / 6  # The factor is the mean over two replicas with three stages each.
+    # The factor is the mean over the six ranks (two replicas with three stages each).
+    factor = (5 * 1 + 2) / 6
 
     def expected(work: Callable[[int], float]) -> float:
         each = {"F": FORWARD_S, "B": BACKWARD_S}
@@ -116,8 +118,8 @@ def test_a_slow_worker_is_named_with_its_share_and_gain() -> None:
 def test_the_last_stage_and_lengths_are_distinguished() -> None:
     last = answers(takes=lambda step, replica, stage, m: 1.8 if stage == 2 else 1.0)
     assert last.cause == "last stage"
-    # The share exceeds 1 because the ideal step has the mean time of all stages, which is shorter
-    # than the time of the last stage.
+    # The share exceeds 1, because in the ideal step every stage takes the mean time of all stages,
+    # which is longer than needed by the others.
     assert last.last_stage_share > 1
     assert any("--partition" in repair.flag for repair in last.repairs)
     rng = np.random.default_rng(3)
@@ -164,10 +166,10 @@ def test_a_slow_rank_of_a_made_up_run_mended_or_under_a_rule(schedule: str, tmp_
     _, answer = step_s("slow", faults=faults)
     repairs = {repair.description: repair.step_s for repair in answer.repairs}
     rank = next(description for description in repairs if "rank 1 (stage 1) as fast" in description)
-    # Under a run-time rule, the repaired step may have a different order, so the rule must be
-    # simulated again.
+    # A schedule that decides at run time may order the actions of the repaired step differently.
+    # Therefore, the step must be simulated again.
     assert repairs[rank] == pytest.approx(step_s("mended")[0], rel=0.02)
-    # The slow rank has two chunks now, and is slow in all of its stages.
+    # This schedule gives two chunks to each rank, so both stages of the slow rank are slow.
     rule = {"schedule": "adaptive", "num_chunks": 2, "weight_pieces": 1}
     assert repairs["adaptive order"] == pytest.approx(
         step_s("rule", faults=faults, **rule)[0], rel=0.03
@@ -185,8 +187,8 @@ def test_a_slow_rank_is_distinguished_from_the_loss_beside_its_layers(tmp_path: 
     factor = re.search(r"not (\S+) times", slow)
     assert factor is not None
     assert float(factor[1]) == pytest.approx(2.0, rel=0.05)
-    # The layers and the head amount to 9.28 layers, at speeds 1 and 1/2. With the partition 6-2,
-    # the slower rank takes as long as 6.56 layers.
+    # The model takes as long as 9.28 layers: 8 layers, and a head of 1.28 layers on the last rank,
+    # which has half the speed. With the partition 6-2, this rank takes as long as 6.56 layers.
     assert "--partition 6-2" in repairs["stages of equal work"].flag
 
 
@@ -233,8 +235,8 @@ def test_the_first_contradiction_is_named() -> None:
         TraceError, match="rank 1.*backward-compute of microbatch 0.*before its own"
     ):
         what_if(run_of_columns(table, Path("job")))
-    # The first rank runs its first backward pass before its last forward pass. The second rank runs
-    # all forward passes first.
+    # The first rank runs a backward pass before its last forward pass. The second rank runs all
+    # forward passes first. These two orders contradict each other.
     table = job(replicas=1, stages=2, microbatches=2, steps=(5,))
     times = {("forward", 0): [0, 3], ("backward", 0): [1, 4]}
     times |= {("forward", 1): [10, 11], ("backward", 1): [12, 14]}

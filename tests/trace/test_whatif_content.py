@@ -1,4 +1,4 @@
-"""Compares predicted step times of a ``Pipeline`` with runs that have the predicted settings."""
+"""Compares predicted step times of a ``Pipeline`` with times of runs with predicted settings."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from tests.support.synthetic_trace import SyntheticRun, write_synthetic
 
 RANKS, REPLICAS, MICROBATCHES, STEPS = 4, 2, 8, 3
 ENCODER, SEGMENTS = 8, 16
-# Forward passes, input gradients and weight gradients take these times in seconds, per segment and
-# unit of content.
+# Seconds that a segment needs for the forward pass, the input gradient and the weight gradient, per
+# unit of a microbatch's content.
 KINDS_S = np.array([0.004, 0.004, 0.003])
 DELAY_S = 0.0002
 
 
 def content() -> Any:
-    """Returns the amounts of images and text in each step's batch.
+    """Returns the amounts of images and text in each microbatch of each step.
 
-    The shape is ``[steps, 2, microbatches]``.
+    The result has the shape ``[steps, 2, microbatches]``.
     """
     random = np.random.default_rng(5)
     images = np.minimum(random.lognormal(0.0, 1.0, (STEPS, REPLICAS * MICROBATCHES)), 8.0)
@@ -48,14 +48,18 @@ CONTENT = content()
 
 
 def segment_times(step: int) -> Any:
-    """Returns the times of all segments in seconds, ``[3, segments, microbatches]``."""
+    """Returns the duration of each segment's passes in seconds, for all microbatches of ``step``.
+
+    The result has the shape ``[3, segments, microbatches]``. The first index selects forward
+    passes, input gradients or weight gradients.
+    """
     images, texts = CONTENT[step]
     each = [images if segment < ENCODER else texts for segment in range(SEGMENTS)]
     return KINDS_S[:, None, None] * np.array(each)
 
 
 class ContentRun:
-    """Synthetic run of a ``Pipeline`` whose action times depend on the content of the microbatches.
+    """Synthetic run of a ``Pipeline`` whose action times depend on the content of microbatches.
 
     Args:
         partition: Number of segments in each stage.
@@ -63,8 +67,8 @@ class ContentRun:
         order: Value of the trace header's ``order``, which states how microbatches are ordered.
         dealing: Value of the trace header's ``dealing``, which states how microbatches are
             distributed over replicas.
-        group: Divisor of the number of microbatches on each replica.
-        is_sized: Whether the activations of microbatches have different sizes.
+        group: The number of microbatches on each replica must be a multiple of this number.
+        is_sized: Whether the activations have a different size for each microbatch.
     """
 
     def __init__(
@@ -98,7 +102,7 @@ class ContentRun:
         return shares
 
     def sizes(self, step: int, replica: int) -> list[int]:
-        """Returns the activation bytes of each microbatch of a replica, in execution order."""
+        """Returns the activation bytes of each microbatch of ``replica``, in execution order."""
         contents = CONTENT[step].sum(axis=0)
         return [round(1e6 * contents[number]) for number in self.shares(step)[replica]]
 
@@ -127,7 +131,7 @@ class ContentRun:
         return work, np.zeros(len(share))
 
     def write(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **header: Any) -> WhatIf:
-        """Writes the traces of the run to ``folder``, and returns the what-if analysis."""
+        """Writes the traces of the run to ``folder``, and returns the run's what-if analysis."""
         monkeypatch.setattr(synthetic_trace, "draw_step", self.draw)
         run = SyntheticRun(
             num_ranks=RANKS,
@@ -150,7 +154,7 @@ class ContentRun:
         return what_if(read_run(folder))
 
     def _sized(self, line: str, replica: int) -> str:
-        """Returns ``line`` of a trace file, with sizes added if it begins an iteration."""
+        """Returns ``line`` of a trace file, with activation sizes if it begins an iteration."""
         if not line.startswith('{"begin_iteration"'):
             return line
         marker = json.loads(line)
@@ -158,7 +162,7 @@ class ContentRun:
 
     def recorded_s(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> float:
         """Writes the traces of the run to ``folder``, and returns the mean step time in seconds."""
-        # Only the recorded times are needed, so no settings are analyzed.
+        # Only the recorded times are needed. With empty settings, no alternatives are analyzed.
         answer = self.write(folder, monkeypatch, order="", dealing="")
         return float(answer.recorded_s.mean())
 
@@ -169,7 +173,7 @@ class ContentRun:
 
 
 def step_of(answer: WhatIf, text: str) -> float:
-    """Returns the predicted step time, in seconds, of the repair with the description ``text``."""
+    """Returns the predicted step time of the repair with the description ``text``, in seconds."""
     return next(r.step_s for r in answer.repairs if r.description == text)
 
 
@@ -193,12 +197,13 @@ def test_predictions_are_the_times_of_runs_with_these_settings(
     by_flag = {repair.flag: repair.step_s for repair in answer.repairs}
     ordered = ContentRun(former, schedule, order="time", is_sized=is_sized)
     ordered_s = ordered.recorded_s(tmp_path / "ordered", monkeypatch)
-    # The analysis does not list an order of microbatches that saves no time.
+    # If ordering the microbatches saves no time, the analysis does not list this setting.
     predicted_s = by_flag.get('order="time"', answer.recorded_s.mean())
     assert min(predicted_s, answer.recorded_s.mean()) == pytest.approx(
         min(ordered_s, answer.recorded_s.mean()), rel=0.01
     )
-    # The analysis must suggest a better partition whose steps take as long as predicted.
+    # The analysis must suggest a better partition, and a run with it must take as long as
+    # predicted.
     better = next(r for r in answer.repairs if r.description.startswith("partition "))
     named = re.fullmatch(r'partition="([\d-]+)" \(or repartition="auto"\)', better.flag)
     assert named is not None
@@ -209,16 +214,17 @@ def test_predictions_are_the_times_of_runs_with_these_settings(
     assert better.step_s == pytest.approx(moved_s, rel=0.02)
     assert better.step_s < answer.recorded_s.mean() * 0.99
     assert not [r for r in answer.repairs if "--" in r.flag]
-    # The analysis must not list a second partition, based only on the numbers of segments.
+    # The analysis must not also list the partition that is based only on the number of segments.
     assert "stages of equal work" not in [repair.description for repair in answer.repairs]
 
 
 def test_dealing_is_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks the predicted step times if microbatches are also distributed over replicas by cost.
+    """Checks predicted step times for distributing microbatches over replicas by cost.
 
-    The analysis must not suggest a setting that the run already uses.
+    If a run already uses this setting, the analysis must not suggest it.
     """
-    # The generator of synthetic traces requires the same number of microbatches on all replicas.
+    # Search for batches in which each replica gets the same number of microbatches, because the
+    # generator of synthetic traces requires this.
     seeds = iter(range(1000))
     batches = []
     while len(batches) < STEPS:
@@ -252,8 +258,8 @@ def test_dealing_keeps_the_groups_of_a_schedule(
         batch = np.array([random.lognormal(0.0, 1.0, REPLICAS * MICROBATCHES), [1.0] * 16])
         costs = [batch.sum(axis=0).tolist()] * REPLICAS
         free, grouped = (len(deal(costs, group=group)[0]) for group in (1, RANKS))
-        # The generator of synthetic traces requires the same number of microbatches on all
-        # replicas.
+        # Keep only batches in which each replica gets the same number of microbatches, because the
+        # generator of synthetic traces requires this.
         if free % RANKS and grouped == MICROBATCHES:
             batches.append(batch)
         if len(batches) == STEPS:
@@ -263,8 +269,8 @@ def test_dealing_keeps_the_groups_of_a_schedule(
     answer = ContentRun(even, "interleaved").write(tmp_path / "now", monkeypatch)
     dealt = ContentRun(even, "interleaved", dealing="time", group=RANKS)
     dealt_s = dealt.recorded_s(tmp_path / "dealt", monkeypatch)
-    # The analysis lists only settings that save time, but groups are too coarse to save time here,
-    # so read the prediction directly.
+    # The analysis lists only settings that save time. This setting saves no time here, so read its
+    # prediction directly.
     run = read_run(tmp_path / "now")
     ops = read_operations(run, pipelines_of(run), run.iterations)
     saved_s = content_module.content_answers(run, [ops]).saved_s
@@ -279,7 +285,7 @@ def test_equal_content_needs_neither_order_nor_dealing(
     even = (SEGMENTS // RANKS,) * RANKS
     answer = ContentRun(even, "1f1b").write(tmp_path / "now", monkeypatch)
     assert not [r for r in answer.repairs if "by cost" in r.description or "partition" in r.flag]
-    # A note must report that a user's schedule cannot be simulated.
+    # The schedule of the second run is unknown. A note must report that it cannot be simulated.
     uneven = ContentRun((2, 2, 4, 8), "1f1b")
     unknown = uneven.write(tmp_path / "own", monkeypatch, schedule="mine")
     assert any("are not simulated: " in note for note in unknown.notes)
@@ -303,7 +309,7 @@ def test_a_trace_without_some_actions_is_not_said_to_differ_by_nothing(
 def test_no_partition_is_searched_if_a_header_does_not_name_that_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that a trace header without the run's partition does not cause an error."""
+    """Checks that a trace header without the partition of the run does not cause an error."""
     even = (SEGMENTS // RANKS,) * RANKS
     run = ContentRun(even, "1f1b")
     answer = run.write(tmp_path, monkeypatch, layers=(8, 8), layer_work=[])
@@ -312,17 +318,17 @@ def test_no_partition_is_searched_if_a_header_does_not_name_that_of_the_run(
 
 
 class MeasuredSegments:
-    """Trace of a rank with the times of its segments, with the interface of ``RankTrace``."""
+    """Replaces the ``RankTrace`` of a rank, and provides the times of its segments."""
 
     iterations = (1, 2)
 
     def layers(self, iteration: int) -> list[tuple[int, int, int, int]]:
-        """Returns index, forward ns, backward ns and number of passes for each segment."""
+        """Returns the index, forward ns, backward ns and number of passes of each segment."""
         return [(0, 30, 0, 1), (1, 30, 0, 1), (2, 10, 20, 1), (3, 30, 60, 1)]
 
 
 def test_forward_and_backward_of_a_stage_are_divided_separately() -> None:
-    """Checks that frozen segments, which have no backward pass, get no backward time."""
+    """Checks that frozen segments get no share of a stage's backward time."""
     header = TraceHeader(
         run="",
         rank=0,

@@ -1,4 +1,4 @@
-"""Makes the fixtures that write documents for training runs available to these tests."""
+"""Imports the fixtures that write documents for training runs, so that these tests find them."""
 
 from __future__ import annotations
 

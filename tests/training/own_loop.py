@@ -2,16 +2,16 @@
 
     own_loop.py TASK.json LOSSES.json
 
-One process continues from the first checkpoint of a trainer run, with the classes of the
-megatron-core that it imports. Of this package, it uses only the substitutes for CUDA. ``TASK.json``
-is an object::
+The program runs in one process, and continues from the first checkpoint of a trainer's run. It uses
+the release of megatron-core that it imports. From this package, it uses only the substitutes for
+CUDA. ``TASK.json`` is an object::
 
     {"checkpoint": str, "data": str, "cache": str, "model": {...}, "gpt": {...}, "steps": int,
      "vocabulary": int, "sequence": int, "batch": int, "bf16": bool, "optimizer": {...}}
 
-``model`` contains settings of megatron-core's configuration, ``gpt`` contains arguments of its
-model, and ``optimizer`` contains settings of its optimizer. The program writes ``LOSSES.json``, a
-list with ``[loss, gradient norm]`` for each step after the first.
+``model`` contains settings of megatron-core's model configuration, ``gpt`` contains arguments of
+its model class, and ``optimizer`` contains settings of its optimizer. The program writes a list to
+``LOSSES.json``, with ``[loss, gradient norm]`` for each step after the first.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ OFF = dict.fromkeys(
     ),
     False,
 )
-"""Settings that turn off fused kernels, which do not exist for CPUs."""
+"""Settings that turn off fused kernels, because these do not exist for CPUs."""
 
 
 def build_model(task: Task) -> Any:
-    """Returns megatron-core's model for ``task``, in its data-parallel wrapper."""
+    """Returns the model of megatron-core for ``task``, wrapped for data parallelism."""
     settings = dict(task["model"])
     if settings.get("gated_linear_unit"):
         settings["activation_func"] = torch.nn.functional.silu
@@ -93,7 +93,7 @@ def build_model(task: Task) -> Any:
 
 
 def build_optimizer(task: Task, model: Any) -> Any:
-    """Returns megatron-core's optimizer for the parameters of ``model``, as ``task`` describes."""
+    """Returns the optimizer of megatron-core for the parameters of ``model``, as ``task`` says."""
     dtype = torch.bfloat16 if task["bf16"] else torch.float32
     precision = {"params_dtype": dtype, "bf16": task["bf16"]}
     settings = OptimizerConfig(lr=1e-3, min_lr=0.0, clip_grad=1.0, **precision, **task["optimizer"])
@@ -101,9 +101,9 @@ def build_optimizer(task: Task, model: Any) -> Any:
 
 
 def load(task: Task, model: Any, optimizer: Any) -> None:
-    """Loads ``model`` and ``optimizer`` from the checkpoint of ``task``.
+    """Loads the states of ``model`` and ``optimizer`` from the checkpoint of ``task``.
 
-    This function uses only functions of megatron-core.
+    All functions that are called for this belong to megatron-core.
     """
     inner = model.module.module if task["bf16"] else model.module
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -120,7 +120,7 @@ def load(task: Task, model: Any, optimizer: Any) -> None:
 
 
 def by_part(state: Any) -> Any:
-    """Adds the parameter groups to both parts of muon's ``state``, as megatron-core expects."""
+    """Adds the parameter groups to both parts of muon's ``state``, and returns the state."""
     if "scalars" in state:
         for part, kept in ((0, state), (1, state.pop("scalars"))):
             groups = zip(kept["param_groups"], state[part]["param_groups"], strict=True)
@@ -130,21 +130,22 @@ def by_part(state: Any) -> Any:
 
 
 def with_steps(state: Any) -> Any:
-    """Adds the number of completed steps to each part of an optimizer's ``state``. Returns it.
+    """Adds the number of completed steps to each part of an optimizer's ``state``, and returns it.
 
-    The trainer stores this number in the parameter groups, as optimizers for GPUs do. For torch's
-    Adam, megatron-core reads the number from this entry.
+    The trainer stores this number in the parameter groups, as optimizers for GPUs do. For Adam of
+    torch, megatron-core expects it in a separate entry.
     """
     parts = [state] if {"optimizer", "param_groups"} & {*state} else [*state.values()]
     for part in parts:
-        # Mixed precision adds the 32-bit weights next to this dict.
+        # If mixed precision is used, this dict is inside of another dict that also contains the
+        # 32-bit weights.
         inner = part.get("optimizer", part)
         inner["state"]["common_step"] = torch.tensor(float(inner["param_groups"][0]["step"]))
     return state
 
 
 def samples(task: Task) -> Any:
-    """Returns megatron-core's training samples for ``task``."""
+    """Returns the training samples for ``task``, built by megatron-core."""
     size = task["vocabulary"]
     name = {"class": "numbers"}
     tokenizer = SimpleNamespace(eod=size - 1, pad=-1, vocab_size=size, unique_identifiers=name)
@@ -166,19 +167,19 @@ def samples(task: Task) -> Any:
 
 
 def mean_loss(mask: torch.Tensor, output: torch.Tensor) -> Any:
-    """Returns the loss of a microbatch, and a dict of values that the training loop collects.
+    """Returns the loss of a microbatch, and a dict with the values that the schedule collects.
 
-    ``mask`` contains 1 for each token to learn. ``output`` contains the losses of the tokens.
+    ``mask`` is 1 for tokens that count, and 0 otherwise. ``output`` contains the losses of tokens.
     """
     loss = torch.sum(output.float().view(-1) * mask.view(-1)) / mask.sum()
-    # Clone the loss, because the loop divides it in place.
+    # The schedule divides the loss in place, so clone it.
     return loss, {"lm loss": loss.detach().clone()}
 
 
 def forward_step(batches: Any, model: Any) -> Any:
     """Runs the next microbatch of ``batches``, which is a single sample, through ``model``.
 
-    Returns the output and the function that computes the loss.
+    Returns the output and a function that computes the loss from it.
     """
     sample = {name: tensor[None] for name, tensor in next(batches).items()}
     length = sample["tokens"].shape[1]
@@ -191,9 +192,9 @@ def forward_step(batches: Any, model: Any) -> Any:
 
 
 def train(task: Task, model: Any, optimizer: Any) -> list[tuple[float, float]]:
-    """Runs all steps of ``task`` after the first step, with ``model`` and ``optimizer``.
+    """Runs all steps of ``task`` except the first, with ``model`` and ``optimizer``.
 
-    Returns the loss and the gradient norm of each step.
+    Returns the loss and the gradient norm of each of these steps.
     """
     model.train()
     model.config.grad_scale_func = optimizer.scale_loss
@@ -221,7 +222,7 @@ def train(task: Task, model: Any, optimizer: Any) -> list[tuple[float, float]]:
 
 
 def main() -> None:
-    """Continues training from the checkpoint of the task, and writes the losses."""
+    """Continues training from the checkpoint, and writes the losses and gradient norms."""
     task = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

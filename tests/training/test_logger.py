@@ -1,4 +1,4 @@
-"""Tests that loggers are selected by name, and that users can add loggers."""
+"""Tests that loggers are selected by name, and that users can define loggers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Damaged(Logger):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Returns a folder with a user's module and with the entry points of an installed package."""
+    """Returns a folder with a user's module of loggers, which looks like an installed package."""
     folder = tmp_path / "packages"
     folder.mkdir()
     (folder / "my_loggers.py").write_text(OWN)

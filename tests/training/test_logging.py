@@ -1,4 +1,4 @@
-"""Tests that existing tools can parse the log, and tests the files for TensorBoard."""
+"""Tests the format of log lines, which existing tools can parse, and the files for TensorBoard."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SMALL = (
     "--lr 1e-3 --mock-data --vocab-size 100 --log-interval 2"
 )
 CPU = Accelerator(device=torch.device("cpu"), backend="gloo", name="CPU")
-# The tests use only the name of this accelerator, so they do not need a GPU.
+# The tests use only the name of this device, so no GPU is needed.
 H200 = Accelerator(device=torch.device("cuda", 0), backend="nccl", name="NVIDIA H200")
 
 Scalars = dict[str, list[tuple[int, float]]]
@@ -101,16 +101,17 @@ def test_averages_go_on_where_another_rank_writes() -> None:
         log.iteration(report(2))
     assert streams[0].getvalue() == ""
     assert "iteration        2/" in streams[1].getvalue()
-    # The logged loss is the mean of 10 and 11.
+    # The logged loss must be the mean of the losses 10 and 11.
     assert "lm loss: 1.050000E+01" in streams[1].getvalue()
 
 
 def printed(
     *reports: IterationReport, flags: str = "", world_size: int = 1, accelerator: Accelerator = CPU
 ) -> list[str]:
-    """Returns the lines that the log prints for ``reports``.
+    """Returns the lines that the log prints for ``reports`` about iterations.
 
-    The trainer has the flags ``flags``, ``world_size`` ranks and the device ``accelerator``.
+    ``flags`` contains flags of the trainer. The job has ``world_size`` ranks on devices of the kind
+    ``accelerator``.
     """
     stream = io.StringIO()
     log = make_log(settings(flags, world_size), stream, accelerator=accelerator)
@@ -121,7 +122,7 @@ def printed(
 
 
 def fields(line: str) -> dict[str, str]:
-    """Returns a dict of the values in the log line ``line``, by their names."""
+    """Returns the values in ``line`` of the log, by name."""
     parts = line.removesuffix(" |").split(" | ")[1:]
     return {name: value.strip() for name, value in (part.split(": ", 1) for part in parts)}
 
@@ -172,7 +173,7 @@ class TestLine:
         assert logged["elapsed time per iteration (ms)"] == "500.0"
         assert logged["lm loss"] == "1.250000E+01"
         assert logged["number of skipped iterations"] == "0"
-        # After a resume, the line covers only one iteration.
+        # If a run resumes after iteration 5, the line covers only iteration 6.
         (resumed,) = printed(report(6, elapsed_s=0.25))
         assert fields(resumed)["elapsed time per iteration (ms)"] == "250.0"
         assert fields(resumed)["lm loss"] == "1.500000E+01"
@@ -196,7 +197,8 @@ class TestLine:
         assert [name for name in fields(line) if name in order] == order
         assert fields(line)["num zeros"] == "7"
         assert fields(line)["params norm"] == "3.500"
-        assert line.endswith("| bubble: 15.0% |")  # The line contains the mean of the known values.
+        # The line contains the mean of the values that are known.
+        assert line.endswith("| bubble: 15.0% |")
 
     def test_tokens_of_a_batch_that_grows(self) -> None:
         logged = fields(
@@ -263,7 +265,7 @@ def test_only_the_writer_writes(tmp_path: Path) -> None:
 
 
 def test_lines_go_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
-    """Checks that the log uses standard output, and that a progress bar needs a terminal."""
+    """Checks that the log uses standard output, and shows a progress bar only on a terminal."""
     log = TrainingLog(
         settings(), is_writer=True, accelerator=CPU, total_iterations=1, start_iteration=0
     )
@@ -346,12 +348,11 @@ class TestTensorBoard:
 
 class TestBar:
     def open_terminal(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
-        """Replaces standard error by a terminal, and returns a function that reads its text.
+        """Replaces standard error with a terminal, and returns a function that reads its output.
 
-        The function closes the terminal.
+        The returned function also closes the terminal.
 
-        This is not a fixture, because pytest replaces standard error after it has set up the
-        fixtures.
+        This is no fixture, because pytest replaces standard error after fixtures are set up.
         """
         master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
@@ -360,7 +361,7 @@ class TestBar:
         def read() -> str:
             sys.stderr.close()
             text = b""
-            # Linux raises an error if a program reads beyond the end of a terminal's output.
+            # Linux raises an error at the end of a closed terminal's output.
             with contextlib.suppress(OSError):
                 while part := os.read(master, 1 << 16):
                     text += part
@@ -373,7 +374,8 @@ class TestBar:
         terminal = self.open_terminal(monkeypatch)
         stream = io.StringIO()
         log = make_log(settings(), stream, start_iteration=10)
-        time.sleep(0.15)  # Wait, because the bar is drawn at most ten times a second.
+        # The bar is drawn at most ten times per second, so wait before the next update.
+        time.sleep(0.15)
         log.iteration(report(11))
         log.message("in between")
         log.close()
@@ -392,7 +394,7 @@ class TestBar:
         for iteration in range(1, 5):
             log.iteration(report(iteration))
         log.close()
-        # A carriage return moves the cursor of a terminal to the start of the line.
+        # After a carriage return, a terminal overwrites the line from its start.
         lines = [line.rstrip("\r").rsplit("\r", 1)[-1] for line in terminal().split("\n")]
         reports = [line for line in lines if "consumed samples" in line]
         assert len(reports) == 2
@@ -417,7 +419,7 @@ class TestOtherLoggers:
         flags = "--wandb-project made --wandb-exp-name first --wandb-entity team"
         self.log(f"{flags} --wandb-save-dir {tmp_path}")
         (file,) = tmp_path.rglob("*.wandb")
-        # A separate process writes the file, so wait until it has done so.
+        # The file is written by a separate process, so wait until it contains the values.
         end_s = time.monotonic() + 60
         while b"lm loss" not in (content := file.read_bytes()) and time.monotonic() < end_s:
             time.sleep(0.1)

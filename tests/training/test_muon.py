@@ -1,7 +1,7 @@
-"""Compares ``--optimizer muon`` with megatron-core's own loop, also after stages have moved.
+"""Compares ``--optimizer muon`` with a separate training loop, even if stages move.
 
-megatron-core gets muon from a package for Python 3.12 and newer. Older versions of Python lack a
-name that this package imports, so ``muon_path`` adds the name.
+megatron-core uses a package for muon that requires Python 3.12. With older versions of Python,
+``muon_path`` adds a name to ``typing`` that this package imports.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.multiprocess]
 
 WORKER = Path(__file__).parents[1] / "multiprocess" / "worker.py"
 RELEASE = "0.19.2"
-# Muon needs whole weights, but each tensor-parallel rank has only a part of each weight.
+# Each tensor-parallel rank has only a part of a weight, but muon needs whole weights. In the mode
+# duplicated, all ranks compute the update of the whole weight.
 LLAMA = Model(
     flags=f"{GATED_FLAGS} {UNTIED} --ffn-hidden-size 64 --group-query-attention"
     " --num-query-groups 2 --mtp-num-layers 1 --tensor-model-parallel-size 2"
@@ -51,7 +52,7 @@ FLAGS = """
 
 @pytest.fixture(scope="module")
 def muon_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Yields a value for PYTHONPATH with which ranks import megatron-core and muon."""
+    """Yields a PYTHONPATH with which ranks import megatron-core and the package for muon."""
     package = UNPACKED / "emerging-optimizers==0.3.0"
     if find_spec("emerging_optimizers") is None and not package.exists():
         pytest.skip("emerging-optimizers is missing; run bash prerequisite.sh --versions")
@@ -73,7 +74,7 @@ def test_steps_are_those_of_megatron_cores_own_loop(
 
 
 def test_stages_move_with_the_state_of_both_optimizers(muon_path: str, tmp_path: Path) -> None:
-    """Checks that losses do not change if layers move, or if a restart changes the placement."""
+    """Checks that losses are the same if layers move, or if a restart changes the placement."""
     plain = {"flags": FLAGS.split(), "steps": 3, "evaluate_after": 5, "after": None}
     whole = {**plain, "steps": 5}
     half = [*plain["flags"], "--bf16"]

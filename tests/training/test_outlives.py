@@ -1,6 +1,6 @@
 """Tests that training continues after a rank was paused, and while the disk for traces is full.
 
-All jobs train the same model on the same data, so their losses must be equal.
+All jobs train the same model on the same data, so they must have equal losses.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ TRAINER = ROOT / "pretrain_gpt.py"
 WATCHDOG_S = 80.0
 LIMIT_S = 4.0
 LOSSES: dict[int, str] = {}
-"""Loss of each iteration, from the first job that has run this iteration."""
+"""Loss of each iteration, as printed by the first job that ran this iteration."""
 
 
 class Job:
-    """Runs a job with two ranks, which train until they are stopped.
+    """Job of two ranks that train until they are stopped.
 
     Args:
         folder: Working directory of the job.
@@ -69,7 +69,7 @@ class Job:
         return max(self.losses(), default=0)
 
     def rank(self, number: int) -> psutil.Process:
-        """Returns the process of rank ``number``, which a fork server forked for the launcher."""
+        """Returns the process of rank ``number``, which is a child of a fork server."""
         forks = forkserver().nodes()[0]
         (asked,) = (
             process
@@ -136,14 +136,14 @@ def test_a_stopped_rank_goes_on_within_the_limit_and_ends_the_job_beyond_it(
     stopped.send_signal(signal.SIGSTOP)
     begin_s = time.monotonic()
     status = job.process.wait(WATCHDOG_S)
-    # Without the error, the launcher would wait 30 s for the paused rank to exit.
+    # If the paused rank did not exit because of the error, the launcher would wait for it for 30 s.
     assert LIMIT_S - 1 < time.monotonic() - begin_s < LIMIT_S + 20
     assert status in (1, 2)
     stopped.wait(10.0)
     (line,) = [line for line in job.said().splitlines() if "rank 1 (stage 1" in line]
     assert line.startswith("error: ")
     assert re.search(r"for \d+(\.\d)? s \(limit 4 s, --transport-silence-s\)", line), line
-    # A channel raises the error. If this rank waits in a collective, its watcher raises it.
+    # Usually, a channel raises the error. If rank 0 waits in a collective, its watcher raises it.
     seen = (
         r"was [BF] chunk 0 microbatch \d of step \d+; seen by rank 0|; this is rank 0 \(stage 0\)"
     )

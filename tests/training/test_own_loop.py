@@ -1,12 +1,12 @@
-"""Compares the trainer's steps with those of megatron-core's own loop, for each release.
+"""Compares the trainer with a loop that uses only megatron-core, for each supported release.
 
-The loop (``own_loop.py``) is a program like those that users write with megatron-core alone. It
-runs in one process, in the order of megatron-core's own schedule. It continues from the first
-checkpoint of the trainer, which it reads with functions of megatron-core. ``test_releases.py``
-compares releases with each other, which would not reveal an error that all releases share.
+The loop, ``own_loop.py``, is a program like those that users of megatron-core write. It runs in one
+process with megatron-core's own schedule. It continues from the trainer's first checkpoint, which
+it reads with functions of megatron-core. ``test_releases.py`` compares releases only with each
+other, so it would not find an error that occurs with all releases.
 
-With ``OWN_LOOP=all``, every model is compared with every release. By default, one model is compared
-with each release.
+By default, one model is compared for each release. With ``OWN_LOOP=all``, all models are compared
+for each release.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ ROTARY = {"share_embeddings_and_output_weights": False, "position_embedding_type
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Model, which is described by flags of the trainer and by settings of megatron-core.
+    """Model that is described twice: by flags of the trainer, and by settings of megatron-core.
 
     Attributes:
         flags: Flags of the trainer.
         ranks: Number of ranks on which the trainer runs.
-        settings: Settings of megatron-core's model configuration, in addition to ``SIZES``.
+        settings: Settings of megatron-core's model configuration that are added to ``SIZES``.
         gpt: Arguments of megatron-core's model class.
         optimizer: Settings of megatron-core's optimizer configuration.
         bf16: Whether weights are in bfloat16.
-        rel: Maximum relative difference between losses, which rounding may cause.
+        rel: Maximum relative difference between losses that rounding errors may cause.
     """
 
     flags: str
@@ -84,7 +84,7 @@ MODELS = {
         " --num-virtual-stages-per-pipeline-rank 2",
         settings={**GATED, "num_query_groups": 2, "ffn_hidden_size": 64, "mtp_num_layers": 1},
     ),
-    # megatron-core supports these two settings of prediction layers since release 0.19.
+    # Since release 0.19, megatron-core supports the last two of these settings.
     "repeated": Model(
         flags=f"{GATED_FLAGS} {UNTIED} --ffn-hidden-size 64 --mtp-num-layers 2"
         " --mtp-use-repeated-layer --mtp-detach-heads",
@@ -117,11 +117,11 @@ RELEASES = (INSTALLED, "0.17.1", "0.18.2", "0.19.2", *trees_of_others())
 CHOSEN = dict(zip(RELEASES, ("gpt", "half", "experts", "repeated"), strict=False))
 """Model that is compared for each release by default."""
 NEWEST = "repeated"
-"""Model for all other releases. Releases before 0.19 cannot build it."""
+"""Model that is compared for all other releases. It needs release 0.19 or newer."""
 
 
 def cases() -> list[tuple[str, str]]:
-    """Returns pairs of a release and a model: one model for each release, or all pairs."""
+    """Returns pairs of a release and a model to compare, depending on ``OWN_LOOP``."""
     if os.environ.get("OWN_LOOP") != "all":
         return [(version, CHOSEN.get(version, NEWEST)) for version in RELEASES]
     older = RELEASES[:3]
@@ -136,8 +136,8 @@ def cases() -> list[tuple[str, str]]:
 def run(command: list[str], ranks: int, log: Path, path: str) -> None:
     """Runs ``command`` on several ranks, and fails the test if a rank fails.
 
-    ``ranks`` is the number of ranks, ``log`` is the file for their output, and ``path`` is the
-    value of PYTHONPATH with which they import megatron-core.
+    There are ``ranks`` ranks, which write their output to ``log``. ``path`` is the PYTHONPATH with
+    which they import megatron-core.
     """
     status = run_ranks(command, world_size=ranks, log=log, limit_s=150.0, python_path=path)
     assert status == 0, tail(log)
@@ -154,13 +154,13 @@ def test_steps_are_those_of_its_own_loop(
 
 
 def compare(described: Model, path: str, folder: Path, write_tokens: Callable[..., str]) -> None:
-    """Checks that the trainer and megatron-core's own loop compute the same losses of a model.
+    """Checks that the trainer and the separate loop compute the same losses of a model.
 
     Args:
         described: Model to train.
-        path: Value of PYTHONPATH with which ranks import megatron-core.
-        folder: Folder for all files of the comparison.
-        write_tokens: Function that writes documents as a token file.
+        path: PYTHONPATH with which ranks import megatron-core.
+        folder: Folder for the files of this comparison.
+        write_tokens: Function that writes documents to token files.
     """
     numbers = random.Random(7)
     documents = [

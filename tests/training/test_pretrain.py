@@ -1,4 +1,4 @@
-"""Tests how a rank exits after an error, and what a job prints about its device."""
+"""Tests how a rank exits after an error, and what a job prints about its devices."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WAITED = (
 
 
 class Watching:
-    """Replaces a watcher. It reports the error ``lost``, or nothing if this is ``None``."""
+    """Imitates a watcher. It reports the error ``lost``, or nothing if ``lost`` is ``None``."""
 
     def __init__(self, lost: PeerLostError | None) -> None:
         self.lost = lost
@@ -55,7 +55,7 @@ class Watching:
 
 
 class Store:
-    """Replaces a key-value store. The other ranks exit after a few calls."""
+    """Imitates a store in which the other ranks appear to exit after a few calls."""
 
     def __init__(self) -> None:
         self.looks = 0
@@ -66,7 +66,7 @@ class Store:
 
 
 def wrapped() -> Exception:
-    """Returns an error of megatron-core's dataset builder that was caused by a connection error."""
+    """Returns a dataset error of megatron-core whose cause is a lost connection."""
     error = Exception("the dataset failed to build")
     error.__cause__ = RuntimeError(GLOO)
     return error
@@ -97,7 +97,7 @@ def test_only_a_bug_leaves_a_traceback(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Checks that only bugs print a traceback. All other errors must print one line."""
+    """Checks that a traceback is printed only for bugs, and at most one line for other errors."""
     monkeypatch.setattr(os, "_exit", sys.exit)
     watcher: Any = Watching(lost)
     store: Any = Store()
@@ -116,7 +116,7 @@ def test_only_a_bug_leaves_a_traceback(
 def test_the_first_rank_keeps_the_store_until_others_have_read_why(
     lost: PeerLostError | None, looks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that rank 0 exits only after the other ranks have read the error that it reported."""
+    """Checks that rank 0, which serves the store, exits only after others have read its error."""
     monkeypatch.setattr(os, "_exit", sys.exit)
     watcher: Any = Watching(lost)
     store: Any = Store()
@@ -131,7 +131,7 @@ OVERLAP = "--overlap-moe-expert-parallel-comm"
 
 
 def settings(**changes: bool) -> Any:
-    """Returns settings with the flags ``changes``, most of which overlap communication."""
+    """Returns settings in which ``changes`` are set. Most of them overlap communication."""
     names = ("overlap_grad_reduce", "overlap_param_gather", "overlap_moe_expert_parallel_comm")
     held = types.SimpleNamespace(**{name: changes.get(name, False) for name in names})
     held.world_size, held.load = 2, None
@@ -202,7 +202,7 @@ def test_first_weights_that_depend_on_the_layout_are_told() -> None:
 
 @pytest.mark.slow
 def test_a_data_worker_that_is_killed_during_a_step_is_one_line() -> None:
-    """Checks that a killed worker causes a one-line error, even outside of the data loader."""
+    """Checks that a killed data worker causes a one-line error, even during a step."""
 
     class Endless(torch.utils.data.IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:

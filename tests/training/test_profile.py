@@ -1,4 +1,4 @@
-"""Tests how the measurements of a profiling run are evaluated, without such a run."""
+"""Tests how the measurements of a profiling run are evaluated, with made-up measurements."""
 
 from __future__ import annotations
 

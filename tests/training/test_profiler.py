@@ -1,4 +1,4 @@
-"""Tests that a few iterations of a real computation are profiled, based on the written profiles."""
+"""Tests that the selected iterations of a small computation are profiled, and no others."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def settings(flags: str = "", world_size: int = 1) -> TrainerConfig:
 
 
 def work(iteration: int) -> None:
-    """Multiplies matrices. The shape of the matrices identifies ``iteration``."""
+    """Multiplies two matrices, whose shape identifies the ``iteration`` in a profile."""
     torch.mm(torch.ones(iteration + 1, 3), torch.ones(3, 2))
 
 

@@ -35,33 +35,33 @@ LATENT = """
     --position-embedding-type rope --untie-embeddings-and-output-weights
 """
 MODELS: Mapping[str, tuple[int, str]] = {
-    # This model has a tied embedding, dropout, a V with split backward passes, sequence parallelism
-    # and a sharded optimizer.
+    # This model has a tied embedding, dropout and a sharded optimizer. Its backward passes are
+    # split in a V, and its sequences are split over ranks.
     "gpt": (
         4,
         "--pipeline-schedule zb-v --num-virtual-stages-per-pipeline-rank 2"
         " --context-parallel-size 2 --use-distributed-optimizer",
     ),
-    # The numbering of multi-token prediction layers differs between releases of megatron-core.
+    # Releases of megatron-core number the layers for multi-token prediction differently.
     "llama": (2, f"{LLAMA} --mtp-num-layers 1"),
     "experts": (4, f"{EXPERTS} --expert-model-parallel-size 2 --bf16"),
-    # Like DeepSeek-V2-Lite, this model has compressed and normalized keys and values, but
-    # uncompressed queries.
+    # Keys and values are compressed and normalized, but queries are not compressed.
+    # DeepSeek-V2-Lite has the same layout.
     "whole queries": (2, LATENT.replace("--q-lora-rank 8", "--qk-layernorm")),
     "latent": (4, f"{LATENT} {EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel"),
 }
-"""Number of ranks and flags of the trainer, for each model."""
+"""Number of ranks of each model, and flags of the trainer."""
 CASES = [
     *(("0.17.1", model) for model in ("gpt", "llama")),
     *(("0.18.2", model) for model in ("experts", "latent")),
     *((release, model) for release in ("0.19.2", *trees_of_others()) for model in MODELS),
 ]
-"""Releases and models to train. The newest release and users' own checkouts train all models."""
+"""Pairs of a release and a model to train. The newest release trains all models."""
 STEPS = re.compile(r"lm loss: (\S+) .*grad norm: (\S+)")
 
 
 def path_of(release: str) -> str:
-    """Returns the PYTHONPATH for ``release``. Skips the test if the release is missing."""
+    """Returns the PYTHONPATH for ``release``. Skips the test if the release was not unpacked."""
     if release == INSTALLED:
         return str(ROOT)
     core = UNPACKED / f"megatron-core=={release}"
@@ -74,10 +74,10 @@ def path_of(release: str) -> str:
 def train(
     release: str, model: str, folder: Path, flags: str, *, rate: str = "1e-3"
 ) -> list[tuple[str, ...]]:
-    """Trains a model with ``release``. Returns the loss and the gradient norm of each step.
+    """Trains a model with ``release``, and returns the loss and gradient norm of each step.
 
-    ``model`` is a name in ``MODELS``, ``folder`` is the folder for the log, ``flags`` contains
-    further flags, and ``rate`` is the learning rate.
+    ``model`` is a name in ``MODELS``. ``folder`` is the folder for the log. ``flags`` contains
+    other flags, and ``rate`` is the learning rate.
     """
     ranks, settings = MODELS[model]
     log = folder / f"{release}.txt"
@@ -91,7 +91,7 @@ def train(
 
 @pytest.fixture(scope="module")
 def release(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Yields a megatron-core release that was unpacked in addition to the installed release."""
+    """Yields a release of megatron-core that is unpacked in addition to the installed release."""
     path = path_of(request.param)
     yield request.param
     forkserver(path).close()
@@ -108,7 +108,8 @@ def test_steps_and_checkpoints_are_those_of_the_installed_release(
     }
     assert len(first[INSTALLED]) == 2
     assert first[release] == first[INSTALLED]
-    # Each release continues from the checkpoint of the other release, with another learning rate.
+    # Each release continues from the checkpoint of the other release, and with another learning
+    # rate.
     more = "--train-iters 4 --override-opt-param-scheduler"
     rest = {
         name: train(name, model, tmp_path, f"{more} --load {saved[other]}", rate="2e-3")

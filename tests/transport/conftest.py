@@ -1,4 +1,4 @@
-"""Provides pools of worker processes for the tests of transports."""
+"""Provides fixtures that run programs in worker processes, for the tests of transports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .pool import Pool
 
 
 class Pools:
-    """Keeps the worker pool of a test module, and creates a new pool after a test stopped it."""
+    """Manages the worker pool of a test module. Creates a new pool if a worker has exited."""
 
     def __init__(self) -> None:
         self._pool: Pool | None = None
@@ -37,13 +37,13 @@ def pools() -> Iterator[Pools]:
 
 @pytest.fixture
 def pool(pools: Pools) -> Pool:
-    """Returns a pool whose workers survive the test."""
+    """Returns the worker pool of the test module, which later tests use too."""
     return pools.get()
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Pool]]:
-    """Yields a function that starts a program on a new pool of worker processes."""
+    """Yields a function that starts a program on new worker processes, used only by this test."""
     made: list[Pool] = []
 
     def start_program(program: str, num_ranks: int, **arguments: Any) -> Pool:

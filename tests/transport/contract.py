@@ -1,8 +1,8 @@
-"""Contains the programs that ``test_contract.py`` runs to test the contract of transports.
+"""Contains the programs with which ``test_contract.py`` checks the guarantees of transports.
 
-A program takes a :class:`Rank` and its arguments, and contains assertions. It may return results
-that the test checks. By default, rank 0 sends and rank 1 receives. Transports that a program leaves
-open are closed when it returns.
+A program takes a :class:`Rank` and other arguments. It contains assertions, and may return results
+for the test to check. If nothing else is said, rank 0 sends and rank 1 receives. Channels that a
+program leaves open are closed when it returns.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SHAPES = (
 
 
 def everything(sender: int) -> list[tuple[Label, torch.Tensor]]:
-    """Returns messages from rank ``sender`` of every dtype and many shapes.
+    """Returns messages from rank ``sender`` with all dtypes and many different shapes.
 
     Some messages are much larger than the channel.
     """
@@ -80,7 +80,7 @@ def exchange(
 ) -> None:
     """Checks that messages of all dtypes and sizes arrive in order if both sides send at once.
 
-    ``crc`` turns checksums on. With ``shape``, all messages have this shape.
+    If ``crc`` is true, checksums are used. If ``shape`` is given, all messages have this shape.
     """
     dtype = torch.float32 if shape is None else torch.bfloat16
     transport, peer = rank.open(kind, transport_crc=crc, shape=shape, dtype=dtype)
@@ -98,9 +98,9 @@ def exchange(
 
 
 def wrap_around(rank: Rank, kind: str) -> None:
-    """Checks that messages whose sizes are near slot boundaries arrive.
+    """Checks that messages arrive intact if their sizes are close to multiples of the slot size.
 
-    The receiver releases views in any order.
+    The receiver releases the received tensors in a random order.
     """
     transport, peer = rank.open(kind)
     rng = random.Random(5)
@@ -123,12 +123,12 @@ def wrap_around(rank: Rank, kind: str) -> None:
 def far_ahead(
     rank: Rank, kind: str, count: int, nbytes: int, is_bounded: bool = False, fixed: bool = False
 ) -> None:
-    """Checks that no send waits, even if the receiver takes messages only after the last send.
+    """Checks that sends do not wait for a receiver that takes no messages until all are sent.
 
-    The sender sends ``count`` messages of ``nbytes`` bytes.
+    Rank 0 sends ``count`` messages of ``nbytes`` bytes.
 
-    With ``is_bounded``, waiting messages must not use the receiver's memory. With ``fixed``, the
-    channel knows the shape in advance.
+    If ``is_bounded`` is true, waiting messages must not use the receiver's memory. If ``fixed`` is
+    true, the channel is opened for messages of this shape.
     """
     transport, peer = rank.open(
         kind,
@@ -156,7 +156,7 @@ def far_ahead(
 
 
 def hold(rank: Rank, kind: str) -> None:
-    """Checks that a receiver can keep and release more payloads than the channel has slots."""
+    """Checks that a receiver can keep more payloads than the channel has slots."""
     transport, peer = rank.open(kind)
     count = 6 * SLOTS
     if rank.rank == 0:
@@ -169,7 +169,7 @@ def hold(rank: Rank, kind: str) -> None:
         require_equal(held[number], numbers(500, number))
         tensor = held.pop(number)
         if number % 2:
-            # Release the last reference in another thread.
+            # The thread releases the last reference to the tensor.
             threads.append(threading.Thread(target=lambda *_: None, args=([tensor],)))
             threads[-1].start()
         del tensor
@@ -178,7 +178,7 @@ def hold(rank: Rank, kind: str) -> None:
 
 
 def train(rank: Rank, kind: str) -> None:
-    """Checks that received tensors work as leaves of autograd, in graphs, and with ``.data``."""
+    """Checks that received tensors can be leaves of autograd, and that their data can be freed."""
     transport, peer = rank.open(kind)
     count = 60
     if rank.rank == 0:
@@ -201,13 +201,13 @@ def train(rank: Rank, kind: str) -> None:
 def _backward(
     graphs: list[tuple[torch.Tensor, torch.Tensor]], transport: Transport, peer: int
 ) -> None:
-    """Runs the backward passes of ``graphs``, and sends gradients to ``peer`` over ``transport``.
+    """Runs the backward passes of ``graphs``, and sends the gradients to ``peer``.
 
-    Also clears the list.
+    Clears the list ``graphs`` at the end.
     """
     for received, output in graphs:
         value = output.detach().clone()
-        # megatron-core's deallocate_output_tensor and custom_backward do the same.
+        # This is what megatron-core's deallocate_output_tensor and custom_backward do.
         output.data = torch.empty(1)
         torch.autograd.Variable._execution_engine.run_backward(
             (output,), (torch.ones_like(value),), False, False, (), True, True
@@ -220,7 +220,7 @@ def _backward(
 
 
 def deadline(rank: Rank, kind: str) -> None:
-    """Checks that waits time out if nothing was sent, and that a later message still arrives."""
+    """Checks that waits time out if no message arrives, and that a later message is received."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
         rank.await_mark("waited")
@@ -236,7 +236,7 @@ def deadline(rank: Rank, kind: str) -> None:
 
 
 def slow_flush(rank: Rank, kind: str) -> None:
-    """Checks that a flush times out with an error that names a receiver that takes no messages."""
+    """Checks that a flush times out if the receiver takes no messages, and names this receiver."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
         for number in range(3 * SLOTS):
@@ -252,7 +252,7 @@ def slow_flush(rank: Rank, kind: str) -> None:
 
 
 def reuse(rank: Rank, kind: str) -> None:
-    """Checks that the sender may overwrite tensors right after a send, even if they are queued."""
+    """Checks that the sender may overwrite a tensor after sending it, even if it is queued."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
         for number in range(4 * SLOTS):
@@ -260,7 +260,7 @@ def reuse(rank: Rank, kind: str) -> None:
             transport.send(peer, label(number), tensor)
             tensor.data = torch.empty(1)
             del tensor
-            # This tensor reuses the memory of the sent tensor if that memory is free.
+            # If the memory of the sent tensor has been freed, this tensor overwrites it.
             torch.full((1000,), -1.0)
         rank.mark("sent")
         return
@@ -300,13 +300,14 @@ def reserve(rank: Rank, kind: str) -> None:
 
 
 def reserved_is_shared(rank: Rank, kind: str) -> None:
-    """Checks that a reserved tensor is sent without a copy: both sides must share its memory."""
+    """Checks that a reserved tensor is sent without a copy, so that both sides share its memory."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
         tensor = transport.reserve(peer, (256,), torch.float32).fill_(1.0)
         transport.send(peer, label(0), tensor)
         rank.await_mark("arrived")
-        tensor.fill_(2.0)  # Senders must not do this, but it shows that the memory is shared.
+        # Senders must not do this. Here it shows that both sides share the memory.
+        tensor.fill_(2.0)
         rank.mark("changed")
         return
     tensor = wait(transport).take()
@@ -328,7 +329,8 @@ def drain(rank: Rank, kind: str) -> None:
         return
     time.sleep(0.2)
     kept = [wait(transport).take() for _ in range(4 * SLOTS)]
-    # ``close`` of these transports waits until the peer has received everything.
+    # Transports over torch wait in ``close`` until the receiver has taken all messages, so the mark
+    # must not be awaited.
     if kind not in OVER_TORCH:
         rank.await_mark("closed")
         assert transport.completions.wait(time.monotonic() + 0.3) is None
@@ -338,14 +340,14 @@ def drain(rank: Rank, kind: str) -> None:
     ]
     gc.collect()
     for number, tensor in enumerate(kept):
-        # The payloads must stay intact after the channel was closed.
+        # The received payloads must stay intact after the channel is closed.
         require_equal(tensor, numbers(900, number))
 
 
 def child(rank: Rank, kind: str) -> None:
-    """Checks that tensors that a forked child inherits and releases do not free the parent's slots.
+    """Checks that a forked child cannot free the slots of received tensors that it inherits.
 
-    The child itself must not send.
+    The child must not be able to send messages either.
     """
     transport, peer = rank.open(kind)
     if rank.rank == 0:
@@ -355,8 +357,8 @@ def child(rank: Rank, kind: str) -> None:
             transport.send(peer, label(number), numbers(1000, number))
         return
     held = wait(transport).take()
-    # Free the process groups of earlier programs before the fork. Freeing them waits for threads,
-    # which do not exist in a child.
+    # Free the process groups of earlier programs before the fork. Freeing them in the child would
+    # hang, because it waits for threads that the child does not have.
     gc.collect()
     pid = os.fork()
     if pid == 0:
@@ -372,7 +374,7 @@ def child(rank: Rank, kind: str) -> None:
 
 
 def refused(rank: Rank, kind: str) -> None:
-    """Checks that the sender rejects unsupported tensors, and that the channel works afterwards."""
+    """Checks that unsupported tensors are rejected, and that the channel works afterwards."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
         for tensor, message in (
@@ -387,7 +389,7 @@ def refused(rank: Rank, kind: str) -> None:
 
 
 def pieces(rank: Rank, kind: str) -> None:
-    """Checks that messages in many pieces arrive completely after a receive has timed out."""
+    """Checks that messages in many pieces arrive completely, even after a receive has timed out."""
     transport, peer = rank.open(kind)
     for number in range(20):
         message = numbers(3 * SLOTS * SLOT_BYTES // 4, number)
@@ -404,7 +406,7 @@ def pieces(rank: Rank, kind: str) -> None:
 
 
 def listen(rank: Rank, kind: str) -> None:
-    """Checks that a listener on rank 1 is called although the main thread takes no messages."""
+    """Checks that a listener is called for each arrival while the main thread takes no messages."""
     transport, peer = rank.open(kind)
     count = 20
     if rank.rank == 0:
@@ -433,7 +435,7 @@ def listen(rank: Rank, kind: str) -> None:
 
 
 def arrivals(rank: Rank, kind: str) -> None:
-    """Checks that network transports notice arrivals at once, in their receiver thread."""
+    """Checks that network transports record the time of an arrival before the message is taken."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
         for number in range(8):
@@ -441,7 +443,7 @@ def arrivals(rank: Rank, kind: str) -> None:
         rank.mark("sent")
         return
     rank.await_mark("sent")
-    time.sleep(0.3)  # All messages arrive during this time.
+    time.sleep(0.3)  # All messages arrive before this sleep ends.
     looked_ns = time.monotonic_ns()
     for number in range(8):
         arrival = wait(transport)
@@ -454,7 +456,7 @@ def arrivals(rank: Rank, kind: str) -> None:
 
 
 def all_to_all(rank: Rank, kind: str) -> None:
-    """Checks that every rank can send to all other ranks, and knows the sender of each message."""
+    """Checks that each rank can send to all other ranks, and that the senders are known."""
     transport, _ = rank.open(kind)
     peers = [peer for peer in range(rank.num_ranks) if peer != rank.rank]
     count = 40
@@ -474,12 +476,12 @@ def all_to_all(rank: Rank, kind: str) -> None:
 
 
 def meet_stopped(rank: Rank, kind: str, limit_s: float) -> list[Any]:
-    """Checks what happens if the test suspends a peer, first briefly and then permanently.
+    """Checks what rank 1 does while the test suspends rank 0, first briefly and then permanently.
 
-    A peer is considered lost after ``limit_s`` seconds without a sign of life.
+    A rank is considered lost if nothing is heard from it for ``limit_s`` seconds.
 
     Returns:
-        Last errors on rank 1.
+        Class and text of the error on rank 1 after rank 0 was suspended permanently.
     """
     transport, peer = rank.open(kind, transport_silence_s=limit_s)
     if rank.rank == 0:
@@ -489,7 +491,7 @@ def meet_stopped(rank: Rank, kind: str, limit_s: float) -> list[Any]:
             transport.send(peer, label(microbatch), torch.ones(3))
         time.sleep(LIMIT_S)
     rank.await_mark("stopped")
-    for microbatch in range(2):  # The test suspends rank 0 during the first message.
+    for microbatch in range(2):  # The test suspends rank 0 briefly during the first message.
         transport.send(peer, label(microbatch), torch.ones(SLOT_BYTES * SLOTS * 2))
         wait(transport).take()
     rank.mark("went on")
@@ -499,12 +501,13 @@ def meet_stopped(rank: Rank, kind: str, limit_s: float) -> list[Any]:
 
 
 def meet_killed(rank: Rank, kind: str, doing: str) -> list[Any]:
-    """Checks the errors on rank 1 if the test kills rank 0.
+    """Checks the errors that rank 1 gets if the test kills rank 0.
 
-    ``doing`` says whether rank 1 sends, receives or waits.
+    ``doing`` says what rank 1 does at this time: ``sending``, ``receiving``, or otherwise waiting.
 
     Returns:
-        Errors on rank 1 from its queue and from further sends, and the time until the first error.
+        First error, error of a further send, error and duration of ``close``, and the time at which
+        rank 1 noticed the loss.
     """
     transport, _ = rank.open(kind)
     if rank.rank == 0:
@@ -534,7 +537,8 @@ def meet_killed(rank: Rank, kind: str, doing: str) -> list[Any]:
             first = error_of(lambda: _take(transport, 1.0))
     noticed_s = time.time()
     if kind not in OVER_TORCH and "of step" not in first[1]:
-        # The error in the queue contains more details.
+        # For these transports, the error in the queue may contain more details than that of the
+        # send.
         error = error_of(lambda: _take(transport, 5.0))
         first = error if error[0] != "none" else first
     sending = ["none", ""]
@@ -556,7 +560,7 @@ def _take(transport: Transport, limit_s: float) -> None:
 
 
 def survive(rank: Rank, kind: str) -> None:
-    """Keeps the channels of an old job open during a new job, until the test kills the process."""
+    """Keeps the channels of an old job open during a new job. The test kills the process."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
         transport.send(peer, label(0), torch.ones(10))
@@ -568,7 +572,7 @@ def survive(rank: Rank, kind: str) -> None:
 
 
 def ping_pong(rank: Rank, kind: str, rounds: int, value: float) -> None:
-    """Exchanges ``value``, which identifies the job, ``rounds`` times between two ranks."""
+    """Sends ``value`` back and forth ``rounds`` times. The value identifies the job."""
     transport, peer = rank.open(kind)
     for number in range(rounds):
         transport.send(peer, label(number), torch.full((200,), value))
@@ -578,7 +582,8 @@ def ping_pong(rank: Rank, kind: str, rounds: int, value: float) -> None:
 def mixed(rank: Rank) -> None:
     """Checks that a rank can use shm with one peer and gloo with another peer.
 
-    Three ranks form a row, in which only rank 2 lacks the extension. Rank 1 has a single queue.
+    Each of three ranks has channels to its neighbours. Only rank 2 lacks the extension, so only its
+    channel uses gloo. Rank 1 gets the messages of both channels from one queue.
     """
     peers = {0: [1], 1: [0, 2], 2: [1]}[rank.rank]
     rank.join_group()

@@ -1,4 +1,4 @@
-"""Provides ranks, their transports, and tensors to the programs of the contract suite."""
+"""Provides the ranks on which the programs of the contract tests run, and their tensors."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ LIMIT_S = 30.0
 CPU = torch.device("cpu")
 SLOT_BYTES, SLOTS = 4096, 4
 OVER_TORCH = ("gloo", "nccl")
-"""Transports that use process groups. In these tests, NCCL uses gloo pairs and host streams."""
+"""Transports over torch's process groups. In these tests, gloo and host streams replace NCCL."""
 
 
 class Rank:
-    """Represents one rank of a program.
+    """Rank on which a test program runs.
 
     Attributes:
         rank: Rank of this process.
         num_ranks: Number of ranks.
-        store: Store shared with the other ranks and the test.
+        store: Store that all ranks and the test share.
         address: Address at which other machines can reach this rank.
-        streams: Streams for NCCL's channels.
+        streams: Streams that the NCCL transport uses.
         num_pairs: Number of NCCL channels that this rank has opened.
-        fails_at: Index of the channel that fails to open.
-        pair_limit_s: Timeout for the peer in seconds.
+        fails_at: Number of the NCCL channel that fails to open, starting at 1, or 0 for none.
+        pair_limit_s: Timeout of operations in NCCL channels, in seconds.
     """
 
     def __init__(
@@ -71,17 +71,17 @@ class Rank:
         dtype: torch.dtype = torch.float32,
         **options: Any,
     ) -> tuple[Transport, int]:
-        """Connects to the ranks in ``peers``, or to all other ranks by default.
+        """Opens channels to the ranks in ``peers``, which are all other ranks by default.
 
         Args:
             kind: Name of the transport.
             peers: Global ranks of the peers.
-            shape: Shape of all messages, if they have the same shape.
-            dtype: Dtype of all messages, if ``shape`` is given.
+            shape: Shape of all messages, or ``None`` if their shapes differ.
+            dtype: Dtype of all messages, used only if ``shape`` is given.
             options: Additional transport settings.
 
         Returns:
-            Transport, and the first peer.
+            The transport, and the first rank in ``peers``.
         """
         self._opened += 1
         options = {"transport_slot_bytes": SLOT_BYTES, "transport_slots": SLOTS, **options}
@@ -109,15 +109,15 @@ class Rank:
         return made, peers[0]
 
     def mark(self, name: str) -> None:
-        """Signals the other ranks and the test that this rank has reached the point ``name``."""
+        """Signals to the other ranks and the test that this rank has reached the point ``name``."""
         self.store.set(name, "set")
 
     def await_mark(self, name: str) -> None:
-        """Waits until a rank or the test has reached the point ``name``."""
+        """Waits until another rank or the test has reached the point ``name``."""
         self.store.wait([name], datetime.timedelta(seconds=LIMIT_S))
 
     def join_group(self, store: dist.Store | None = None) -> None:
-        """Joins the process group that gloo needs, through ``store`` if it is given."""
+        """Joins the gloo process group of all ranks, through ``store`` if it is given."""
         if not dist.is_initialized():
             dist.init_process_group(
                 "gloo",
@@ -133,7 +133,7 @@ class Rank:
         os._exit(0)
 
     def finish(self) -> None:
-        """Closes all channels that the program left open."""
+        """Closes all channels and the process group that the program left open."""
         for transport in self._transports:
             transport.close()
         if dist.is_initialized():
@@ -163,7 +163,7 @@ class StoreGather:
 
 @dataclass(frozen=True, kw_only=True)
 class LateConnector(Connector):
-    """Opens channels, and joins the process group only if gloo needs it."""
+    """Opens channels like :class:`Connector`, but creates the process group only when needed."""
 
     rank: Rank
 
@@ -182,19 +182,19 @@ class LateConnector(Connector):
 
 
 class HostNccl(NcclKind):
-    """Opens the channels of the NCCL transport on the host. Gloo replaces NCCL."""
+    """Opens NCCL channels without GPUs: gloo and host streams replace NCCL and GPU streams."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
 
     def streams(self, opening: Opening) -> Streams:
-        """Returns host streams. They never have to wait for each other."""
+        """Returns the rank's streams, which are host streams by default."""
         return self._rank.streams
 
     def pair_group(self, opening: Opening, store: dist.Store, index: int) -> Any:
-        """Returns a gloo process group of two ranks instead of an NCCL group.
+        """Creates and returns a gloo process group of two ranks instead of an NCCL group.
 
-        This rank has the index ``index`` in the group, and ``store`` connects the two ranks.
+        ``index`` is the index of this rank in the group. The ranks connect through ``store``.
         """
         self._rank.num_pairs += 1
         if self._rank.fails_at == self._rank.num_pairs:
@@ -218,7 +218,7 @@ def wait(transport: Transport, limit_s: float = LIMIT_S) -> Arrival:
 
 
 def error_of(action: Callable[[], Any]) -> list[str]:
-    """Returns the class and the text of the error that ``action()`` raises."""
+    """Returns the class name and text of the error of ``action()``, or ``["none", ""]``."""
     try:
         action()
     except AdaptiveError as error:
@@ -227,7 +227,7 @@ def error_of(action: Callable[[], Any]) -> list[str]:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of the elements of ``tensor`` as a flat tensor, in row-major order."""
+    """Returns the bytes of ``tensor`` as a flat tensor, with the elements in row-major order."""
     if tensor.numel() == 0:
         return torch.empty(0, dtype=torch.uint8)
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
@@ -239,7 +239,7 @@ def require_equal(seen: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def make_tensor(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Returns a tensor of random bits, which depend only on ``seed``, ``shape`` and ``dtype``."""
+    """Returns a tensor of random bits that depend only on ``seed``, ``shape`` and ``dtype``."""
     tensor = torch.empty(shape, dtype=dtype)
     if tensor.numel():
         generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Opens both endpoints of a native channel in a single process, for tests of native transports."""
+"""Opens both ends of a native channel in one process, for tests of native transports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SLOTS = 8
 
 
 def open_nodes(kind: str = "shm", **options: Any) -> tuple[Any, Any]:
-    """Returns the nodes of ranks 0 and 1, connected by a channel of kind ``kind``."""
+    """Opens a channel of kind ``kind`` between ranks 0 and 1, and returns their nodes."""
     module = extension.require("a test")
     low, high = (module.Node(rank, bytes(16), 1, 2) for rank in range(2))
     address = high.listen("unix") if kind == "shm" else high.listen("tcp", "127.0.0.1")
@@ -37,12 +37,13 @@ def open_nodes(kind: str = "shm", **options: Any) -> tuple[Any, Any]:
 def open_transports(
     kind: str = "shm", *, device: torch.device = CPU, staged: bool = False, **options: Any
 ) -> tuple[NativeTransport, NativeTransport]:
-    """Opens a channel, and returns the transports of both ends, which keep four slots free.
+    """Opens a channel, and returns the transports of both ends. They keep four slots free.
 
     Args:
-        kind: ``shm`` or ``tcp``.
+        kind: Kind of the channel, ``shm`` or ``tcp``.
         device: Device of the tensors.
-        staged: Whether tensors are copied as for a GPU, which the CPU simulates.
+        staged: Whether tensors are copied through host memory, as for a GPU. The CPU simulates the
+            GPU.
         options: Options of the channel.
     """
 
@@ -58,7 +59,7 @@ def open_transports(
 
 
 def close_all(transports: Sequence[Any]) -> list[BaseException]:
-    """Closes ``transports`` at the same time, and returns a list of the errors that they raised."""
+    """Closes all ``transports`` at the same time, and returns the errors that they raised."""
     raised: list[BaseException] = []
 
     def close(transport: Any) -> None:
@@ -81,7 +82,7 @@ def close_all(transports: Sequence[Any]) -> list[BaseException]:
 
 
 def take(transport: Transport) -> Arrival:
-    """Waits for the next message that ``transport`` receives, and returns it."""
+    """Waits for and returns the next message that ``transport`` receives."""
     item = transport.completions.wait(time.monotonic() + LIMIT_S)
     assert isinstance(item, Arrival)
     return item
@@ -92,12 +93,13 @@ def label(number: int) -> Label:
 
 
 def names_within(profile: torch.profiler.profile, mark: str) -> set[str]:
-    """Returns the names of events in ``profile`` within the ``record_function`` range ``mark``.
+    """Returns the names of the events in ``profile`` that begin within the range ``mark``.
 
-    Other events are ignored, because the profiler itself synchronizes when it stops.
+    The range is created with ``record_function``. Other events are ignored, because the profiler
+    itself synchronizes when it stops.
     """
     events: list[Any] = list(profile.events())
     ranges = [event.time_range for event in events if event.name == mark]
-    # The longer range with this name belongs to the device.
+    # There is a second range with this name on a device. The range on the host starts first.
     inside = min(ranges, key=lambda event: event.start)
     return {event.name for event in events if inside.start <= event.time_range.start <= inside.end}

@@ -1,7 +1,7 @@
-"""Trains two pipeline stages of two tensor-parallel ranks each. One of the ranks is late.
+"""Trains two pipeline stages of two tensor-parallel ranks each, one of which is late.
 
-The executor and the channels are real. A thread simulates the device of each rank. It runs kernels
-in the order of their launch, but long after their launch. The kernels contain all-reduces.
+The executor and the channels are real, but each rank's device is simulated by a thread. The thread
+runs kernels in the order of their launch, but much later. Each kernel contains an all-reduce.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SHAPE = (3,)
 
 
 class Device(HostStreams):
-    """Simulates a device. A thread runs the kernels of its compute stream."""
+    """Simulates a device whose kernels a thread runs in one compute stream."""
 
     def __init__(self, failed: Callable[[Exception], None]) -> None:
         self._stream = Worker("computing stream", failed)
@@ -61,10 +61,10 @@ class _End:
 
 
 class Stages:
-    """Simulates model chunks. Every action sums its input over the tensor-parallel ranks.
+    """Simulates model chunks. Each action sums its input over the tensor-parallel ranks.
 
     Attributes:
-        results: Result of the last action of each microbatch, by index of the microbatch.
+        results: Result of the last action on each microbatch, by the index of the microbatch.
     """
 
     def __init__(self, device: Device, group: Any, is_first: bool, nap: Callable[[], None]) -> None:
@@ -110,14 +110,15 @@ class Stages:
 
 
 def train(rank: Rank, schedule: str, steps: int, microbatches: int, seed: int) -> list[list[float]]:
-    """Runs ``steps`` steps, in which rank 1 is late by up to 10 ms before each action.
+    """Runs ``steps`` steps of ``microbatches`` microbatches, in which rank 1 is late.
 
-    A step has ``microbatches`` microbatches. ``seed`` determines the delays.
+    Before each action, rank 1 sleeps for up to 10 ms, and the other ranks for up to 1 ms. ``seed``
+    determines these delays.
 
-    The other ranks are late by up to 1 ms.
+    Actions follow the schedule ``schedule``.
 
     Returns:
-        Results of all microbatches, by step. The lists are empty on the second stage.
+        Results of all microbatches in each step. The lists are empty on the second stage.
     """
     errors: list[Exception] = []
     device = Device(errors.append)
@@ -156,9 +157,9 @@ def train(rank: Rank, schedule: str, steps: int, microbatches: int, seed: int) -
 
 
 def _agreement(schedule: str, rank: Rank, transport: Transport) -> Agreement:
-    """Returns the agreement between the ranks of a stage on the order that a policy chooses.
+    """Returns the agreement of a stage's ranks on the order of actions.
 
-    The agreement does nothing for 1F1B, whose order is fixed.
+    With 1F1B, the order is fixed, so the agreement does nothing.
     """
     groups = [dist.new_group([stage * _TP, stage * _TP + 1], backend="gloo") for stage in range(2)]
     if schedule == "1f1b":

@@ -1,8 +1,8 @@
-"""Runs the programs of the transport tests in worker processes.
+"""Runs the programs of the transport tests in pools of worker processes.
 
 Starting a process takes longer than most programs, so the processes of a pool stay alive for a
-whole test module. A pool cannot be used after a worker was killed, hung or failed. If the pool has
-a folder, each worker runs only one program, and tests can read its output and exit status.
+whole test module. A pool cannot be used again after a worker has failed, hung, or been killed. If a
+pool has a folder, each worker runs only one program, and tests can read its output and exit status.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Pool:
 
     Args:
         size: Number of workers.
-        folder: Folder for the output of the workers. Each worker then runs only one program.
+        folder: Folder for the output of the workers, or ``None``. With a folder, each worker runs
+            only one program.
     """
 
     def __init__(self, size: int, folder: Path | None = None) -> None:
@@ -63,12 +64,12 @@ class Pool:
         return [self.result(rank) for rank in range(num_ranks)]
 
     def start(self, program: str, workers: Sequence[int], **arguments: Any) -> None:
-        """Starts ``program`` on the given workers, which become its ranks in this order.
+        """Starts ``program`` on ``workers``. The first worker becomes rank 0, and so on.
 
         Args:
-            program: Name of the program, as ``module.function`` in this folder.
+            program: Module in this folder and function, as ``module.function``.
             workers: Indices of the workers.
-            arguments: Arguments of the program in addition to its :class:`Rank`.
+            arguments: Arguments of the program after its :class:`Rank`.
         """
         self._calls += 1
         for rank, worker in enumerate(workers):
@@ -87,14 +88,14 @@ class Pool:
             self.stop()
             raise AssertionError(f"worker {worker} exited: {self.text(worker)}") from None
         if kind == "failed":
-            self.stop()  # Stop all workers, because the peers of the failed worker are blocked.
+            self.stop()  # The peers of the failed worker may wait for it, so kill all workers.
             raise AssertionError(f"worker {worker} failed:\n{value}")
         return value
 
     def status(self, worker: int, limit_s: float = WATCHDOG_S) -> int:
         """Waits up to ``limit_s`` seconds until ``worker`` exits, and returns its exit status.
 
-        The status is negative if a signal killed the worker.
+        If a signal killed the worker, the status is the negative number of the signal.
         """
         process = self._processes[worker]
         process.join(limit_s)
@@ -103,12 +104,12 @@ class Pool:
         return status
 
     def text(self, worker: int) -> str:
-        """Returns what ``worker`` has written to stdout and stderr."""
+        """Returns the output of ``worker``, or an empty string if the pool has no folder."""
         path = None if self._folder is None else self._folder / f"{worker}.txt"
         return path.read_text() if path is not None and path.exists() else ""
 
     def await_mark(self, name: str) -> None:
-        """Waits until a program of the latest call has set the mark ``name``."""
+        """Waits until a program of the latest :meth:`start` has set the mark ``name``."""
         key = f"call-{self._calls}/{name}"
         end_s = time.monotonic() + WATCHDOG_S
         while not self._store.check([key]):
@@ -116,7 +117,7 @@ class Pool:
             time.sleep(0.005)
 
     def mark(self, name: str) -> None:
-        """Sets the mark ``name`` for the programs of the latest call."""
+        """Sets the mark ``name``, for which programs of the latest :meth:`start` may wait."""
         self._store.set(f"call-{self._calls}/{name}", "set")
 
     def pid(self, worker: int) -> int:
@@ -130,7 +131,7 @@ class Pool:
         os.kill(self.pid(worker), number)
 
     def stop(self) -> None:
-        """Kills the workers."""
+        """Kills all workers that are still alive."""
         for process in self._processes:
             if process.is_alive():
                 process.kill()
@@ -138,9 +139,10 @@ class Pool:
 
 
 def run_calls(connection: Connection, port: int, output: Path | None) -> None:
-    """Runs the programs that ``connection`` requests, or one program if ``output`` is a path.
+    """Runs the programs that ``connection`` requests, and sends back their results.
 
-    The programs use the store on ``port``.
+    If ``output`` is a path, the output is written there, and only one program is run. The ranks of
+    programs connect through the store on ``port``.
     """
     torch.set_num_threads(1)
     if output is not None:

@@ -1,6 +1,6 @@
-"""Contains further programs for ranks, which some tests of transports run.
+"""Contains programs that some tests of transports run on several ranks.
 
-A program takes a :class:`Rank` and its arguments, and returns results for the test to check.
+A program takes a :class:`Rank` and other arguments, and returns results for the test to check.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from megatron.adaptive.transport.nccl import HostStreams, Moment
 
 from .contract_rank import CPU, LIMIT_S, Rank, error_of, label, wait
 
-# The following programs are for gloo.
+# The following programs use the gloo transport.
 
 
 def refused(rank: Rank) -> None:
-    """Checks that the sender rejects messages that its channel does not support."""
+    """Checks that the sender rejects tensors whose shape or dtype is not that of the channel."""
     transport, peer = rank.open("gloo", shape=(2, 3))
     if rank.rank == 1:
         assert wait(transport).label.action.microbatch == 5
@@ -46,9 +46,9 @@ def refused(rank: Rank) -> None:
 
 
 def foreign(rank: Rank, header: list[int], shape: tuple[int, ...] | None) -> None:
-    """Sends the invalid ``header`` from rank 0 to rank 1, and returns the error on rank 1.
+    """Sends the invalid message ``header`` to rank 1, and returns the error that rank 1 gets.
 
-    Rank 1 expects payloads of ``shape``, or of any shape if ``shape`` is ``None``.
+    Rank 1 expects tensors of ``shape``, or of any shape if ``shape`` is ``None``.
     """
     rank.join_group()
     group = dist.new_group(backend="gloo")
@@ -67,7 +67,7 @@ def foreign(rank: Rank, header: list[int], shape: tuple[int, ...] | None) -> Non
 
 
 def disagree(rank: Rank, shape: tuple[int, ...]) -> None:
-    """Opens a channel for ``shape`` on rank 1, but for another shape on rank 0."""
+    """Opens a channel for another shape on rank 0 than on rank 1, and returns rank 1's error."""
     transport, peer = rank.open("gloo", shape=shape if rank.rank else (2, 3))
     if rank.rank == 0:
         transport.send(peer, label(0), torch.ones(2, 3))
@@ -79,7 +79,7 @@ def disagree(rank: Rank, shape: tuple[int, ...]) -> None:
 
 
 def stuck(rank: Rank) -> None:
-    """Calls ``flush`` on rank 0 while the test suspends rank 1, and returns the error."""
+    """Returns the error of a flush on rank 0 while the test suspends rank 1."""
     transport, peer = rank.open("gloo")
     if rank.rank == 1:
         rank.mark("ready")
@@ -90,17 +90,17 @@ def stuck(rank: Rank) -> None:
     rank.exit_with(error_of(lambda: transport.flush(0.5)))
 
 
-# The following programs are for the NCCL transport. Gloo pairs replace NCCL.
+# The following programs use the NCCL transport. In its channels, gloo replaces NCCL.
 
 
 class HeldStreams(HostStreams):
-    """Simulates a device whose streams finish their work only when the test allows it.
+    """Simulates a device on which work in streams finishes only when the test allows it.
 
     Attributes:
-        reached: Events, by prefix of thread names. The streams of threads with this prefix finish
-            when the event is set.
-        users: Names of the threads that used a received tensor in their streams.
-        within: Names of the threads that have a private stream.
+        reached: Events by prefix of thread names. Work of threads whose names have the prefix
+            finishes when the event is set.
+        users: Names of the threads that used a received tensor in their current stream.
+        within: Names of the threads that use a private stream.
     """
 
     def __init__(self, held: str) -> None:
@@ -130,7 +130,7 @@ class _Moment:
         assert all(event.wait(LIMIT_S) for event in self._events)
 
 
-_HELD_SHAPE = (8191,)  # No other tensor of the process has this shape.
+_HELD_SHAPE = (8191,)  # No other tensor in this process has this shape.
 
 
 def _held_messages() -> int:
@@ -143,11 +143,11 @@ def _held_messages() -> int:
 
 
 def many_sends(rank: Rank, count: int, ahead: int) -> list[int]:
-    """Sends ``count`` messages from rank 0. Rank 1 sends a reply after every ``ahead`` messages.
+    """Sends ``count`` messages to rank 1, which replies after every ``ahead`` messages.
 
     Returns:
-        Numbers of messages that the sender's process held in memory, in addition to messages that
-        rank 1 had not received.
+        Excess of sent tensors in the sender's memory over messages that rank 1 has not yet
+        received, after several of the replies.
     """
     transport, peer = rank.open("nccl")
     if rank.rank == 1:
@@ -167,10 +167,10 @@ def many_sends(rank: Rank, count: int, ahead: int) -> list[int]:
 
 
 def late_computation(rank: Rank) -> list[str]:
-    """Checks that a message is sent when its computation has ended, not when it was launched.
+    """Checks that a message is sent only after its tensor was computed.
 
     Returns:
-        Names of the threads with private streams.
+        Names of the threads that use a private stream.
     """
     streams = HeldStreams("MainThread")
     rank.streams = streams
@@ -183,7 +183,7 @@ def late_computation(rank: Rank) -> list[str]:
         assert wait(transport).take().tolist() == [7.0, 7.0]
         return sorted(streams.within)
     computed = torch.zeros(2)
-    # The call returns immediately, although the computation has not ended.
+    # The call must return at once, although the tensor has not been computed yet.
     transport.send(peer, label(0), computed)
     rank.mark("sent")
     rank.await_mark("nothing came")
@@ -193,10 +193,10 @@ def late_computation(rank: Rank) -> list[str]:
 
 
 def late_data(rank: Rank) -> list[str]:
-    """Checks that an arrival is announced when its data has arrived, not with its header.
+    """Checks that a message is delivered when its data has arrived, not when its header has.
 
     Returns:
-        Names of the threads that used the tensor in their streams.
+        Names of the threads that used the received tensor in their streams.
     """
     streams = HeldStreams("receive-from-0")
     rank.streams = streams
@@ -215,10 +215,10 @@ def late_data(rank: Rank) -> list[str]:
 
 
 def one_takes_nothing(rank: Rank) -> list[str]:
-    """Checks that rank 0 can still send to rank 2 if rank 1 takes no messages.
+    """Checks that rank 0 can still send messages to rank 2 while rank 1 takes no messages.
 
     Returns:
-        Error of the flush on rank 0.
+        Class and text of the error of a flush on rank 0.
     """
     streams = HeldStreams("receive-from-0")
     rank.streams = streams
@@ -245,10 +245,10 @@ def one_takes_nothing(rank: Rank) -> list[str]:
 
 
 def row(rank: Rank) -> int:
-    """Checks that neighbouring ranks in a row of ranks can exchange messages.
+    """Checks that all neighbouring ranks in a row can exchange messages.
 
     Returns:
-        Number of channels that this rank opened.
+        Number of times that this rank opened an NCCL process group.
     """
     peers = [peer for peer in (rank.rank - 1, rank.rank + 1) if 0 <= peer < rank.num_ranks]
     transport, _ = rank.open("nccl", peers)
@@ -259,14 +259,14 @@ def row(rank: Rank) -> int:
 
 
 def broken_row(rank: Rank) -> list[str]:
-    """Makes the channel from rank 2 to rank 3 fail to open, and returns this rank's error."""
+    """Lets the channel from rank 2 to rank 3 fail to open, and returns this rank's error."""
     rank.pair_limit_s = 3.0
     rank.fails_at = 1 if rank.rank == 2 else 0
     peers = [peer for peer in (rank.rank - 1, rank.rank + 1) if 0 <= peer < rank.num_ranks]
     return error_of(lambda: rank.open("nccl", peers))
 
 
-# The following programs test that ranks notice lost peers.
+# The following programs test that ranks notice when other ranks are lost.
 
 
 def watch(
@@ -279,16 +279,16 @@ def watch(
     on_lost: Any = lambda error: None,
     **options: Any,
 ) -> Watcher:
-    """Joins the job whose store is at ``port``, and watches its ranks.
+    """Joins the job whose store is at ``port``, and returns a watcher of its ranks.
 
     Args:
-        rank: This rank.
+        rank: Rank of this process.
         port: Port of the store.
-        machines: Names of the machines that the ranks claim to run on.
-        serve: Whether rank 0 serves the store. Otherwise, the test serves it.
+        machines: Names of the machines on which the ranks pretend to run.
+        serve: Whether rank 0 serves the store. Otherwise, the test does.
         with_store: Whether the watcher may use the store.
-        on_lost: Function that the watcher calls when a peer is lost.
-        options: Additional options of the watcher.
+        on_lost: Function to which the watcher passes the error when a rank is lost.
+        options: Other options of the watcher.
     """
     store = dist.TCPStore("127.0.0.1", port, rank.num_ranks, serve and rank.rank == 0)
     rank.join_group(store)
@@ -301,7 +301,7 @@ def watch(
 
 
 def blocked(rank: Rank, port: int, **options: Any) -> None:
-    """Blocks all ranks. With three ranks, rank 0 blocks in a collective without rank 2."""
+    """Blocks all ranks until the watcher ends them. Rank 0 of three ranks calls a collective."""
     if options.pop("without_pidfd", False):
         del os.pidfd_open
     stop = StopRequest() if options.pop("with_stop", False) else None
@@ -316,7 +316,7 @@ def blocked(rank: Rank, port: int, **options: Any) -> None:
 
 
 def broken(rank: Rank, port: int) -> None:
-    """Returns the error of a collective that fails on rank 0 because the test kills rank 1."""
+    """Returns the error of a collective on rank 0 that fails because the test kills rank 1."""
     watcher = watch(rank, port, grace_s=5.0)
     rank.mark(f"blocked {rank.rank}")
     if rank.rank == 1:
@@ -329,9 +329,9 @@ def broken(rank: Rank, port: int) -> None:
 
 
 def woken(rank: Rank, port: int, at_exit_s: int) -> None:
-    """Waits for messages in the main thread until it learns of a lost peer, and then exits.
+    """Waits for a message until a rank is lost, and then exits.
 
-    Before the exit, the main thread holds the GIL for ``at_exit_s`` seconds.
+    Before it exits, the main thread keeps the GIL for ``at_exit_s`` seconds.
     """
     queue = CompletionQueue()
     calls = []
@@ -346,13 +346,13 @@ def woken(rank: Rank, port: int, at_exit_s: int) -> None:
     seen += [str(watcher.verdict(0.0)), len(calls)]
     watcher.close()
     if at_exit_s:
-        # This call holds the GIL, so that no other Python thread can run.
+        # This call does not release the GIL, so no other Python thread can run.
         ctypes.PyDLL(None).sleep(at_exit_s)
     rank.exit_with(seen)
 
 
 def reporting(rank: Rank, port: int) -> None:
-    """Reports a failure on rank 1, which takes a long time to exit."""
+    """Reports a failure of rank 1, which then takes a long time to exit."""
     watcher = watch(rank, port)
     if rank.rank == 1:
         watcher.report("out of memory on device 0\nwith a second line")
@@ -363,7 +363,7 @@ def reporting(rank: Rank, port: int) -> None:
 
 
 def leaving(rank: Rank, port: int, *, serve: bool) -> list[Any]:
-    """Exits normally on all ranks, but rank 2 exits long after rank 1."""
+    """Leaves the job on all ranks without an error. Rank 2 leaves long after rank 1."""
     watcher = watch(rank, port, serve=serve)
     dist.barrier()
     if rank.rank == 2:
@@ -377,7 +377,7 @@ def leaving(rank: Rank, port: int, *, serve: bool) -> list[Any]:
 
 
 def closed(rank: Rank, port: int) -> None:
-    """Stops watching on rank 0 before the test kills rank 1."""
+    """Closes the watcher of rank 0 before the test kills rank 1, and returns its verdict."""
     watcher = watch(rank, port)
     dist.barrier()
     if rank.rank == 1:

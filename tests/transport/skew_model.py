@@ -1,17 +1,19 @@
 """Simulates GPUs that exchange messages over NCCL, in order to find deadlocks.
 
-Each rank has a host, which launches actions, and a device with queues of kernels. A kernel begins
-when it is first in its queue and in its stream. A collective ends when all members of its group
-have begun it. A message ends when both endpoints have begun it. Each iteration chooses one of the
-possible events at random, so a different seed gives a different skew between the ranks. The job is
-deadlocked if no event is possible before all actions have finished.
+Each rank has a host, which launches actions, and a device, which has queues of kernels. A kernel
+begins when it is the first in its queue and in its stream. A collective ends when all members of
+its group have begun it, and a message ends when both of its ends have begun it.
 
-::
+Each iteration chooses one of the possible events at random, so each seed gives different delays
+between the ranks. The job is deadlocked if no event is possible before all actions have finished.
 
-    THREADS   a message's send is posted when its computation is done, its receive when the send
-              was announced, each in its own stream; it has arrived when the data is there
-    STREAM    the send is posted at launch; the receive enters the compute stream when the host
-              polls, and counts as arrived
+There are two methods of receiving messages::
+
+    THREADS   A send is posted when the message has been computed, and a receive is posted when
+              the send was announced. Each runs in a separate stream. The message counts as
+              arrived when its data has arrived.
+    STREAM    A send is posted when the action is launched. When the host polls, the receive is
+              posted in the compute stream, and the message counts as arrived at once.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ COMPUTE = "computing"
 
 
 class Receiving(Enum):
-    """Methods by which ranks receive messages."""
+    """Method of receiving messages. The docstring of this module explains both methods."""
 
     THREADS = "threads"
     STREAM = "computing stream"
@@ -40,15 +42,15 @@ class Receiving(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Parallel sizes and behaviour of a job.
+    """Parallel sizes and behaviour of a simulated job.
 
     Attributes:
-        pp, tp, ep: Sizes of the parallel axes.
+        pp, tp, ep: Pipeline-, tensor- and expert-parallel size.
         microbatches: Number of microbatches in the only step.
-        follows_list: Whether ranks follow 1F1B. Otherwise, the first rank of each stage chooses an
-            action whose input has arrived on all ranks of the stage.
+        follows_list: Whether ranks follow the order of 1F1B. Otherwise, the first rank of each
+            stage chooses an action whose input has arrived on all ranks of the stage.
         receiving: Method of receiving messages.
-        one_queue: Whether messages use the same hardware queue as the compute stream.
+        one_queue: Whether messages share a hardware queue with the compute stream.
     """
 
     pp: int
@@ -62,15 +64,15 @@ class Shape:
 
 @dataclass(eq=False)
 class Kernel:
-    """A kernel that was posted to a device.
+    """Kernel in a queue of a device.
 
     Attributes:
         rank: Rank of the device.
         stream: Name of the kernel's stream.
-        partners: Key that is shared by kernels that end together, or ``None`` for a kernel that
-            ends by itself.
-        count: Number of kernels that end together with this kernel.
-        after: Kernel of another stream that must end before this kernel begins.
+        partners: Key of the kernels that end together with this kernel, or ``None`` if it ends by
+            itself.
+        count: Number of kernels that end together, including this kernel.
+        after: Kernel in another stream that must end before this kernel can begin.
     """
 
     rank: int
@@ -83,7 +85,7 @@ class Kernel:
 
 @dataclass(eq=False)
 class Message:
-    """Message in a channel. The message is the input of an action."""
+    """Message in a channel, which is the input of an action."""
 
     action: Action
     computed: Kernel
@@ -93,13 +95,13 @@ class Message:
 
 @dataclass(eq=False)
 class Device:
-    """State of one rank.
+    """State of the device and the host of one rank.
 
     Attributes:
-        queues: Kernels that have not begun yet, by hardware queue.
-        streams: Kernels that have not ended yet, by stream.
-        launched: Actions that were launched.
-        inputs: Actions whose input has arrived.
+        queues: Kernels that have not begun, by hardware queue.
+        streams: Kernels that have not ended, by stream.
+        launched: Actions that the host has launched.
+        inputs: Actions whose inputs have arrived.
     """
 
     queues: dict[str, list[Kernel]] = field(default_factory=dict)
@@ -109,11 +111,11 @@ class Device:
 
 
 class Job:
-    """Simulates a job during one step.
+    """Simulates one step of a job.
 
     Args:
         shape: Parallel sizes and behaviour of the job.
-        seed: Random seed of the skew.
+        seed: Seed of the random order of events.
     """
 
     def __init__(self, shape: Shape, seed: int) -> None:
@@ -140,12 +142,12 @@ class Job:
             step(*arguments)
 
     def _is_unfinished(self, device: Device) -> bool:
-        # A host that does not wait for its device launches all actions even in a deadlock. So also
-        # check for kernels that have not ended.
+        # The hosts do not wait for their devices, so all actions may be launched even in a
+        # deadlock. Therefore, also check for kernels that have not ended.
         return len(device.launched) < 2 * self.shape.microbatches or any(device.streams.values())
 
     def _steps(self) -> Iterator[tuple[int, Any, tuple[Any, ...]]]:
-        """Yields the events that are possible next, as ``(rank, function, arguments)``."""
+        """Yields the events that can happen next, as ``(rank, function, arguments)``."""
         for rank, device in enumerate(self.devices):
             stage = self._stage(rank)
             if rank == self._first(stage) and not self.shape.follows_list:
@@ -231,7 +233,7 @@ class Job:
                 self.devices[partner.rank].streams[partner.stream].pop(0)
 
     def _open(self, stage: int) -> list[Action]:
-        """Returns the actions that the first rank of ``stage`` may choose next."""
+        """Returns the actions among which the first rank of ``stage`` may choose now."""
         decided = set(self.decided[stage])
         members = range(self._first(stage), self._first(stage + 1))
         return [
@@ -262,5 +264,5 @@ def _orders(ranks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
 
 
 def standing_still(shape: Shape, seeds: int) -> int:
-    """Returns with how many of the first ``seeds`` seeds a job of the shape ``shape`` deadlocks."""
+    """Returns for how many of the seeds 0 to ``seeds`` - 1 a job of shape ``shape`` deadlocks."""
     return sum(Job(shape, seed).stands_still() for seed in range(seeds))

@@ -1,8 +1,8 @@
-"""Tests the GPU part of a native transport whose channel connects the memories of two devices.
+"""Tests native transports whose channel connects the memories of two GPUs.
 
-``csrc/tests/standin_cuda.cc`` replaces the driver, and treats host memory as device memory. The
-torch streams are those of ``test_staging.py``. ``tests/gpu/test_cuda_ipc.py`` contains the same
-tests for a real GPU.
+The library ``csrc/tests/standin_cuda.cc`` replaces the CUDA driver, and treats host memory as GPU
+memory. Streams are simulated as in ``test_staging.py``. ``tests/gpu/test_cuda_ipc.py`` runs the
+same tests on a real GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .ends import LIMIT_S, SLOTS, close_all, label, open_nodes, open_transports,
 from .test_connect import ROW, connect_all
 from .test_staging import Device, device
 
-__all__ = ["device"]  # The tests use this name as a fixture.
+__all__ = ["device"]  # The tests of this module use this fixture of another module.
 
 pytestmark = pytest.mark.skipif(extension.load() is None, reason=str(extension.why_missing()))
 
@@ -67,7 +67,7 @@ def test_every_type_comes_back(
 def test_order_is_kept_with_and_without_a_slot(
     pair: tuple[NativeTransport, NativeTransport],
 ) -> None:
-    """Checks that tensors keep their order if some are too large for a slot, empty, or strided."""
+    """Checks that tensors keep their order if some are empty, strided, or larger than a slot."""
     low, high = pair
     tensors = []
     for number in range(40):
@@ -120,7 +120,7 @@ def test_arrivals_of_a_listener_are_copied_out_of_a_full_channel(
 def test_a_job_is_told_which_way_its_tensors_go(
     device: Device, library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks the log lines about GPU memory. The ranks simulate that they have a GPU."""
+    """Checks the log line about tensors in GPU memory. The ranks pretend to have a GPU."""
     monkeypatch.setenv("STANDIN_CUDA_SAME_PROCESS", "1")
     monkeypatch.setenv("STANDIN_CUDA_ANY_MEMORY", "1")
     offered: list[Any] = []

@@ -1,4 +1,4 @@
-"""Tests that all ranks of a job choose the same transports. The ranks are threads."""
+"""Tests that all ranks of a job choose the same transports. The ranks run in threads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ needs_extension = pytest.mark.skipif(extension.load() is None, reason=str(extens
 
 
 class Gather:
-    """Exchanges values between ranks that run as threads."""
+    """Gathers values from ranks that run as threads."""
 
     def __init__(self, size: int) -> None:
         self._values: list[Any] = [None] * size
@@ -55,7 +55,7 @@ class Gather:
 
 
 class Wire:
-    """Replaces gloo. A sent tensor is added to the queue of the peer."""
+    """Replaces the gloo transport. Sending a tensor adds it to the receiver's queue."""
 
     name = "gloo"
 
@@ -101,12 +101,13 @@ class Wired(Connector):
 
 
 class Outcome:
-    """Results of connecting some ranks.
+    """Result of connecting several ranks.
 
     Attributes:
-        made: Transport of each rank, or the error that the rank raised.
-        log: Lines that were logged.
-        calls: Pairs of rank and kind, for each channel that uses process groups.
+        made: Transport of each rank, or the error that was raised on the rank.
+        log: Lines that the ranks have logged.
+        calls: Rank, name of the transport, and peers of each call that opens channels of gloo or
+            NCCL.
     """
 
     def __init__(self, size: int) -> None:
@@ -211,7 +212,7 @@ def test_without_the_extension_everything_is_gloo() -> None:
 
 @needs_extension
 def test_what_fails_after_all_is_replaced_on_all_ranks() -> None:
-    """Checks that gloo replaces channels of 64 times 4 GiB, which do not fit into memory."""
+    """Checks that all ranks use gloo if the shared memory for a channel cannot be allocated."""
     assert psutil.virtual_memory().total < 256 << 30
     outcome = connect_all(ROW, transport_slot_bytes=1 << 32, transport_slots=64)
     assert [made.name for made in outcome.made] == ["gloo"] * 3

@@ -1,7 +1,7 @@
-"""Tests that every transport fulfils the same contract between real processes.
+"""Tests that all transports give the same guarantees, between real processes.
 
-The ranks run the programs in ``contract.py``. This module lists differences between transports. For
-example, gloo does not limit the memory of messages that wait at the receiver.
+The ranks run the programs in ``contract.py``. This module lists which transports differ in some
+guarantees. For example, gloo does not limit the memory of messages that wait at the receiver.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .pool import Pool
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
 
 NATIVE: tuple[str, ...] = ("shm", "tcp")
-# Soft-RoCE needs a kernel module. tests/labs/rdma_lab boots a kernel with this module, and sets the
-# variable to rdma.
+# RDMA over Ethernet in software (Soft-RoCE) needs a kernel module. tests/labs/rdma_lab boots a
+# kernel that has this module, and sets the variable to rdma.
 if os.environ.get("TRANSPORT_CONTRACT"):
     NATIVE = tuple(os.environ["TRANSPORT_CONTRACT"].split(","))
 ALL = (*NATIVE, *OVER_TORCH)
@@ -46,7 +46,7 @@ OWN_PROGRAMS = (
     "arrivals",
     "refused",
 )
-"""Programs that the transport of a user must pass too. The example represents this transport."""
+"""Programs that transports of users must pass too. The tests run them with an example."""
 
 all_kinds = pytest.mark.parametrize("kind", ALL)
 natively = pytest.mark.parametrize("kind", NATIVE)
@@ -56,7 +56,7 @@ PROGRAMS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
     ("exchange", NATIVE, {"crc": True}),
     ("wrap_around", ALL, {}),
     ("far_ahead", ALL, {"count": 400, "nbytes": 4096}),
-    # Here, rank 0 sends 40 MiB while the receiver takes no messages. The channel can hold 256 KiB.
+    # Rank 0 sends 40 MiB while the receiver takes no messages. The channel can hold 256 KiB.
     ("far_ahead", NATIVE, {"count": 640, "nbytes": 1 << 16, "is_bounded": True}),
     ("all_to_all", ALL, {"num_ranks": 4}),
     ("hold", ALL, {}),
@@ -73,7 +73,7 @@ PROGRAMS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
     ("arrivals", ALL, {}),
     ("refused", ALL, {}),
 )
-"""Programs of the contract, the transports that run them, and their arguments."""
+"""Programs of the contract, with the transports that they test and with their arguments."""
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +132,7 @@ def test_killed_peer_is_named(start: Callable[..., Pool], kind: str, doing: str)
 def test_a_stopped_peer_goes_on_within_the_limit_and_is_lost_beyond_it(
     start: Callable[..., Pool], kind: str
 ) -> None:
-    """Checks that a peer may be suspended briefly, and counts as lost after a longer time."""
+    """Checks that a rank may be suspended for a short time, but is lost after a longer time."""
     limit_s = 3.0
     ranks = start("contract.meet_stopped", 2, kind=kind, limit_s=limit_s)
     ranks.await_mark("ready")
@@ -162,7 +162,7 @@ def test_new_job_starts_while_ranks_of_the_old_one_live(
     for rank in range(2):
         victims.await_mark(f"open-{rank}")
     victims.signal(1)
-    # Rank 0 of the old job must still be listening.
+    # Rank 0 of the old job is still alive, and must not disturb the new job.
     pool.run("contract.ping_pong", 2, kind=kind, rounds=20, value=2.0)
 
 

@@ -1,6 +1,6 @@
-"""Tests channels of gloo for payloads of a single shape, between real processes.
+"""Tests channels of gloo for tensors of a single shape, between real processes.
 
-``test_contract.py`` tests gloo with messages of varying shapes.
+``test_contract.py`` tests gloo with messages of different shapes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def test_sending_does_not_wait_for_the_peers_work(pool: Pool) -> None:
 
 
 def test_what_a_channel_does_not_carry_is_refused_by_the_sender(pool: Pool) -> None:
-    """Checks that the channel still works after the sender has rejected a message."""
+    """Checks that a message of another shape is rejected, and that the channel still works."""
     pool.run("programs.refused", 2)
 
 
@@ -38,7 +38,7 @@ def test_what_a_channel_does_not_carry_is_refused_by_the_sender(pool: Pool) -> N
 def test_foreign_header_ends_the_channel(
     start: Start, header: list[int], shape: tuple[int, ...] | None
 ) -> None:
-    """Checks the errors about headers that are invalid or have unexpected sequence numbers."""
+    """Checks that headers that are invalid or have a wrong sequence number raise an error."""
     kind, text = start("programs.foreign", 2, header=header, shape=shape).result(1)
     assert kind == "TransportError"
     assert "rank 0" in text
@@ -46,7 +46,7 @@ def test_foreign_header_ends_the_channel(
 
 @pytest.mark.parametrize("shape", [(3, 2), (4, 4)])
 def test_ranks_that_disagree_about_the_shape_are_told(start: Start, shape: tuple[int, ...]) -> None:
-    """Checks that a payload of an unexpected shape raises an error on the receiver."""
+    """Checks that a tensor of an unexpected shape raises an error on the receiver."""
     kind, text = start("programs.disagree", 2, shape=shape).result(1)
     assert kind == "TransportError"
     assert "(2, 3)" in text
@@ -54,7 +54,7 @@ def test_ranks_that_disagree_about_the_shape_are_told(start: Start, shape: tuple
 
 
 def test_flush_has_a_deadline(start: Start) -> None:
-    """Checks that a flush times out if the peer is suspended with an open connection."""
+    """Checks that a flush times out if the receiver is suspended while it stays connected."""
     job = start("programs.stuck", 2)
     job.await_mark("ready")
     job.signal(1, signal.SIGSTOP)

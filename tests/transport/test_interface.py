@@ -1,4 +1,4 @@
-"""Tests the message headers and the completion queue that all transports share."""
+"""Tests the message header and the queue of received messages, which all transports share."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_foreign_words_are_refused(word: int, value: int) -> None:
 
 
 def test_a_failed_channel_is_told_in_its_turn() -> None:
-    """Checks that wait() and poll() return earlier arrivals before they raise the failure."""
+    """Checks that messages that arrived before a failure are returned before it is raised."""
     queue = CompletionQueue()
     for _ in range(2):
         queue.put(arrival(0))
@@ -72,7 +72,7 @@ def test_a_failed_channel_is_told_in_its_turn() -> None:
 
 
 def test_a_wait_that_is_almost_over_returns() -> None:
-    """Checks that short waits end. Before Python 3.13, short waits of ``SimpleQueue`` may hang."""
+    """Checks that very short waits end. Before Python 3.13, those of ``SimpleQueue`` may hang."""
     completions = CompletionQueue()
 
     def wait_often() -> None:

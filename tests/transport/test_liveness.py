@@ -1,4 +1,4 @@
-"""Tests that all ranks stop and report a rank that was killed, but continue if a rank leaves."""
+"""Tests that ranks exit with an error if another rank is killed, but not if it leaves the job."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ LIMIT_S = 30.0  # All ranks must exit within this number of seconds.
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Yields the port of a store that outlives all ranks, like the store of torchrun."""
+    """Yields the port of a store that outlives all ranks, as the store of torchrun does."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     yield store.port
     del store
 
 
 def check_line(text: str, dead: int, pid: int, survivor: int, reason: str, host: str = "") -> None:
-    """Checks that ``text`` has exactly one error line of rank ``survivor`` about rank ``dead``.
+    """Checks that ``text`` has one error line, in which rank ``survivor`` reports rank ``dead``.
 
-    The line must contain ``pid``, the process ID of the lost rank, and the ``reason``. The lost
-    rank was on the host ``host``, or on this host if it is empty.
+    The line must contain the ``reason``, and the process ID ``pid`` and the ``host`` of the lost
+    rank. If ``host`` is empty, this is the host of the test.
     """
     lines = [line for line in text.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, text
@@ -61,18 +61,19 @@ APART = {"machines": ["east", "west"]}
 KILLS: dict[str, tuple[int, int, dict[str, Any], str, str]] = {
     "first-rank": (3, 0, {}, ENDED, ""),
     "middle-rank": (3, 1, {}, ENDED, ""),
-    # The kernel has no pidfd_open in the first case. The watchers have no store in the second case.
+    # The kernel of the first of these cases lacks pidfd_open. The watchers of the second case do
+    # not use a store.
     "no-pidfd": (2, 1, {"without_pidfd": True}, ENDED, ""),
     "no-store": (2, 1, {"with_store": False}, ENDED, ""),
-    # Rank 0 notices that rank 1 has exited on its machine. Rank 2, on another machine, reads the
-    # notice.
+    # Rank 0 runs on the same machine as rank 1, and notices that it has exited. Rank 2 runs on
+    # another machine, and learns this from rank 0 through the store.
     "elsewhere": (3, 1, {"machines": ["east", "east", "west"]}, ENDED, "east"),
-    # No rank is left on this machine to write a notice.
+    # No other rank runs on the machine of the killed rank, so nobody reports its exit.
     "silent": (2, 1, {**APART, "silent_s": 4.0}, "cannot be reached, nothing was heard", "west"),
-    # The process of rank 0 has served the store.
+    # Rank 0 also serves the store, so the store is lost too.
     "no-answer": (2, 0, {**APART, "serve": True}, "cannot be reached, the job's store", "east"),
 }
-"""Number of ranks, killed rank, options of the watchers, expected message, and expected host."""
+"""Number of ranks, killed rank, watcher options, expected reason and expected host of each case."""
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_killed_rank_ends_all_that_are_blocked(
 
 
 def test_asking_to_stop_does_not_keep_a_bereaved_rank_alive(start: Start, port: int) -> None:
-    """Checks that a rank exits although its handler only records the SIGTERM of the launcher."""
+    """Checks that a rank exits although its handler for the launcher's SIGTERM only sets a flag."""
     job = start("programs.blocked", 3, port=port, with_stop=True)
     for rank in range(3):
         job.await_mark(f"blocked {rank}")
@@ -120,7 +121,7 @@ def test_main_thread_that_can_act_is_told_once(start: Start, port: int) -> None:
 
 
 def test_broken_collective_is_explained(start: Start, port: int) -> None:
-    """Checks that the main thread waits until the watcher has identified the lost rank."""
+    """Checks that the failure of a collective is explained by the loss of a rank."""
     job = start("programs.broken", 2, port=port)
     kill_when_all_are_blocked(job, 1, 2)
     assert job.status(0, LIMIT_S) == 0, job.text(0)
@@ -131,7 +132,7 @@ def test_broken_collective_is_explained(start: Start, port: int) -> None:
 
 
 def test_main_thread_that_hangs_on_its_way_out_is_ended(start: Start, port: int) -> None:
-    """Checks that a main thread that hangs after a call of ``close`` is stopped."""
+    """Checks that a rank is ended if its main thread hangs after it has closed the watcher."""
     job = start("programs.woken", 2, port=port, at_exit_s=50)
     kill_when_all_are_blocked(job, 1, 2)
     assert job.status(0, LIMIT_S) == 1, job.text(0)
@@ -151,7 +152,7 @@ def test_first_reason_that_is_reported_reaches_all(start: Start, port: int) -> N
 
 @pytest.mark.parametrize("serve", [False, True], ids=["store-elsewhere", "store-in-rank-0"])
 def test_rank_that_leaves_ends_nobody(start: Start, port: int, serve: bool) -> None:
-    """Checks that rank 0 stays until all ranks have left, because it may serve the store."""
+    """Checks that rank 0, which may serve the store, stays until all ranks have left the job."""
     job = start("programs.leaving", 3, port=free_port() if serve else port, serve=serve)
     assert job.status(1) == 0, job.text(1)
     job.mark("one-is-gone")
@@ -201,7 +202,7 @@ else:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "leave"])
 def test_under_torchrun_every_survivor_tells(tmp_path: Path, how: str) -> None:
-    """Checks the error lines of all survivors, although torchrun sends SIGTERM immediately."""
+    """Checks that all remaining ranks print an error line before torchrun ends them."""
     script = tmp_path / "watched.py"
     script.write_text(UNDER_TORCHRUN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
@@ -217,7 +218,7 @@ def test_under_torchrun_every_survivor_tells(tmp_path: Path, how: str) -> None:
         text, _ = process.communicate(timeout=60)
     finally:
         if process.poll() is None:
-            process.terminate()  # torchrun then terminates its ranks.
+            process.terminate()  # torchrun then terminates all ranks.
             process.wait(40)
     survivors = re.findall(
         r"^error: rank 1 .* ended unexpectedly; this is rank (\d)", text, re.MULTILINE

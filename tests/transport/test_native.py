@@ -1,4 +1,4 @@
-"""Tests the extension's queue and channels. Both endpoints are in one process."""
+"""Tests the queue and the channels of the C++ extension, with both ends in one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Ends = tuple[NativeTransport, NativeTransport]
 
 @pytest.fixture(params=[True, False], ids=["exchange", "capsules"])
 def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
-    """Yields a channel whose tensors are created with torch's function table or DLPack capsules."""
+    """Yields a channel. Its tensors are created with torch's function table or DLPack capsules."""
     made = open_transports()
     module = extension.require("a test")
     if not request.param:
@@ -54,7 +54,7 @@ def test_every_type_comes_back(ends: Ends, dtype: torch.dtype) -> None:
 
 
 def test_other_items_keep_their_place(ends: Ends) -> None:
-    """Checks that notices, errors and other transports' arrivals keep their order in the queue."""
+    """Checks that notices, errors and other transports' messages keep their order in the queue."""
     low, high = ends
     queue = high.completions
     notice = Notice(LABEL, 3)
@@ -74,7 +74,7 @@ def test_other_items_keep_their_place(ends: Ends) -> None:
 
 
 def test_a_full_channel_is_copied_out_of(ends: Ends) -> None:
-    """Checks that payloads are copied if all but four slots are in use by views."""
+    """Checks that received tensors are copied if all but four slots are in use by other tensors."""
     low, high = ends
     node = low._node
     held = []
@@ -94,7 +94,7 @@ def test_a_full_channel_is_copied_out_of(ends: Ends) -> None:
 
 
 def test_a_listener_leaves_room_too(ends: Ends) -> None:
-    """Checks that slots do not run out while a listener's arrivals are not taken."""
+    """Checks that slots do not run out if a listener is set and no messages are taken."""
     low, high = ends
     heard = threading.Semaphore(0)
     high.completions.listen(lambda item: heard.release())
@@ -116,7 +116,8 @@ def test_what_was_reserved_is_sent_once(ends: Ends) -> None:
     tensor.view(torch.uint8).fill_(3)
     low.send(1, LABEL, tensor)
     assert take(high).take().view(torch.uint8).unique().tolist() == [3]
-    low.send(1, LABEL, tensor)  # The channel must not treat the tensor as reserved any more.
+    # The tensor has been sent, so the channel must not treat it as reserved again.
+    low.send(1, LABEL, tensor)
     assert take(high).take().shape == (5, 7)
 
 
@@ -137,8 +138,8 @@ def test_ranks_that_all_close_do_not_wait_for_each_other(kind: str) -> None:
         for _ in range(4 * SLOTS):
             transport.send(1 - index, LABEL, torch.zeros(1000))
     raised = close_all(pair)
-    # The rank that closes last may have no peer to send to, but no rank may wait until the
-    # deadline.
+    # The rank that closes last may get an error because its peer is gone. However, no rank may wait
+    # until the deadline.
     assert not any(isinstance(error, DeadlineError) for error in raised)
     assert len(raised) < 2
 
@@ -161,16 +162,17 @@ def test_closing_twice_is_closing_once() -> None:
 
 
 def threads_of_messages(begin: Callable[[], None], number: int) -> tuple[set[str], set[str]]:
-    """Starts a communication, and returns its threads and those that the machine counters know.
+    """Starts threads, and returns those that exist and those that the machine counters know.
 
     Args:
-        begin: Function without arguments that starts the communication.
-        number: Minimum number of threads that the communication starts.
+        begin: Function that opens channels, which start threads.
+        number: Minimum number of threads to wait for.
     """
     before = set(os.listdir("/proc/self/task"))
     begin()
     end_s = time.monotonic() + LIMIT_S
-    while True:  # A new thread has a default name until it sets its name.
+    # A new thread has a default name at first, so the counters may not know it immediately.
+    while True:
         begun = set(os.listdir("/proc/self/task")) - before
         counters = MachineCounters()
         counters.close()

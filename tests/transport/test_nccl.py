@@ -1,7 +1,7 @@
 """Tests the threads of the NCCL transport between real processes, without a GPU.
 
-Gloo pairs replace NCCL pairs. GPU streams are replaced by host streams whose work finishes when a
-test allows it. ``test_contract.py`` runs the contract with this transport too.
+In the channels, gloo replaces NCCL. Host streams replace GPU streams, and their work finishes when
+a test allows it. ``test_contract.py`` also tests this transport.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
 
 
 def test_a_channel_holds_what_is_under_way(pool: Pool) -> None:
-    """Checks that finished sends are freed, so that memory does not grow with their number."""
+    """Checks that tensors are freed after they were sent, so that memory use is limited."""
     excess, _ = pool.run("programs.many_sends", 2, count=3000, ahead=25)
     assert len(excess) >= 15
     assert max(excess) <= 2
 
 
 def test_a_message_leaves_when_it_is_computed(pool: Pool) -> None:
-    """Checks that a message is not announced early, which would occupy the receiver's GPU."""
+    """Checks that messages are not announced too early, which would occupy the receiver's GPU."""
     sender, receiver = pool.run("programs.late_computation", 2)
     assert sender == ["receive-from-1", "send-to-1"]
     assert receiver == ["receive-from-0", "send-to-0"]
 
 
 def test_an_arrival_is_announced_when_its_data_is_there(pool: Pool) -> None:
-    """Checks that arrivals wait for data, and that their memory is kept for the compute stream."""
+    """Checks that a message is delivered with its data, and is kept for the stream that uses it."""
     assert pool.run("programs.late_data", 2) == [[], ["MainThread"]]
 
 
@@ -49,7 +49,7 @@ def test_who_takes_nothing_holds_up_nobody_else(pool: Pool) -> None:
 
 
 def test_a_rank_opens_its_own_channels_alone(pool: Pool) -> None:
-    """Checks that a rank takes no part in opening the channels of other ranks."""
+    """Checks that a rank is not involved in opening the channels of other ranks."""
     assert pool.run("programs.row", 4) == [2, 4, 4, 2]
 
 
@@ -61,7 +61,7 @@ def test_a_channel_that_cannot_be_opened_is_an_error_on_all_ranks(pool: Pool) ->
 
 
 class Cuda:
-    """Replaces ``torch.cuda``. Records calls together with the stream of the calling thread."""
+    """Replaces functions of ``torch.cuda``, and records their calls with the current stream."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
@@ -102,7 +102,7 @@ def in_thread(body: Callable[[], None]) -> None:
 
 
 def test_a_thread_makes_its_gpu_current_before_its_stream(cuda: Cuda) -> None:
-    """Checks that a thread selects its GPU first, because CUDA would otherwise use GPU 0."""
+    """Checks that a thread selects its GPU first. Otherwise, its stream would be on GPU 0."""
     streams = CudaStreams(torch.device("cuda", 3))
 
     def body() -> None:
@@ -129,11 +129,11 @@ def test_a_finished_tensor_is_kept_for_the_stream_that_uses_it(
 
 @pytest.mark.parametrize("schedule", ["1f1b", "adaptive"])
 def test_a_late_tensor_parallel_rank_holds_up_nobody_for_ever(pool: Pool, schedule: str) -> None:
-    """Checks that ranks do not deadlock if one tensor-parallel rank is late."""
+    """Checks that ranks do not deadlock if one of the tensor-parallel ranks is late."""
     first, late, *others = pool.run(
         "late_rank.train", 4, schedule=schedule, steps=6, microbatches=6, seed=1
     )
-    # Each of the two backward passes doubles the number of a microbatch, which fills three
-    # elements.
+    # The gradient of a microbatch has three elements, which start as the number of the microbatch.
+    # The all-reduce in each of the two backward passes doubles them.
     assert first == late == [[3.0 * 2 * 2 * number for number in range(6)]] * 6
     assert others == [[[]] * 6] * 2

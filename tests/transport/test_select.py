@@ -1,4 +1,4 @@
-"""Tests that both ranks of a pair choose the same transport, and log a readable reason."""
+"""Tests that both ranks of a channel choose the same transport, and log a readable reason."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOT_BUILT = dict.fromkeys(("shm", "rdma", "tcp"), "the extension is not built") 
 
 
 def end(rank: int, **changes: Any) -> Endpoint:
-    """Returns an endpoint of ``rank``. By default, its machine has RDMA but no GPU."""
+    """Returns a description of ``rank``. Unless changed, its machine has RDMA but no GPU."""
     machine = changes.pop("machine", "a")
     facts: dict[str, Any] = {
         "host": f"host-{machine}",
@@ -146,10 +146,10 @@ def test_the_log_names_every_pair_once() -> None:
         (None, None, MIB, 8),
         (3 * MIB, 6, 3 * MIB, 10),
         (3 * MIB, 1000, 3 * MIB, 64),
-        (10, 2, 4096, 6),  # Slots are at least as large as a memory page.
+        (10, 2, 4096, 6),  # A slot is at least as large as a memory page.
         (0, 1, 4096, 5),
-        (32 * MIB, 20, 32 * MIB, 8),  # All slots together take 256 MiB.
-        (200 * MIB, 20, 64 * MIB, 4),  # Each message of this size is sent in several pieces.
+        (32 * MIB, 20, 32 * MIB, 8),  # All slots of a channel together take at most 256 MiB.
+        (200 * MIB, 20, 64 * MIB, 4),  # Messages of this size are sent in several pieces.
     ],
 )
 def test_a_channel_has_a_slot_for_each_microbatch_in_flight(
@@ -162,13 +162,13 @@ def test_a_channel_has_a_slot_for_each_microbatch_in_flight(
 def test_the_user_may_size_channels() -> None:
     size = size_of_channel(MIB, 6, slot_bytes=5000, slots=3)
     assert (size.slot_bytes, size.slots) == (5000, 3)
-    # A slot must not be reserved if it may be the last free slot.
+    # The last free slots must not be reserved, because they are needed for the next message.
     assert (size.reservable, size.least_free) == (0, 2)
 
 
 @pytest.mark.parametrize("slots", range(1, 65))
 def test_there_is_always_a_slot_for_the_next_message(slots: int) -> None:
-    """Checks that two slots stay free for messages in flight if all others are held or reserved."""
+    """Checks that two slots remain free for messages if all other slots are held or reserved."""
     size = size_of_channel(MIB, 1, slots=slots)
     held = max(0, slots - size.least_free)
     assert held + size.reservable <= max(0, slots - 2)
@@ -179,7 +179,7 @@ def test_there_is_always_a_slot_for_the_next_message(slots: int) -> None:
     [(2, False, 1), (8, False, 2), (8, True, 2), (9, True, 3), (64, True, 2)],
 )
 def test_channels_of_a_row_open_side_by_side(size: int, ring: bool, rounds: int) -> None:
-    """Checks that disjoint pairs of ranks open their channels at the same time."""
+    """Checks that channels between different ranks are opened at the same time."""
     pairs = [(rank, rank + 1) for rank in range(size - 1)] + [(0, size - 1)] * ring
     order = rounds_of(set(pairs))
     assert sorted(order) == sorted(pairs)
@@ -198,9 +198,9 @@ def test_channels_of_any_ranks_open_in_a_bounded_number_of_rounds() -> None:
 
 
 def last_round(order: list[tuple[int, int]]) -> int:
-    """Returns the number of rounds to open all channels if a rank opens one channel per round.
+    """Returns the number of rounds that are needed to open all channels.
 
-    Each rank opens its channels in the order of ``order``.
+    Each rank opens its channels in the order ``order``, and one channel per round.
     """
     done = dict.fromkeys(itertools.chain(*order), 0)
     for low, high in order:
@@ -213,6 +213,6 @@ def test_ranks_on_processors_of_their_own_do_not_share_them() -> None:
     assert not bound[0].shares_cpus(bound[1])
     assert bound[0].shares_cpus(bound[0])
     assert bound[0].shares_cpus(bound[2])
-    # The CPUs of this rank are unknown, so they may be shared.
+    # The processors of this rank are unknown, so it may share them with other ranks.
     assert bound[0].shares_cpus(bound[3])
     assert not bound[0].shares_cpus(end(4, machine="b", cpus=(0,)))

@@ -1,6 +1,6 @@
-"""Tests that a job that uses NCCL does not deadlock, however late its ranks are.
+"""Tests that jobs that use NCCL do not deadlock, however much the ranks are delayed.
 
-See ``skew_model.py``.
+The jobs are simulated with ``skew_model.py``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def test_no_other_shape_stands_still(shape: Shape) -> None:
 
 
 def test_a_receive_in_the_computing_stream_stands_still() -> None:
-    """Checks that tensor-parallel ranks deadlock if they poll headers at different times."""
+    """Checks that ranks deadlock if they receive in the compute stream at different times."""
     alone = Shape(pp=2, tp=1, ep=1, receiving=Receiving.STREAM)
     assert standing_still(alone, 100) == 0
     pair = Shape(pp=2, tp=2, ep=1, receiving=Receiving.STREAM)
@@ -34,5 +34,5 @@ def test_a_receive_in_the_computing_stream_stands_still() -> None:
 
 
 def test_messages_need_a_queue_of_the_hardware_apart_from_the_computing_stream() -> None:
-    """Checks that messages deadlock behind a waiting collective without stream priorities."""
+    """Checks that messages deadlock if they share a hardware queue with waiting collectives."""
     assert standing_still(Shape(pp=3, tp=2, ep=2, one_queue=True), 100) > 0

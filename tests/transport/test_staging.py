@@ -1,7 +1,7 @@
 """Tests which streams wait when tensors are copied between a simulated GPU and the host.
 
-The tests copy real tensors, but objects that record calls replace streams and events.
-``tests/gpu/test_transport.py`` contains the same tests for a real GPU.
+The tests copy real tensors. Streams and events are replaced by objects that record calls.
+``tests/gpu/test_transport.py`` runs the same tests on a real GPU.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Device:
     """Replaces the streams, events and memory functions of ``torch.cuda``.
 
     Attributes:
-        said: Calls on streams and events, in their order.
-        copied: Event that completes the events of all streams when it is set.
-        registered: Address and size of memory that was pinned in place.
-        locks: Whether memory can be pinned in place.
-        pinned: Shapes of the tensors that were created in pinned memory.
+        said: Descriptions of all calls of streams and events, in order.
+        copied: Event to set when all copies are complete.
+        registered: Address and size of each memory region that is pinned in place.
+        locks: Whether the device is able to pin memory in place.
+        pinned: Shape of each tensor that was created in pinned memory.
     """
 
     def __init__(self) -> None:
@@ -155,19 +155,21 @@ def test_a_slot_goes_back_when_its_copy_is_there(ends: Ends, device: Device) -> 
     arrival = take(high)
     device.copied.clear()
     received = arrival.take()
-    low.send(1, label(1), torch.ones(10))  # The worker queues this message.
+    # The worker thread queues this message until the copy is complete.
+    low.send(1, label(1), torch.ones(10))
     device.copied.set()
     low.flush(LIMIT_S)
     high.flush(LIMIT_S)
     second = take(high)
-    # Only the slot of this message is in use, although ``received`` still exists.
+    # Only this message uses a slot. The slot of ``received`` is free, because its content was
+    # copied.
     assert second._native.free_slots == 7
     assert received.sum() == 10.0
     assert node.pending(1) == 0
 
 
 def test_order_is_kept_with_and_without_a_slot(ends: Ends) -> None:
-    """Checks that tensors keep their order, also if they are reserved, large or strided."""
+    """Checks that messages keep their order if some tensors are strided or larger than a slot."""
     low, high = ends
     tensors = []
     for number in range(40):
@@ -199,7 +201,7 @@ def test_slots_are_pinned_where_a_channel_tells_them(device: Device) -> None:
 
 
 def test_what_is_not_pinned_is_no_target_of_a_copy(device: Device) -> None:
-    """Checks that the executor does not wait for the computation if memory is not pinned."""
+    """Checks that tensors are copied through pinned memory if slots cannot be pinned."""
     device.locks = False
     low, high = made = open_transports(staged=True, reservable=2)
     low.send(1, label(0), torch.arange(5.0))
@@ -217,7 +219,7 @@ def test_a_pinned_slot_is_the_target_of_a_copy(ends: Ends, device: Device) -> No
 
 
 def test_workers_make_the_gpu_current(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that workers select their GPU, because they would otherwise use memory of GPU 0."""
+    """Checks that the worker threads select their GPU. Otherwise, they would use GPU 0."""
     current: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda gpu: current.append((threading.current_thread().name, gpu))
@@ -230,7 +232,7 @@ def test_workers_make_the_gpu_current(device: Device, monkeypatch: pytest.Monkey
 def test_the_thread_that_hands_arrivals_on_makes_the_gpu_current(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that the thread selects its GPU, because it may copy payloads from GPU slots."""
+    """Checks that the thread that passes on arrivals selects its GPU before it copies payloads."""
     current: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda gpu: current.append((threading.current_thread().name, gpu))
@@ -247,7 +249,7 @@ def test_the_thread_that_hands_arrivals_on_makes_the_gpu_current(
 
 
 def test_a_refusal_to_pin_is_no_error(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that an error is cleared, because the next kernel would otherwise report it."""
+    """Checks that an error of pinning is cleared. Otherwise, the next kernel would report it."""
     kernels = []
 
     def launch(*sizes: int, device: torch.device) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Tests the simulated channels, which provide inputs in order and discard sent messages."""
+"""Tests simulated channels, which deliver inputs in a given order and drop sent messages."""
 
 from __future__ import annotations
 

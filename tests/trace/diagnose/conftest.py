@@ -1,4 +1,4 @@
-"""Provides the diagnosis of synthetic runs, which may have faults."""
+"""Provides a fixture that diagnoses synthetic runs, with or without faults."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ NOISE: dict[str, Any] = {
 
 @pytest.fixture
 def say(tmp_path: Path) -> Say:
-    """Returns a function that generates a noisy run with ``faults`` and diagnoses it."""
+    """Returns a function that generates a noisy run with ``faults``, and returns its diagnosis."""
 
     def make(*faults: Fault, iterations: int = 16, **options: Any) -> Diagnosis:
         run = SyntheticRun(faults=faults, **{**NOISE, "iterations": iterations, **options})

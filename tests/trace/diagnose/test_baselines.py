@@ -1,4 +1,4 @@
-"""Tests the expected computing times of ranks, and the weight of each kind of evidence."""
+"""Tests the expected compute times of ranks, and how much each kind of evidence counts."""
 
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,9 @@ def fitted(folder: Path, **options: Any) -> RankBaselines:
 
 
 def drawn(seed: int, ranks: int = 4, count: int = 20) -> RankBaselines:
-    """Returns baselines of ``ranks`` random ranks that differ only by noise.
+    """Returns the baselines of ``ranks`` random ranks that differ only by noise.
 
-    The series have ``count`` iterations.
+    Each rank has measurements of ``count`` iterations.
     """
     rng = np.random.default_rng(seed)
     levels, noise = rng.normal(0, ALIKE, ranks), rng.normal(0, 0.03, (count, ranks))

@@ -1,4 +1,4 @@
-"""Tests the lookup of causes by name, and causes that users define."""
+"""Tests that causes are found by name, and that users can define causes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Damaged(Cause):
 
 @pytest.fixture
 def diagnose(tmp_path: Path) -> Diagnose:
-    """Returns a function that runs ``trace diagnose`` with a user's module on PYTHONPATH."""
+    """Returns a function that runs ``trace diagnose`` with a user's module of causes installed."""
     folder = tmp_path / "packages"
     folder.mkdir()
     (folder / "my_causes.py").write_text(OWN)

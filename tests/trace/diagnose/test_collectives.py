@@ -1,4 +1,4 @@
-"""Tests for findings about collectives: late members of groups, and congested groups."""
+"""Tests findings about collectives, such as late members of groups and congested groups."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from tests.support.synthetic_trace import SyntheticRun, write_synthetic
 
 
 def diagnosed(folder: Path, kind: str, groups: list[tuple[int, ...]], times_ms: Times) -> Diagnosis:
-    """Returns the diagnosis of a synthetic run with eight ranks and collectives of kind ``kind``.
+    """Returns the diagnosis of a synthetic run of eight ranks with collectives of kind ``kind``.
 
-    ``times_ms`` returns how late a rank starts a collective, and how long the transfer takes.
+    ``groups`` contains the ranks of each group. ``times_ms`` takes an iteration and a rank, and
+    returns how late the rank starts a collective and how long its transfer takes.
     """
     write_synthetic(folder, SyntheticRun(num_ranks=4, replicas=2, iterations=16, rank_sigma=0.005))
     add_collectives(folder, kind, groups, times_ms)
@@ -93,7 +94,7 @@ def test_waits_and_transfers_add_up(tmp_path: Path) -> None:
     assert figures.last_ms == pytest.approx(0.4 * NUMBER, rel=0.15)
     assert figures.wait_ms + figures.transfer_ms == pytest.approx(whole_ns / 2 / 1e6)
     (tmp_path / "trace_rank_00001.jsonl").unlink()
-    # The trace of one member was removed, so the group is ignored.
+    # The trace of one member was removed, so the collectives of its group cannot be analyzed.
     assert join_collectives(read_run(tmp_path), [3]) == []
 
 

@@ -1,4 +1,4 @@
-"""Checks that the inverse of a covariance is exact, and needs no matrix of all pairs of ranks."""
+"""Checks that the inverse of a covariance is exact, and is computed without a dense matrix."""
 
 import tracemalloc
 
@@ -61,5 +61,5 @@ def test_memory_does_not_grow_with_the_square_of_the_ranks() -> None:
     tracemalloc.stop()
     assert np.isfinite(product).all()
     assert (inverse.diagonal > 0).all()
-    # A matrix of all pairs of ranks would take 3.2 GB of memory.
+    # A dense matrix with an entry for each pair of ranks would take 3.2 GB of memory.
     assert peak_bytes < 20 * ranks * (stages + 1) * 8

@@ -1,4 +1,4 @@
-"""Checks that a run's fault is found, and that a run without a fault has no finding."""
+"""Checks that the diagnosis finds the fault of a run, and finds nothing without a fault."""
 
 import json
 from collections.abc import Callable
@@ -21,7 +21,7 @@ Say = Callable[..., Diagnosis]
 
 @pytest.mark.parametrize(("replicas", "factor"), [(1, 1.3), (2, 1.3), (2, 2.0)])
 def test_a_slow_rank_is_named(say: Say, replicas: int, factor: float) -> None:
-    rank = 2 * replicas  # The third stage consists of the ranks from this rank on.
+    rank = 2 * replicas  # This is the first rank of the third stage.
     said = say(Fault(kind="slow-rank", rank=rank, factor=factor), replicas=replicas)
     (finding,) = said.findings
     assert (finding.cause, finding.ranks, finding.stages) == ("slow rank", (rank,), (2,))
@@ -29,7 +29,8 @@ def test_a_slow_rank_is_named(say: Say, replicas: int, factor: float) -> None:
     assert finding.against == ("plan" if replicas == 1 else "peers")
     assert str(finding.period) == "in all iterations"
     assert finding.confidence > 0.95
-    # Subtracting the cost of the fault must give the step time of the same run without the fault.
+    # The step time minus the cost of the fault must be the step time of the same run without the
+    # fault.
     without_ms = say(replicas=replicas).step_ms
     assert said.step_ms - finding.cost_ms == pytest.approx(without_ms, rel=0.05)
     assert finding.counts == {"iterations": 15, "actions": 15 * 8 * 2}
@@ -51,7 +52,7 @@ def test_it_says_when_a_rank_became_slow(say: Say, when: dict[str, int], text: s
 def test_a_brief_slowdown_without_a_reason_must_be_large(
     say: Say, forward_s: float, factor: float, is_named: bool
 ) -> None:
-    """Checks that a slowdown that also occurs on machines without a fault is not reported."""
+    """Checks that a slowdown is not reported if it is as small as those of faultless machines."""
     times = dict.fromkeys(("forward_s", "backward_s", "weight_s"), forward_s)
     fault = Fault(kind="slow-rank", rank=0, factor=factor, first=10)
     findings = say(fault, iterations=20, **times, data_s=0).findings
@@ -69,16 +70,16 @@ def test_a_slow_stage_without_a_plan_is_not_blamed_on_its_rank(tmp_path: Path) -
 
 
 def say_experts(folder: Path, heavy: int, stood_ms: tuple[int, int]) -> list[Finding]:
-    """Returns findings about experts in a run with two replicas and one expert layer per stage.
+    """Returns the findings about experts in a run with two replicas and one expert layer per stage.
 
-    Both replicas share the experts of a stage. The last stage is the slowest.
+    The two replicas of a stage share its experts. The last stage is the slowest.
 
     Args:
         folder: Folder for the traces.
         heavy: Number of tokens of the busiest expert on the last stage. Each of the other experts
             gets 100 tokens.
-        stood_ms: Time in milliseconds for which each of the two ranks of the last stage waits in
-            exchanges of tokens.
+        stood_ms: Milliseconds per step that each of the two ranks of the last stage waits for the
+            exchange of tokens.
     """
     slow = tuple(Fault(kind="slow-rank", rank=rank, factor=1.2) for rank in (6, 7))
     write_synthetic(folder, SyntheticRun(replicas=2, faults=slow))
@@ -186,7 +187,7 @@ def test_late_messages_to_a_slow_rank_are_named_only_if_they_cost_time(
 
 @pytest.mark.parametrize(("seed", "replicas"), [(0, 1), (1, 1), (4, 2), (5, 2)])
 def test_a_quiet_run_raises_no_alarm(say: Say, seed: int, replicas: int) -> None:
-    lengths = 0.3 * (seed % 2)  # Some microbatches are long on all stages if the seed is odd.
+    lengths = 0.3 * (seed % 2)  # If the seed is odd, some microbatches take longer on all stages.
     said = say(seed=seed, replicas=replicas, microbatch_sigma=lengths, iterations=12)
     assert said.findings == ()
     assert said.format().startswith("no findings in iterations 2-12")

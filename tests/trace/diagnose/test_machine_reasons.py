@@ -1,4 +1,4 @@
-"""Checks that counters in the traces explain why ranks are slow."""
+"""Checks that machine counters in the traces explain why a rank is slow."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ from tests.support.synthetic_trace import Fault, SyntheticRun, write_synthetic
 from .conftest import NOISE
 
 Count = Callable[[int, int], dict[str, float]]
-"""Function that takes a rank and an iteration, and returns counters.
+"""Function that takes a rank and an iteration, and returns the values of machine counters by name.
 
-Times are fractions of the iteration.
+Values that are times are given as fractions of the iteration.
 """
 
 NOT_TIMES = (
@@ -84,16 +84,16 @@ SLOW = Fault(kind="slow-rank", rank=2, factor=1.5)
 def diagnosed(
     folder: Path, count: Count, *faults: Fault, iterations: int = 16, hosts: int = 1, **header: str
 ) -> Diagnosis:
-    """Returns the diagnosis of a synthetic run with machine counters from ``count``.
+    """Returns the diagnosis of a synthetic run with the machine counters that ``count`` returns.
 
     Args:
         folder: Folder for the traces.
-        count: Function that returns the counters of a rank in an iteration, which replace the
+        count: Function that takes a rank and an iteration, and returns counters that replace the
             default values.
-        faults: Faults of the run.
+        faults: Faults to simulate in the run.
         iterations: Number of iterations.
         hosts: Number of machines.
-        header: Additional fields of the trace headers.
+        header: Additional fields for the trace headers.
     """
     run = SyntheticRun(faults=faults, hosts=hosts, **{**NOISE, "iterations": iterations})
     write_synthetic(folder, run)
@@ -175,8 +175,8 @@ def test_a_slow_rank_has_its_reason(
     "count",
     [
         lambda rank, _: {},
-        only(1, **{PROCESSOR_WAIT: 0.3}),  # The rank that waits is not the slow rank.
-        # All ranks wait for a disk, because other programs use the disk.
+        only(1, **{PROCESSOR_WAIT: 0.3}),  # Rank 1 waits for a processor, but rank 2 is slow.
+        # All ranks wait for the disk, so this does not explain why one rank is slow.
         lambda rank, _: {DISK_WAIT: 0.3},
         lambda rank, _: {PROCESSOR_WAIT: 0.04},
     ],

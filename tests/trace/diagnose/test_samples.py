@@ -1,4 +1,4 @@
-"""Checks that changes in a series are found at their positions, and that noise is ignored."""
+"""Checks that changes in a series of measurements are located, and that noise is ignored."""
 
 import numpy as np
 import pytest

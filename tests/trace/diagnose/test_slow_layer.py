@@ -1,4 +1,4 @@
-"""Checks that a slow layer is reported instead of its rank or stage."""
+"""Checks that a single slow layer is reported, instead of the rank or stage that contains it."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def diagnosed(
     kinds: tuple[int, ...] = (),
     **slow: float,
 ) -> list[Finding]:
-    """Returns findings for a synthetic run whose traces contain times of layers.
+    """Returns the findings for a synthetic run whose traces contain the times of layers.
 
     Args:
         folder: Folder for the traces.
-        faults: Faults of the run.
+        faults: Faults to simulate in the run.
         waited: Fraction of the step time during which ranks waited for a processor.
         layers: Number of layers on each rank.
         tokens: Indices of the layers that have experts.
-        backward: Factor by which only the backward times of slow layers are multiplied, or 1 if
-            their forward passes are also slow.
-        kinds: Kind of each layer, as in the headers of the traces.
-        slow: Factors by which the times of layers are multiplied. For example, ``l5=2.0`` makes
-            layer 5 twice as slow.
+        backward: Factor for the backward times of slow layers whose forward times are normal. With
+            1, the forward times of slow layers are also longer.
+        kinds: Kind of each layer, as stored in the headers of the traces.
+        slow: Factor for the times of each slow layer. For example, ``l5=2.0`` makes layer 5 twice
+            as slow.
     """
     write_synthetic(
         folder, SyntheticRun(faults=faults, layers=layers, **{**NOISE, "iterations": 16})
@@ -76,8 +76,8 @@ def test_a_slow_layer_is_named_and_not_its_rank(tmp_path: Path) -> None:
 
 def test_a_layer_is_compared_with_layers_of_its_kind(tmp_path: Path) -> None:
     kinds = tuple(1 if index in (5, 10) else 0 for index in range(4 * LAYERS))
-    # Layers 5 and 10 do more work than other kinds of layers. Only layer 6 is slower than other
-    # layers of its kind.
+    # Layers 5 and 10 are of a kind that does more work. Only layer 6 is slower than other layers of
+    # its kind.
     findings = diagnosed(tmp_path, kinds=kinds, l5=6.0, l10=6.0, l6=3.0)
     assert [finding.counts["layer"] for finding in findings if finding.cause == "slow layer"] == [6]
 

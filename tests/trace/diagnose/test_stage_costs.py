@@ -1,4 +1,4 @@
-"""Checks that no partition is faster than the partition that the diagnosis proposes."""
+"""Checks that the partition that the diagnosis proposes is the fastest partition."""
 
 import itertools
 

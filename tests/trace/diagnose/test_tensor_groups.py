@@ -23,13 +23,13 @@ from tests.support.synthetic_trace import Fault, SyntheticRun, write_synthetic
 from .conftest import NOISE
 
 SLOW = (2, 3)
-"""Global ranks of stage 1, which form a tensor-parallel group."""
+"""Global ranks of stage 1. They form a tensor-parallel group and are slow in all runs."""
 
 
 def measured(folder: Path, counters: dict[int, dict[str, int]] | None = None) -> Measured:
-    """Returns the step times of a run whose pairs of ranks form tensor-parallel groups.
+    """Returns the measurements of a run in which pairs of ranks form tensor-parallel groups.
 
-    ``counters`` maps ranks to machine counters of each iteration.
+    ``counters`` contains the machine counters of ranks, which are the same in each iteration.
     """
     faults = tuple(Fault(kind="slow-rank", rank=rank, factor=1.4) for rank in SLOW)
     run = SyntheticRun(faults=faults, replicas=2, **{**NOISE, "iterations": 16})
@@ -59,9 +59,9 @@ def slow_ranks(m: Measured) -> list[Finding]:
 
 
 def waiting_for(m: Measured, rank: int | None) -> Measured:
-    """Returns ``m`` with collectives in which the group :data:`SLOW` waits for ``rank``.
+    """Returns ``m`` with additional collectives in which the group ``SLOW`` waits for ``rank``.
 
-    If ``rank`` is ``None``, the group waits for its members in turn.
+    If ``rank`` is ``None``, the group waits for each of its members in turn.
     """
     count = 4 * len(m.iterations)
     start_ns = np.zeros((count, 2), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Provides a synthetic 1F1B job as a table of operations, with replicas and an optimizer."""
+"""Provides a table with the operations of a synthetic 1F1B job with replicas and an optimizer."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ REDUCE_S, CLIP_S, OPTIMIZER_S = 0.3, 0.05, 0.1
 
 
 def order_of(stage: int, stages: int, microbatches: int) -> list[tuple[str, int]]:
-    """Returns the actions of ``stage`` in 1F1B order, as pairs of kind and microbatch."""
+    """Returns the actions of ``stage`` in 1F1B order, as pairs of kind (F or B) and microbatch."""
     warm = min(stages - 1 - stage, microbatches)
     done: list[tuple[str, int]] = [("F", m) for m in range(warm)]
     for m in range(warm, microbatches):
@@ -29,9 +29,9 @@ def job(
     transfer: Callable[[str, int, int, int], float] = lambda way, replica, stage, m: TRANSFER_S,
     extra: Sequence[tuple[str, float]] = (),
 ) -> Table:
-    """Returns the table of a simulated job that runs the 1F1B schedule.
+    """Simulates a job that runs the 1F1B schedule, and returns the table of its operations.
 
-    Messages are sent immediately. A rank starts to receive when the rank is idle.
+    Messages are sent immediately. A rank starts to wait for a message as soon as the rank is idle.
 
     Args:
         replicas: Number of data-parallel replicas.
@@ -39,11 +39,12 @@ def job(
             replica.
         microbatches: Number of microbatches per replica.
         steps: Numbers of the steps.
-        takes: Function that returns a factor for the forward and backward times of a step, replica,
-            stage and microbatch.
-        transfer: Function that returns the time of a message in seconds, for a direction, replica,
-            receiving stage and microbatch.
-        extra: Kinds and durations in seconds of additional operations on rank 0 in each step.
+        takes: Function that takes a step, replica, stage and microbatch. Returns the factor by
+            which the forward and backward times are multiplied.
+        transfer: Function that takes a direction, replica, receiving stage and microbatch. Returns
+            the duration of the message in seconds.
+        extra: Additional operations on rank 0 in each step, as pairs of kind and duration in
+            seconds.
     """
     names = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration", "seq_id")
     names += ("mc", "mb_id", "gmc")
@@ -88,8 +89,8 @@ def job(
                             if made is None:
                                 break
                             length = transfer(way, replica, stage, m)
-                            # A receive starts when the receiver is idle or the sender is done,
-                            # whichever is earlier.
+                            # A receive starts when the receiver is idle or when the data is
+                            # available, whichever is earlier.
                             posted = min(begin, made)
                             add(source, f"{way}-send", made, made + length)
                             add(stage, f"{way}-recv", posted, made + length)
@@ -124,5 +125,5 @@ def job(
 
 @pytest.fixture
 def make_job() -> Callable[..., Table]:
-    """Returns the function :func:`job`, which creates the table of a synthetic job."""
+    """Returns the function :func:`job`, which simulates a job and returns its table."""
     return job

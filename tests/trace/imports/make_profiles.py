@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 tests/trace/imports/make_profiles.py FOLDER
 
-Each run has two processes. ``plain`` is a loop with its own named ranges, like Megatron-LM's.
-``pipelining`` is the interleaved 1F1B schedule of torch.distributed.pipelining, as torchtitan runs
-it.
+Each run has two processes. ``plain`` is a loop that names its forward and backward passes, as
+Megatron-LM does. ``pipelining`` runs the interleaved 1F1B schedule of torch.distributed.pipelining,
+as torchtitan does.
 """
 
 import os
@@ -20,7 +20,7 @@ MICROBATCHES, STEPS, WIDTH = 4, 3, 16
 
 
 def plain(rank: int, net: torch.nn.Module) -> None:
-    """Runs all forward passes, then all backward passes, with named ranges."""
+    """Runs all forward passes and then all backward passes of a step, each in a named range."""
     kept = []
     for _ in range(MICROBATCHES):
         x = torch.randn(4, WIDTH)
@@ -43,7 +43,7 @@ def plain(rank: int, net: torch.nn.Module) -> None:
 
 
 def main(folder: Path) -> None:
-    """Profiles the loops ``plain`` and ``pipelining``, and writes the profiles to ``folder``."""
+    """Profiles the loops ``plain`` and ``pipelining``, and writes their profiles to ``folder``."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)

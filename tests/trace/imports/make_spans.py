@@ -3,12 +3,13 @@
 
     torchrun --nproc-per-node 2 tests/trace/imports/make_spans.py FOLDER
 
-Names, attributes and nesting follow Megatron-LM's documentation of its telemetry. There are spans
-for microbatches, the four plain messages (but not combined sends and receives), gradients, the
-optimizer and steps. An evaluation runs between two steps. ``FOLDER/console`` contains a log of the
-console exporter for each rank. ``FOLDER/otlp/spans.jsonl`` contains both ranks, in the OTLP format
-of a collector's file exporter. Requires opentelemetry-sdk and
-opentelemetry-exporter-otlp-proto-common.
+The names, attributes and nesting of spans follow Megatron-LM's documentation of its telemetry.
+There are spans for steps, microbatches, gradients, the optimizer, and the four kinds of messages
+(but not for combined sends and receives). An evaluation runs between two steps.
+
+``FOLDER/console`` contains the log of a console exporter for each rank. ``FOLDER/otlp/spans.jsonl``
+contains the spans of both ranks, in the OTLP format that a collector's file exporter writes. The
+program requires opentelemetry-sdk and opentelemetry-exporter-otlp-proto-common.
 """
 
 import base64
@@ -57,15 +58,16 @@ class Chunk(torch.nn.Module):
 
 
 def forward(inputs: Any, chunk: Chunk) -> tuple[torch.Tensor, Any]:
-    """Runs the forward step of ``chunk``, and returns its output and the loss function."""
+    """Runs the forward pass of ``chunk``, and returns its output and a function for the loss."""
     y = chunk(next(inputs))
     return y, lambda out: (out.sum(), torch.ones((), dtype=torch.int), {})
 
 
 def spanned(tracer: Any, name: str, function: Callable[..., Any], key: str = "") -> Any:
-    """Wraps ``function`` in a span with the name ``megatron.<name>``.
+    """Returns ``function``, wrapped in a span with the name ``megatron.<name>``.
 
-    If ``key`` is not empty, the span contains the argument ``key`` as the index of the microbatch.
+    If ``key`` is given, the value of the argument ``key`` is recorded as the index of the
+    microbatch.
     """
 
     def run(*arguments: Any, **more: Any) -> Any:
@@ -145,7 +147,8 @@ def main(folder: Path) -> None:
     log.close()
     batches = [None] * STAGES
     encoded = MessageToDict(encode_spans(kept.get_finished_spans()))
-    for group in encoded["resourceSpans"]:  # OTLP's JSON has hexadecimal span IDs.
+    # Span IDs are hexadecimal numbers in the JSON format of OTLP.
+    for group in encoded["resourceSpans"]:
         for span in (s for scope in group["scopeSpans"] for s in scope["spans"]):
             for key in ("traceId", "spanId", "parentSpanId"):
                 if key in span:

@@ -1,4 +1,4 @@
-"""Runs a plain data-parallel loop over gloo, and writes its traces to the folder in ``argv[1]``."""
+"""Runs a simple data-parallel loop over gloo, and writes its traces to the folder ``argv[1]``."""
 
 from __future__ import annotations
 

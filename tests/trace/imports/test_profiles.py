@@ -28,7 +28,7 @@ MICROBATCHES, STEPS = 4, 3
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    """Returns a new copy of the folder with the profiles of the plain loop. Tests may change it."""
+    """Returns a copy of the profiles of the loop ``plain``, which tests may change."""
     return Path(shutil.copytree(PROFILES / "plain", tmp_path / "job"))
 
 
@@ -133,9 +133,9 @@ def range_of(name: str, start_us: float, length_us: float, category: str, **more
 
 
 def test_kernels_of_nccl_and_ranges_on_the_device_count(tmp_path: Path) -> None:
-    """Checks that device ranges and NCCL kernels of two stages and two replicas are read.
+    """Checks that ranges on the device and NCCL kernels are read, for two stages and two replicas.
 
-    The files contain JSON without spaces.
+    The test writes the JSON files without spaces.
     """
     for rank in range(4):
         stage = rank // 2
@@ -147,8 +147,8 @@ def test_kernels_of_nccl_and_ranges_on_the_device_count(tmp_path: Path) -> None:
         device = "gpu_user_annotation"
         events = [
             range_of("ProfilerStep#5", 0, 100, device),
-            # A range on the host shows only when the work was launched, so this range must be
-            # ignored.
+            # A range on the host shows when work was launched, not when it ran. It must be ignored
+            # if there are ranges on the device.
             range_of("forward_step", 0, 1, "user_annotation"),
             range_of("forward_step", 10 + 20 * stage, 10, device),
             range_of("backward_step", 60 - 20 * stage, 20 - 5 * stage, device),
@@ -199,7 +199,7 @@ def test_spans_of_megatron_lm_become_a_run(form: str) -> None:
     assert run.complete_iterations() == (1, 2, 3)
     assert not run.notes()
     tables = {rank: trace.table([2]) for rank, trace in run.ranks.items()}
-    for table in tables.values():  # The evaluation that follows the step must not be included.
+    for table in tables.values():  # An evaluation follows the step. Its spans must not be included.
         for kind, count in (("F", 4), ("B", 4), ("optimizer", 1), ("collective", 1)):
             assert table.where(kind).sum() == count
     assert len(match_messages(tables)) == 2 * MICROBATCHES
@@ -209,7 +209,7 @@ def test_spans_of_megatron_lm_become_a_run(form: str) -> None:
 def test_forms_of_spans_say_the_same() -> None:
     console, otlp = (load_run(SPANS / form).ranks[1].table([3]) for form in ("console", "otlp"))
     assert console.microbatch.tolist() == otlp.microbatch.tolist()
-    # The console exporter rounds times to microseconds.
+    # The console exporter rounds times to microseconds, so the times may differ slightly.
     assert abs(console.start_ns - otlp.start_ns).max() <= 1000
 
 
@@ -241,14 +241,14 @@ def test_spans_that_lack_something_are_said_or_refused(tmp_path: Path) -> None:
     assert any("no trace of ranks 1" in note for note in cut.notes())
 
 
-# The following tests use file names, formats and single events that other programs write.
+# The following tests use file names, file formats, and sample events of other programs.
 
 
 def _loop(shift_us: float = 0, names: tuple[str, str] = ("forward_step", "backward_step")) -> Any:
-    """Returns the events of two steps with two microbatches each on one rank.
+    """Returns the events of a rank that runs two steps with two microbatches each.
 
-    No event names the rank. ``shift_us`` is the start of the first step in microseconds. ``names``
-    contains the names of the forward and backward ranges.
+    The events do not contain the rank. ``shift_us`` is the start of the first step in microseconds.
+    ``names`` contains the names of the forward and backward ranges.
     """
     events = []
     for step in range(2):
@@ -304,7 +304,7 @@ def test_what_a_file_says_of_its_rank_counts_before_its_name(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("info", [{}, {"distributedInfo": {"rank": 0, "world_size": 1}}])
 def test_files_of_one_process_follow_each_other(info: dict[str, Any], tmp_path: Path) -> None:
-    """Checks that step numbers continue if each file starts at step 0 (``schedule(repeat=2)``)."""
+    """Checks that steps are numbered across files that each start at step 0, as with repeat=2."""
     _write(tmp_path / "h_1.1718000009999.pt.trace.json", _loop(9e6), **info)
     _write(tmp_path / "h_1.1718000000000.pt.trace.json", _loop(), **info)
     run = read_profiles(tmp_path)
@@ -315,9 +315,9 @@ def test_files_of_one_process_follow_each_other(info: dict[str, Any], tmp_path: 
 
 @pytest.mark.parametrize("name", ["S(1): \x01 <module>", "load C:\\data\\quit"])
 def test_an_unreadable_event_is_named_and_the_rest_taken(name: str, tmp_path: Path) -> None:
-    """Checks that an event with invalid characters is left out and the other events are read.
+    """Checks that an event with invalid characters is omitted and the other events are read.
 
-    The characters are a control character and unescaped backslashes.
+    The invalid characters are a control character and backslashes that are not escaped.
     """
     strange = range_of("STRANGE", 710, 5, "user_annotation")
     text = json.dumps({"schemaVersion": 1, "traceEvents": [*_loop()[:6], strange, *_loop()[6:]]})
@@ -352,7 +352,7 @@ def test_events_with_impossible_times_are_counted(
 
 @pytest.mark.parametrize("before", ["", "\n ", "\ufeff"])
 def test_a_list_of_events_is_read(before: str, tmp_path: Path) -> None:
-    """Checks that a plain list of events, Chrome's format without a header, can be read."""
+    """Checks that a plain list of events can be read, which is Chrome's format without a header."""
     (tmp_path / "rank0.json").write_text(before + json.dumps(_loop()))
     run = read_profiles(tmp_path)
     assert run.complete_iterations() == (0, 1)

@@ -1,4 +1,4 @@
-"""Tests that tables of operations are converted to runs that all readers of traces accept."""
+"""Tests that tables of operations are converted to runs that the trace tools can read."""
 
 import csv
 from collections.abc import Callable
@@ -32,8 +32,8 @@ def test_a_table_becomes_a_run_and_its_files_say_the_same(make_job: Job, tmp_pat
     assert run.complete_iterations(1) == (5, 6)
     write_run(run, tmp_path / "traces")
     again = read_run(tmp_path / "traces")
-    # Steps of the table that all begin at 0 are shifted, so that each step follows the previous
-    # step.
+    # All steps of the table begin at 0. They must be shifted so that each step follows the previous
+    # one.
     assert not again.notes()
     for rank, trace in run.ranks.items():
         for span, expected in zip(
@@ -47,7 +47,7 @@ def test_messages_join_the_computes_that_sent_and_took_them(make_job: Job) -> No
     run = run_of_columns(make_job(), Path("job"))
     tables = {rank: trace.table([5]) for rank, trace in run.ranks.items()}
     messages = match_messages(tables)
-    # The factors are the numbers of directions, replicas, links and microbatches.
+    # There are 2 directions, 2 replicas, 2 links between stages, and 4 microbatches.
     assert len(messages) == 2 * 2 * 2 * 4
     for n in range(len(messages)):
         source, target = tables[int(messages.source[n])], tables[int(messages.target[n])]

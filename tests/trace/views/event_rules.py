@@ -1,6 +1,6 @@
-"""Checks a file in the trace event format as strictly as the strictest reader does.
+"""Checks files in the trace event format against the rules of the strictest reader.
 
-Times are compared in whole nanoseconds, and truncated as in Perfetto's trace processor.
+Times are compared in whole nanoseconds. As in Perfetto's trace processor, fractions are truncated.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ METADATA = {
 
 
 def nanoseconds(microseconds: float) -> int:
-    """Returns the time ``microseconds`` of an event in whole nanoseconds, truncated."""
+    """Converts the time ``microseconds`` of an event to nanoseconds, without fractions."""
     return int(microseconds * 1000)
 
 
 def broken_rules(events: list[Event]) -> list[str]:
-    """Returns a description of each violation of the format's rules in ``events``."""
+    """Returns a description of each event in ``events`` that violates the rules of the format."""
     broken = [line for event in events for line in _fields(event)]
     slices: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for event in events:
@@ -75,7 +75,7 @@ def _flows(events: list[Event]) -> list[str]:
     ends: dict[tuple[Any, str, str], list[str]] = defaultdict(list)
     times: dict[tuple[Any, str], int] = {}
     last: dict[tuple[int, int], tuple[int, int]] = {}
-    for event in events:  # The order of the events matters, because a slice must precede its flow.
+    for event in events:  # The order of the events matters, because a flow must follow its slice.
         where = (event["pid"], event["tid"])
         if event["ph"] == "X":
             start = nanoseconds(event["ts"])

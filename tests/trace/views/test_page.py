@@ -24,7 +24,7 @@ Make = Callable[..., RunTrace]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    """Returns a function that generates a synthetic run and reads it."""
+    """Returns a function that generates a synthetic run and returns its trace."""
 
     def write(**shape: Any) -> RunTrace:
         write_synthetic(tmp_path / "traces", SyntheticRun(**shape))
@@ -41,7 +41,7 @@ class Page:
         self.head = self._script("page")
 
     def block(self, group: int, number: int) -> dict[str, Any]:
-        """Returns block ``number`` of group ``group``, with the columns as arrays."""
+        """Returns block ``number`` of the group with index ``group``. Its columns are arrays."""
         return decode(self._script(f"block-{group}-{number}"))
 
     def _script(self, name: str) -> dict[str, Any]:
@@ -110,8 +110,8 @@ def test_a_steady_step_simulated_anew_is_the_step(
 ) -> None:
     write_page(make(iterations=1, action_sigma=0.0, **shape), tmp_path / "a.html", [1])
     block = Page(tmp_path / "a.html").block(0, 0)
-    # Only some forward passes read data. The simulated step distributes this time over all forward
-    # passes.
+    # Only some forward passes of the trace read data. The simulated step divides the reading time
+    # among all forward passes, so the step times differ slightly.
     assert block["simulated_ms"] == pytest.approx(block["step_ms"], rel=0.02)
     assert len(block["s_start"]) == block["s_offset"][-1] > 0
 
@@ -185,7 +185,7 @@ def test_the_name_of_a_run_is_text(write_run: Callable[..., Path], tmp_path: Pat
     page = Page(tmp_path / "a.html")
     assert page.head["title"] == "Pipeline trace of </script><b>&"
     assert "<title>Trace of &lt;/script&gt;&lt;b&gt;&amp;</title>" in page.text
-    # The page must not load anything from other locations.
+    # The page must not load anything from other servers or files.
     assert "default-src 'none'" in page.text
     assert not re.findall(r"<(?:script|img|link)[^>]*(?:src|href)=\"(?!data:)", page.text)
     assert len(page.text) < 8_000_000

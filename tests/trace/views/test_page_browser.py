@@ -1,4 +1,4 @@
-"""Tests the HTML page in a real browser, including opening, zooming, tooltips and the slider."""
+"""Tests the HTML page in a real browser: opening, zooming, tooltips and the slider."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -53,14 +53,14 @@ def browser(run: RunTrace, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture
 def page(browser: Any) -> Any:
-    """Returns the driver, with the page in its initial state."""
+    """Returns the browser's driver after reloading the page, so that it is in its initial state."""
     browser.refresh()
     wait_for(browser, "return document.body.dataset.ready === 'yes'")
     return browser
 
 
 def wait_for(browser: Any, script: str, *arguments: Any, within_s: float = READY_S) -> None:
-    """Waits until the JavaScript function body ``script`` returns a true value."""
+    """Waits until ``script``, the body of a JavaScript function, returns a true value."""
     from selenium.webdriver.support.ui import WebDriverWait
 
     WebDriverWait(browser, within_s, 0.05).until(lambda d: d.execute_script(script, *arguments))
@@ -78,9 +78,9 @@ def came_true(browser: Any, script: str, *arguments: Any) -> bool:
 
 
 def plot_point(page: Any, x: float, y: float) -> tuple[float, float]:
-    """Returns the window coordinates of the point (``x``, ``y``).
+    """Returns the window coordinates in pixels of a point in the timeline.
 
-    The arguments are fractions of the timeline's width and height.
+    ``x`` and ``y`` are fractions of the timeline's width and height.
     """
     left, top, width, height = page.execute_script(
         "const l = chart._fullLayout, b = chart.getBoundingClientRect();"
@@ -97,7 +97,7 @@ def pointer(page: Any) -> Any:
 
 
 def move(page: Any, *places: tuple[float, float], drag: bool = False) -> None:
-    """Moves the pointer to ``places``, with the mouse button pressed if ``drag`` is true."""
+    """Moves the pointer to each of ``places``, with a mouse button pressed if ``drag`` is set."""
     actions = pointer(page)
     for number, (x, y) in enumerate(places):
         actions.pointer_action.move_to_location(int(x), int(y))
@@ -150,7 +150,9 @@ def test_dragging_zooms_and_a_double_click_goes_back(page: Any) -> None:
     assert high == pytest.approx(whole[0] + 0.6 * width, abs=0.01 * width)
     wait_for(page, "return state.from === arguments[0]", low)
     back = "return chart._fullLayout.xaxis.range.every((x, i) => Math.abs(x - arguments[i]) < 1e-6)"
-    for _ in range(20):  # A busy machine may delay the second click.
+    # Try several times, because a busy machine may recognize two slow clicks instead of a double
+    # click.
+    for _ in range(20):
         double_click(page, plot_point(page, 0.5, 0.5))
         if came_true(page, back, *whole):
             break

@@ -1,4 +1,4 @@
-"""Checks that chunks have different shades, actions keep their hue, and texts are readable."""
+"""Checks that chunks have different shades of their action's hue, and that texts are readable."""
 
 import colorsys
 

@@ -1,4 +1,4 @@
-"""Checks that events for Perfetto contain every span, message and counter in a valid format."""
+"""Checks that the events for Perfetto contain all spans, messages and counters of the trace."""
 
 import gzip
 import json
@@ -42,7 +42,7 @@ def run(tmp_path: Path) -> RunTrace:
 
 
 def of_phase(events: list[dict[str, Any]], phase: str) -> list[dict[str, Any]]:
-    """Returns the events with the phase ``phase``, except the slices of ideal steps."""
+    """Returns the events with the phase ``phase``, except for the slices of ideal steps."""
     return [event for event in events if event["ph"] == phase and event.get("cat") != "ideal"]
 
 
@@ -82,7 +82,8 @@ def test_a_thread_has_the_step_as_it_would_be_with_nobody_slower(run: RunTrace) 
         recorded = trace.table([2]).of_kind(*DRAWN_ACTIONS)
         assert len(ideal) == len(recorded)
         lengths = {e["dur"] for e in ideal if e["name"].startswith("forward")}
-        # All forward passes of the ideal step take equally long. Lengths are in microseconds.
+        # All forward passes of the ideal step have the same duration. The durations are in
+        # microseconds.
         assert max(lengths) - min(lengths) < 0.002
 
 
@@ -127,9 +128,10 @@ def test_names_and_order_of_processes(run: RunTrace) -> None:
 def test_spans_that_overlap_lie_on_threads_of_their_own(tmp_path: Path) -> None:
     spans = [
         Span("F", 0, 0, 1_000, 5_000, 1),
-        # Spans may overlap because two streams of a device run at the same time.
+        # These spans overlap, as in a trace of a device on which two streams run at the same time.
         Span("F", 0, 1, 3_000, 8_000, 1),
-        Span("B", 0, 0, 8_000, 8_000, 1),  # A span without length must get a minimum length.
+        # A span with a duration of zero must be shown with a minimum duration.
+        Span("B", 0, 0, 8_000, 8_000, 1),
         Span("B", 0, 1, 8_000, 9_000, 1),
         Span("receive", 0, 0, 100, 1_000, 1, of="F", peer=1, reason="seen"),
         Span("receive", 0, 1, 200, 900, 1, of="F", peer=1, reason="seen"),
@@ -225,8 +227,8 @@ def test_kernels_are_read_once_however_much_is_left_out(
     monkeypatch.setattr(perfetto, "MAX_SPANS", count + 1500)
     (note,) = write_perfetto(run, tmp_path / "a.json", run.iterations)
     assert "the last 1 of 3 iterations" in note
-    # One read determines how many iterations fit within the limit, and a second read writes the
-    # kernels.
+    # The file of each rank is read twice: first to decide how many iterations fit within the limit,
+    # then to write the kernels.
     assert reads == dict.fromkeys(run.ranks, 2)
 
 

@@ -1,4 +1,4 @@
-"""Checks that the picture shows as much forward, backward and idle time as the trace."""
+"""Checks that the picture shows forward, backward and idle time in the proportions of the trace."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ from tests.trace.conftest import step_of
 
 
 def share(path: Path, color: str) -> float:
-    """Returns the fraction of the picture's pixels that have the colour ``RRGGBB``."""
+    """Returns the fraction of the pixels in the picture ``path`` that have the colour ``color``."""
     pixels = np.rint(imread(path)[..., :3] * 255).astype(int)
     channels = [int(color[i : i + 2], 16) for i in (0, 2, 4)]
     return float(np.all(pixels == channels, axis=-1).mean())
@@ -34,8 +34,8 @@ def test_colours_cover_what_the_trace_says(write_run: Callable[..., Path], tmp_p
     forward = share(tmp_path / "chart.png", chunk_color("F", 0, 1))
     backward = share(tmp_path / "chart.png", chunk_color("B", 0, 1))
     idle = share(tmp_path / "chart.png", IDLE)
-    # Each rank has 4 ms of forward passes, 8 ms of backward passes and 3 ms of idle time. The
-    # legend and the texts change the fractions slightly.
+    # Forward passes of each rank take 4 ms, backward passes 8 ms, and idle time 3 ms. The legend
+    # and the texts also cover some pixels, so the fractions differ slightly.
     assert backward / forward == pytest.approx(2, rel=0.15)
     assert idle / forward == pytest.approx(0.75, rel=0.15)
 

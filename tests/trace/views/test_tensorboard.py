@@ -1,4 +1,4 @@
-"""Checks the written curves by reading them with TensorBoard's own reader."""
+"""Checks the files of curves by reading them with TensorBoard's reader."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ from megatron.adaptive.trace.views.formats.tensorboard import FILE_NAME, write_s
 
 
 def curve(folder: Path, tag: str) -> list[tuple[int, float]]:
-    """Returns a pair of step and value for each point of the curve ``tag`` in ``folder``."""
+    """Returns the points of the curve ``tag`` in ``folder``, as pairs of step and value."""
     reader = EventAccumulator(str(folder))
     reader.Reload()
     return [(point.step, point.value) for point in reader.Scalars(tag)]
@@ -22,7 +22,7 @@ def curve(folder: Path, tag: str) -> list[tuple[int, float]]:
 def test_a_point_per_iteration_and_rank(write_run: Callable[..., Path], tmp_path: Path) -> None:
     run = read_run(write_run(2, 1, 4))
     figures = run_figures(run)
-    for _ in range(2):  # The second call must replace the files of the first call.
+    for _ in range(2):  # The second call must replace the files that the first call wrote.
         tags = write_scalars(run, figures, tmp_path / "curves")
     assert [path.name for path in (tmp_path / "curves" / "mean").iterdir()] == [FILE_NAME]
     assert len(tags) == 2 + len(PARTS)

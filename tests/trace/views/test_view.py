@@ -50,7 +50,7 @@ def damaged(shown: ViewInput, path: Path) -> None:
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Trace:
-    """Returns a function that runs ``trace traces`` with a user's module on PYTHONPATH."""
+    """Returns a function that runs ``trace traces`` with a user's module of views installed."""
     folder = tmp_path / "packages"
     folder.mkdir()
     (folder / "my_views.py").write_text(OWN)

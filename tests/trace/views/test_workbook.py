@@ -1,4 +1,4 @@
-"""Checks that the workbook's cells equal the trace, and that Excel's limits are respected."""
+"""Checks that cells of the workbook match the trace, and that Excel's limits are respected."""
 
 import zipfile
 from collections.abc import Callable
@@ -41,9 +41,9 @@ def draw(
 
 
 def write(folder: Path, target: Path) -> tuple[PipelineStep, RunFigures]:
-    """Writes the workbook of the last iteration of the run in ``folder`` to ``target``.
+    """Writes a workbook about the last iteration of the run in ``folder`` to ``target``.
 
-    Returns the step and the statistics of the run.
+    Returns the step of this iteration and the statistics of the run.
     """
     run = read_run(folder)
     step, figures = pipeline_step(run), run_figures(run)
@@ -60,7 +60,7 @@ def save_order(step: PipelineStep, path: Path) -> None:
 
 
 def chart_row(sheet: Worksheet, row: int) -> list[tuple[str | None, str, int, int]]:
-    """Returns (text, colour, first column, last column) for each coloured cell in ``row``."""
+    """Returns the text, colour, first column and last column of each coloured cell in ``row``."""
     widths = {
         area.min_col: area.max_col for area in sheet.merged_cells.ranges if area.min_row == row
     }
@@ -86,7 +86,7 @@ def test_cells_are_the_trace(
             (f"{s.chunk}-{s.microbatch}", chunk_color(s.action, s.chunk, step.num_chunks))
             for s in row
         ]
-        # Cells follow each other without a gap, and all rows end at the same column.
+        # There must be no gaps between cells, and all rows must end at the same column.
         assert [first for _, _, first, _ in cells[1:]] == [last + 1 for *_, last in cells[:-1]]
         assert cells[0][2] == 2
         assert cells[-1][3] == 1 + lay_out(step).num_columns
@@ -98,8 +98,8 @@ def test_widths_and_idle_cells_show_time(draw: Callable[..., tuple[PipelineStep,
     assert book.sheetnames == ["order", "time", "summary", "iterations", "charts"]
     sheet = book["order"]
     shown = [(text, last - first + 1) for text, _, first, last in chart_row(sheet, 4)]
-    # Rank 1 waits for the first forward pass. A forward pass has 4 columns, and a backward pass has
-    # 8.
+    # Rank 1 is idle until the first forward pass on rank 0 ends. A forward pass is 4 columns wide,
+    # and a backward pass is 8 columns wide.
     assert shown == [(None, 4), ("0-0", 4), ("0-1", 4), ("0-0", 8), ("0-1", 8), (None, 8)]
     assert sheet["B2"].value == "0 ms"
     assert sheet["R2"].value == "4 ms"
@@ -125,9 +125,9 @@ def test_missing_ranks_are_said(write_run: Callable[..., Path], tmp_path: Path) 
 
 
 def check_file(path: Path) -> None:
-    """Checks that Excel can open the file at ``path`` without repairs.
+    """Checks that Excel can open the workbook at ``path`` without repairing it.
 
-    Excel would repair overlapping cells and too many columns.
+    Excel would repair a workbook with overlapping cells or too many columns.
     """
     space = {"x": "http://schemas.openxmlformats.org/spreadsheetml/2006/main"}
     with zipfile.ZipFile(path) as archive:
@@ -163,7 +163,7 @@ def test_sixteen_stages_four_chunks_sixty_four_microbatches(
 
 
 def test_a_long_step_with_short_actions_gets_coarser_columns(tmp_path: Path) -> None:
-    # If each action had four columns, this step would need 40 million columns.
+    # If each action were at least four columns wide, this step would need 40 million columns.
     ends = (Span("F", 0, 0, 0, 10, 1), Span("B", 0, 0, 99_999_990, 100_000_000, 1))
     grid = lay_out(step_of(ends))
     assert grid.num_columns < MAX_COLUMNS
@@ -206,8 +206,8 @@ def test_bins_of_time_show_actions_waits_and_idle_time() -> None:
     )
     step = step_of(row, waits=(waits,))
     bins = fill_bins(step)
-    # Units of time follow the series 1, 2, 5, 10, and so on. The unit 0.1 ms is the smallest that
-    # needs at most 600 columns.
+    # The time per column is chosen from the series 1, 2, 5, 10, and so on. In this case, 0.1 ms is
+    # the smallest value with which at most 600 columns are needed.
     assert (bins.unit_ns, bins.num_columns) == (100_000, 600)
     assert bins.rows[0] == (
         ChartCell(0, 300, row[0]),
@@ -222,7 +222,7 @@ def test_bins_of_time_show_actions_waits_and_idle_time() -> None:
 
 
 def test_a_bin_shows_what_goes_on_at_its_middle() -> None:
-    # The step takes 600,000 ns and is shown in 600 columns, so each column represents 1000 ns.
+    # The step takes 600,000 ns and is divided into 600 columns, so each column represents 1000 ns.
     unit = 1000
     row = (
         Span("F", 0, 0, 0, 300, 1),
@@ -281,7 +281,8 @@ def test_summary_and_iterations_are_the_figures(
         assert line["actions"] == 16
         assert line["step ms"] == pytest.approx(step.step_ns / 1e6)
         names = [f"{part} ms" for part in PARTS.values()]
-        # Waits in the synthetic trace overlap with actions by a few nanoseconds.
+        # Waits in the synthetic trace overlap with actions by a few nanoseconds, so the sum is
+        # inexact.
         assert sum(line[name] for name in names) == pytest.approx(line["step ms"], abs=1e-3)
         assert line["busy ms"] == pytest.approx(parts[2, rank, 0])
         assert line["bubble fraction"] == pytest.approx(1 - line["busy ms"] / line["step ms"])

@@ -1,4 +1,4 @@
-"""Checks that LibreOffice opens the workbook without repairs and keeps its content.
+"""Checks that LibreOffice can open the workbook without repairs, and keeps its content.
 
 LibreOffice loads the workbook and saves a new file, which must have the same content.
 """
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 def opened(
     write_run: Callable[..., Path], tmp_path: Path
 ) -> tuple[PipelineStep, RunFigures, Workbook, Workbook]:
-    """Returns the step, its statistics, the written workbook and LibreOffice's copy of it."""
+    """Returns the step, the run's statistics, the written workbook and LibreOffice's copy of it."""
     run = read_run(write_run(3, 2, 6))
     step, figures = pipeline_step(run), run_figures(run)
     path = tmp_path / "chart.xlsx"
@@ -57,7 +57,7 @@ def opened(
 
 
 def values_of(sheet: Worksheet) -> dict[str, object]:
-    """Returns the value of each non-empty cell in ``sheet``, by name of the cell."""
+    """Returns the value of each non-empty cell in ``sheet``, by the name of the cell."""
     return {cell.coordinate: cell.value for row in sheet for cell in row if cell.value is not None}
 
 
@@ -67,7 +67,7 @@ def test_it_opens_and_nothing_is_lost(
     step, figures, written, saved = opened
     assert saved.sheetnames == written.sheetnames
 
-    # Every cell must have the written value.
+    # LibreOffice's copy must contain the same values in the same cells.
     for name in written.sheetnames:
         before, after = values_of(written[name]), values_of(saved[name])
         assert after.keys() == before.keys()
@@ -78,7 +78,7 @@ def test_it_opens_and_nothing_is_lost(
             )
     assert len(saved["charts"]._charts) == len(written["charts"]._charts) == 2
 
-    # The cells of the charts must equal the trace.
+    # The cells of the two charts must match the trace.
     for pp_rank, spans in enumerate(step.rows):
         drawn = [(text, color) for text, color, *_ in chart_row(saved["order"], 3 + pp_rank)]
         assert [cell for cell in drawn if cell[1] != IDLE] == [
@@ -92,7 +92,7 @@ def test_it_opens_and_nothing_is_lost(
             for s, b in zip(shown, bins, strict=True)
         ]
 
-    # The values of the tables must equal the statistics.
+    # The values in the two tables must match the statistics.
     heads = [cell.value for cell in saved["summary"][2]]
     for rank in range(3):
         line = dict(zip(heads, (cell.value for cell in saved["summary"][3 + rank]), strict=True))
