@@ -112,14 +112,14 @@ class FeatureRank(TrainingRank):
         return self.turns(rounds, self.turn, "on")
 
     def turn(self, is_on: bool) -> tuple[float, float]:
-        """Runs the steps of one run, with the feature if ``is_on`` is true, and measures them.
+        """Measures ``steps`` training steps, with the tested feature enabled if ``is_on`` is true.
 
         Returns the elapsed seconds and the CPU seconds per step.
         """
         return self.timed(lambda: self.work(is_on), self.processor_s, self.steps)
 
     def work(self, is_on: bool) -> None:
-        """Runs the steps of one run, with the feature if ``is_on`` is true."""
+        """Trains for ``steps`` steps, with the tested feature enabled if ``is_on`` is true."""
         raise NotImplementedError
 
     def processor_s(self) -> float:
@@ -127,7 +127,7 @@ class FeatureRank(TrainingRank):
         return time.process_time()
 
     def traced_steps(self, is_traced: bool) -> None:
-        """Runs the steps of one run, with traces if ``is_traced`` is true."""
+        """Trains for ``steps`` steps, and traces them if ``is_traced`` is true."""
         for _ in range(self.steps):
             self._iteration += 1
             tracing = self._run.tracing

@@ -324,7 +324,7 @@ class EmulatedRank:
             with the same position have consecutive global ranks.
         replica: Index of the pipeline replica to which this rank belongs.
         replicas: Number of pipeline replicas.
-        varies: Whether messages differ in shape, as they do with frozen stages.
+        varies: Whether the shape may change between messages, as it does with frozen stages.
     """
 
     def __init__(

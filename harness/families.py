@@ -38,12 +38,12 @@ def descendants_of(pid: int) -> list[int]:
 
 @contextlib.contextmanager
 def ending_all() -> Iterator[None]:
-    """Kills all processes that were started in this context if a signal stops this program.
+    """Kills all processes that a ``with`` block has started if a signal stops this program.
 
-    In the context, SIGTERM and SIGHUP raise ``SystemExit`` with the exit status 128 + the signal
-    number, so that context managers and ``finally`` clauses run. After that, the processes that
-    were descendants of this process when the signal arrived are killed. Further signals are ignored
-    until then.
+    In the ``with`` block, SIGTERM and SIGHUP raise ``SystemExit`` with the exit status 128 + the
+    signal number, so that context managers and ``finally`` clauses run. After that, the processes
+    that were descendants of this process when the signal arrived are killed. Further signals are
+    ignored until then.
 
     Python handles signals only in the main thread. In other threads, this context manager does
     nothing.

@@ -110,8 +110,10 @@ class Channels:
         replicas: Number of pipeline replicas.
         recorder: Object that records the executor's actions for a trace, or ``None``.
         agree: Function that takes this rank's completion queue, and returns the object with which
-            the ranks agree on decisions.
-        varies: Whether messages differ in shape. If true, each message takes two sends.
+            the ranks of a decision group choose the same actions. ``None`` if there is no such
+            group.
+        varies: Whether the shape may change between messages. If true, each message is sent as two
+            gloo messages, a header and a payload.
     """
 
     def __init__(

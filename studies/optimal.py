@@ -214,8 +214,9 @@ def lower_bound(case: Case) -> int:
     best = 0
     for rank in range(case.ranks):
         own = [cell for cell in case.cells() if case.rank_of(cell[1]) == rank]
-        # The cells are in descending order of their tails, so the sum includes all cells whose tail
-        # is at least as long as the current tail.
+        # Sort the cells by descending tail, which is the longest chain after a cell. Then the
+        # tails of all cells in the sum ``work`` are at least as long as the tail of the current
+        # cell.
         own.sort(key=lambda cell: -tails[cell])
         for head in {heads[cell] for cell in own}:
             work = 0

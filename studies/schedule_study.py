@@ -298,7 +298,7 @@ def worst_draws() -> list[Row]:
 
 
 def optimal_gaps() -> list[Row]:
-    """Compares the schedules that ``auto`` chooses to the optima of ``studies.optimal``."""
+    """Compares step times under ``auto`` with the optimal step times from ``studies.optimal``."""
     gaps = []
     known = json.loads(Path(__file__).with_name("optimal.json").read_text(encoding="utf-8"))
     for case in known["cases"]:

@@ -110,7 +110,7 @@ PARTS = {
 
 
 def main() -> int:
-    """Runs the selected parts. Returns 1 if a limit is missed, otherwise 0."""
+    """Runs the selected parts. Returns 1 if a measurement misses its goal, otherwise 0."""
     parser = parser_of(__doc__, tuple(PARTS))
     parser.add_argument("--folder", type=Path, help="folder of recorded jobs, for part traces")
     options = parser.parse_args()

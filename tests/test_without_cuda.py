@@ -467,6 +467,6 @@ def test_megatron_lms_own_trainer_starts_without_cuda(tmp_path: Path) -> None:
         check=False,
         timeout=120,
     )
-    # Code of Megatron-LM must see one device, and other code must see none. The function must
-    # accept allow_no_cuda as a positional argument.
+    # Megatron-LM's code must see one device, and all other code must see none. The function
+    # initialize_megatron must accept allow_no_cuda as a positional argument.
     assert done.stdout == "1 1 1 initialize_megatron 0\n", done.stderr

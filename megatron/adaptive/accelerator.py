@@ -451,7 +451,7 @@ def _require_devices(backend: str | None, ranks: int) -> None:
 
 
 def why_no_gpu() -> str:
-    """Returns a text that states why torch finds no GPU, and what the user can do about it."""
+    """Returns a message that states why torch finds no GPU, and what the user can do about it."""
     if torch.version.cuda is None:
         return (
             f"torch {torch.__version__} is built without CUDA; install a torch with CUDA "

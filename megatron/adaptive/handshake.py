@@ -591,7 +591,7 @@ class Gate:
 
 
 def to_log(log: Any) -> Callable[[str], None]:
-    """Returns a function that logs a text as a warning in the logger ``log``.
+    """Returns a function that logs a message as a warning in the logger ``log``.
 
     Pass this function as the argument ``report`` of :class:`Gate`.
     """

@@ -1,4 +1,4 @@
-"""Provides snapshot keepers of two nodes, and writes checkpoints from their snapshots."""
+"""Defines a fixture with the snapshot servers of two nodes, and writes snapshots as checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.adaptive.cluster.snapshot_placement import SnapshotSource, newest
 
 @pytest.fixture
 def keepers() -> Iterator[list[SnapshotKeeper]]:
-    """Yields the keepers of two nodes. The first node sends its snapshots to the second node."""
+    """Yields the snapshot servers of two nodes. The first one sends snapshots to the second one."""
     pair = [SnapshotKeeper("127.0.0.1") for _ in range(2)]
     buddy = Buddy(name="b", address="127.0.0.1", port=pair[1].port)
     pair[0].prepare("run", "secret", buddy)

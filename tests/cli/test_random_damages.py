@@ -328,7 +328,7 @@ def limit(seconds: float) -> Iterator[None]:
     """Raises TimeoutError if the ``with`` block takes longer than ``seconds``."""
 
     def late(*_: object) -> None:
-        raise TimeoutError(f"no end within {seconds:g} s")
+        raise TimeoutError(f"the damaged file was not read within {seconds:g} s")
 
     former = signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, seconds)

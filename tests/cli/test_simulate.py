@@ -93,7 +93,7 @@ def test_sizes_that_allow_no_schedule_are_an_error(capsys: pytest.CaptureFixture
     assert simulate("--stages 8 --microbatches 4 --schedules interleaved") == 2
     error = capsys.readouterr().err
     assert "--schedules interleaved: " in error
-    assert "at least 8 (the ranks)" in error
+    assert "at least 8 microbatches (the number of ranks)" in error
 
 
 def test_an_unknown_schedule_is_never_left_out(capsys: pytest.CaptureFixture[str]) -> None:

@@ -187,7 +187,7 @@ def run_jobs(folder: Path, jobs: Sequence[Job]) -> dict[str, tuple[int | None, s
 
 
 def machine() -> dict[str, str]:
-    """Returns the properties of this machine on which sums of floating-point numbers depend."""
+    """Returns the properties of this machine that affect the results of floating-point sums."""
     import torch
 
     facts = {
@@ -313,11 +313,13 @@ def command(arguments: Sequence[str]) -> tuple[int, str, str]:
 
 
 def answer(name: str) -> Any:
-    """Runs the command ``name`` of :data:`ANSWERS` in the current folder of golden files.
+    """Runs the command that :data:`ANSWERS` defines for ``name``, and returns its output.
+
+    The current folder must be a folder of golden files.
 
     Returns:
         The parsed output if it is JSON, or otherwise its lines. Parts that depend on the time or
-        the folder are removed.
+        the folder are removed or replaced.
     """
     status, output, errors = command(ANSWERS[name])
     assert status == 0, errors

@@ -141,7 +141,7 @@ def kills(count: int) -> Result:
 
 
 def main() -> int:
-    """Runs the selected parts and prints the results. Returns 1 if a limit is missed, or 0."""
+    """Runs the selected parts and prints the results. Returns 1 if a goal is missed."""
     options = parser_of(
         __doc__, ("speed", "kills"), ("three repetitions and three kills")
     ).parse_args()

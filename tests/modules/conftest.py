@@ -1,4 +1,4 @@
-"""Provides snapshot keepers and training runs to the tests of this folder.
+"""Defines fixtures for the tests in this folder: servers that store snapshots, and training runs.
 
 Only one training run exists at a time.
 """

@@ -760,7 +760,8 @@ def checkpoints_go_over_the_nodes_own_disks() -> None:
         "step_00000005",
     ]
     dist.barrier()
-    # Only rank 3 needs the damaged file, so any other rank that reads the file fails.
+    # Only rank 3 needs this file, and it has an undamaged copy on the disk of its own node. The
+    # test fails if a rank reads the damaged file.
     if rank == 3:
         (last,) = shared.glob("step_00000005/__3_0.distcp")
         last.write_bytes(bytes(last.stat().st_size))

@@ -86,7 +86,7 @@ def _in_two(product: Any, left: torch.Tensor, right: torch.Tensor, divisor: int)
             replace.
         left: Left matrix or batch of matrices.
         right: Right matrix or batch of matrices.
-        divisor: Number of all terms, divided by the number of terms in the first part.
+        divisor: Total number of terms, divided by the number of terms in the first part.
     """
 
     def part(first: int, last: int) -> torch.Tensor:
@@ -106,7 +106,7 @@ class _OtherProducts:
     """Multiplies matrices in two parts. Each method replaces the operator with the same name.
 
     Args:
-        divisor: Number of all terms, divided by the number of terms in the first part.
+        divisor: Total number of terms, divided by the number of terms in the first part.
     """
 
     def __init__(self, divisor: int) -> None:

@@ -69,9 +69,9 @@ def fits(rank: RankTrace, iteration: int) -> None:
 
 
 def has_kernels(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Checks that ``folder`` contains the operators of the second iteration.
+    """Checks that the trace in ``folder`` contains the operators of the second iteration.
 
-    Each operator must be within the action that called it.
+    Together, the operators must not take longer than the actions that called them.
     """
     run = read_run(folder)
     (step,) = read_steps(run, 0)

@@ -35,7 +35,7 @@ class Chunk(torch.nn.Module):
 
 
 class FullyShardedDataParallel(Chunk):
-    """Imitates a class of megatron-core by its name."""
+    """Stands in for the megatron-core class of this name. Only the name is checked."""
 
 
 def configuration(**changes: Any) -> Any:

@@ -24,7 +24,7 @@ def actions(text: str) -> tuple[Action, ...]:
 def run(state: RankState, *todo: Action | str) -> None:
     """Starts and finishes each action of ``todo``, in order, in the state of a rank.
 
-    Each item of ``todo`` is an action, or a text with actions such as ``F0-0 B0-0``.
+    Each item of ``todo`` is an action, or a string of actions such as ``F0-0 B0-0``.
     """
     for action in (actions(item) if isinstance(item, str) else (item,) for item in todo):
         for each in action:

@@ -1,4 +1,4 @@
-"""Tests the choice of a slice length from the measured times of two other slice lengths."""
+"""Tests that the best slice length is found although only two lengths have been measured."""
 
 from __future__ import annotations
 

@@ -249,7 +249,10 @@ def test_a_static_schedule_keeps_its_order(name: str) -> None:
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_an_encoder_that_runs_ahead_shortens_the_step(chunks: int) -> None:
-    """Checks that a frozen encoder is not delayed by the cap, because it stores no activations."""
+    """Checks that the limit on stored activations does not delay a frozen encoder.
+
+    A frozen encoder stores no activations.
+    """
     placement = Placement(num_ranks=4, num_chunks=chunks)
     stages, frozen = placement.num_stages, chunks
     forward = tuple(0.5 if stage < frozen else 1.0 for stage in range(stages))

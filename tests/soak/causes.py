@@ -97,15 +97,15 @@ Planting = Callable[[Path, random.Random], "contextlib.AbstractContextManager[Pl
 
 @dataclass(frozen=True)
 class Case:
-    """Cause of slowness that can be planted in a job, with the diagnosis that is expected.
+    """Cause that makes a job slow, with the diagnosis that is expected.
 
     Attributes:
-        plant: Function that creates a context in which the cause is planted. The context yields
-            ``None`` if this machine cannot plant the cause.
+        plant: Function that returns a context manager in which the cause is present. The context
+            manager yields the changes to the job, or ``None`` if this machine cannot produce the
+            cause.
         right: Pairs of a cause and the counter that explains the cause. A diagnosis is right if its
             findings contain at least one of these pairs.
-        also: Additional pairs that do not count as wrong, because they follow from the planted
-            cause.
+        also: Additional pairs that do not count as wrong, because they follow from the cause.
         ranks: Ranks that a right finding must name. Any ranks are accepted if this is empty.
     """
 
@@ -120,7 +120,7 @@ class Answer:
     """Diagnosis of a job that was slowed down on purpose.
 
     Attributes:
-        name: Name of the planted cause.
+        name: Name of the cause that slowed down the job.
         verdict: Constant :data:`RIGHT`, :data:`WRONG`, :data:`MISSED`, :data:`MASKED`, or
             :data:`FAILED`, which means that the job did not finish.
         named: Cause that each finding names, with the counter that explains the cause.
@@ -284,10 +284,10 @@ CASES: dict[str, Case] = {
     "slow member": Case(_slow_member, _both("slow collective member"), _SLOW_STAGE),
     "slow layer": Case(_slow_layer, _both("slow layer"), _SLOW_STAGE),
 }
-"""Maps the name of each cause to the :class:`Case` that plants the cause."""
+"""Maps the name of each cause to its :class:`Case`."""
 
 _TRUE_BY_COUNTERS = frozenset((PROCESSOR_WAIT, STEAL, MEMORY_WAIT))
-"""Counters that may be high because of other programs or machines, whatever cause is planted."""
+"""Counters that may be high because of other programs or machines, whatever slows down the job."""
 
 _SYMPTOMS = frozenset((("spikes", ""),))
 """Findings that describe a symptom and do not state a cause."""
@@ -320,9 +320,9 @@ def judge(case: Case, findings: Sequence[Finding]) -> tuple[str, tuple[Named, ..
 
 
 def run_case(name: str, seed: int, folder: Path) -> Answer | None:
-    """Plants the cause ``name`` in a job, and judges the diagnosis of the job.
+    """Slows down a job by the cause ``name``, and judges the diagnosis of the job.
 
-    Returns ``None`` if this machine cannot plant the cause. ``seed`` selects the random values of
+    Returns ``None`` if this machine cannot produce the cause. ``seed`` selects the random values of
     the cause. The job writes its files to ``folder``.
 
     Raises:
@@ -444,9 +444,9 @@ def rows_of(judged: Sequence[Answer], names: Sequence[str]) -> list[Row]:
 
 
 def of_causes(options: argparse.Namespace) -> Result:
-    """Plants each cause in several jobs, and returns the results.
+    """Slows down several jobs by each cause, and returns the results.
 
-    With ``options.quick``, each cause is planted once.
+    With ``options.quick``, there is one job per cause.
     """
     names = options.only or list(CASES)
     judged = answers(names, 1 if options.quick else options.runs, options.seed)
@@ -454,7 +454,7 @@ def of_causes(options: argparse.Namespace) -> Result:
 
 
 def main() -> int:
-    """Plants the causes in jobs, and prints the results. Returns 1 if a goal is missed."""
+    """Slows down jobs by each cause, and prints the results. Returns 1 if a goal is missed."""
     parser = parser_of(__doc__, {"causes": of_causes}, "each cause once")
     parser.add_argument("--runs", type=int, default=6, help="number of jobs with each cause")
     parser.add_argument("--only", nargs="+", choices=CASES, help="names of causes")

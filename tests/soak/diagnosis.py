@@ -182,7 +182,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measures the selected parts and prints the results. Returns 1 if a limit is missed."""
+    """Measures the selected parts and prints the results. Returns 1 if a goal is missed."""
     options = parse()
     return measure({name: partial(part, options) for name, part in PARTS.items()}, options)
 

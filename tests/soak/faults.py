@@ -101,7 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def look_for_secrets(seed: int) -> Result:
-    """Plants random secrets in jobs, and searches for them as a different user.
+    """Gives random secrets to jobs, and searches for the secrets as a different user.
 
     ``seed`` selects the secrets.
     """

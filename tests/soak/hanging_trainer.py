@@ -167,7 +167,7 @@ class Pauses:
 
 
 def compute(long_s: float) -> None:
-    """Alternates between computing and sleeping for ``long_s`` seconds."""
+    """Alternates between computing and sleeping, for ``long_s`` seconds in total."""
     end_s = time.monotonic() + long_s
     while time.monotonic() < end_s:
         used_s = time.thread_time()

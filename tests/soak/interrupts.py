@@ -278,8 +278,8 @@ class Outcome:
     """Signal that a job received, and how the job then exited.
 
     Attributes:
-        description: Text with the kind of the job, the signal, the process that got it, and the
-            time.
+        description: Kind of the job, the signal, the process that received it, and the time, as
+            text.
         faults: Descriptions of all faults.
         status: Exit status of the job.
         steps: Number of steps that the job completed.

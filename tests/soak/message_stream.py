@@ -272,7 +272,7 @@ def growth(looks: list[tuple[int, int]]) -> tuple[int, int]:
 
 
 def main() -> int:
-    """Sends the messages and prints the results. Returns 1 if a limit is missed."""
+    """Sends the messages and prints the results. Returns 1 if a measurement exceeds its limit."""
     parser = parser_of(__doc__, ("messages",), "send 200,000 messages")
     parser.add_argument("--messages", type=int, help="number of messages (10,000,000)")
     options = parser.parse_args()

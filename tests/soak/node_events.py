@@ -153,7 +153,7 @@ class Events:
 
 
 def role(process: psutil.Process) -> str:
-    """Returns a text with the role, the ID and the state of ``process``, a process of the job."""
+    """Describes ``process``, a process of the job, by its role, ID and state."""
     with contextlib.suppress(psutil.Error):
         command = process.cmdline()
         parent = process.parent()

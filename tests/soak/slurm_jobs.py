@@ -292,7 +292,7 @@ def result_of(part: str, options: argparse.Namespace) -> Result:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures the selected parts and prints the results. Returns 1 if a limit is missed."""
+    """Measures the selected parts and prints the results. Returns 1 if a goal is missed."""
     options = parse(arguments)
     return measure({part: partial(result_of, part, options) for part in PARTS}, options)
 

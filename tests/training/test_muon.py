@@ -1,7 +1,7 @@
-"""Compares ``--optimizer muon`` with a separate training loop, even if stages move.
+"""Compares ``--optimizer muon`` with a separate training loop, also if layers move between ranks.
 
-megatron-core uses a package for muon that requires Python 3.12. With older versions of Python,
-``muon_path`` adds a name to ``typing`` that this package imports.
+megatron-core imports muon from a package that requires Python 3.12. With older versions of
+Python, ``muon_path`` adds ``typing.override``, which this package imports.
 """
 
 from __future__ import annotations

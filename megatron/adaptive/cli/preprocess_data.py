@@ -35,7 +35,7 @@ def available_cores() -> int:
 
 @contextmanager
 def progress_display(total_bytes: int | None) -> Iterator[Progress]:
-    """Shows a progress bar on stderr within the context, and yields a function that advances it.
+    """Shows a progress bar on stderr during a ``with`` block, and yields a function to advance it.
 
     If stderr is not a terminal, the bar is only printed every 10 s.
 
@@ -54,7 +54,7 @@ def progress_display(total_bytes: int | None) -> Iterator[Progress]:
 
 @contextmanager
 def tidy_on_sigterm() -> Iterator[None]:
-    """Raises ``SystemExit`` if SIGTERM arrives within the context.
+    """Raises ``SystemExit`` if SIGTERM arrives during a ``with`` block.
 
     Like the ``KeyboardInterrupt`` after Ctrl-C, the exception lets the program remove temporary
     files and stop its worker processes.

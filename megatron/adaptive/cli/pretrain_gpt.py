@@ -127,8 +127,8 @@ def _train(argv: Sequence[str]) -> int:
         options = ["--standalone", *options]
     elif not options:
         raise ConfigError(
-            f"{path} requires {recipe.nodes} nodes; start it on each node with -- --node-rank N "
-            "--master-addr HOST after the settings"
+            f"{path} requires {recipe.nodes} nodes; run the command on each node, and append "
+            "-- --node-rank N --master-addr HOST"
         )
     shape = ["--nnodes", str(recipe.nodes), "--nproc-per-node", str(recipe.processes_per_node)]
     program = ["-m", "megatron.adaptive", "train", "rank", *recipe.flags]

@@ -190,7 +190,7 @@ def _latest(runs: Path) -> str | None:
 def _forget_if_empty(run: Path, previous: str | None) -> None:
     """Removes the folder ``run`` if it contains no files, and restores the link ``latest``.
 
-    ``previous`` is the former target of the link, or ``None`` if there was no link.
+    ``previous`` is the previous target of the link, or ``None`` if there was no link.
     """
     if any(path.is_file() for path in run.rglob("*")):
         return

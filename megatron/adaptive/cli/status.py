@@ -71,7 +71,7 @@ def _text(status: JobStatus) -> str:
 
 
 def summary(status: JobStatus) -> list[str]:
-    """Returns lines of text about the progress and the problems of a job."""
+    """Returns lines that describe the progress and the problems of a job."""
     lines = [f"LOST: node {name}: {why}" for name, why in status.lost.items()]
     if not status.nodes:
         lines.append(f"no logs in {status.folder} yet; pass a different LOG_DIR with --log-dir")

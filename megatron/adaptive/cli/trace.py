@@ -138,7 +138,10 @@ def diagnose_run(argv: Sequence[str]) -> int:
 
 
 def what_if_run(argv: Sequence[str]) -> int:
-    """Predicts a run's speed with changed durations, prints it, and returns the exit status."""
+    """Predicts how fast a run would be if some of its actions took less time.
+
+    Prints the prediction, and returns the exit status.
+    """
     from megatron.adaptive.trace.whatif.answers import what_if
 
     parser = _parser(
@@ -592,7 +595,7 @@ def _layer_lines(figures: list[LayerFigures], step_ms: float) -> list[str]:
 
 
 def _expert_lines(experts: Mapping[str, Any], step_ms: float) -> list[str]:
-    """Returns lines of text about the load of the experts and the exchange of tokens.
+    """Returns lines that describe the load of the experts and the exchange of tokens.
 
     Times are also shown as fractions of the step, which takes ``step_ms`` milliseconds.
     """

@@ -145,7 +145,7 @@ class GivenFlags:
                 raise ConfigError(f"{violation}{reason}; {_REMEDIES[rule.verb]}")
 
     def _violation(self, rule: _Rule) -> str:
-        """Returns a text about how the settings violate ``rule``, or an empty string."""
+        """Returns a message that explains how the settings violate ``rule``, or an empty string."""
         joined = rule.left.split("+")
         options = rule.right.split("/")
         if rule.verb in ("within", "divides"):
@@ -160,7 +160,7 @@ class GivenFlags:
         return f"{flags} and {self._text(rule.right)} exclude each other"
 
     def _beyond(self, rule: _Rule, product: str) -> str:
-        """Returns a text about the numbers that violate ``rule``, or an empty string if none do.
+        """Returns a message that names the numbers that violate ``rule``, or an empty string.
 
         The verb of the rule must be ``within`` or ``divides``. ``product`` contains the settings on
         the left side of the rule, joined by ``*``.
@@ -194,7 +194,10 @@ class GivenFlags:
         return str(getattr(self, _parts(term)[0]))
 
     def _unsuitable(self, term: str) -> str:
-        """Returns a text with the current value of the setting in ``term``, or an empty string."""
+        """Returns a phrase with the current value of a rule's setting, or an empty string.
+
+        ``term`` is the term of the rule that contains the setting.
+        """
         name = _parts(term)[0]
         is_absent = self._values[name] is None or self._specs[name].is_switch
         return "" if is_absent else f" with {self._text(term)}"

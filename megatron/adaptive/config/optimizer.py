@@ -29,8 +29,8 @@ _NOT_MOVED = "the trainer saves and moves the state of adam, sgd and muon; use o
 class OptimizerConfig:
     """Optimizer and learning rate.
 
-    In the learning rate schedule, lengths are numbers of iterations with ``--train-iters``, and
-    numbers of samples with ``--train-samples``. Flags that use the other unit are ignored.
+    Lengths in the learning rate schedule are measured in iterations if ``--train-iters`` is set,
+    and in samples if ``--train-samples`` is set. Flags that use the other unit are ignored.
     """
 
     optimizer: str = flag(

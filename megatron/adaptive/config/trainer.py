@@ -255,11 +255,11 @@ class TrainerConfig:
         return pairs / (linear + pairs)
 
     def cost_of(self, tokens: float, squares: float) -> float:
-        """Returns the predicted cost of documents, where a token costs 1 outside of attention.
+        """Returns the predicted cost of documents, relative to a token without attention.
 
         Args:
             tokens: Total number of tokens in the documents.
-            squares: Sum of the squared numbers of tokens of the documents.
+            squares: Sum of the squares of the documents' numbers of tokens.
         """
         return tokens + self._pair_cost * squares
 

@@ -243,7 +243,7 @@ class _Renderer:
             return None
         prompt = self._prompt(before, ended.before)
         # The model must also learn the text that the template adds after the prompt, such as an
-        # empty <think> block. So the taught range begins before that text.
+        # empty <think> block. So the range on which the loss is computed includes this text.
         is_added = bool(prompt.added) and whole.before.endswith(prompt.added)
         start = len(whole.before) - (len(prompt.added) if is_added else 0)
         if prompt.opened and text.startswith(prompt.opened, start):

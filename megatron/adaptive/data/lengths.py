@@ -103,7 +103,10 @@ class DocumentDataset(MegatronDataset):
 
 
 def left_out(datasets: Sequence[Any]) -> str:
-    """Returns a text about truncated and skipped documents of ``datasets``, or an empty text."""
+    """Returns a phrase with the numbers of truncated and skipped documents in ``datasets``.
+
+    The phrase is empty if there are none.
+    """
     parts = [
         part for dataset in datasets for part in getattr(dataset, "datasets", [dataset]) if part
     ]

@@ -305,7 +305,11 @@ class MicrobatchLoader:
         return tensors
 
     def _draw(self, read_ahead: Iterator[Arrays], block: int) -> Arrays:
-        """Skips to ``block`` in ``read_ahead``, and returns this rank's part of this block."""
+        """Advances the iterator ``read_ahead`` to ``block``, and returns the microbatch there.
+
+        The iterator yields this rank's microbatch of each block. A block contains one microbatch
+        per data-parallel rank.
+        """
         try:
             while self._read_block < block:
                 next(read_ahead)

@@ -386,7 +386,10 @@ class _Output:
         self._builder.finalize(f"{self._temporary}.idx")
 
     def publish(self) -> None:
-        """Renames both files. The index is renamed last, because it marks the data as complete."""
+        """Renames the token file, and then the index, to their final names.
+
+        The index is renamed last, because it marks the data as complete.
+        """
         Path(f"{self.prefix}.idx").unlink(missing_ok=True)
         for suffix in (".bin", ".idx"):
             os.replace(f"{self._temporary}{suffix}", f"{self.prefix}{suffix}")

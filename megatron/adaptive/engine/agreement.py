@@ -55,8 +55,8 @@ _LOST = (1 << 63) - 1
 _NOTHING = 3 << 30
 _FOR_EVER_S = 1e8
 _CLOSE_S = 30.0
-# A report that a rank cannot continue must be sent within this time in seconds. The limit is short,
-# because the reporting thread may be the thread that must stop the process.
+# Time limit in seconds for reporting that this rank cannot continue. It is short, because the
+# reporting thread may be the thread that must stop the process.
 _REPORT_S = 1.0
 
 
@@ -119,10 +119,10 @@ class Agreement:
         return policy.pick(state)
 
     def missing(self) -> str:
-        """Returns a text that lists inputs that have not arrived on all members.
+        """Lists the inputs that have not arrived on all members, for error messages.
 
-        For each input, the text also names the members on which the input is missing. The text is
-        empty if no input is missing.
+        The result also names the members on which each input is missing. It is empty if no input is
+        missing.
         """
         return ""
 
@@ -223,8 +223,9 @@ class Leader(Agreement):
             if thread.is_alive():
                 self._reports[rank].give_up()
                 raise DeadlineError(
-                    f"{self._describe(rank)}, of the same decision group, did not close within "
-                    f"{_CLOSE_S:g} s; it may have stopped elsewhere"
+                    f"{self._describe(rank)}, of the same decision group, did not close its "
+                    f"channel within {_CLOSE_S:g} s; it may have failed or be stuck in another "
+                    "part of the program"
                 )
 
     def _collect(self, rank: int) -> None:

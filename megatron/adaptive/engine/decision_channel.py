@@ -284,7 +284,7 @@ def _limit(timeout_s: float) -> datetime.timedelta:
 
 @contextlib.contextmanager
 def _lost(lack: str, timeout_s: float) -> Iterator[None]:
-    """Converts errors that gloo raises inside the context to :class:`PeerLostError`.
+    """Makes a ``with`` block raise :class:`PeerLostError` instead of gloo's errors.
 
     The message starts with ``lack``, which says what did not happen within ``timeout_s``.
     """

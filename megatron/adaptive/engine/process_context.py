@@ -98,7 +98,7 @@ def _broken_connection(error: BaseException) -> str | None:
 
 @contextlib.contextmanager
 def naming_lost_peers() -> Iterator[None]:
-    """Converts errors about broken connections in the context into ``PeerLostError``.
+    """Makes a ``with`` block raise ``PeerLostError`` instead of errors about broken connections.
 
     Raises:
         PeerLostError: A collective operation failed because another rank has exited.

@@ -229,13 +229,12 @@ class MegatronStages(SplitStages):
             ``num_microbatches``.
         sizes: Size of each microbatch, relative to the microbatch that ``meter`` has measured, or
             ``None`` if all microbatches are equal.
-        slices: Object that cuts the sequences into slices, or ``None`` if items are whole
-            microbatches.
-        measured: Number of tokens of each measured slice. The key is the number of the slice in
-            ``meter``, or ``-1 - chunk`` for the slice whose weight gradients were measured in a
-            chunk.
+        slices: Object that cuts the sequences into slices, or ``None`` if microbatches are not cut.
+        measured: Number of tokens in each measured slice, keyed by the slice's key in ``meter``.
+            The key ``-1 - chunk`` is for the slice that was used to measure the weight gradients of
+            ``chunk``.
         config: megatron-core's configuration of the chunks.
-        reduced_losses: Values for the log that the loss function returned, in order of items.
+        reduced_losses: Values that the loss function returned for the log, in execution order.
         num_tokens: Number of tokens over which the loss was computed; 0 except on the last stage.
     """
 

@@ -372,7 +372,7 @@ class OutsideTrace:
         self._done = [0, 0, 0]
 
     def __call__(self, **arguments: Any) -> list[Any]:
-        """Runs a step. The arguments and the result are those of megatron-core's function."""
+        """Runs a step, with the arguments and the result of the wrapped function."""
         if arguments.get("forward_only", False) or not self._tracing.is_traced:
             return self._function(**arguments)
         self._done = [0, 0, 0]

@@ -2,8 +2,8 @@
 
 A recording contains the operations that the model's Python code chose. If the user later changes
 the probability of a dropout, adds a hook or puts a submodule into evaluation mode, existing
-recordings keep the former setting, but a recording for a new kind of microbatch would use the new
-setting. A step could then mix both settings.
+recordings keep the old setting. A recording for a new kind of microbatch, however, would use the
+new setting. A step could then mix both settings.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class ModuleSettings:
         """Records the model in ``mode`` with the function ``record``, and checks its settings.
 
         Attributes that the forward pass itself changes, such as counters, are ignored. If other
-        attributes have changed, the model is recorded again with their former values, to find out
+        attributes have changed, the model is recorded again with their old values, to find out
         whether the recording depends on them.
 
         Raises:
@@ -149,7 +149,7 @@ def _makes(record: Callable[[], Forwards], tape: Tape, mode: Mode) -> bool:
     try:
         other = record().tapes[mode]
     except Exception:
-        # The model fails with the former values, so its calls depend on the present values.
+        # The model fails with the old values, so its calls depend on the current values.
         return False
     gradients = [[call.with_grad for call in each.calls] for each in (tape, other)]
     return makes_same_calls(tape, other) and gradients[0] == gradients[1]

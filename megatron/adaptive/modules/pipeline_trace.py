@@ -1,7 +1,7 @@
 """Writes the trace of a ``Pipeline``, and starts new files whenever segments move.
 
-The header of a trace file describes one partition. So the files of the former partition are moved
-to another folder before the first step of the new partition::
+The header of a trace file describes one partition. So the files of the previous partition are
+moved to another folder before the first step of the new partition::
 
     steps 1-50, 1-6-1-1 ──> traces/      segments move: renamed to traces-1/
     steps 51-,  2-3-2-2 ──> traces/
@@ -98,14 +98,14 @@ class PipelineTrace:
     def continue_with(self, partition: Sequence[int]) -> None:
         """Continues the trace in new files for ``partition``. All processes must call this.
 
-        Call this between two steps. The former files are moved to ``<folder>-1``, or to the folder
-        with the next free number.
+        Call this between two steps. The previous files are moved to ``<folder>-1``, or to the
+        folder with the next free number.
 
         Args:
             partition: Number of segments in each stage.
 
         Raises:
-            TraceError: If the former files cannot be moved.
+            TraceError: If the previous files cannot be moved.
         """
         if self.folder is None:
             return

@@ -264,7 +264,7 @@ class SegmentBalancer:
 
         ``pace`` is the speed of the steps after the move.
 
-        Returns the move back to the former partition if steps did not become faster, otherwise
+        Returns the move back to the previous partition if steps did not become faster, otherwise
         ``None``.
         """
         if self._promise is None:

@@ -209,12 +209,12 @@ class Loop:
         self._snapshots.before_update()
 
     def trace_begins_anew(self) -> None:
-        """Continues with new trace files, after the files of the former partition were moved.
+        """Starts a new progress file after the trace of the previous partition has been moved.
 
-        The steps so far are excluded from later diagnoses.
+        Later diagnoses ignore all earlier steps.
         """
         self._diagnosis.begin_after(self._pipeline.steps)
-        # Open a new file, because the former file was moved together with the trace.
+        # Open a new file, because the previous file was moved together with the trace.
         self._progress.close()
         self._progress = self._open_progress(None)
         self._progress.begins(self._pipeline.steps, self._total, moved=True)

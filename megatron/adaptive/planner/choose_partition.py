@@ -187,13 +187,16 @@ class Loads:
 
     @cached_property
     def _before(self) -> Any:
-        """Number of layers of each kind before each layer of the model, ``[layers + 1, kinds]``."""
+        """Cumulative counts: row ``i`` holds the number of layers of each kind before layer ``i``.
+
+        The shape is ``[layers + 1, kinds]``.
+        """
         one_hot = np.eye(self._each.shape[1])
         kinds = list(self.kinds) or [0] * sum(self.partition)
         return np.concatenate([0 * one_hot[:1], one_hot[kinds].cumsum(axis=0)])
 
     def _counts(self, partition: Sequence[int]) -> Any:
-        """Returns the number of layers of each kind in each stage, ``[stages, kinds]``."""
+        """Returns an array with the number of layers per stage and kind, ``[stages, kinds]``."""
         ends = np.cumsum(partition)
         return self._before[ends] - self._before[ends - partition]
 
@@ -469,7 +472,7 @@ def choose_together(
 def _decision(
     loads: Loads, moves: list[tuple[float, Partition, ScheduleChoice]], stay: ScheduleChoice | None
 ) -> Decision:
-    """Returns the decision to make the fastest of ``moves``, or to move nothing if there are none.
+    """Decides on the move with the shortest step time, or on no move if ``moves`` is empty.
 
     Args:
         loads: Measured times and memory under the current placement and partition.

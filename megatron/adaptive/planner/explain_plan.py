@@ -47,7 +47,7 @@ _NEIGHBOUR_CPU_S = 0.5
 
 
 def explain(row: PlanRow, inputs: PlanInputs) -> str:
-    """Returns a text with the parts of a step, the memory of each stage, and the largest part."""
+    """Describes the parts of a step, the memory of each stage, and the largest part, as text."""
     plan, prediction = row.plan, row.prediction
     lines = [f"a step of {seconds_text(prediction.seconds)}:"]
     for name, seconds in prediction.parts.items():

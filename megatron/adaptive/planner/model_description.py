@@ -247,12 +247,12 @@ class Model:
 
     @property
     def num_layers(self) -> int:
-        """Number of all layers, including embedding and head."""
+        """Total number of layers, including the embedding and the head."""
         return len(self.layers)
 
     @property
     def num_counted(self) -> int:
-        """Number of layers that ``--num-layers`` counts, which excludes embedding and head."""
+        """Number of layers that ``--num-layers`` counts, without the embedding and the head."""
         return sum(self.kinds[name].counted for name in self.layers)
 
     @property

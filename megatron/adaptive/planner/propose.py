@@ -595,7 +595,7 @@ memory.
 
 
 def _explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOptions) -> str:
-    """Returns an error message with the stage that exceeds the memory, and with possible remedies.
+    """Returns an error message that names the stage that does not fit into memory, and remedies.
 
     The stage belongs to the plan that needs the least additional memory per GPU. Bisection over the
     memory size finds this plan.
@@ -749,7 +749,7 @@ def _explain_limits(searcher: Searcher, objective: Objective) -> str:
 
 
 def _least(searcher: Searcher, name: str, others: dict[str, Any]) -> str:
-    """Returns a text with the lowest possible value of one limit if all other limits are kept.
+    """Describes the lowest possible value of one limit if all other limits are kept.
 
     Args:
         searcher: Searcher for the user's request.

@@ -378,7 +378,7 @@ def _time_1f1b(walk: Any, p: int, m: int) -> None:
 
 @_compiled
 def leaf_s(shape: Any, walk: Any, p: int) -> float:
-    """Returns the step time of ``p`` stages in seconds, or infinity if they exceed the memory."""
+    """Returns the step time of ``p`` stages in seconds, or infinity if memory is too small."""
     n = shape.forward.shape[1] - 1
     walk.cuts[p] = n
     for i in range(p):

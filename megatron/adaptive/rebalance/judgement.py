@@ -60,18 +60,18 @@ class StepMeasurements:
         pp_rank: Pipeline rank.
         steps: Median durations of the rank's actions, as one ``Lanes`` per step.
         spans_s: Duration of each step in ``steps``, in seconds.
-        shares: Fraction of a forward pass that the layers take, without embedding and loss, per
-            chunk.
+        shares: Fraction of the forward time that is spent in the layers, without embedding and
+            loss, per chunk.
         free_bytes: Free memory for activations, in bytes.
         kept_bytes: Size of the activations that a microbatch keeps, in bytes, per chunk.
         held_bytes: Size of weights, gradients and optimizer state, in bytes, per chunk.
         layer_bytes: Size of each layer in bytes, per chunk. Layers of equal size are treated as the
             same kind of layer. Empty if all layers of the model have the same size.
-        parts: Fraction of the layers' total time that each layer takes, per chunk: a single
+        parts: Fraction of the time of a chunk's layers that each layer takes, per chunk: a single
             fraction, or fractions of the forward, backward and weight-gradient passes. Empty if all
             layers are equal.
         layer_kept: Size of the activations that a microbatch keeps in each layer, in bytes, per
-            chunk. Empty if all layers keep equally much.
+            chunk. Empty if all layers keep the same amount.
     """
 
     pp_rank: int

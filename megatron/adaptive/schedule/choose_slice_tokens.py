@@ -173,7 +173,10 @@ def choose_tokens(
     setting: Setting,
     until_s: float,
 ) -> TokensChoice:
-    """Chooses the slice length whose fastest setting has the shortest simulated steps.
+    """Chooses the slice length that gives the shortest simulated steps.
+
+    A length is judged by the fastest schedule that fits into memory. If several lengths are almost
+    equally fast, the longest of them is chosen.
 
     Args:
         lengths: Numbers of tokens to simulate. The first length is simulated even after
@@ -185,7 +188,7 @@ def choose_tokens(
         until_s: Value of ``time.monotonic`` after which no more steps are simulated.
 
     Raises:
-        ScheduleError: No setting fits into memory with any of the lengths.
+        ScheduleError: No schedule fits into memory with any of the lengths.
     """
     parts = {lane: fit(rows) for lane, rows in lanes.items() if rows}
     best: dict[int, tuple[float, Candidate]] = {}
@@ -311,7 +314,7 @@ class SlicedStep(NamedTuple):
 def fitting_candidates(
     steps: Sequence[SlicedStep], placement: Placement, setting: Setting, tokens: int
 ) -> Iterator[Candidate]:
-    """Yields the run-time rule with each setting that fits into memory in all steps.
+    """Yields candidates that use the run-time rule and fit into memory in all steps.
 
     Args:
         steps: Steps to simulate.

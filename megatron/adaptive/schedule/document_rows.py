@@ -31,7 +31,7 @@ class Batching:
     Attributes:
         micro_batch_size: Number of samples per microbatch if samples are not packed.
         replicas: Number of data-parallel replicas.
-        varies: Whether samples differ in length.
+        varies: Whether samples may have different lengths.
         pack_to: Largest number of tokens per packed microbatch, or ``None`` if samples are not
             packed or ``slice_tokens`` is set.
         slice_tokens: Number of tokens per slice of a packed microbatch, or ``None`` to use

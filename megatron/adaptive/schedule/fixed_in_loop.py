@@ -219,9 +219,9 @@ def interleaved_zb(placement: Placement, num_microbatches: int) -> tuple[Order, 
     groups = max(1, num_microbatches // ranks)
     if num_microbatches % groups:
         raise ScheduleError(
-            f"schedule interleaved-zb requires {groups} equal groups of microbatches for {ranks} "
-            f"ranks, got {num_microbatches} microbatches; use a multiple of {ranks} or schedule "
-            "adaptive"
+            f"the interleaved-zb schedule requires {groups} equal groups of microbatches for "
+            f"{ranks} ranks, got {num_microbatches} microbatches; use a multiple of {ranks} or "
+            "schedule adaptive"
         )
     size = num_microbatches // groups
     forwards, backwards = _in_groups(chunks, num_microbatches, size)
@@ -277,16 +277,16 @@ def interleaved(
     size = ranks if group_size is None else group_size
     if not ranks <= size <= num_microbatches:
         raise ScheduleError(
-            f"schedule interleaved requires groups of at least {ranks} (the ranks) and at most "
-            f"{num_microbatches} (the microbatches), got groups of {size} microbatches; raise "
-            "the global batch size"
+            f"the interleaved schedule requires groups of at least {ranks} microbatches (the "
+            f"number of ranks) and at most {num_microbatches} (all microbatches), got groups of "
+            f"{size} microbatches; raise the global batch size"
         )
     remainder = num_microbatches % size
     if 0 < remainder < ranks:
         raise ScheduleError(
-            f"schedule interleaved got {num_microbatches} microbatches in groups of {size}, but "
-            f"the remainder {remainder} is less than {ranks} (the ranks); use a multiple of "
-            f"{size} or schedule adaptive"
+            f"the interleaved schedule got {num_microbatches} microbatches in groups of {size}, "
+            f"but the remainder {remainder} is less than {ranks} (the number of ranks); use a "
+            f"multiple of {size} or schedule adaptive"
         )
     forwards, backwards = _in_groups(chunks, num_microbatches, size)
     return tuple(

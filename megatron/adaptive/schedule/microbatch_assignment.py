@@ -423,7 +423,7 @@ def _differ(
 ) -> bool:
     """Returns whether any rank's pace changed by more than ``limit``, relative to its siblings.
 
-    ``paces`` contains the new paces, and ``before`` contains the former paces.
+    ``paces`` contains the new paces, and ``before`` contains the previous paces.
 
     The siblings of a rank are the ranks with the same pipeline rank in all replicas.
     """

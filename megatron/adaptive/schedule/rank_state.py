@@ -478,7 +478,7 @@ class RankState:
                     yield self.next_action(number, chunk), bool(is_ready)
 
     def describe(self) -> str:
-        """Returns a line of text about ready actions, finished actions and memory."""
+        """Returns a line that describes the ready actions, the finished actions and the memory."""
         ready = " ".join(map(self._name, self.ready())) or "nothing"
         cap = "no cap" if self.cap is None else f"cap {self.cap:g}"
         return (
@@ -547,7 +547,7 @@ def _check_pieces(weight_pieces: int) -> None:
 
 
 def _count_of(num_microbatches: int, num_slices: SliceCounts) -> str:
-    """Returns a text with the number of microbatches, and of slices if ``num_slices`` is not 1."""
+    """Describes the number of microbatches, and of slices if ``num_slices`` is not 1."""
     text = f"{num_microbatches} microbatches"
     if num_slices == 1:
         return text

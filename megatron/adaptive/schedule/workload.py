@@ -529,7 +529,7 @@ def load_profile(path: Path, *, num_stages: int) -> StageProfile:
 def slice_bounds(
     num_slices: int, attention_share: float, cut: SliceCut = "equal-cost"
 ) -> tuple[float, ...]:
-    """Returns the bounds of the slices of a sequence of length 1.
+    """Returns the bounds of the slices as fractions of the sequence length.
 
     Args:
         num_slices: Number of slices, at least 1.
@@ -537,7 +537,7 @@ def slice_bounds(
         cut: Method of cutting the sequence into slices.
 
     Returns:
-        Bounds from 0 to 1. There is one more bound than slices.
+        ``num_slices + 1`` bounds, from 0 to 1.
 
     Raises:
         ScheduleError: An argument is out of range.

@@ -350,7 +350,7 @@ class Alignment:
         return max((clock.fit.residual_ns for clock in self.clocks), default=0.0)
 
     def describe(self) -> str:
-        """Returns a text with the number of clocks, the residual error and the largest drift."""
+        """Describes the number of clocks, the residual error and the largest drift, as text."""
         measured = [clock.fit for clock in self.clocks[1:] if clock.fit.num_samples]
         if len(self.clocks) <= 1:
             return "one for all ranks"

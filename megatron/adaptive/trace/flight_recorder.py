@@ -94,9 +94,9 @@ class StuckCall:
         call: Call of the first waiting rank.
         waiting: Global ranks that wait in the call.
         late: Global ranks of the group that have not made the call.
-        missing: Global ranks of the group without a dump.
-        mismatch: Text with the ranks that called a different operation with this number, and the
-            name of that operation; empty if all ranks called the same operation.
+        missing: Global ranks of the group that have not written a dump of their calls.
+        mismatch: Message that lists the ranks whose call with the same index in the group was a
+            different operation, with that operation; empty if all ranks called the same operation.
         is_entered: Whether all ranks have made the call, which means that only its transfer is
             stuck.
     """
@@ -109,7 +109,7 @@ class StuckCall:
     is_entered: bool
 
     def format(self) -> str:
-        """Returns a text with the name of the call, the waiting ranks and the late ranks."""
+        """Returns lines that name the call, the waiting ranks and the late ranks."""
         call = self.call
         kind = "message" if call.is_message else "collective"
         line_of_code = f", at {call.line_of_code}" if call.line_of_code else ""
@@ -132,7 +132,7 @@ class StuckCalls:
     """Describes a hang of a job, according to the dumps of its ranks.
 
     Attributes:
-        ranks: Global ranks with a dump.
+        ranks: Global ranks that have written a dump.
         stuck: Collectives and messages that do not finish.
         culprits: Global ranks that the other ranks wait for; empty if the dumps do not show this.
         text: Sentence that gives the reason for the hang.
@@ -379,7 +379,7 @@ def _conclude(stuck: Sequence[StuckCall]) -> tuple[tuple[int, ...], str, str]:
 
 
 def _endless(stuck: StuckCall) -> tuple[str, str]:
-    """Returns the reason and advice if all ranks have made a call, but it does not finish."""
+    """Returns the reason for a hang, and advice, if all ranks have entered the stuck call."""
     call = stuck.call
     if call.is_message:
         return (

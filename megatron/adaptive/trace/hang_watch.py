@@ -94,7 +94,7 @@ class RankEvidence:
 
     @property
     def doing(self) -> str:
-        """Text with the action that the rank is running, its microbatch, chunk and iteration."""
+        """Action that the rank is running, with its microbatch, chunk and iteration, as text."""
         now = self.now
         doing = str(now.get("doing", ""))
         iteration = f"iteration {now['iteration']}" if now.get("iteration") else "the start"
@@ -106,7 +106,7 @@ class RankEvidence:
 
     @property
     def place(self) -> str:
-        """Text with the main thread's line of code, outside of ``threading`` and ``queue``."""
+        """Line of code that the main thread executes, outside of ``threading`` and ``queue``."""
         frames = [frame for frame in self.frames if not _LOCK_CODE.search(str(frame[0]))]
         if not frames:
             return f"in {self.wchan}" if self.wchan not in ("", "0") else "at an unknown location"
@@ -115,7 +115,7 @@ class RankEvidence:
 
     @property
     def needs(self) -> Sequence[Sequence[Any]]:
-        """(Sender, kind, chunk, action index, microbatch) of each message that the rank needs."""
+        """Messages that the rank needs, each as (sender, kind, chunk, action index, microbatch)."""
         return self.now.get("needs", ()) if self.now.get("doing") == "wait" else ()
 
     def is_in(self, pattern: re.Pattern[str], depth: int = 12) -> bool:

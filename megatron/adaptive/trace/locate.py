@@ -100,7 +100,7 @@ def newest_run(
 
 
 def searched(parents: Sequence[Path] = PARENTS) -> str:
-    """Returns a text for error messages that lists the folders in ``parents``."""
+    """Lists the folders in ``parents``, for error messages."""
     *others, last = (str(parent.resolve()) for parent in parents)
     return f"{', '.join(others)} or {last}" if others else last
 

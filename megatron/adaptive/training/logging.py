@@ -353,9 +353,9 @@ class TrainingLog:
 
         ``now`` is the throughput of the iteration.
 
-        Source: ``training_log`` of Megatron-LM, for names, order and widths in the line up to the
-        number of NaN iterations, and for TensorBoard's tags. Megatron-LM does not report the
-        other values.
+        Source: ``training_log`` of Megatron-LM, which defines the names, the order and the widths
+        up to the number of NaN iterations, and the tags for TensorBoard. Megatron-LM does not
+        report the remaining values.
         """
         reports = self._reports
         mean = self._throughput(self._reports)

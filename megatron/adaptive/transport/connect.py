@@ -161,8 +161,7 @@ class Connector:
             peers: Global ranks with which this rank exchanges messages. Each peer must also list
                 this rank.
             options: Transport settings of the user.
-            log: Function that rank 0 calls with each line of text about the transports that were
-                chosen.
+            log: Function that rank 0 calls with each line of a summary of the chosen transports.
 
         Returns:
             Transport to all peers, or ``None`` for a rank without peers.
@@ -223,8 +222,8 @@ class Connector:
 
         Returns:
             Three values: the transport of this rank, or ``None`` if it has no native channels; the
-            first failure on any rank, or ``None``; and a text about how GPU tensors are copied, by
-            pair of ranks.
+            first failure on any rank, or ``None``; and a description of how GPU tensors are copied,
+            by pair of ranks.
         """
         device = self.accelerator.device
         size = size_of_channel(
@@ -411,7 +410,7 @@ def _listen(node: Any, links: Set[str], endpoint: Endpoint) -> dict[str, str]:
 
 
 def _gpu_paths(node: Any, peers: Iterable[int]) -> list[tuple[int, str]]:
-    """Returns pairs of a peer and a text about how its GPU tensors are copied.
+    """Returns pairs of a peer and a description of how its GPU tensors are copied.
 
     Peers for which ``node`` has no information about GPU tensors are left out.
     """

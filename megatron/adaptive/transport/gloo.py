@@ -196,7 +196,7 @@ class GlooTransport:
             if thread.is_alive():
                 raise DeadlineError(
                     f"{self._describe(peer)} did not close its channel within {CLOSE_S:g} s; it "
-                    "may have stopped elsewhere"
+                    "may have failed or be stuck in another part of the program"
                 )
 
     def _say_end(self, peer: int) -> None:

@@ -220,9 +220,10 @@ def open_own(kind: TransportKind, opening: Opening) -> Transport | None:
 
 
 def _what_lacks(transport: Any, peers: Sequence[int]) -> str | None:
-    """Returns a text about the members that ``transport`` lacks, or ``None`` if it is complete.
+    """Returns a message that names the members that ``transport`` lacks, or ``None``.
 
-    If ``peers`` is empty, ``transport`` may be ``None``.
+    If ``transport`` is complete, the result is ``None``. If ``peers`` is empty, ``transport`` may
+    be ``None``.
     """
     if transport is None and not peers:
         return None

@@ -119,7 +119,7 @@ class Watcher:
 
     Attributes:
         on_lost: Function that is called when a rank is lost. It can be replaced at any time.
-        position: Text about this rank's progress for error messages, such as ``iteration 7``.
+        position: Description of this rank's progress for error messages, such as ``iteration 7``.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class Watcher:
         """Announces that a rank is lost, and exits this process after the grace period.
 
         Args:
-            fact: Text that says which rank was lost, and how.
+            fact: Message that says which rank was lost, and how.
             publish: Whether to inform the other ranks through the store.
         """
         is_shown = fact.startswith(_SHOWN)
@@ -374,7 +374,7 @@ class _Board:
 
     ::
 
-        adaptive/lost       text about the first rank that was lost
+        adaptive/lost       message that says which rank was lost first, and how
         adaptive/left/<r>   rank r is done
         adaptive/beat/<m>   counter that each rank of machine m increments every 2 s
 

@@ -26,10 +26,10 @@ from megatron.adaptive.trace.span_columns import Ints
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """Describes deviations that the ranks of a group have in common. Each rank is in one group.
+    """Describes random deviations that all ranks of a group share. Each rank is in one group.
 
     Attributes:
-        group: ``[ranks]``, index of each rank's group, from 0 without gaps.
+        group: ``[ranks]``, index of each rank's group. The indices are consecutive and start at 0.
         size: ``[ranks]``, standard deviation of the shared deviation on each rank.
     """
 

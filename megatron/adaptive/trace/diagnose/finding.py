@@ -70,7 +70,7 @@ class Finding:
         detail: Additional numbers, as a line of text.
         cost_ms: Time in ms that a step would save without the cause, according to a simulation.
         cost_fraction: ``cost_ms`` as a fraction of the step time.
-        description: Text with the affected rank and the effect, for the middle of the headline,
+        description: Middle of the headline, which names the affected rank and the effect. It is
             filled in by the diagnosis.
         advice: Remedies, one sentence each, with the best first.
         partition: Best number of layers per stage for the measured speeds. Empty if it is unknown

@@ -349,10 +349,10 @@ def may_use_tcp(m: Measured, columns: Sequence[int]) -> bool:
 
 
 def lost_packets(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
-    """Returns a reason if ranks of a link retransmit many TCP segments, and otherwise ``None``.
+    """Returns the reason why a link is slow if its ranks retransmit many TCP segments.
 
-    ``columns`` contains the indices of the link's ranks on the rank axis, and ``chosen`` contains
-    the indices of the iterations to use.
+    Otherwise, the result is ``None``. ``columns`` contains the indices of the link's ranks on the
+    rank axis, and ``chosen`` contains the indices of the iterations to use.
     """
     worst, host = 0.0, ""
     for column in columns:
@@ -373,7 +373,7 @@ def lost_packets(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | 
 
 
 def _port_counts(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
-    """Returns a reason if a port of the link has many more faults than ports of other machines.
+    """Returns the reason why a link is slow if a port has many more faults than on other machines.
 
     ``columns`` contains the indices of the link's ranks, and ``chosen`` those of the iterations.
     The result is ``None`` if there are few faults.
@@ -393,7 +393,7 @@ def _port_counts(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | 
 
 
 def _slow_port(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
-    """Returns a reason if a link's interface is slower than the interfaces of other machines.
+    """Returns the reason why a link is slow if its interface is slower than on other machines.
 
     ``columns`` contains the indices of the link's ranks, and ``chosen`` those of the iterations.
     The result is ``None`` if the interface is fast or its speed is unknown.
@@ -457,8 +457,8 @@ def _usual(m: Measured, share: Floats, counter: str, column: int, chosen: slice)
     """
     compared = [other for other in range(len(m.headers)) if other != column]
     if counter in _OF_MACHINE and _reads_most(m, column, chosen):
-        # A rank that reads a lot affects all ranks on its machine, which have the same count.
-        # Compare with other machines instead.
+        # The waits are counted per machine, so a rank that reads a lot raises the count of all
+        # ranks on its machine. Compare only with ranks on other machines.
         compared = [c for c in compared if m.headers[c].host != m.headers[column].host]
     others = share[chosen][:, compared]
     before = np.delete(share[:, column], np.s_[chosen])
@@ -503,7 +503,7 @@ def _reads_most(m: Measured, column: int, chosen: slice) -> bool:
 
 
 def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reason | None:
-    """Returns a reason if a slow processor clock explains enough of a rank's slowdown.
+    """Returns the reason for a rank's slowdown if a slow processor clock explains enough of it.
 
     Otherwise, the result is ``None``. Ranks that compute on a GPU are skipped, because the clock
     rate of the processor has little effect on them. ``factor`` is the ratio of the rank's computing
@@ -533,7 +533,7 @@ def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reaso
 
 
 def _slow_gpu_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reason | None:
-    """Returns a reason if a slow GPU clock explains enough of a rank's slowdown.
+    """Returns the reason for a rank's slowdown if a slow GPU clock explains enough of it.
 
     Otherwise, the result is ``None``. ``factor`` is the ratio of the rank's computing time to the
     expected time.
@@ -550,7 +550,7 @@ def _slow_gpu_clock(m: Measured, column: int, chosen: slice, factor: float) -> R
 
 
 def _shared_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
-    """Returns a reason if more outside processes use a rank's GPU than other GPUs.
+    """Returns the reason why a rank is slow if more outside processes use its GPU than other GPUs.
 
     Otherwise, the result is ``None``. ``column`` is the index of the rank, and ``chosen`` contains
     the indices of the iterations to use.
@@ -569,7 +569,7 @@ def _shared_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
 
 
 def _faulty_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
-    """Returns a reason if a rank's GPU has many more faults than the GPUs of other ranks.
+    """Returns the reason why a rank is slow if its GPU has far more faults than other GPUs.
 
     Otherwise, the result is ``None``. ``column`` is the index of the rank, and ``chosen`` contains
     the indices of the iterations to use.

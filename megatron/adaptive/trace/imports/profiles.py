@@ -257,7 +257,7 @@ def read_profiles(source: Path, pipeline: int | None = None) -> RunTrace | None:
 
 
 def _listed(names: Counter[str]) -> str:
-    """Returns a text for messages that lists the most frequent of ``names`` and their counts."""
+    """Lists the most frequent of ``names`` and their counts, for messages."""
     return ", ".join(f"{printable(name[:60])} ({count})" for name, count in names.most_common(6))
 
 

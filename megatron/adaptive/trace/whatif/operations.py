@@ -114,7 +114,8 @@ class Pipelines:
     Attributes:
         ranks: ``[workers]``, global rank of each worker.
         pp_rank: ``[workers]``, pipeline rank of each worker.
-        replica: ``[workers]``, index of each worker's data-parallel replica, without gaps.
+        replica: ``[workers]``, index of each worker's data-parallel replica. The indices are
+            consecutive and start at 0.
         stages: ``[pipeline ranks, chunks]``, index of the stage that each chunk of a rank computes.
         slices: Function that returns the number of slices of each microbatch, given the numbers of
             an iteration and a replica. It returns 1 if microbatches are not split.

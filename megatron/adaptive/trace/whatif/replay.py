@@ -72,8 +72,8 @@ class OtherSchedule:
         is_dealt: Whether to assign each microbatch to the replica that would finish it first, and
             to order a replica's microbatches to suit its pipeline. Otherwise, microbatches stay on
             the replica that recorded them.
-        slices: Number of slices into which recorded whole microbatches are split. It is assumed
-            that all slices of a microbatch take equally long, and that splitting has no cost.
+        slices: Number of slices of equal time into which each recorded microbatch is split. It is
+            assumed that splitting has no cost.
         pieces: Number of pieces into which each weight-gradient action (W) is split, if the
             schedule splits the backward pass.
     """
@@ -357,17 +357,18 @@ class RuleReplay:
         self._header, self._ops = header, ops
 
     def saved_s(self, then_s: Floats, *, slices: int = 1) -> float | None:
-        """Returns the time in seconds by which a step gets shorter with the durations ``then_s``.
+        """Returns how many seconds a step would save if its operations took ``then_s``.
 
         Args:
-            then_s: Changed durations in seconds, ``[operations]``.
-            slices: Number of slices into which recorded whole microbatches are split for the
-                changed step.
+            then_s: Duration of each operation after the change, in seconds, ``[operations]``.
+            slices: Number of slices of equal time into which each recorded microbatch is split in
+                the changed step.
 
         Returns:
-            Mean time saved per step. It is ``None`` under another schedule, if a rank's actions are
-            missing, or if the simulation with the recorded durations differs from the recorded step
-            time by more than :data:`ALIKE`.
+            Mean time saved per step, or ``None`` if the recorded steps cannot be simulated. This is
+            the case under another schedule than ``adaptive``, with a single stage, or if a rank's
+            actions are missing. It is also the case if the simulated time of a recorded step
+            differs from its recorded time by more than :data:`ALIKE`.
         """
         if self._recorded is None:
             return None
@@ -425,9 +426,10 @@ class _RecordedReplica:
 
 
 def steps_at_most(ops: Operations, most: int) -> int:
-    """Returns the number of steps to simulate, at most ``most``.
+    """Returns the number of steps to simulate, which is between 1 and ``most``.
 
-    The number of pipelines is also limited by :data:`MOST_PIPELINES`.
+    The number is reduced so that at most :data:`MOST_PIPELINES` pipelines are simulated, one per
+    step and replica.
     """
     replicas = int(ops.where.replica.max()) + 1
     return max(1, min(most, MOST_PIPELINES // replicas))

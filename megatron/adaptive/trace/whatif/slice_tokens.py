@@ -249,8 +249,8 @@ class _Model:
     def miss(self) -> float:
         """Largest relative difference between the recorded and the simulated time of a step.
 
-        Each step is simulated twice: with the recorded durations, and with durations that were
-        fitted for the slice length of the recording.
+        Each step is simulated twice: with the recorded durations, and with the durations that the
+        fitted model predicts for the recorded slice length.
         """
         misses = []
         for step in self._steps:

@@ -1,7 +1,7 @@
 """Provides the loggers ``prometheus`` and ``prometheus-file``, for Prometheus and Grafana.
 
-Each curve is a gauge ``megatron_adaptive_<name>``, for example ``megatron_adaptive_lm_loss``.
-``examples/grafana/dashboard.json`` draws these gauges.
+Each curve of the training log is exported as a gauge ``megatron_adaptive_<name>``, for example
+``megatron_adaptive_lm_loss``. The dashboard ``examples/grafana/dashboard.json`` plots these gauges.
 """
 
 from __future__ import annotations
