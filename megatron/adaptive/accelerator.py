@@ -226,8 +226,8 @@ class CudaClock:
         time_ns = self._anchor_ns + passed_ns
         self._least_delay_ns = min(self._least_delay_ns, time_ns - mark.host_ns)
         if passed_ns > _ANCHOR_FOR_NS:
-            # A larger delay is not caused by drift: every mark had to wait, because the device was
-            # always busy.
+            # A larger delay is not caused by drift. It means that the device was never idle, so
+            # every mark had to wait for earlier work.
             if abs(self._least_delay_ns) < _MOST_DRIFT_NS:
                 time_ns -= self._least_delay_ns
             self._anchor = mark.event

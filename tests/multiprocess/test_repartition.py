@@ -45,6 +45,20 @@ def train(folder: Path, *extra: str, world_size: int = 2) -> tuple[dict[int, flo
     return losses_in(folder), log.read_text()
 
 
+def slow_down(monkeypatch: pytest.MonkeyPatch, layer_ms: int, steps: str = "0-1000000") -> None:
+    """Makes rank 1 of the following jobs six times as slow as rank 0.
+
+    Args:
+        monkeypatch: Object that restores the environment after the test.
+        layer_ms: Milliseconds that a layer's forward pass takes on rank 0.
+        steps: Steps in which rank 1 is slow. ``7-16`` means from the 7th to the 15th.
+    """
+    monkeypatch.setenv("LAYER_MS", str(layer_ms))
+    monkeypatch.setenv("SLOW_RANKS", "1")
+    monkeypatch.setenv("SLOW_FACTOR", "6")
+    monkeypatch.setenv("SLOW_STEPS", steps)
+
+
 def losses_in(folder: Path | str) -> dict[int, float]:
     """Returns the losses in the progress file in ``folder``, keyed by iteration."""
     lines = map(json.loads, Path(folder, PROGRESS_NAME).read_text().splitlines())
@@ -94,9 +108,7 @@ def test_layers_leave_a_slow_rank_that_runs_slices_of_documents(
     flags = "--seq-length 64 --max-position-embeddings 64 --variable-seq-lengths --slice-tokens 16 "
     flags += "--attention-dropout 0 --hidden-dropout 0 --global-batch-size 6"
     still, _ = train(tmp_path / "still", *flags.split(), "--repartition", "off")
-    monkeypatch.setenv("LAYER_MS", "4")
-    monkeypatch.setenv("SLOW_RANKS", "1")
-    monkeypatch.setenv("SLOW_FACTOR", "6")
+    slow_down(monkeypatch, layer_ms=4)
     moved, log = train(tmp_path / "moved", *flags.split(), "--trace-dir", str(tmp_path / "traces"))
     match = MOVED.search(log)
     assert match is not None, log
@@ -115,9 +127,7 @@ def test_layers_leave_a_slow_rank_that_runs_slices_of_documents(
 def test_auto_chooses_layers_together_with_the_order_of_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LAYER_MS", "4")
-    monkeypatch.setenv("SLOW_RANKS", "1")
-    monkeypatch.setenv("SLOW_FACTOR", "6")
+    slow_down(monkeypatch, layer_ms=4)
     shape = "--num-layers 8 --model-chunks 2 --repartition off --log-interval 5 --fp16".split()
     shape += "--initial-loss-scale 1024 --loss-scale-window 3 --train-iters 16".split()
     folder = tmp_path / "moved"
@@ -152,10 +162,7 @@ def test_auto_chooses_layers_together_with_the_order_of_work(
 def test_layers_that_auto_moved_return_if_the_slowness_has_passed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LAYER_MS", "4")
-    monkeypatch.setenv("SLOW_RANKS", "1")
-    monkeypatch.setenv("SLOW_FACTOR", "6")
-    monkeypatch.setenv("SLOW_STEPS", "1-13")
+    slow_down(monkeypatch, layer_ms=4, steps="1-13")
     more = "--pipeline-schedule auto --repartition off --train-iters 26".split()
     more += ["--pipeline-placement", "loop"]
     _, log = train(tmp_path / "moved", *more)
@@ -172,10 +179,7 @@ def test_layers_that_auto_moved_return_if_the_slowness_has_passed(
 def test_auto_moves_no_layers_if_the_slowness_passes_while_it_measures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LAYER_MS", "8")
-    monkeypatch.setenv("SLOW_RANKS", "1")
-    monkeypatch.setenv("SLOW_FACTOR", "6")
-    monkeypatch.setenv("SLOW_STEPS", "1-5")
+    slow_down(monkeypatch, layer_ms=8, steps="1-5")
     # If ranks are equally fast, other programs cannot make a move of layers gain this much.
     more = "--pipeline-schedule auto --repartition off --train-iters 14 --repartition-gain 0.3"
     _, log = train(tmp_path / "stayed", *more.split(), "--pipeline-placement", "loop")

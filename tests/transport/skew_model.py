@@ -42,7 +42,7 @@ class Receiving(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Parallel sizes and behaviour of a simulated job.
+    """Describes a simulated job: its parallel sizes, and how its ranks choose and receive work.
 
     Attributes:
         pp, tp, ep: Pipeline-, tensor- and expert-parallel size.
@@ -114,7 +114,7 @@ class Job:
     """Simulates one step of a job.
 
     Args:
-        shape: Parallel sizes and behaviour of the job.
+        shape: Description of the job.
         seed: Seed of the random order of events.
     """
 

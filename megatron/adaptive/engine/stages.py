@@ -546,7 +546,9 @@ class ForwardBackward:
     def _check_counts(self, num_chunks: int, num_iterators: int) -> None:
         """Checks that each chunk of this rank has a model and a data iterator.
 
-        The arguments are the numbers of models and of data iterators.
+        Args:
+            num_chunks: Number of models that the caller passed.
+            num_iterators: Number of data iterators that the caller passed.
         """
         expected = self.orders.placement.num_chunks
         if not num_chunks == num_iterators == expected:

@@ -244,7 +244,7 @@ def _built(source: _ModelSource, attention: str | None, imbalance: float) -> Mod
 def _model_arguments(arguments: Sequence[str], precision: str | None) -> list[str]:
     """Returns those of ``arguments`` that concern the model and its precision.
 
-    If ``arguments`` contain no vocabulary size, the result contains an additional ``--vocab-size``.
+    If ``arguments`` do not set the vocabulary size, ``--vocab-size`` is added to the result.
     """
     groups = (ModelConfig, PrecisionConfig, CoreConfig)
     kept = only_groups(arguments, groups, ("vocab_size",))

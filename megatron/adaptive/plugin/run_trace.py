@@ -236,7 +236,9 @@ class StepTrace:
 
 
 class _Timed:
-    """Wraps a data iterator and measures its reads. All other attributes are the iterator's.
+    """Wraps a data iterator and measures its reads.
+
+    Attributes that this class does not define are those of the iterator.
 
     Args:
         iterator: Iterator over microbatches.
