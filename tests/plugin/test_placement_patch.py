@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import megatron.adaptive
 from megatron.adaptive import accelerator
@@ -129,3 +130,31 @@ def test_what_cannot_lie_in_a_v(
     megatron.adaptive.install()
     with pytest.raises(ConfigError, match=f"^{line}"):
         configuration(**settings)
+
+
+@pytest.fixture(params=[0, 1, 2])
+def one_of_three(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Makes this process one of three ranks. Collectives with the other ranks do nothing."""
+    torch.distributed.init_process_group(
+        "fake", store=FakeStore(), rank=request.param, world_size=3
+    )
+    yield
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "megatron"])
+def test_groups_of_a_v_are_refused_in_a_loop(one_of_three: None, schedule: str) -> None:
+    """Checks that every rank notices, because otherwise the other ranks would wait for it."""
+    three = {"num_layers": 6, "pipeline_model_parallel_size": 3}
+    megatron.adaptive.install("zb-v")
+    parallel_state.initialize_model_parallel(1, 3, 2, create_gloo_process_groups=False)
+    configuration(**three)
+    megatron.adaptive.uninstall()
+    megatron.adaptive.install(schedule)
+    line = "^megatron-core's process groups were created for placement v, but the model has .* loop"
+    with pytest.raises(ConfigError, match=line):
+        configuration(**three)
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(1, 3, 2, create_gloo_process_groups=False)
+    configuration(**three)

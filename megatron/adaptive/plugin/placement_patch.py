@@ -50,6 +50,9 @@ from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.without_cuda import renew_program
 
 _CHUNKS = 2
+# Pipeline groups that were created for a V. They are groups of parallel_state, which outlive
+# uninstall(), so this is a global variable as well.
+_GROUPS_OF_V: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class TurnedLayout(PlacedLayout):
@@ -142,7 +145,10 @@ class Placed:
                 bound.arguments[name] = functools.partial(_first_moved, choose)
             args = bound.args
             kwargs = bound.kwargs
-        return original(*args, **kwargs)
+        created = original(*args, **kwargs)
+        if self.is_v:
+            _GROUPS_OF_V.add(parallel_state.get_pipeline_model_parallel_group())
+        return created
 
     def _is_first(
         self,
@@ -183,19 +189,28 @@ class Placed:
         original(*bound.args, **bound.kwargs)
 
     def _configure(self, original: Callable[..., None], config: Any) -> None:
-        """Stores the layout of a V-shaped placement in the model's configuration ``config``."""
+        """Stores the layout of a V-shaped placement in the model's configuration ``config``.
+
+        Raises:
+            ConfigError: The configuration does not support a V, or the placement differs from the
+                one for which megatron-core's process groups were created.
+        """
         # This function may have changed this configuration before, or the configuration from which
         # it was copied. So restore the original layout first.
         if isinstance(config.pipeline_model_parallel_layout, TurnedLayout):
             config.pipeline_model_parallel_layout = config.pipeline_model_parallel_layout.original
         original(config)
-        if self.is_v and config.pipeline_model_parallel_size > 1:
-            _check(config)
-            config.pipeline_model_parallel_layout = _turned(
-                config.pipeline_model_parallel_size,
-                _stages_in_loop(config),
-                config.pipeline_model_parallel_layout,
-            )
+        if config.pipeline_model_parallel_size == 1:
+            return
+        if not self.is_v:
+            _check_groups_of_loop()
+            return
+        _check(config)
+        config.pipeline_model_parallel_layout = _turned(
+            config.pipeline_model_parallel_size,
+            _stages_in_loop(config),
+            config.pipeline_model_parallel_layout,
+        )
 
     def _set_up_embeddings(self, original: Callable[..., None], model: Any) -> None:
         """Calls ``original``, and then makes both copies of a tied embedding of ``model`` equal.
@@ -264,6 +279,21 @@ def standing_for(original: Callable[..., Any], function: Callable[..., Any]) -> 
 def _first_moved(choose: Callable[..., list[int]], pp_ranks: list[int], *rest: Any) -> list[int]:
     chosen = {pp_ranks[-1] if rank == pp_ranks[0] else rank for rank in choose(pp_ranks, *rest)}
     return [rank for rank in pp_ranks if rank in chosen]
+
+
+def _check_groups_of_loop() -> None:
+    """Raises an error if megatron-core's process groups were created for a V.
+
+    The first rank would not be in the embedding groups, so the copies of a tied embedding would
+    become different.
+    """
+    group = parallel_state.get_pipeline_model_parallel_group(check_initialized=False)
+    if group is not None and group in _GROUPS_OF_V:
+        raise ConfigError(
+            "megatron-core's process groups were created for placement v, but the model has "
+            "placement loop, in which other ranks share an embedding; after install(), call "
+            "parallel_state.destroy_model_parallel() and initialize_model_parallel() again"
+        )
 
 
 def _check(config: Any) -> None:
