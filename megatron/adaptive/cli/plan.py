@@ -286,7 +286,7 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         ("micro-batch-sizes", "samples per microbatch"),
         (
             "sequence-slices",
-            "slices per sequence; by default up to 16, with at least 1024 tokens each",
+            "slices per sequence; by default up to 16, with at least 1024 tokens on average",
         ),
     ):
         add(f"--{name}", metavar="1,2", help=text)

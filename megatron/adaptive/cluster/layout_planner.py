@@ -19,7 +19,8 @@ was absent when the model was measured is treated like the first measured node. 
 this order::
 
     model.json + present nodes ──> largest number of processes that some layout can use
-                                   ──> the requested pipeline size, or the nearest to it
+                                   ──> the requested pipeline size, or the next larger one,
+                                       or the next smaller one
                                        ──> microbatch size and partition with the shortest
                                            predicted step
 

@@ -1,10 +1,11 @@
 """Chooses the layout of a job for the available nodes.
 
 Without ``--plan-with``, the layout uses as many processes as the batch size and the number of
-layers allow. Among these layouts, the rule chooses the pipeline size nearest to the size on the
-command line. It prefers a larger pipeline size to a smaller size, because with fewer stages the
-model may not fit in memory. The global batch size never changes. Nodes that are known to be slow
-get fewer layers. With ``--plan-with``, the planner chooses the layout (``layout_planner``).
+layers allow. Among these layouts, the rule chooses the smallest pipeline size that is at least the
+size on the command line. If there is none, it chooses the largest pipeline size. It avoids smaller
+sizes than on the command line, because with fewer stages the model may not fit in memory. The
+global batch size never changes. Nodes that are known to be slow get fewer layers. With
+``--plan-with``, the planner chooses the layout (``layout_planner``).
 """
 
 from __future__ import annotations
@@ -152,7 +153,8 @@ def choose_layout(arguments: Sequence[str], offers: Sequence[Offer]) -> Parallel
     """Chooses a layout by a simple rule, without a planner, and returns it.
 
     The rule prefers the layout with the most processes. Among layouts with the same number of
-    processes, it prefers the pipeline size that is nearest to the requested size.
+    processes, it prefers the smallest pipeline size that is at least the requested size, and then
+    the largest one below the requested size.
 
     Args:
         arguments: The user's arguments for the trainer.

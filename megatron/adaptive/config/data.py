@@ -123,7 +123,8 @@ class DataConfig(TokenizerConfig):
     pack_to: Count | None = flag(
         "With --variable-seq-lengths: pack documents into microbatches of at most this number "
         "of tokens; attention stays within a document. Without this flag, every microbatch is "
-        "padded to its longest document.",
+        "padded to its longest document, rounded up to equal shares of sequence- and "
+        "context-parallel ranks.",
         unit="TOKENS",
     )
     sft: bool = switch(

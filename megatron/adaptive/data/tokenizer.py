@@ -250,7 +250,8 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
     """Uses a tokenizer folder of ``transformers``, with its special tokens and chat template.
 
     Special tokens inside a document are recognized, as in ``transformers``, but no special tokens
-    are added. The end-of-document token is the folder's ``eos_token``.
+    are added. The end-of-document token is the ``eos_token`` in ``tokenizer_config.json`` or
+    ``special_tokens_map.json``, otherwise the ``eos_token_id`` in ``config.json``.
 
     Args:
         folder: Path of the folder with ``tokenizer.json``, the value of ``--tokenizer-model``.

@@ -461,7 +461,8 @@ class Pipeline:
         Args:
             optimizer: A ``torch.optim.Optimizer`` over :meth:`parameters`, or a function that
                 creates an optimizer from a list of parameters; ``None`` on a process without
-                parameters.
+                parameters. The function gets the trained parameters, and is not called on a
+                process that has none.
             clip_norm: Maximum norm of the whole model's gradient, to which larger gradients are
                 scaled down; ``None`` for no limit.
             initial_loss_scale: Loss scale of the first step in fp16.

@@ -11,8 +11,9 @@ comes from the first available source in this list:
 - the time of day on both machines.
 
 One rank on every other machine asks rank 0 for its time in short bursts of requests over a separate
-connection. Both sides first prove that they know the job's secret. The threads sleep between
-bursts. A sample consists of one request and its answer, which limit the possible offset::
+connection. Both sides first prove that they know a secret, which rank 0 generates for the trace.
+The messages after that have no MAC. The threads sleep between bursts. A sample consists of one
+request and its answer, which limit the possible offset::
 
     here    ── t0 ────────────────────────────── t3 ──>      delay  = (t3 - t0) - (t2 - t1)
                  \\                              /            offset = ((t1 - t0) + (t2 - t3)) / 2
