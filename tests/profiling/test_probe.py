@@ -6,6 +6,8 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ accelerator.install()
 from megatron.core.parallel_state import RankGenerator  # noqa: E402
 
 from megatron.adaptive.errors import ConfigError  # noqa: E402
+from megatron.adaptive.profiling.probe import Probe, _Check  # noqa: E402
 from megatron.adaptive.profiling.probe_findings import (  # noqa: E402
     ALL_REDUCE,
     CLOCK,
@@ -166,6 +169,37 @@ def test_a_failure_stays_and_the_better_figure_counts() -> None:
     assert [figure.value for figure in kept] == [4e10, 4e10, 0.0]
     (outlier,) = find_outliers(kept, ["a", "b", "c"])
     assert outlier.text == f"rank 2 on node c: {WRITE} failed: /x: No space left"
+
+
+@pytest.mark.parametrize("disturbed", range(2, 6))
+def test_outliers_are_repeated_after_pauses(
+    disturbed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks a rank that is slow in all of its first ``disturbed`` measurements."""
+    measured: list[int] = []
+    pauses_s: list[float] = []
+    monkeypatch.setattr("megatron.adaptive.profiling.probe.time.sleep", pauses_s.append)
+
+    class FewRanks(Probe):
+        def __init__(self) -> None:
+            self._nodes = ["a", "b", "c"]
+            self._job = SimpleNamespace(from_first=lambda seconds: seconds)  # type: ignore[assignment]
+
+        def _checks(self) -> list[Any]:
+            return [_Check([(0,), (1,), (2,)], lambda ranks: [])]
+
+        def _each(self, check: _Check) -> list[Figure]:
+            measured.append(len(check.subjects))
+            slow = 1e10 if len(measured) <= disturbed else 4e10
+            every = figures(MATRIX_PRODUCT, [4e10, slow, 4e10])
+            return [figure for figure in every if figure.ranks in check.subjects]
+
+    report = FewRanks().run()
+    repeats = min(disturbed, 5) - 1
+    assert measured == [3, 3] + [1] * min(repeats, 3)
+    assert len(pauses_s) == len(measured) - 2
+    assert sorted(pauses_s) == pauses_s
+    assert [outlier.ranks for outlier in report.outliers] == [(1,)] * (disturbed == 5)
 
 
 def test_every_measure_has_a_remedy() -> None:

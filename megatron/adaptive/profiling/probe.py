@@ -69,7 +69,8 @@ _LEAST_REPEATS = 3
 _ROUNDS = Rounds(burst=4, least=4)
 _MOST_IN_FLIGHT = 8  # This is the maximum number of messages in flight in one direction.
 _WAIT_S = 10.0
-_CONFIRMATIONS = 3
+_PAUSES_S = (0.25, 0.75, 2.0)
+"""Pauses before each repetition of outliers, so that a program that runs briefly has ended."""
 
 
 def _message_bytes(accelerator: Accelerator) -> int:
@@ -168,8 +169,8 @@ class Probe:
 
         All ranks must call this method together.
 
-        Outliers are measured again, because other programs on a busy machine may have disturbed
-        both measurements.
+        Outliers are measured again after a pause, because other programs on a busy machine may
+        have disturbed both measurements.
 
         Returns:
             Measurements and outliers, which are equal on all ranks.
@@ -180,10 +181,11 @@ class Probe:
         again = [figure for check in checks for figure in self._each(check)]
         figures = better_of(figures, again)
         outliers = find_outliers(figures, self._nodes)
-        for _ in range(_CONFIRMATIONS):
+        for pause_s in _PAUSES_S:
             suspects = {outlier.ranks for outlier in outliers}
             if not suspects:
                 break
+            time.sleep(pause_s)
             for check in checks:
                 subjects = [ranks for ranks in check.subjects if ranks in suspects]
                 figures = better_of(figures, self._each(replace(check, subjects=subjects)))
