@@ -135,6 +135,30 @@ def test_noisy_figures_of_equal_ranks_give_hardly_an_outlier() -> None:
     assert false_alarms <= 5, "there were too many false alarms among 7,000 figures"
 
 
+def test_an_outlier_differs_more_than_repeated_measurements_of_the_others() -> None:
+    """Checks twice the median, on a machine where measurements of the others differ ``spread``."""
+    hosts = ["n"] * 12
+
+    def outliers(spread: float, slow: float) -> list[int]:
+        first = figures(MATRIX_PRODUCT, [4e10 / spread] * 11 + [slow])
+        again = figures(MATRIX_PRODUCT, [4e10] * 11 + [slow])
+        return [o.ranks[0] for o in find_outliers(better_of(first, again), hosts)]
+
+    assert outliers(1.1, 2e10) == [11]
+    assert outliers(1.9, 2e10) == [11]
+    assert outliers(2.5, 2e10) == []
+    assert outliers(2.5, 1e10) == [11]
+
+
+def test_the_variation_of_one_rank_hides_no_slow_rank() -> None:
+    hosts = ["n"] * 4
+    for count in (3, 4, 8):
+        first = figures(MATRIX_PRODUCT, [1e9, 2e10, *[3.9e10] * (count - 2)])
+        again = figures(MATRIX_PRODUCT, [4e10, 2e10, *[4e10] * (count - 2)])
+        named = [o.ranks for o in find_outliers(better_of(first, again), hosts * 2)]
+        assert named == [(1,)], count
+
+
 def test_a_slow_rank_explains_its_links_and_a_slow_link_its_groups() -> None:
     hosts = [f"n{rank}" for rank in range(8)]
     slow = figures(MATRIX_PRODUCT, [4e10] * 7 + [1e10])

@@ -14,10 +14,15 @@ The first condition matters on quiet machines, where measurements hardly differ,
 noisy machines. If there is a data sheet, the measurements are also compared with it. Every
 measurement is the better of two measurements at different times, because a program that runs
 briefly disturbs at most one of them.
+
+If other programs use all machines, even the better measurement of an equal rank may be poor. In this
+case, the two measurements of the other ranks also differ from each other. So the factor of an
+outlier must also exceed the ratio of two measurements of most of the others.
 """
 
 from __future__ import annotations
 
+import bisect
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +44,8 @@ READ = "read from the checkpoint folder"
 _DEVIATIONS = 4.0
 _OF_NORMAL = 1.4826
 _LEAST = 1e-12
+_MOST_OTHERS = 0.9
+"""Share of the other members of a class whose two measurements differ by less than an outlier."""
 _FEW = 100
 _SLOW_RANK = (
     "check this rank for other programs, quotas, heat and power limits, or exclude the node"
@@ -101,6 +108,7 @@ class Figure:
         peers: Class of measurements with which this measurement is compared.
         value: Measured value in seconds, bytes/s, FLOP/s or Hz, or 0 if the measurement failed.
         sheet: Value of the data sheet in the same unit, or 0 if it is unknown.
+        spread: Ratio of the worse to the better of the repeated measurements, at least 1.
         error: Error message if the measurement failed, otherwise empty.
     """
 
@@ -109,6 +117,7 @@ class Figure:
     peers: str
     value: float
     sheet: float = 0.0
+    spread: float = 1.0
     error: str = ""
 
 
@@ -161,7 +170,9 @@ def better_of(first: Iterable[Figure], second: Iterable[Figure]) -> list[Figure]
             kept.append(figure if figure.error else other)
             continue
         choose = min if MEASURES[figure.measure].is_time else max
-        kept.append(replace(figure, value=choose(figure.value, other.value)))
+        low, high = sorted((figure.value, other.value))
+        spread = max(figure.spread, high / max(low, _LEAST))
+        kept.append(replace(figure, value=choose(figure.value, other.value), spread=spread))
     return kept
 
 
@@ -218,11 +229,13 @@ def _of_class(figures: Sequence[Figure], hosts: Sequence[str]) -> list[Outlier]:
     measure = MEASURES[valid[0].measure]
     values = [figure.value for figure in valid]
     times = values if measure.is_time else [1 / max(value, _LEAST) for value in values]
+    spreads = sorted(figure.spread for figure in valid)
     slow = []
     for index, figure in enumerate(valid):
         median = _median_without(values, index)
         ratio = _times_slower(figure.value, median, measure)
-        is_far = ratio >= measure.least_factor and _is_far(times, index)
+        least_factor = max(measure.least_factor, _usual_spread(spreads, figure.spread))
+        is_far = ratio >= least_factor and _is_far(times, index)
         if is_far:
             slow.append((ratio, _outlier(figure, median, ratio, hosts, is_against_sheet=False)))
         elif figure.sheet and figure.value < measure.least_sheet * figure.sheet:
@@ -244,6 +257,17 @@ def _is_far(times: Sequence[float], index: int) -> bool:
     middle_s = statistics.median(others)
     usual_s = _OF_NORMAL * statistics.median(abs(time_s - middle_s) for time_s in others)
     return times[index] - middle_s > _DEVIATIONS * usual_s
+
+
+def _usual_spread(spreads: Sequence[float], left_out: float) -> float:
+    """Returns the spread that most of the sorted ``spreads`` do not exceed.
+
+    ``left_out`` is an element that does not count.
+    """
+    if len(spreads) == 1:
+        return 1.0
+    position = int(_MOST_OTHERS * (len(spreads) - 2))
+    return spreads[position + (position >= bisect.bisect_left(spreads, left_out))]
 
 
 def _median_without(values: Sequence[float], left_out: int) -> float:
