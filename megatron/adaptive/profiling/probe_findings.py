@@ -44,7 +44,7 @@ READ = "read from the checkpoint folder"
 _DEVIATIONS = 4.0
 _OF_NORMAL = 1.4826
 _LEAST = 1e-12
-_MOST_OTHERS = 0.9
+_MOST_OTHERS = 0.97
 """Share of the other members of a class whose two measurements differ by less than an outlier."""
 _FEW = 100
 _SLOW_RANK = (
