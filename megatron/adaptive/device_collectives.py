@@ -62,8 +62,11 @@ class _Receive:
     def wait(self, *limit: datetime.timedelta) -> bool:
         """Waits for the message, and copies the message to the GPU in the current CUDA stream."""
         answer = bool(self._work.wait(*limit))
-        for tensor, host in zip(self._tensors, self._host, strict=True):
-            tensor.copy_(host)
+        # Megatron-core's receive buffers are leaves that require a gradient. With gradients
+        # enabled, autograd would reject the copy.
+        with torch.no_grad():
+            for tensor, host in zip(self._tensors, self._host, strict=True):
+                tensor.copy_(host)
         # A second call must not copy the message again, so release the tensors.
         self._host = []
         self._tensors = []
@@ -231,7 +234,10 @@ def _treated(original: _Method, treatment: Callable[..., Any]) -> _Method:
         gpu_tensor = next((tensor for tensor in _tensors(arguments) if tensor.is_cuda), None)
         if gpu_tensor is None or group._get_backend(gpu_tensor.device).name() != "gloo":
             return original(group, *arguments, **named)
-        return treatment(group, original, *arguments, **named)
+        # Some treatments copy into the caller's tensors, which may be leaves that require a
+        # gradient. Like torch's own collectives, the copies are not part of the autograd graph.
+        with torch.no_grad():
+            return treatment(group, original, *arguments, **named)
 
     return call
 
