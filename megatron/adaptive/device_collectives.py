@@ -87,11 +87,7 @@ class _Receive:
 def _reduce_one_by_one(
     group: Any, _: _Method, tensors: Sequence[torch.Tensor], options: Any = None
 ) -> _AllWorks:
-    single = dist.AllreduceOptions()
-    if options is not None:
-        single.reduceOp = options.reduceOp
-        if hasattr(options, "timeout"):  # Older releases of torch do not have this attribute.
-            single.timeout = options.timeout
+    single = _with_settings(dist.AllreduceOptions(), options)
     return _AllWorks([group.allreduce([tensor], single) for tensor in tensors])
 
 
@@ -128,7 +124,7 @@ def _gather_unequal(group: Any, original: _Method, outputs: Any, inputs: Any, *o
     works = []
     for rank, part in enumerate(parts):
         if part.numel():
-            broadcast = dist.BroadcastOptions()
+            broadcast = _with_settings(dist.BroadcastOptions(), *options)
             broadcast.rootRank = rank
             works.append(group.broadcast([part], broadcast))
     return _AllWorks(works)
@@ -148,10 +144,8 @@ def _scatter_unequal_sums(
         is_own = rank == group.rank()
         total = outputs[0].copy_(part) if is_own else part.clone()
         if total.numel():
-            reduce = dist.ReduceOptions()
+            reduce = _with_settings(dist.ReduceOptions(), *options)
             reduce.rootRank = rank
-            if options:
-                reduce.reduceOp = options[0].reduceOp
             works.append(group.reduce([total], reduce))
     return _AllWorks(works)
 
@@ -167,6 +161,20 @@ def _receive_on_host(
 ) -> _Receive:
     host = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
     return _Receive(original(group, host, *where, **named), host, list(tensors))
+
+
+def _with_settings(single: Any, options: Any = None) -> Any:
+    """Copies the settings of ``options`` to ``single``, and returns ``single``.
+
+    Args:
+        single: Options of one of several collectives that replace a single collective.
+        options: Options of the replaced collective, or ``None`` to copy nothing.
+    """
+    for name in ("reduceOp", "timeout", "asyncOp"):
+        # Some collectives and older releases of torch do not have all of these attributes.
+        if hasattr(options, name) and hasattr(single, name):
+            setattr(single, name, getattr(options, name))
+    return single
 
 
 def _differ(parts: Sequence[torch.Tensor]) -> bool:

@@ -178,3 +178,23 @@ def test_a_replaced_collective_is_counted_once(group: dist.ProcessGroup, is_asyn
     count, _, size_bytes = row.totals[0]
     assert (count, size_bytes) == (2, 4 * (1 + 2 + 4 + 4))
     assert len(row.kept) == 2
+
+
+@pytest.mark.usefixtures("shared_gpu")
+def test_replacing_collectives_keep_the_settings(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks that the collectives that replace a single one run like it, such as synchronously."""
+    settings: list[Any] = []
+
+    def allreduce(self: Any, tensors: Any, options: Any) -> Any:
+        settings.append((options.reduceOp, options.timeout, getattr(options, "asyncOp", False)))
+
+    monkeypatch.setattr(dist.ProcessGroup, "allreduce", allreduce)
+    options = dist.AllreduceCoalescedOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    options.timeout = LIMIT
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = False
+    group.allreduce_coalesced([on_device(torch.ones(2))], options)
+    assert settings == [(dist.ReduceOp.MAX, LIMIT, False)]
