@@ -7,6 +7,7 @@ a test allows it. ``test_contract.py`` also tests this transport.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import re
 import secrets
 import threading
@@ -22,7 +23,7 @@ from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.errors import TransportError
 from megatron.adaptive.transport import nccl
 from megatron.adaptive.transport.kind import Opening
-from megatron.adaptive.transport.nccl import Channels, CudaStreams, NcclKind
+from megatron.adaptive.transport.nccl import MOST_CTAS, Channels, CudaStreams, NcclKind
 
 from .contract_rank import CPU, LIMIT_S, PairGroup, StoreGather
 from .pool import Pool
@@ -191,6 +192,32 @@ def test_a_group_that_cannot_connect_is_freed(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(TransportError, match="rank 0: .* opened: unhandled system error; choose"):
         kind._channels(opening_of(0, [1], gather))
     assert aborted == [1]
+
+
+@pytest.mark.parametrize("has_config", [True, False])
+def test_a_channel_uses_few_blocks_of_the_gpu(
+    has_config: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks the options of a communicator, also if torch was built with an old NCCL."""
+    made: list[Any] = []
+
+    class Nccl:
+        def __init__(self, *arguments: Any) -> None:
+            made.extend(arguments)
+
+        @staticmethod
+        def Options(**options: Any) -> Any:  # noqa: N802
+            config = {"config": SimpleNamespace(max_ctas=-1)} if has_config else {}
+            return SimpleNamespace(**options, **config)
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    store = dist.HashStore()
+    NcclKind().pair_group(opening_of(0, [1], list), store, 1)
+    assert made[:3] == [store, 1, 2]
+    options = made[3]
+    assert options.is_high_priority_stream
+    assert options._timeout == datetime.timedelta(seconds=nccl.OPEN_S)
+    assert not has_config or options.config.max_ctas == MOST_CTAS
 
 
 class Cuda:

@@ -66,6 +66,16 @@ OPEN_S = 300.0
 FREE_S = 30.0
 """Maximum time in seconds to free all communicators of a rank."""
 
+MOST_CTAS = 8
+"""Maximum number of thread blocks (CTAs) with which NCCL transfers a message.
+
+By default, NCCL may use 32 blocks or more. During a transfer, each block occupies a multiprocessor
+of the GPU and delays computations, and each has its own buffers in GPU memory. A rank in the middle
+of a pipeline has four channels, which may all transfer at the same time. Both ends of a channel
+must use the same number. The value has not been tuned on GPUs. NCCL's environment variable
+``NCCL_MAX_CTAS`` overrides it.
+"""
+
 _SEED_BYTES = 40
 _FIRST = -1
 """Priority of the CUDA streams for messages, which is higher than that of compute streams.
@@ -418,6 +428,10 @@ class NcclKind(TransportKind):
         # A high-priority stream has a separate hardware queue, so messages do not wait for kernels.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = datetime.timedelta(seconds=max(opening.timeout_s, OPEN_S))
+        # A torch that was built with an old NCCL does not have this attribute.
+        config = getattr(options, "config", None)
+        if config is not None:
+            config.max_ctas = MOST_CTAS
         return dist.ProcessGroupNCCL(store, index, 2, options)
 
     def _channels(self, opening: Opening) -> Channels:
