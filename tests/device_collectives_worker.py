@@ -85,7 +85,11 @@ def _pipeline(batched: bool) -> None:
 
     rank = dist.get_rank()
     exchange = p2p_communication._batched_p2p_ops if batched else p2p_communication._p2p_ops
-    received = on_device(torch.zeros(2, 3))
+    # Megatron-core receives into leaves that require a gradient, with gradients enabled.
+    received = on_device(torch.zeros(2, 3, requires_grad=True))
+    assert received.is_leaf
+    assert received.requires_grad
+    assert torch.is_grad_enabled()
     sent = on_device(torch.full((2, 3), rank + 5.0))
     works = exchange(
         tensor_send_prev=sent if rank == 1 else None,
@@ -102,10 +106,13 @@ def _pipeline(batched: bool) -> None:
 
 
 def _unequal_parts() -> None:
-    """Checks that all-gather and reduce-scatter accept tensors of different sizes on the ranks."""
+    """Checks that all-gather and reduce-scatter accept tensors of different sizes on the ranks.
+
+    The outputs are leaves that require a gradient.
+    """
     rank, sizes = dist.get_rank(), [1, 2]
-    sent = on_device(torch.full((sizes[rank], 2), rank + 1.0))
-    parts = [on_device(torch.zeros(size, 2)) for size in sizes]
+    sent = on_device(torch.full((sizes[rank], 2), rank + 1.0, requires_grad=True))
+    parts = [on_device(torch.zeros(size, 2, requires_grad=True)) for size in sizes]
     # Use the methods of the group, because the functions of torch.distributed may have been
     # replaced.
     group = dist.group.WORLD

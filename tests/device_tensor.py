@@ -47,14 +47,28 @@ class DeviceTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, host: torch.Tensor) -> DeviceTensor:
         made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, host.size(), dtype=host.dtype, strides=host.stride(), device="cuda:0"
+            cls,
+            host.size(),
+            dtype=host.dtype,
+            strides=host.stride(),
+            device="cuda:0",
+            requires_grad=host.requires_grad,
         )
         made.host = host.detach()
         return made  # type: ignore[no-any-return]
 
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> DeviceTensor:
-        """Copies the values of ``source``. It replaces torch's method, which requires CUDA."""
-        self.host.copy_(_host(source))
+        """Copies the values of ``source``. It replaces torch's method, which requires CUDA.
+
+        Raises:
+            RuntimeError: Autograd would reject the copy, because this tensor is a leaf that
+                requires a gradient.
+        """
+        if torch.is_grad_enabled() and self.requires_grad and self.is_leaf:
+            raise RuntimeError(
+                "a leaf Variable that requires grad is being used in an in-place operation."
+            )
+        self.host.copy_(_host(source).detach())
         return self
 
     def __getitem__(self, index: Any) -> DeviceTensor:  # torch's own method requires CUDA.
@@ -92,10 +106,15 @@ def _host(value: Any) -> Any:
 
 
 def on_device(host: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of ``host`` on the GPU, or a simulated GPU tensor if there is no GPU."""
-    return host.cuda() if torch.cuda.is_available() else DeviceTensor(host)
+    """Returns a copy of ``host`` on the GPU, or a simulated GPU tensor if there is no GPU.
+
+    The result is a leaf of the autograd graph, and requires a gradient if ``host`` does.
+    """
+    if torch.cuda.is_available():
+        return host.detach().cuda().requires_grad_(host.requires_grad)
+    return DeviceTensor(host)
 
 
 def values(tensor: torch.Tensor) -> list[Any]:
     """Returns the values of ``tensor``, which must be a result of :func:`on_device`."""
-    return tensor.to("cpu").tolist()  # type: ignore[no-any-return]
+    return tensor.detach().to("cpu").tolist()  # type: ignore[no-any-return]

@@ -151,7 +151,7 @@ def _class_glosses(kind: type) -> dict[str, str]:
         (
             NcclTransport,
             GlooTransport,
-            {"outgoing", "incoming", "streams", "payload_shape", "dtype", "describe"},
+            {"channels", "streams", "payload_shape", "dtype", "describe"},
         ),
     ],
     ids=lambda subject: getattr(subject, "__qualname__", None),

@@ -62,8 +62,11 @@ class _Receive:
     def wait(self, *limit: datetime.timedelta) -> bool:
         """Waits for the message, and copies the message to the GPU in the current CUDA stream."""
         answer = bool(self._work.wait(*limit))
-        for tensor, host in zip(self._tensors, self._host, strict=True):
-            tensor.copy_(host)
+        # Megatron-core's receive buffers are leaves that require a gradient. With gradients
+        # enabled, autograd would reject the copy.
+        with torch.no_grad():
+            for tensor, host in zip(self._tensors, self._host, strict=True):
+                tensor.copy_(host)
         # A second call must not copy the message again, so release the tensors.
         self._host = []
         self._tensors = []
@@ -84,11 +87,7 @@ class _Receive:
 def _reduce_one_by_one(
     group: Any, _: _Method, tensors: Sequence[torch.Tensor], options: Any = None
 ) -> _AllWorks:
-    single = dist.AllreduceOptions()
-    if options is not None:
-        single.reduceOp = options.reduceOp
-        if hasattr(options, "timeout"):  # Older releases of torch do not have this attribute.
-            single.timeout = options.timeout
+    single = _with_settings(dist.AllreduceOptions(), options)
     return _AllWorks([group.allreduce([tensor], single) for tensor in tensors])
 
 
@@ -125,7 +124,7 @@ def _gather_unequal(group: Any, original: _Method, outputs: Any, inputs: Any, *o
     works = []
     for rank, part in enumerate(parts):
         if part.numel():
-            broadcast = dist.BroadcastOptions()
+            broadcast = _with_settings(dist.BroadcastOptions(), *options)
             broadcast.rootRank = rank
             works.append(group.broadcast([part], broadcast))
     return _AllWorks(works)
@@ -145,10 +144,8 @@ def _scatter_unequal_sums(
         is_own = rank == group.rank()
         total = outputs[0].copy_(part) if is_own else part.clone()
         if total.numel():
-            reduce = dist.ReduceOptions()
+            reduce = _with_settings(dist.ReduceOptions(), *options)
             reduce.rootRank = rank
-            if options:
-                reduce.reduceOp = options[0].reduceOp
             works.append(group.reduce([total], reduce))
     return _AllWorks(works)
 
@@ -164,6 +161,20 @@ def _receive_on_host(
 ) -> _Receive:
     host = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
     return _Receive(original(group, host, *where, **named), host, list(tensors))
+
+
+def _with_settings(single: Any, options: Any = None) -> Any:
+    """Copies the settings of ``options`` to ``single``, and returns ``single``.
+
+    Args:
+        single: Options of one of several collectives that replace a single collective.
+        options: Options of the replaced collective, or ``None`` to copy nothing.
+    """
+    for name in ("reduceOp", "timeout", "asyncOp"):
+        # Some collectives and older releases of torch do not have all of these attributes.
+        if hasattr(options, name) and hasattr(single, name):
+            setattr(single, name, getattr(options, name))
+    return single
 
 
 def _differ(parts: Sequence[torch.Tensor]) -> bool:
@@ -231,7 +242,10 @@ def _treated(original: _Method, treatment: Callable[..., Any]) -> _Method:
         gpu_tensor = next((tensor for tensor in _tensors(arguments) if tensor.is_cuda), None)
         if gpu_tensor is None or group._get_backend(gpu_tensor.device).name() != "gloo":
             return original(group, *arguments, **named)
-        return treatment(group, original, *arguments, **named)
+        # Some treatments copy into the caller's tensors, which may be leaves that require a
+        # gradient. Like torch's own collectives, the copies are not part of the autograd graph.
+        with torch.no_grad():
+            return treatment(group, original, *arguments, **named)
 
     return call
 

@@ -19,7 +19,8 @@ from megatron.adaptive.schedule.memory_caps import default_cap
 from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.schedule.stage_placement import Placement
-from megatron.adaptive.transport.interface import Label
+from megatron.adaptive.trace.hang_watch import RankEvidence
+from megatron.adaptive.transport.interface import CompletionQueue, Label
 
 from .loopback import (
     B,
@@ -304,6 +305,79 @@ def test_short_actions_leave_the_device_enough_to_do(action_ns: int, ahead: int)
     first, second = unfinished[:24], unfinished[24:]
     assert max(first) == 1
     assert second == [min(ahead, number) for number in range(24)]
+
+
+class Late(CpuClock):
+    """Simulates a device that passes marks only when the test allows it.
+
+    Attributes:
+        passed: Number of marks that the device has passed.
+    """
+
+    def __init__(self) -> None:
+        self.marks = 0
+        self.passed = 0
+
+    def mark(self) -> int:
+        self.marks += 1
+        return self.marks
+
+    def is_passed(self, mark: int) -> bool:
+        return mark <= self.passed
+
+
+def test_a_rank_reports_the_oldest_action_that_its_device_has_not_finished() -> None:
+    """Checks the reports of a rank that waits for an input while its device is still computing.
+
+    If launched actions counted as finished, a report of a hang would not name this rank.
+    """
+    pipeline, _ = last_rank()
+    clock = Late()
+    reports: list[dict[str, Any]] = []
+
+    class Watched(CompletionQueue):
+        def wait(self, deadline_s: float) -> Any:
+            if deadline_s < 0:
+                return super().wait(deadline_s)  # The executor does not wait for an input.
+            # The rank has launched F0-0, B0-0, F0-1 and B0-1. An F has two marks. A B has three,
+            # because its result is sent.
+            for clock.passed in (0, 2, 4, 5, 9, 10):
+                assert {**executor.evidence(), **executor.snapshot()} == executor.evidence()
+                reports.append(executor.evidence())
+            clock.passed = 0
+            self.put(forward_of(0, 2))
+            return super().wait(deadline_s)
+
+    completions = Watched()
+    pipeline.transports[1].completions = completions
+    executor = make_executor(pipeline, clock=clock)
+    for microbatch in range(2):
+        completions.put(forward_of(0, microbatch))
+    policy = make_policies("1f1b", pipeline.placement, 3)[1]
+    executor.run(Counting(pipeline.placement, 1), policy, pipeline.state(1, 3))
+    assert [(report["doing"], report.get("microbatch")) for report in reports] == [
+        ("F", 0),
+        ("B", 0),
+        ("B", 0),
+        ("F", 1),
+        ("B", 1),
+        ("wait", None),
+    ]
+    counts = [(0, 0), (1, 0), (1, 0), (1, 1), (2, 1), (2, 2)]
+    assert [report["done"][:2] for report in reports] == [list(count) for count in counts]
+    for report, (forwards, backwards) in zip(reports, counts, strict=True):
+        assert report["finished"] == {"F0": forwards, "B0": backwards}
+        # The first rank waits for the first gradient until the device has computed it.
+        rank = RankEvidence(rank=11, name="rank 11", now=report)
+        assert rank.has_done("B", 0, 0, 0) is (backwards > 0)
+        assert report["needs"] == [[10, "F", 0, 2, "2"]]
+    # The program has finished the step, but the device has not.
+    assert executor.snapshot() == {}
+    assert executor.evidence() == {"step": 0, "finished": {"F0": 0, "B0": 0}}
+    clock.passed = 5
+    assert executor.evidence() == {"step": 0, "finished": {"F0": 1, "B0": 1}}
+    clock.passed = clock.marks
+    assert executor.evidence() == {"step": 1}
 
 
 def test_a_static_order_waits_for_no_device() -> None:

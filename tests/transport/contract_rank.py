@@ -25,6 +25,7 @@ from megatron.adaptive.transport.liveness import here
 from megatron.adaptive.transport.nccl import HostStreams, NcclKind, Streams
 
 LIMIT_S = 30.0
+FREE_LIMIT = datetime.timedelta(seconds=20)
 CPU = torch.device("cpu")
 SLOT_BYTES, SLOTS = 4096, 4
 OVER_TORCH = ("gloo", "nccl")
@@ -43,6 +44,7 @@ class Rank:
         num_pairs: Number of NCCL channels that this rank has opened.
         fails_at: Number of the NCCL channel that fails to open, starting at 1, or 0 for none.
         pair_limit_s: Timeout of operations in NCCL channels, in seconds.
+        stuck_pairs: Text for each NCCL channel that the other end did not free in time.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Rank:
         self.num_pairs = 0
         self.fails_at = 0
         self.pair_limit_s = LIMIT_S
+        self.stuck_pairs: list[str] = []
         self._root = store
         self._call = call
         self._connection = connection
@@ -136,6 +139,7 @@ class Rank:
         """Closes all channels and the process group that the program left open."""
         for transport in self._transports:
             transport.close()
+        assert not self.stuck_pairs, self.stuck_pairs
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -200,7 +204,38 @@ class HostNccl(NcclKind):
         if self._rank.fails_at == self._rank.num_pairs:
             raise RuntimeError("unhandled system error\nin a made-up library")
         limit = datetime.timedelta(seconds=self._rank.pair_limit_s)
-        return dist.ProcessGroupGloo(store, index, 2, limit)
+        group = dist.ProcessGroupGloo(store, index, 2, limit)
+        return PairGroup(group, store, index, self._rank.stuck_pairs)
+
+
+class PairGroup:
+    """Simulates the communicator of an NCCL channel with ``group``.
+
+    As in NCCL, freeing an idle communicator waits for the other end, and an abort may fail.
+
+    Args:
+        group: Process group of the two ranks, which sends and receives.
+        store: Store that only the two ranks use.
+        index: Index of this rank in the group.
+        stuck: List to which a text is added if the other end does not free the channel in time.
+    """
+
+    def __init__(self, group: Any, store: dist.Store, index: int, stuck: list[str]) -> None:
+        self.send = group.send
+        self.recv = group.recv
+        self._store = store
+        self._index = index
+        self._stuck = stuck
+
+    def shutdown(self) -> None:
+        self._store.set(f"freed-{self._index}", "")
+        try:
+            self._store.wait([f"freed-{1 - self._index}"], FREE_LIMIT)
+        except RuntimeError:
+            self._stuck.append(f"the other end of index {self._index} did not free the channel")
+
+    def abort(self) -> None:
+        raise RuntimeError("the communicator cannot be aborted")
 
 
 def describe(rank: int) -> str:

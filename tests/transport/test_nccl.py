@@ -7,17 +7,25 @@ a test allows it. ``test_contract.py`` also tests this transport.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import re
+import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from megatron.adaptive.transport.nccl import CudaStreams
+from megatron.adaptive.accelerator import Accelerator
+from megatron.adaptive.errors import TransportError
+from megatron.adaptive.transport import nccl
+from megatron.adaptive.transport.kind import Opening
+from megatron.adaptive.transport.nccl import MOST_CTAS, Channels, CudaStreams, NcclKind
 
+from .contract_rank import CPU, LIMIT_S, PairGroup, StoreGather
 from .pool import Pool
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
@@ -58,6 +66,158 @@ def test_a_channel_that_cannot_be_opened_is_an_error_on_all_ranks(pool: Pool) ->
     assert others == [[name, text]] * 3
     assert name == "TransportError"
     assert re.match("rank [123]: a channel over NCCL cannot be opened: .* with --transport", text)
+
+
+class PairKind(NcclKind):
+    """Opens simulated communicators, which send nothing. The ranks are threads of one process.
+
+    Attributes:
+        stuck: Texts of the channels that only one end has freed in time.
+    """
+
+    def __init__(self) -> None:
+        self.stuck: list[str] = []
+
+    def pair_group(self, opening: Opening, store: dist.Store, index: int) -> Any:
+        """Returns a communicator of two ranks, which share ``store``. Its abort fails."""
+        done = SimpleNamespace(wait=lambda: None)
+        group = SimpleNamespace(send=lambda *_: done, recv=lambda *_: done)
+        return PairGroup(group, store, index, self.stuck)
+
+
+def opening_of(rank: int, peers: Sequence[int], gather: Callable[[Any], list[Any]]) -> Any:
+    return SimpleNamespace(
+        rank=rank,
+        peers=peers,
+        gather=gather,
+        accelerator=Accelerator(device=CPU, backend="gloo", name="CPU"),
+        timeout_s=LIMIT_S,
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "is_ring"), [(2, False), (4, False), (8, False), (3, True), (4, True), (8, True)]
+)
+def test_ranks_free_channels_in_an_order_in_which_none_waits_for_ever(
+    num_ranks: int, is_ring: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks chains and rings. A communicator is only freed when both ends free it."""
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    kind = PairKind()
+    freed = []
+
+    def run(rank: int) -> None:
+        neighbours = [rank - 1, rank + 1]
+        if is_ring:
+            peers = [peer % num_ranks for peer in neighbours]
+        else:
+            peers = [peer for peer in neighbours if 0 <= peer < num_ranks]
+        gather = StoreGather(store, rank, num_ranks, "gather")
+        channels = kind._channels(opening_of(rank, peers, gather))
+        assert set(channels.outgoing) == set(channels.incoming) == set(peers)
+        channels.free(is_idle=True)
+        freed.append(rank)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * LIMIT_S)
+    assert sorted(freed) == list(range(num_ranks))
+    assert kind.stuck == []
+
+
+def channels_of(groups: Sequence[Any]) -> Channels:
+    """Returns the channels from rank 0 to other ranks, with the communicators ``groups``."""
+    return Channels(0, {(0, peer): group for peer, group in enumerate(groups, 1)}, CPU)
+
+
+def test_a_channel_that_is_stuck_does_not_hang_the_exit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(nccl, "FREE_S", 0.5)
+    never = threading.Event()
+    ends = threading.Event()
+
+    def fail() -> None:
+        raise RuntimeError("unhandled system error\nin a made-up library")
+
+    groups = [SimpleNamespace(shutdown=end) for end in (never.wait, fail, ends.set)]
+    channels_of(groups).free(is_idle=True)
+    assert ends.wait(LIMIT_S)
+    never.set()
+    assert capsys.readouterr().err == (
+        "warning: channels over NCCL could not be freed: rank 0 to rank 2: unhandled system error; "
+        "rank 0 to rank 1: the other end did not free it within 0.5 s\n"
+    )
+
+
+def test_channels_are_aborted_at_once_and_their_errors_hide_no_other() -> None:
+    """Checks that an abort does not wait for another, because each may take minutes."""
+    together = threading.Barrier(3)
+    seen: list[int] = []
+
+    def abort() -> None:
+        seen.append(together.wait(LIMIT_S))
+        raise RuntimeError("the communicator cannot be aborted")
+
+    def close() -> None:
+        try:
+            raise TransportError("the original error")
+        finally:
+            channels_of([SimpleNamespace(abort=abort)] * 3).free(is_idle=False)
+
+    with pytest.raises(TransportError, match="the original error"):
+        close()
+    assert sorted(seen) == [0, 1, 2]
+
+
+def test_a_group_that_cannot_connect_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks that the group's destructor does not abort it, which may take minutes."""
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", dist.HashStore)
+    aborted: list[int] = []
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("unhandled system error")
+
+    kind = NcclKind()
+    group = SimpleNamespace(send=fail, recv=fail, abort=lambda: aborted.append(1))
+    monkeypatch.setattr(kind, "pair_group", lambda *_: group)
+    other = ([0], secrets.token_hex(2))
+
+    def gather(value: Any) -> list[Any]:
+        return [value, other if isinstance(value, tuple) else None]
+
+    with pytest.raises(TransportError, match="rank 0: .* opened: unhandled system error; choose"):
+        kind._channels(opening_of(0, [1], gather))
+    assert aborted == [1]
+
+
+@pytest.mark.parametrize("has_config", [True, False])
+def test_a_channel_uses_few_blocks_of_the_gpu(
+    has_config: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks the options of a communicator, also if torch was built with an old NCCL."""
+    made: list[Any] = []
+
+    class Nccl:
+        def __init__(self, *arguments: Any) -> None:
+            made.extend(arguments)
+
+        @staticmethod
+        def Options(**options: Any) -> Any:  # noqa: N802
+            config = {"config": SimpleNamespace(max_ctas=-1)} if has_config else {}
+            return SimpleNamespace(**options, **config)
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    store = dist.HashStore()
+    NcclKind().pair_group(opening_of(0, [1], list), store, 1)
+    assert made[:3] == [store, 1, 2]
+    options = made[3]
+    assert options.is_high_priority_stream
+    assert options._timeout == datetime.timedelta(seconds=nccl.OPEN_S)
+    assert not has_config or options.config.max_ctas == MOST_CTAS
 
 
 class Cuda:

@@ -21,6 +21,7 @@ times of the same collectives, and over many steps every collective is kept abou
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -61,13 +62,27 @@ _OPERATIONS = {
 
 @dataclass(slots=True)
 class _Call:
-    """A call to a collective on this rank. ``end`` is ``None`` until the call has finished."""
+    """A call to a collective on this rank.
+
+    Attributes:
+        operation: Name of the collective.
+        size_bytes: Total size in bytes of the inputs and outputs.
+        clock: Clock that records the marks.
+        start: Mark at the start of the call.
+        takes_callback: Whether a callback of the collective's future can record the end.
+        end: Mark at the end of the collective, or ``None`` if it has not finished.
+    """
 
     operation: str
     size_bytes: int
     clock: Any
     start: Any
+    takes_callback: bool
     end: Any = None
+
+
+_thread = threading.local()
+"""Marks the threads in which a measured method of a process group is running."""
 
 
 @dataclass(slots=True)
@@ -142,10 +157,13 @@ class CollectiveMeter:
         if own_group is None:
             return None
         tensors = list(_tensors(arguments[:2]))
-        on_device = any(tensor.is_cuda for tensor in tensors)
-        clock = self._clock if on_device else self._host_clock
+        gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+        clock = self._host_clock if gpu is None else self._clock
         size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        call = _Call(operation, size_bytes, clock, clock.mark())
+        # gloo runs callbacks in its own threads, whose current stream is not the caller's stream.
+        # So a callback can use the host's clock, but cannot record an event.
+        takes_callback = gpu is None or group._get_backend(gpu).name() == "nccl"
+        call = _Call(operation, size_bytes, clock, clock.mark(), takes_callback)
         own_group.calls.append(call)
         return call
 
@@ -185,13 +203,24 @@ class _Replacement:
             setattr(dist.ProcessGroup, self._method, self._attribute)
 
     def _measured(self) -> Callable[..., Any]:
-        """Returns a wrapper of the patched method, which records each call in all added meters."""
+        """Returns a wrapper of the patched method, which records each call in all added meters.
+
+        The wrapper does not record calls that another measured method makes. On GPUs that several
+        ranks share, such calls replace a collective that gloo does not support (see
+        ``device_collectives``), and that collective is already recorded.
+        """
         original = getattr(dist.ProcessGroup, self._method)
         operation = _OPERATIONS[self._method]
 
         def measured(group: Any, *arguments: Any, **options: Any) -> Any:
+            if getattr(_thread, "is_measuring", False):
+                return original(group, *arguments, **options)
             calls = [meter.call(operation, group, arguments) for meter in self._meters]
-            work = original(group, *arguments, **options)
+            _thread.is_measuring = True
+            try:
+                work = original(group, *arguments, **options)
+            finally:
+                _thread.is_measuring = False
             is_waited = not _is_async(arguments, options)
             for call in calls:
                 if call is None:
@@ -200,8 +229,10 @@ class _Replacement:
                     # The current stream waits for the collective that NCCL has queued, so the mark
                     # on this stream is reached when the collective ends.
                     call.end = call.clock.mark()
+                elif is_waited or not call.takes_callback:
+                    work = _TimedWork(work, call)
                 else:
-                    work = _TimedWork(work, call) if is_waited else _timed(work, call)
+                    work = _timed(work, call)
             return work
 
         vars(measured)["replacement"] = self
@@ -212,8 +243,8 @@ class _TimedWork:
     """Wraps the ``Work`` handle of a collective, and records when ``wait`` returns to the caller.
 
     A callback would cost more, because the thread that finishes the collective would have to
-    acquire the GIL to run it. Some collectives of gloo also have no future that could take a
-    callback.
+    acquire the GIL to run it. For GPU tensors, gloo would also run the callback in a thread without
+    the caller's stream. Some collectives of gloo have no future that could take a callback.
     """
 
     __slots__ = ("_call", "_work")
@@ -237,7 +268,7 @@ def _timed(work: Any, call: _Call) -> Any:
     """Makes ``work`` record the end of ``call``. Returns ``work`` or a wrapper of ``work``."""
 
     def ends(_: Any) -> None:
-        # For device tensors, torch calls this function when the collective is queued. The current
+        # For GPU tensors, NCCL calls this function when the collective is queued. The current
         # stream then waits for the collective, so a mark on this stream is reached when the
         # collective ends.
         call.end = call.clock.mark()

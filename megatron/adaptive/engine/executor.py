@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -135,6 +136,23 @@ class RankTimes:
     actions: tuple[tuple[Action, int], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class _Progress:
+    """Progress of a rank in a step. Codes are as in :attr:`Executor.last_codes`.
+
+    Attributes:
+        started: Number of actions that have started.
+        finished: Number of actions that the device has finished, by code.
+        present: Code of the action that the rank is running, or ``None`` if it waits.
+        is_behind: Whether the device has not finished some of the launched actions.
+    """
+
+    started: int
+    finished: Counter[int]
+    present: int | None
+    is_behind: bool
+
+
 class Executor:
     """Runs the steps of one pipeline rank, by executing the actions that a policy chooses.
 
@@ -211,32 +229,65 @@ class Executor:
     def snapshot(self) -> dict[str, Any]:
         """Returns what this rank is currently doing, for status displays.
 
-        This method can be called from any thread, and does not delay the step.
+        This method can be called from any thread, and does not delay the step. If the device has
+        not finished some of the launched actions, the rank is doing the oldest of them, even if
+        the program already waits for an input.
 
         Returns:
             Fields of ``trace.status_files.Now``, or an empty dictionary between two steps.
         """
-        codes = tuple(self._codes)
-        launched = tuple(self._launched)
-        if not self._is_running:
-            return {}
-        finished = len(launched)
-        if launched and not self._clock.is_passed(launched[-1].end):
-            finished -= 1  # The device is still running this action.
+        progress = self._progress()
+        return self._activity(progress) if self._is_running else {}
+
+    def _activity(self, progress: _Progress) -> dict[str, Any]:
+        """Returns the fields of ``trace.status_files.Now`` that describe ``progress``."""
         kinds = tuple(ActionKind)
         chunks = self._num_chunks
         fields: dict[str, Any] = {"doing": "wait", "held_bytes": self._held_bytes}
-        if len(codes) > finished:
-            number, chunk = divmod(codes[-1], chunks)
+        code = progress.present
+        if code is not None:
+            number, chunk = divmod(code, chunks)
             fields |= {"doing": kinds[number].value, "chunk": chunk}
             # The count of a W is not the index of a microbatch, because a microbatch may have
             # several W actions.
             if kinds[number] is not ActionKind.W:
-                fields |= self._item_of(kinds[number], codes.count(codes[-1]) - 1)
+                fields |= self._item_of(kinds[number], progress.finished[code])
         else:
             fields["cause"] = "" if self._log is None else self._log.wait_cause()
-        done = [code // chunks for code in codes[:finished]]
-        return {**fields, "done": [done.count(number) for number in range(len(kinds))]}
+        done = [0] * len(kinds)
+        for code, count in progress.finished.items():
+            done[code // chunks] += count
+        return {**fields, "done": done}
+
+    def _progress(self) -> _Progress:
+        """Returns the rank's progress in the current step. Can be called from any thread."""
+        codes = tuple(self._codes)
+        launched = tuple(self._launched)
+        unfinished = [self._code_of(entry.action) for entry in self._unfinished(launched)]
+        finished = Counter(self._code_of(entry.action) for entry in launched)
+        running = Counter(codes)
+        running.subtract(finished)
+        finished.subtract(unfinished)
+        # The device runs actions in the order of their launch. An action that has been started but
+        # not launched is only the present one if the device has finished all others.
+        being_launched = (code for code, count in running.items() if count > 0)
+        present = unfinished[0] if unfinished else next(being_launched, None)
+        return _Progress(len(codes), finished, present, bool(unfinished))
+
+    def _unfinished(self, launched: Sequence[LaunchedAction]) -> list[LaunchedAction]:
+        """Returns the actions in ``launched`` that the device has not finished, oldest first."""
+        is_passed = self._clock.is_passed
+        if self._away:
+            # These actions are in the order of their starts, but may end in a different order.
+            return [entry for entry in launched if not is_passed(entry.end)]
+        first = len(launched)
+        while first and not is_passed(launched[first - 1].end):
+            first -= 1
+        return list(launched[first:])
+
+    def _code_of(self, action: Action) -> int:
+        """Returns the code of ``action``, as in :attr:`last_codes`."""
+        return NUMBER[action.kind] * self._num_chunks + action.chunk
 
     def _item_of(self, kind: ActionKind, turn: int) -> dict[str, int]:
         """Returns the microbatch of an action, and also the slice if sequences are cut.
@@ -259,21 +310,22 @@ class Executor:
             messages for which this rank waits. Each entry has the global rank of the sender, then
             the kind and chunk of the action that produces the message. The entry also has the index
             of this action among the sender's actions of this kind and chunk, and the microbatch as
-            text. Between two steps, the only field is ``step``, the index of the next step.
+            text. Between two steps, the only field is ``step``, the index of the next step. If the
+            device has not finished the previous step, the fields are ``step`` and ``finished`` of
+            that step.
         """
-        fields = self.snapshot()
+        progress = self._progress()
+        step = self._step
         state = self._state
         policy = self._policy
-        if not fields or state is None:
-            return {"step": self._step + 1}
-        codes = tuple(self._codes)
         chunks = self._num_chunks
-        kinds = tuple(ActionKind)
-        names = [f"{kind.value}{chunk}" for kind in kinds for chunk in range(chunks)]
-        finished = {name: codes.count(code) for code, name in enumerate(names) if code in codes}
-        if fields["doing"] != "wait" and codes and names[codes[-1]] in finished:
-            finished[names[codes[-1]]] -= 1
-        due = policy.order[len(codes) :][:1] if isinstance(policy, Follow) else None
+        names = [f"{kind.value}{chunk}" for kind in ActionKind for chunk in range(chunks)]
+        finished = {names[code]: count for code, count in progress.finished.items()}
+        if not self._is_running or state is None:
+            behind = {"step": step, "finished": finished}
+            return behind if progress.is_behind else {"step": step + 1}
+        fields = self._activity(progress)
+        due = policy.order[progress.started :][:1] if isinstance(policy, Follow) else None
         needs: list[list[Any]] = []
         for action in state.lacking():
             if due is not None and action not in due:
@@ -293,7 +345,7 @@ class Executor:
             slices = state.num_slices
             turn = item if action.kind is ActionKind.F else mirrored(item, slices)
             needs.append([sender, action.kind, source[1], turn, item_label(item, slices)])
-        return {**fields, "step": self._step, "finished": finished, "needs": needs}
+        return {**fields, "step": step, "finished": finished, "needs": needs}
 
     def run(self, stages: Stages, policy: Policy, state: RankState) -> None:
         """Runs every action of a step exactly once, in the order that ``policy`` chooses.
@@ -492,7 +544,7 @@ class Executor:
         kind = action.kind
         chunk = action.chunk
         microbatch = action.microbatch
-        self._codes.append(NUMBER[kind] * self._num_chunks + chunk)
+        self._codes.append(self._code_of(action))
         held = self._held_bytes
         if kind is ActionKind.F:
             self._acknowledge(action, received, state)

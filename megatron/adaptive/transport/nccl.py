@@ -26,6 +26,7 @@ import contextlib
 import datetime
 import functools
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -34,6 +35,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.adaptive.accelerator import make_current
+from megatron.adaptive.config.input_files import say
 from megatron.adaptive.errors import DeadlineError, TransportError
 from megatron.adaptive.transport.gloo import (
     CLOSE_S,
@@ -61,6 +63,19 @@ from megatron.adaptive.transport.worker import Worker
 OPEN_S = 300.0
 """Maximum time in seconds to open a channel. Opening is fast, but ranks may begin minutes apart."""
 
+FREE_S = 30.0
+"""Maximum time in seconds to free all communicators of a rank."""
+
+MOST_CTAS = 8
+"""Maximum number of thread blocks (CTAs) with which NCCL transfers a message.
+
+By default, NCCL may use 32 blocks or more. During a transfer, each block occupies a multiprocessor
+of the GPU and delays computations, and each has its own buffers in GPU memory. A rank in the middle
+of a pipeline has four channels, which may all transfer at the same time. Both ends of a channel
+must use the same number. The value has not been tuned on GPUs. NCCL's environment variable
+``NCCL_MAX_CTAS`` overrides it.
+"""
+
 _SEED_BYTES = 40
 _FIRST = -1
 """Priority of the CUDA streams for messages, which is higher than that of compute streams.
@@ -76,9 +91,7 @@ class NcclTransport(GlooTransport):
 
     Args:
         group: Gloo process group of the pipeline's ranks, which is only used for headers.
-        outgoing: Communicator for messages to each peer, by global rank. The lower rank of the pair
-            has index 0 in the communicator.
-        incoming: Communicator for messages from each peer, by global rank.
+        channels: Communicators of this rank's channels.
         streams: Object that provides streams of the device.
         peers: Global ranks with which this rank exchanges messages.
         device: Device on which received tensors are placed.
@@ -94,8 +107,7 @@ class NcclTransport(GlooTransport):
         self,
         group: dist.ProcessGroup,
         *,
-        outgoing: Mapping[int, Any],
-        incoming: Mapping[int, Any],
+        channels: Channels,
         streams: Streams,
         peers: Sequence[int],
         device: torch.device,
@@ -103,8 +115,7 @@ class NcclTransport(GlooTransport):
         timeout_s: float = 600.0,
         completions: Completions | None = None,
     ) -> None:
-        self._outgoing = outgoing
-        self._incoming = incoming
+        self._channels = channels
         self._streams = streams
         self._rank = dist.get_rank()
         self._failures: dict[int, Exception] = {}
@@ -155,11 +166,9 @@ class NcclTransport(GlooTransport):
             super().close()
             is_idle = True
         finally:
-            groups = [*self._outgoing.values(), *self._incoming.values()]
             for sender in self._senders.values():
                 is_idle = sender.close(CLOSE_S if is_idle else 0.0) and is_idle
-            for group in groups:
-                free(group, is_idle=is_idle)
+            self._channels.free(is_idle=is_idle)
 
     def _say_end(self, peer: int) -> None:
         if peer not in self._failures:
@@ -186,7 +195,7 @@ class NcclTransport(GlooTransport):
         packet.fill(header, None)
         announced = self._start(peer, packet.raw, 2 * (header.sequence % DEPTH))
         if payload.numel():
-            self._outgoing[peer].send([raw(payload)], int(peer > self._rank), 0).wait()
+            self._channels.outgoing[peer].send([raw(payload)], int(peer > self._rank), 0).wait()
             self._streams.mark().synchronize()
         announced.wait(POSTED_FOR)
 
@@ -210,7 +219,7 @@ class NcclTransport(GlooTransport):
         # earlier computations.
         payload = torch.empty(header.shape, dtype=header.dtype, device=self._device)
         if payload.numel():
-            self._incoming[peer].recv([raw(payload)], int(peer > self._rank), 0).wait()
+            self._channels.incoming[peer].recv([raw(payload)], int(peer > self._rank), 0).wait()
             self._streams.mark().synchronize()
         return payload
 
@@ -219,19 +228,82 @@ class NcclTransport(GlooTransport):
         return HeldArrival(label, peer, payload.nbytes, take, time.monotonic_ns())
 
 
-def free(group: Any, *, is_idle: bool) -> None:
-    """Frees a communicator of two ranks.
+class Channels:
+    """Holds the communicators of this rank's channels.
 
     Args:
-        group: Communicator to free.
-        is_idle: Whether no operation is pending. Otherwise, pending operations are aborted, because
-            they would never complete.
+        rank: Global rank of this process.
+        groups: Communicator of each channel to or from this rank, by the global ranks of sender and
+            receiver. All ranks must have their channels in the same order, but each rank only has
+            its own channels.
+        device: Device of this process.
+
+    Attributes:
+        outgoing: Communicator for messages to each peer, by global rank. The lower rank of the pair
+            has index 0 in the communicator.
+        incoming: Communicator for messages from each peer, by global rank.
     """
-    # An older torch has neither method, but frees a communicator when its last reference is
-    # released.
-    end = getattr(group, "shutdown" if is_idle else "abort", None)
-    if end is not None:
-        end()
+
+    def __init__(
+        self, rank: int, groups: Mapping[tuple[int, int], Any], device: torch.device
+    ) -> None:
+        self.outgoing = {end: group for (start, end), group in groups.items() if start == rank}
+        self.incoming = {start: group for (start, end), group in groups.items() if end == rank}
+        self._groups = groups
+        self._device = device
+
+    def free(self, *, is_idle: bool) -> None:
+        """Frees the communicators. Blocks for at most :data:`FREE_S` seconds.
+
+        Freeing an idle communicator waits until the other end also frees it, so the communicators
+        are freed one after another in their order. If the other end does not free it in time, or
+        if there is an error, a warning is printed.
+
+        Errors of aborts are ignored, because they would hide the error that made the caller abort.
+
+        Args:
+            is_idle: Whether no operation is pending. Otherwise, pending operations are aborted,
+                because they would never complete.
+        """
+        end_s = time.monotonic() + FREE_S
+        failures: list[str] = []
+        threads: dict[str, threading.Thread] = {}
+        for (sender, receiver), group in self._groups.items():
+            # An older torch has neither method, but frees a communicator when its last reference is
+            # released.
+            end = getattr(group, "shutdown" if is_idle else "abort", None)
+            if end is None:
+                continue
+            name = f"rank {sender} to rank {receiver}"
+            thread = threading.Thread(
+                target=self._end,
+                args=(end, name, failures),
+                name=f"free-{sender}-{receiver}",
+                daemon=True,
+            )
+            thread.start()
+            threads[name] = thread
+            # An abort may wait for the peer up to the timeout of the communicator. Start all aborts
+            # at once, because the peer may only get there after another of them.
+            if is_idle:
+                thread.join(max(0.0, end_s - time.monotonic()))
+        for name, thread in threads.items():
+            thread.join(max(0.0, end_s - time.monotonic()))
+            if thread.is_alive():
+                failures.append(f"{name}: the other end did not free it within {FREE_S:g} s")
+        if is_idle and failures:
+            say(f"warning: channels over NCCL could not be freed: {'; '.join(failures)}")
+
+    def _end(self, end: Callable[[], None], name: str, failures: list[str]) -> None:
+        """Calls ``end``, which frees the channel ``name``. Runs in a thread.
+
+        If there is an error, adds its text to ``failures``.
+        """
+        try:
+            make_current(self._device)
+            end()
+        except Exception as error:
+            failures.append(f"{name}: {_first_line(error)}")
 
 
 # The transport only uses the device through the protocol Streams, so that tests can run the
@@ -325,7 +397,7 @@ class NcclKind(TransportKind):
 
     def open(self, opening: Opening) -> Transport | None:
         group = gloo_group(opening.members, opening.gather)
-        outgoing, incoming = self._channels(opening)
+        channels = self._channels(opening)
         if not opening.peers:
             return None
         return NcclTransport(
@@ -335,8 +407,7 @@ class NcclKind(TransportKind):
             describe=opening.describe,
             timeout_s=opening.timeout_s,
             completions=opening.completions,
-            outgoing=outgoing,
-            incoming=incoming,
+            channels=channels,
             streams=self.streams(opening),
         )
 
@@ -357,22 +428,23 @@ class NcclKind(TransportKind):
         # A high-priority stream has a separate hardware queue, so messages do not wait for kernels.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = datetime.timedelta(seconds=max(opening.timeout_s, OPEN_S))
+        # A torch that was built with an old NCCL does not have this attribute.
+        config = getattr(options, "config", None)
+        if config is not None:
+            config.max_ctas = MOST_CTAS
         return dist.ProcessGroupNCCL(store, index, 2, options)
 
-    def _channels(self, opening: Opening) -> tuple[dict[int, Any], dict[int, Any]]:
+    def _channels(self, opening: Opening) -> Channels:
         """Creates a communicator for each channel to or from this rank. All ranks must call this.
 
         All ranks connect their pairs in the same order, in rounds in which no rank occurs twice. So
-        ranks cannot deadlock, and the pairs of a round connect at the same time.
-
-        Returns:
-            Communicators for messages to each peer, and communicators for messages from each peer,
-            both by global rank of the peer.
+        ranks cannot deadlock, and the pairs of a round connect at the same time. The channels are
+        later freed in the same order.
 
         Raises:
             TransportError: A channel could not be opened. The error is raised on all ranks.
         """
-        me = dist.get_rank()
+        me = opening.rank
         gathered = opening.gather((list(opening.peers), secrets.token_hex(_SEED_BYTES)))
         pairs = {
             (min(rank, peer), max(rank, peer))
@@ -387,33 +459,31 @@ class NcclKind(TransportKind):
             for low, high in rounds_of(pairs):
                 if me in (low, high):
                     for sender, receiver in ((low, high), (high, low)):
-                        groups[sender, receiver] = self._open_channel(
-                            opening, store, sender, receiver
-                        )
+                        shared = dist.PrefixStore(f"{sender}-{receiver}", store)
+                        group = self.pair_group(opening, shared, int(me == high))
+                        # Keep the group now, so that it is freed if it cannot connect.
+                        groups[sender, receiver] = group
+                        _send_probe(group, opening, sender, receiver)
             opening.accelerator.synchronize()
         except RuntimeError as error:
             failure = f"rank {me}: a channel over NCCL cannot be opened: {_first_line(error)}"
         failures = [text for text in opening.gather(failure) if text]
+        channels = Channels(me, groups, opening.accelerator.device)
         if failures:
-            for group in groups.values():
-                free(group, is_idle=False)
+            channels.free(is_idle=False)
             raise TransportError(f"{failures[0]}; choose another transport with --transport")
-        return (
-            {receiver: group for (sender, receiver), group in groups.items() if sender == me},
-            {sender: group for (sender, receiver), group in groups.items() if receiver == me},
-        )
+        return channels
 
-    def _open_channel(self, opening: Opening, store: dist.Store, sender: int, receiver: int) -> Any:
-        """Creates a communicator for the channel from rank ``sender`` to rank ``receiver``.
 
-        Also sends a first message over the channel.
-        """
-        me = dist.get_rank()
-        index = int(me == max(sender, receiver))
-        group = self.pair_group(opening, dist.PrefixStore(f"{sender}-{receiver}", store), index)
-        probe = torch.zeros(1, device=opening.accelerator.device)
-        (group.send if me == sender else group.recv)([probe], 1 - index, 0).wait()
-        return group
+def _send_probe(group: Any, opening: Opening, sender: int, receiver: int) -> None:
+    """Sends a first message over the channel from rank ``sender`` to rank ``receiver``.
+
+    Both ranks must call this. They connect when the message is sent. ``group`` is the communicator
+    of the channel.
+    """
+    probe = torch.zeros(1, device=opening.accelerator.device)
+    operation = group.send if opening.rank == sender else group.recv
+    operation([probe], int(opening.rank == min(sender, receiver)), 0).wait()
 
 
 def _first_line(error: Exception) -> str:
