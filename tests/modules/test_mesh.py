@@ -1,11 +1,17 @@
-"""Tests that a job can start and close several times in the same processes."""
+"""Tests how processes join a job, once or several times in the same processes."""
 
 from __future__ import annotations
 
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.adaptive.accelerator import Accelerator
+from megatron.adaptive.modules import mesh
 
 from ..multiprocess.launch import torchrun
 
@@ -24,3 +30,26 @@ def test_a_job_can_begin_anew_after_its_end(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setenv("OTHER_PORT", str(taken.getsockname()[1]))
     torchrun(SCRIPT, [str(TIMES)], world_size=RANKS, log=tmp_path / "output.txt", limit_s=LIMIT_S)
+
+
+def test_a_gpu_that_a_rank_has_alone_is_known_in_process_groups_of_the_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Checks that a rank which sees only one GPU does not assume that all ranks share this GPU.
+
+    This also holds if the user has initialized torch.distributed.
+    """
+    gpu = Accelerator(device=torch.device("cuda", 0), backend="gloo", name="GPU", shares=8)
+    monkeypatch.setattr(mesh, "detect", lambda local_rank: gpu)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a")
+    )
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for _ in range(2):
+            job = mesh.join_job(20.0)
+            assert (job.accelerator.shares, job.accelerator.backend) == (1, "nccl")
+            job.close()
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()

@@ -106,11 +106,16 @@ def join_job(timeout_s: float) -> Job:
     timeout = datetime.timedelta(seconds=timeout_s)
     owns = not dist.is_initialized()
     before = () if owns else tuple(process_groups())
+    store: Any
     if owns:
         try:
             store = _store_of_process(environment, timeout)
         except (dist.DistError, MeetingError, ValueError) as error:
             raise no_rendezvous(environment, error) from error
+    else:
+        environment = environment_of_rank()
+        store = dist.distributed_c10d._get_default_store()
+    if store is not None:  # The MPI backend has no store.
         # Each job of this process needs its own key prefix, because the store still contains the
         # addresses of earlier jobs.
         turn = store.add(f"{_JOBS}/{environment.rank}", 1)
@@ -118,6 +123,7 @@ def join_job(timeout_s: float) -> Job:
         accelerator = agree_on_sharing(
             accelerator, store, rank=environment.rank, world_size=environment.world_size
         )
+    if owns:
         dist.init_process_group(
             accelerator.backend,
             store=store,
