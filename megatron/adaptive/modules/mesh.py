@@ -18,7 +18,12 @@ from megatron.core import parallel_state
 from megatron.adaptive.accelerator import agree_on_sharing, detect, keep_freed_memory
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.engine.executor_setup import gather_places
-from megatron.adaptive.engine.process_context import Job, environment_of_rank, process_groups
+from megatron.adaptive.engine.process_context import (
+    Job,
+    device_in_groups,
+    environment_of_rank,
+    process_groups,
+)
 from megatron.adaptive.engine.rendezvous import MeetingError, meet, no_rendezvous
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.transport.liveness import here
@@ -106,16 +111,11 @@ def join_job(timeout_s: float) -> Job:
     timeout = datetime.timedelta(seconds=timeout_s)
     owns = not dist.is_initialized()
     before = () if owns else tuple(process_groups())
-    store: Any
     if owns:
         try:
             store = _store_of_process(environment, timeout)
         except (dist.DistError, MeetingError, ValueError) as error:
             raise no_rendezvous(environment, error) from error
-    else:
-        environment = environment_of_rank()
-        store = dist.distributed_c10d._get_default_store()
-    if store is not None:  # The MPI backend has no store.
         # Each job of this process needs its own key prefix, because the store still contains the
         # addresses of earlier jobs.
         turn = store.add(f"{_JOBS}/{environment.rank}", 1)
@@ -123,7 +123,6 @@ def join_job(timeout_s: float) -> Job:
         accelerator = agree_on_sharing(
             accelerator, store, rank=environment.rank, world_size=environment.world_size
         )
-    if owns:
         dist.init_process_group(
             accelerator.backend,
             store=store,
@@ -132,6 +131,8 @@ def join_job(timeout_s: float) -> Job:
             timeout=timeout,
         )
     group = dist.new_group(backend="gloo", timeout=timeout)
+    if not owns:
+        accelerator = device_in_groups(accelerator, group)
     job = Job(
         environment=environment_of_rank(),
         accelerator=accelerator,
