@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import gc
 import logging
 import mmap
 import os
@@ -134,6 +135,15 @@ class Accelerator:
             return torch.cuda.max_memory_allocated(self.device)
         # Linux updates the peak with a delay, so the reported peak can be below the current size.
         return max(_peak_resident_bytes(), self.memory_in_use_bytes())
+
+    def free_unused_memory(self) -> None:
+        """Frees tensors in unreachable reference cycles, and torch's cached memory on the GPU.
+
+        A model whose run has ended usually is in such cycles.
+        """
+        gc.collect()
+        if self.is_cuda:
+            torch.cuda.empty_cache()
 
     def clock(self) -> CpuClock | CudaClock:
         """Returns a clock that measures when the device has completed a piece of work."""
