@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,18 +52,28 @@ def test_every_method_of_a_process_group_that_takes_tensors_has_a_treatment() ->
     assert methods <= set(TREATMENTS)
 
 
-@pytest.mark.parametrize(("ranks", "installs"), [("2", False), ("3", True)])
-def test_ranks_that_share_a_gpu_get_them(
-    ranks: str, installs: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("other_gpu", "installs"), [("b", False), ("a", True)])
+def test_only_ranks_that_share_a_gpu_get_them(
+    other_gpu: str, installs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Checks a rank that sees one GPU, and only learns from the other rank whether it shares it."""
     calls: list[bool] = []
     monkeypatch.setattr(device_collectives, "install", lambda: calls.append(True))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    assert accelerator.detect(0).shares == (2 if installs else 1)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a")
+    )
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    detected = accelerator.detect(0)
+    assert detected.shares == 2
+    assert not calls
+    store = dist.HashStore()
+    store.set("gpu-of-rank/1", other_gpu)
+    agreed = accelerator.agree_on_sharing(detected, store, rank=0, world_size=2)
+    assert agreed.shares == (2 if installs else 1)
     assert bool(calls) is installs
 
 

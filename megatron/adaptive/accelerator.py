@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import gc
 import logging
 import mmap
 import os
@@ -38,6 +39,7 @@ __all__ = [
     "current_device",
     "default_generator",
     "detect",
+    "device_identity",
     "install",
     "install_for_trainer",
     "keep_freed_memory",
@@ -133,6 +135,15 @@ class Accelerator:
             return torch.cuda.max_memory_allocated(self.device)
         # Linux updates the peak with a delay, so the reported peak can be below the current size.
         return max(_peak_resident_bytes(), self.memory_in_use_bytes())
+
+    def free_unused_memory(self) -> None:
+        """Frees tensors in unreachable reference cycles, and torch's cached memory on the GPU.
+
+        A model whose run has ended usually is in such cycles.
+        """
+        gc.collect()
+        if self.is_cuda:
+            torch.cuda.empty_cache()
 
     def clock(self) -> CpuClock | CudaClock:
         """Returns a clock that measures when the device has completed a piece of work."""
@@ -338,7 +349,8 @@ def detect(local_rank: int, *, backend: str | None = None) -> Accelerator:
     If a node has more processes than GPUs, several processes share a GPU. These processes
     communicate over gloo, because NCCL does not support two ranks on one device. A process cannot
     always find out whether its GPU is shared, so :func:`agree_on_sharing` later chooses the final
-    backend.
+    backend. If the process groups already exist, use ``engine.process_context.device_in_groups``
+    instead.
 
     Args:
         local_rank: Index of the process on its node, from 0.
@@ -356,12 +368,9 @@ def detect(local_rank: int, *, backend: str | None = None) -> Accelerator:
     count = torch.cuda.device_count()
     device = torch.device("cuda", local_rank % count)
     torch.cuda.set_device(device)
-    chosen = backend or ("gloo" if ranks > count else "nccl")
-    if chosen == "gloo":
-        device_collectives.install()
     return Accelerator(
         device=device,
-        backend=chosen,
+        backend=backend or ("gloo" if ranks > count else "nccl"),
         asked_backend=backend,
         name=torch.cuda.get_device_name(device),
         shares=len(range(local_rank % count, max(ranks, local_rank + 1), count)),
@@ -388,7 +397,7 @@ def agree_on_sharing(
         SetupError: The user selected ``nccl``, but two ranks share a GPU. All ranks raise this
             error.
     """
-    identity = _identity(accelerator.device) if accelerator.is_cuda else f"no GPU at rank {rank}"
+    identity = device_identity(accelerator, rank)
     keys = [f"gpu-of-rank/{other}" for other in range(world_size)]
     store.set(keys[rank], identity)
     if not accelerator.is_cuda:
@@ -409,9 +418,16 @@ def agree_on_sharing(
     return dataclasses.replace(accelerator, backend=backend, shares=len(owners[identity]))
 
 
-def _identity(device: torch.device) -> str:
-    """Returns a string that identifies the GPU ``device`` among all GPUs of all machines."""
-    properties: Any = torch.cuda.get_device_properties(device)
+def device_identity(accelerator: Accelerator, rank: int) -> str:
+    """Returns a string that two ranks have in common only if they use the same GPU.
+
+    Args:
+        accelerator: Device of this rank.
+        rank: Global rank of this process.
+    """
+    if not accelerator.is_cuda:
+        return f"no GPU at rank {rank}"
+    properties: Any = torch.cuda.get_device_properties(accelerator.device)
     if hasattr(properties, "uuid"):
         return str(properties.uuid)
     bus_address = [

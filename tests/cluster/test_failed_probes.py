@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron.adaptive.cli.run import main
+from megatron.adaptive.cluster import failed_probes
 from megatron.adaptive.cluster.failed_probes import FailedProbes
-from megatron.adaptive.cluster.incarnation import ProbePolicy, RunningRanks
+from megatron.adaptive.cluster.incarnation import NodeWork, ProbePolicy, RunningRanks
 from megatron.adaptive.cluster.job_state_file import Incarnation
 from megatron.adaptive.cluster.layout_rule import Chooser
-from megatron.adaptive.cluster.membership import Membership, Node
+from megatron.adaptive.cluster.membership import Event, Membership, Node
 from megatron.adaptive.cluster.straggler import Stragglers
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.profiling.failed_nodes import FailedNode
-from tests.multiprocess.launch import ROOT
+from megatron.adaptive.profiling.probe_findings import MATRIX_PRODUCT
+from tests.multiprocess.launch import ROOT, run_forked
 
 from .jobs import FLAGS, TRAINER, ElasticJob
 
@@ -151,6 +154,60 @@ def test_a_node_that_was_left_out_is_used_if_nothing_else_fits() -> None:
         return sizes
 
     assert asyncio.run(run()) == [1, 1, 1]
+
+
+class NodeThatChecks(Membership):
+    """Runs the check of a node's devices in processes, as the node's agent and forkserver do.
+
+    Args:
+        folder: Working directory of the processes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(None, None, None, "")
+        self.statuses: list[int] = []
+        self._folder = folder
+
+    async def ask(self, name: str, kind: str, limit_s: float, **values: Any) -> dict[str, Any]:
+        work = NodeWork(script=str(TRAINER), arguments=(), checkpoints=str(self._folder))
+        (rank,) = values["ranks"]
+        order = work.order(rank, values["program"])
+        ended = run_forked(
+            [order["script"], *order["arguments"]],
+            folder=self._folder,
+            limit_s=limit_s,
+            variables=order["variables"],
+        )
+        self.statuses.append(ended.returncode)
+        return {"status": ended.returncode}
+
+
+def test_the_check_of_a_node_measures_each_of_its_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failed_probes, "_FIRST_WAIT_S", 0.0)
+
+    async def run() -> tuple[list[int], Event | None]:
+        members = NodeThatChecks(tmp_path)
+        nodes = [Node(name=name, slots=2, status="present") for name in "bc"]
+        members.nodes.update({node.name: node for node in nodes})
+        stragglers = Stragglers("ignore", Chooser(), (*FLAGS, *TRAINED, "--save", "none"))
+        probes = FailedProbes("exclude", stragglers, members, lambda: ("b",))
+        layout = await stragglers.choose(nodes)
+        assert layout is not None
+        incarnation = Incarnation(number=1, layout="", processes=4, nodes=(), reason="")
+        where = {"1/0": "b", "1/1": "b", "1/2": "c", "1/3": "c"}
+        running = RunningRanks(incarnation=incarnation, layout=layout, folder=Path(), where=where)
+        failed = FailedNode(node="c", text=TEXT, limits={MATRIX_PRODUCT: 1.0})
+        assert await probes.handle([failed], running, nodes)
+        while len(members.statuses) < 2:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)
+        await probes.close()
+        event = None if members.events.empty() else members.events.get_nowait()
+        return members.statuses, event
+
+    assert asyncio.run(run()) == ([0, 0], Event("passed", "c", {}))
 
 
 @pytest.mark.parametrize(

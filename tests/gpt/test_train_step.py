@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.adaptive import accelerator
 
@@ -18,6 +19,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
 from megatron.adaptive.errors import AdaptiveError, DeviceMemoryError  # noqa: E402
+from megatron.adaptive.gpt import train_step  # noqa: E402
 from megatron.adaptive.gpt.initialize import end_job, start_job  # noqa: E402
 from megatron.adaptive.gpt.setup import Run, build_run, make_loader  # noqa: E402
 from megatron.adaptive.gpt.train_step import Step, StepResult, params_norm  # noqa: E402
@@ -89,6 +91,41 @@ def test_a_step_changes_the_weights_and_says_how(start: Start) -> None:
     assert 0 <= second.bubble_fraction < 1
     total = sum(float(p.detach().double().pow(2).sum()) for p in run.chunks[0].parameters())
     assert params_norm(run) == pytest.approx(total**0.5)
+
+
+class _Operations(TorchDispatchMode):
+    """Records the reads of values by the host, and the largest tensor of 64-bit numbers.
+
+    Attributes:
+        reads: Number of operations that wait for the device to read a value.
+        largest: Number of elements of the largest float64 tensor, including converted arguments.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # no types in torch
+        self.reads = 0
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.reads += func is torch.ops.aten._local_scalar_dense.default
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float64:
+            sizes = [each.numel() for each in (*args, result) if isinstance(each, torch.Tensor)]
+            self.largest = max(self.largest, *sizes)
+        return result
+
+
+def test_the_norm_of_parameters_needs_little_memory_and_one_wait(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start()
+    monkeypatch.setattr(train_step, "_NORM_PART", 1000)
+    with _Operations() as operations:
+        norm = params_norm(run)
+    assert operations.reads == 1
+    assert operations.largest <= 1000
+    total = sum(float(p.detach().double().pow(2).sum()) for p in run.chunks[0].parameters())
+    assert norm == pytest.approx(total**0.5, rel=1e-12)
 
 
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"

@@ -8,10 +8,11 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules import Pipeline
-from megatron.adaptive.modules.update import Update
+from megatron.adaptive.modules.update import Update, _squared_norm
 
 from .models import Tower
 
@@ -53,3 +54,54 @@ def test_a_skipped_step_is_reported_once_except_in_fp16(
     lines = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
     assert len(lines) == (precision is None)
     assert all(line.startswith("warning: step 2 did not update") for line in lines)
+
+
+class _Copies(TorchDispatchMode):
+    """Counts the elements that operations convert to another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # no types in torch
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            self.elements += result.numel()
+        return result
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        [torch.float32] * 3,
+        [torch.bfloat16] * 3,
+        [torch.float16] * 3,
+        [torch.bfloat16, torch.float32, torch.float64],
+        [torch.float32, torch.float16, torch.bfloat16],
+    ],
+)
+def test_the_norm_needs_no_copy_of_the_gradients(dtypes: list[torch.dtype]) -> None:
+    """Checks that the norm has the precision of float32 without copies in float32."""
+    torch.manual_seed(1)
+    gradients = [
+        (300 * torch.randn(size, 7)).to(dtype)
+        for size, dtype in zip((3, 400, 90), dtypes, strict=True)
+    ]
+    gradients.append(torch.empty(0, dtype=dtypes[0]))
+    with _Copies() as copies:
+        square = _squared_norm(gradients, torch.device("cpu"))
+    assert copies.elements <= len(gradients)
+    assert square.dtype == torch.float64
+    converted = torch._foreach_norm(
+        [each.float() if each.dtype.itemsize < 4 else each for each in gradients]
+    )
+    expected = torch.stack([norm.double() for norm in converted]).square().sum()
+    if dtypes[0] == torch.float32 == dtypes[1]:
+        assert square == expected
+    assert square.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_the_norm_of_a_gradient_that_is_not_finite_is_not_finite(bad: float) -> None:
+    gradients = [torch.ones(4, dtype=torch.bfloat16), torch.tensor([bad], dtype=torch.float16)]
+    assert not _squared_norm(gradients, torch.device("cpu")).isfinite()

@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import megatron.adaptive
-from megatron.adaptive import accelerator
+from megatron.adaptive import accelerator, device_collectives
+from megatron.adaptive.engine import process_context
 from megatron.adaptive.errors import ConfigError
 
 accelerator.install()
 
+from megatron.adaptive.plugin import step_runner  # noqa: E402
 from megatron.adaptive.plugin.engines import Engines  # noqa: E402
 from megatron.adaptive.plugin.placement_patch import Placed  # noqa: E402
 from megatron.adaptive.plugin.run_trace import _mean_loss, _summed_loss  # noqa: E402
@@ -121,6 +124,27 @@ def test_a_program_with_its_own_loop_may_pause(
     arguments.curr_iteration = 3
     assert not engine._evidence()["may_pause"]
     engines.close()
+
+
+@pytest.mark.parametrize(("backend", "installs"), [("nccl", False), ("gloo", True)])
+def test_ranks_that_share_a_gpu_are_counted_by_its_id(
+    backend: str, installs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks a rank that sees only its GPU, in process groups that Megatron-LM has created."""
+    calls: list[bool] = []
+    monkeypatch.setattr(device_collectives, "install", lambda: calls.append(True))
+    monkeypatch.setattr(step_runner, "current_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="a")
+    )
+    monkeypatch.setattr(dist, "get_rank", lambda: 2)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: f"cpu:gloo,cuda:{backend}")
+    monkeypatch.setattr(process_context, "gather", lambda value, group: ["a", "b", value, "b"])
+    device = step_runner._this_device()
+    assert (device.shares, device.backend) == (2, backend)
+    assert bool(calls) is installs
 
 
 @pytest.mark.parametrize(

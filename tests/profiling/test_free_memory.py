@@ -101,23 +101,26 @@ def test_the_hosts_path_in_a_container_stands_for_the_containers_root(machine: M
     assert available_host_bytes() == 2 * GIB
 
 
-@pytest.mark.parametrize(
-    ("ranks", "index", "share"), [(2, 0, 1), (2, 1, 1), (3, 0, 2), (3, 1, 1), (4, 1, 2)]
-)
+@pytest.mark.parametrize("visible", [1, 8])
+@pytest.mark.parametrize("shares", [1, 2])
 def test_ranks_that_share_a_gpu_divide_what_others_leave_there(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, index: int, share: int
+    monkeypatch: pytest.MonkeyPatch, shares: int, visible: int
 ) -> None:
-    # Several ranks may share this GPU. Each of them may use only its part of the free memory.
+    """Checks that the ranks on a GPU divide its free memory, even if each rank sees only this GPU.
+
+    Slurm shows only one GPU to each rank with ``--gpus-per-task``. Eight ranks on a node with eight
+    GPUs would then get an eighth of the memory of their GPU.
+    """
     cuda = SimpleNamespace(
         # The GPU has 80 GiB of memory, of which 30 GiB are free.
         mem_get_info=lambda device: (30 * GIB, 80 * GIB),
         memory_reserved=lambda device: 12 * GIB,
         memory_allocated=lambda device: 10 * GIB,
-        device_count=lambda: 2,
+        device_count=lambda: visible,
     )
     monkeypatch.setattr(torch, "cuda", cuda)
-    gpu = Accelerator(device=torch.device("cuda", index), backend="gloo", name="GPU")
-    assert free_memory_bytes(gpu, ranks) == 30 * GIB // share + 2 * GIB
+    gpu = Accelerator(device=torch.device("cuda", 0), backend="gloo", name="GPU", shares=shares)
+    assert free_memory_bytes(gpu, 8) == 30 * GIB // shares + 2 * GIB
 
 
 @pytest.mark.parametrize(("backend", "channels"), [("nccl", 400_000_000), ("gloo", 0)])

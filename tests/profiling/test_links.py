@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.adaptive import accelerator
 
 accelerator.install()
 
+from megatron.adaptive.config.parallel import TransportConfig  # noqa: E402
 from megatron.adaptive.errors import DeadlineError, TransportError  # noqa: E402
+from megatron.adaptive.profiling import links  # noqa: E402
 from megatron.adaptive.profiling.links import Rounds, as_curve, measure_link, pairings  # noqa: E402
 from megatron.adaptive.profiling.transport_check import check_contents  # noqa: E402
 from megatron.adaptive.schedule.workload import Link  # noqa: E402
@@ -46,17 +52,17 @@ def test_latency_and_occupancy_come_apart() -> None:
     first, other = Wire(0.010, 1e-6), Wire(0.010, 1e-6)
     first.other, other.other = other, first
     payload = torch.zeros(2000, dtype=torch.float32)  # The link needs 8 ms to send this payload.
-    links: dict[bool, Link] = {}
+    measured: dict[bool, Link] = {}
 
     def side(wire: Wire, leads: bool) -> None:
-        links[leads] = measure_link(wire, 0, leads=leads, payload=payload, timeout_s=10.0)
+        measured[leads] = measure_link(wire, 0, leads=leads, payload=payload, timeout_s=10.0)
 
     follower = threading.Thread(target=side, args=(other, False))
     follower.start()
     side(first, True)
     follower.join()
-    assert 0.006 < links[True].latency_s < 0.018
-    assert 0.006 < links[True].occupancy_s < 0.016
+    assert 0.006 < measured[True].latency_s < 0.018
+    assert 0.006 < measured[True].occupancy_s < 0.016
 
 
 def test_a_silent_peer_is_named() -> None:
@@ -125,3 +131,56 @@ def test_a_curve_gives_the_measured_seconds_back() -> None:
     for (size, speed), seconds in zip(curve["sizes"], (1.1e-4, 4.1e-4), strict=True):
         assert curve["latency_s"] + size / speed == pytest.approx(seconds)
     assert as_curve([(1024, 2e-5), (2048, 1e-5)])["sizes"] == [[2048, 2048 / 1e-5]]
+
+
+@pytest.mark.parametrize(
+    ("slow", "most_bytes", "measured", "slots"),
+    [
+        (None, math.inf, links.SIZES, [1 << 22, 1 << 25]),
+        (None, 1 << 20, links.SIZES[:4], [1 << 22]),
+        (1 << 16, math.inf, links.SIZES[:2], [1 << 22]),
+    ],
+)
+def test_each_message_fits_in_a_slot(
+    slow: int | None,
+    most_bytes: float,
+    measured: tuple[int, ...],
+    slots: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Checks the channels of a measurement, because large messages need large slots.
+
+    Between ranks that share a GPU, other messages are copied through the host.
+    """
+    opened: list[int] = []
+    sizes: list[int] = []
+    closed: list[bool] = []
+
+    def connect(endpoint: Any, peers: list[int], options: TransportConfig) -> Any:
+        assert peers == [1]
+        assert options.transport_slot_bytes is not None
+        opened.append(options.transport_slot_bytes)
+        return SimpleNamespace(close=lambda: closed.append(True))
+
+    def measure(transport: Any, peer: int, *, payload: torch.Tensor, **_: Any) -> Link:
+        assert payload.nbytes <= opened[-1]
+        sizes.append(payload.nbytes)
+        return Link(latency_s=1.0 if payload.nbytes == slow else 1e-6, occupancy_s=0.0)
+
+    job: Any = SimpleNamespace(
+        rank=0,
+        places=[{"machine": "m"}] * 2,
+        environment=SimpleNamespace(master_addr=""),
+        control_group=None,
+        accelerator=SimpleNamespace(device=torch.device("cpu")),
+        gather=lambda value: [value, value],
+    )
+    connector = SimpleNamespace(connect=connect, own_end=lambda *_: None)
+    monkeypatch.setattr(links, "make_connector", lambda job: connector)
+    monkeypatch.setattr(links, "measure_link", measure)
+    monkeypatch.setattr(dist, "barrier", lambda group: None)
+    (row,) = links.measure_links(job, ["a", "a"], most_bytes=most_bytes)
+    assert tuple(sizes) == measured
+    assert opened == slots
+    assert len(closed) == len(slots)
+    assert row["within"]

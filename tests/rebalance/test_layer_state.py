@@ -1,14 +1,21 @@
-"""Tests which rank sends which part of a parameter's state, for random ranges of elements."""
+"""Tests which rank sends which part of a parameter's state, and how the parts are sent."""
 
 from __future__ import annotations
 
 import itertools
 import random
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
 
 from megatron.adaptive import accelerator
+from tests.device_tensor import DeviceTensor
 
 accelerator.install()
 
+from megatron.adaptive.rebalance import layer_state  # noqa: E402
 from megatron.adaptive.rebalance.layer_state import Passage, Table, passages  # noqa: E402
 
 Shares = dict[str, tuple[int, int]]
@@ -79,3 +86,42 @@ def test_shares_are_put_together_from_all_that_have_a_part() -> None:
         for way in ways:
             low, high = tables[way.source].had["a"]
             assert low <= way.start < way.end <= high
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_layers_are_sent_without_a_second_copy_on_the_gpu(
+    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks that a rank copies its parts to the host one by one, and waits for the GPU once."""
+    sent: dict[int, torch.Tensor] = {}
+    waits: list[torch.device] = []
+    locked: list[int] = []
+
+    def lock(size_bytes: int, device: torch.device) -> torch.Tensor:
+        locked.append(size_bytes)
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def send(operations: list[Any]) -> list[Any]:
+        assert len(waits) == on_gpu
+        sent.update({peer: part.clone() for _, part, peer, *_ in operations})
+        return []
+
+    def fail(*_: Any) -> None:
+        raise AssertionError("the parts were joined on the GPU")
+
+    monkeypatch.setattr(torch, "cat", fail)
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    monkeypatch.setattr(layer_state, "locked_memory", lock)
+    monkeypatch.setattr(dist, "P2POp", lambda *arguments: arguments)
+    monkeypatch.setattr(dist, "batch_isend_irecv", send)
+    state = [torch.arange(6.0), torch.arange(6).bfloat16()]
+    tensors = [DeviceTensor(tensor) for tensor in state] if on_gpu else state
+    old = {"a": layer_state.Share(10, 16, [*tensors])}
+    needed = [Passage(0, 1, "a", 10, 12), Passage(0, 1, "a", 14, 16), Passage(0, 2, "a", 13, 14)]
+    layer_state.exchange(needed, 0, old, {}, cast(Any, None))
+    chosen = {1: [slice(0, 2), slice(4, 6)], 2: [slice(3, 4)]}
+    for peer, slices in chosen.items():
+        parts = [tensor[part].view(torch.uint8) for part in slices for tensor in state]
+        assert sent[peer].tolist() == [byte for part in parts for byte in part.tolist()]
+    assert locked == ([24, 6] if on_gpu else [])
+    assert len(waits) == on_gpu

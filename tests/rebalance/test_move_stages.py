@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from megatron.adaptive import accelerator
 
 accelerator.install()
 
+from megatron.adaptive.checkpoint.megatron_state import fill_state  # noqa: E402
 from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
 from megatron.adaptive.engine.process_context import process_groups  # noqa: E402
@@ -68,3 +70,25 @@ def test_groups_beside_the_mesh_stay_when_it_is_made_anew() -> None:
         assert group in process_groups()
     finally:
         end_job()
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_the_number_of_updates_stays_on_the_device_where_adam_needs_it(is_fused: bool) -> None:
+    """Checks where Adam finds its number of updates after a move.
+
+    Fused Adam needs this number on the device of the parameter, and other kinds of Adam need it on
+    the host. The device ``meta`` stands for the GPU.
+    """
+    parameters = [torch.nn.Parameter(torch.ones(2, device="meta")) for _ in range(2)]
+    adam = torch.optim.AdamW(parameters)
+    adam.param_groups[0]["fused"] = is_fused
+    leaf = SimpleNamespace(optimizer=adam, init_state_fn=None)
+    fill_state(leaf)
+    group = {key: value for key, value in adam.param_groups[0].items() if key != "params"}
+    state = move_stages._State(shares={}, steps=7.0, groups=[[group]], scalers=[None])
+    move_stages._restore_settings(state, [leaf], 7.0)
+    first, second = (adam.state[parameter]["step"] for parameter in parameters)
+    assert first is not second  # Adam increments the number of each parameter in place.
+    assert first.device.type == second.device.type == ("meta" if is_fused else "cpu")
+    if not is_fused:
+        assert first == second == 7

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -264,6 +265,42 @@ def test_the_process_reports_once_and_ends_with_its_ranks(tmp_path: Path) -> Non
         assert watch.wait(60) == 0
         assert watch.stderr.read() == ""
         assert not folder.exists()
+    finally:
+        for process in (rank, watch):
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("spins", [True, False])
+def test_a_rank_that_waits_for_its_gpu_does_not_count_as_computing(
+    spins: bool, tmp_path: Path
+) -> None:
+    """Checks a rank outside of a step that uses a whole processor, as CUDA does while it waits."""
+    number = int(signal.SIGRTMIN) + 9
+    folder = tmp_path / "private"
+    folder.mkdir()
+    # The detector asks the rank for its stack with this signal.
+    program = f"import signal; signal.signal({number}, signal.SIG_IGN)\nwhile True: pass"
+    rank = subprocess.Popen([sys.executable, "-S", "-c", program])
+    job = {"pids": {0: rank.pid}, "names": {0: "rank 0"}, "after_s": 1.0, "on_hang": "report"}
+    job |= {"page_folder": str(tmp_path), "machine": 0, "machines": 1, "py_spy": None}
+    job |= {"parent": os.getpid(), "signal": number}
+    (folder / hang_watch.JOB_FILE).write_text(json.dumps(job))
+    now = {"pid": rank.pid, "doing": "", "iteration": 5, "spins": spins}
+    now["unix_ns"] = time.time_ns() + 60 * 10**9
+    (folder / "now_rank_00000.json").write_text(json.dumps(now))
+    watch = subprocess.Popen(
+        [sys.executable, "-I", "-S", hang_watch.__file__, str(folder)],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert watch.stderr is not None
+        line = watch.stderr.readline()
+        match = re.match(r"hang: nothing moved for (\d+) s", line)
+        assert match, line
+        # The detector waits ten times as long for ranks that compute.
+        assert (int(match[1]) < 10) is spins
     finally:
         for process in (rank, watch):
             process.kill()

@@ -166,7 +166,7 @@ class FailedProbes:
             self._count += 1
             order = {
                 "key": f"check-{self._count}/{node.name}",
-                "variables": {"LOCAL_RANK": str(local_rank)},
+                "variables": {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(node.slots)},
                 "arguments": [json.dumps({"limits": dict(failed.limits)})],
             }
             try:

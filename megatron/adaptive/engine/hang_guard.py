@@ -13,7 +13,9 @@ import contextlib
 import faulthandler
 import hashlib
 import json
+import linecache
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -34,6 +36,10 @@ from megatron.adaptive.transport.liveness import describe
 
 SIGNAL = signal.SIGRTMIN + 9
 PERIOD_S = 1.0
+_FIRST_ITERATIONS = 2
+"""Number of iterations in which a rank may compile kernels or connect to other ranks."""
+_GPU_MODULE = re.compile(r"torch\.(cuda|distributed\.distributed_c10d)(\.|$)")
+_GPU_READ = re.compile(r"\.(item|tolist|cpu|synchronize)\(")
 _STILL_S = 2.5
 """Time in seconds without progress after which a machine reads the reports of other machines."""
 
@@ -76,6 +82,10 @@ class HangGuard:
         self._machine = self._machines.index(machines[rank])
         local = [peer for peer, machine in enumerate(machines) if machine == machines[rank]]
         self._turn = local.index(rank), len(local)
+        self._is_on_gpu = job.accelerator.is_cuda
+        # Last iteration that the rank reported, and number of iterations that it has reported.
+        self._iteration = 0
+        self._num_iterations = 0
         self._store = dist.distributed_c10d._get_default_store()
         shared = Path("/dev/shm")
         base = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
@@ -181,7 +191,13 @@ class HangGuard:
             fields = dict(self.snapshot())
         except Exception:  # This function may fail, for example while the run is being closed.
             fields = {}
-        return {**fields, "pid": os.getpid(), "collectives": _collectives()}
+        iteration = int(fields.get("iteration", 0))
+        if iteration != self._iteration:
+            self._iteration = iteration
+            self._num_iterations += 1
+        has_started = self._num_iterations > _FIRST_ITERATIONS
+        spins = self._is_on_gpu and has_started and _waits_for_gpu()
+        return {**fields, "pid": os.getpid(), "collectives": _collectives(), "spins": spins}
 
     def _connect(self) -> Any:
         # Open a second connection to the store, because a waiting call on the job's connection
@@ -221,3 +237,19 @@ def _collectives() -> dict[str, tuple[int, list[int]]]:
                 number = group._get_sequence_number_for_group()
                 collectives[group.group_name] = (number, members)
     return collectives
+
+
+def _waits_for_gpu() -> bool:
+    """Returns whether the main thread waits for its GPU or for a collective of GPUs.
+
+    CUDA uses a whole processor while it waits. So the processor time of a rank that waits does not
+    show that the rank makes progress. The main thread waits if it is inside of torch's functions
+    for CUDA and collectives, or in a line that reads a value from the GPU.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return False
+    if _GPU_MODULE.match(frame.f_globals.get("__name__", "")):
+        return True
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)
+    return _GPU_READ.search(line) is not None

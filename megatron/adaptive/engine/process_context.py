@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from megatron.adaptive.accelerator import Accelerator
+from megatron.adaptive import device_collectives
+from megatron.adaptive.accelerator import Accelerator, device_identity
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.engine.folder_lease import Lease
 from megatron.adaptive.errors import AdaptiveError, PeerLostError
@@ -60,6 +61,30 @@ def from_first(value: T, group: Any = None) -> T:
     first = 0 if group is None else dist.get_process_group_ranks(group)[0]
     dist.broadcast_object_list(box, src=first, group=group)
     return box[0]
+
+
+def device_in_groups(accelerator: Accelerator, group: Any = None) -> Accelerator:
+    """Completes the description of this rank's device if the process groups already exist.
+
+    All ranks must call this function. It counts the ranks that use the same GPU, even if each rank
+    sees only one GPU. The backend is that of the default process group.
+
+    Args:
+        accelerator: Device of this rank.
+        group: Process group of all ranks through which they exchange the IDs of their GPUs. If
+            ``None``, this is the default group.
+    """
+    if is_alone():
+        return accelerator
+    # Without these replacements, gloo sends wrong data for some GPU tensors.
+    backend = "nccl" if "cuda:nccl" in dist.get_backend_config() else "gloo"
+    if accelerator.is_cuda and backend == "gloo":
+        device_collectives.install()
+    identity = device_identity(accelerator, dist.get_rank())
+    identities = gather(identity, group)
+    if not accelerator.is_cuda:
+        return accelerator
+    return dataclasses.replace(accelerator, backend=backend, shares=identities.count(identity))
 
 
 _GLOO = re.compile(r"gloo/transport/[^]]*\] (.*?)(?:\. This is|\.?$)", re.MULTILINE)

@@ -444,13 +444,21 @@ def counted_parameters(
             yield name, parameter, replicas
 
 
+_NORM_PART = 1 << 23
+"""Number of elements that :func:`params_norm` converts to float64 at a time, 64 MiB."""
+
+
 def params_norm(run: Run) -> float:
     """Returns the L2 norm of all parameters of the whole model. All ranks must call this."""
     gather_parameters(run)
-    total = torch.zeros(1, dtype=torch.float64)
+    squares = [torch.zeros((), dtype=torch.float64, device=run.job.accelerator.device)]
     for chunk in run.chunks:
         for _, parameter, copies in counted_parameters(run, chunk):
-            total += float(parameter.detach().double().pow(2).sum()) / copies
+            # Each part is converted to float64, so small parts limit the memory that is needed.
+            for part in parameter.detach().flatten().split(_NORM_PART):
+                squares.append(torch.linalg.vector_norm(part, dtype=torch.float64) ** 2 / copies)
+    # Only this copy to the host waits for the device.
+    total = torch.stack(squares).sum().cpu()
     dist.all_reduce(total, group=run.job.control_group)
     norm: float = float(total) ** 0.5
     return norm

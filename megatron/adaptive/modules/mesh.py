@@ -18,7 +18,12 @@ from megatron.core import parallel_state
 from megatron.adaptive.accelerator import agree_on_sharing, detect, keep_freed_memory
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.engine.executor_setup import gather_places
-from megatron.adaptive.engine.process_context import Job, environment_of_rank, process_groups
+from megatron.adaptive.engine.process_context import (
+    Job,
+    device_in_groups,
+    environment_of_rank,
+    process_groups,
+)
 from megatron.adaptive.engine.rendezvous import MeetingError, meet, no_rendezvous
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.transport.liveness import here
@@ -126,6 +131,8 @@ def join_job(timeout_s: float) -> Job:
             timeout=timeout,
         )
     group = dist.new_group(backend="gloo", timeout=timeout)
+    if not owns:
+        accelerator = device_in_groups(accelerator, group)
     job = Job(
         environment=environment_of_rank(),
         accelerator=accelerator,

@@ -84,10 +84,19 @@ def _squared_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> to
     """
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch._foreach_norm(
-        [gradient.float() if gradient.dtype.itemsize < 4 else gradient for gradient in gradients]
-    )
-    return torch.stack([gradient.double() for gradient in norms]).square().sum()
+    norms: dict[int, torch.Tensor] = {}
+    for is_short in (False, True):
+        indices = [
+            index
+            for index, gradient in enumerate(gradients)
+            if (gradient.dtype.itemsize < 4) is is_short
+        ]
+        if indices:
+            # Sum squares of 16-bit numbers in float32, without a float32 copy of all gradients.
+            dtype = torch.float32 if is_short else None
+            of_kind = torch._foreach_norm([gradients[index] for index in indices], 2, dtype)
+            norms.update(zip(indices, of_kind, strict=True))
+    return torch.stack([norms[index].double() for index in sorted(norms)]).square().sum()
 
 
 class Update:

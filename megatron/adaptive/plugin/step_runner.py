@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
-from megatron.adaptive import device_collectives
 from megatron.adaptive.accelerator import Accelerator, current_device, keep_freed_memory
 from megatron.adaptive.config.input_files import printable
 from megatron.adaptive.config.schedule import trace_details
@@ -40,7 +39,12 @@ from megatron.adaptive.engine.kernel_recorder import KernelRecorder
 from megatron.adaptive.engine.layer_meter import LayerMeter
 from megatron.adaptive.engine.model_groups import ModelGroups
 from megatron.adaptive.engine.policy_factory import Orders
-from megatron.adaptive.engine.process_context import Job, environment_of_rank, gather
+from megatron.adaptive.engine.process_context import (
+    Job,
+    device_in_groups,
+    environment_of_rank,
+    gather,
+)
 from megatron.adaptive.engine.stages import ForwardBackward
 from megatron.adaptive.engine.tracing import OutsideTrace
 from megatron.adaptive.errors import ConfigError
@@ -123,6 +127,7 @@ class Engine:
     """
 
     # The attributes below are set in the first step.
+    _accelerator: Accelerator
     _job: Job
     _orders: Orders
     _groups: ModelGroups
@@ -144,7 +149,6 @@ class Engine:
         self._settings = settings
         self._placed = placed
         self._traced = traced
-        self._accelerator = _this_device()
         self._chunks: list[torch.nn.Module] = []
         self._forward_backward: ForwardBackward | OutsideTrace | None = None
         self._is_connected = False
@@ -324,6 +328,7 @@ class Engine:
         placement = Placement(
             num_ranks=self._groups.pp.size(), num_chunks=len(self._chunks), kind=settings.kind
         )
+        self._accelerator = _this_device()
         self._job = Job(
             environment=environment_of_rank(),
             accelerator=self._accelerator,
@@ -571,15 +576,17 @@ class Engine:
 
 
 def _this_device() -> Accelerator:
-    """Returns the CPU or GPU that Megatron-LM has chosen for this process."""
+    """Returns the CPU or GPU that Megatron-LM has chosen for this process.
+
+    All ranks must call this together, because they count the ranks that share a GPU.
+    """
     device = current_device()
-    if device.type != "cuda":
+    name = "CPU"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
         keep_freed_memory()
-        return Accelerator(device=device, backend="gloo", name="CPU")
-    backend = "nccl" if "nccl" in dist.get_backend_config() else "gloo"
-    if backend == "gloo":
-        device_collectives.install()
-    return Accelerator(device=device, backend=backend, name=torch.cuda.get_device_name(device))
+    return device_in_groups(Accelerator(device=device, backend="gloo", name=name))
 
 
 def _shared_settings(settings: Settings, config: Any) -> dict[str, str]:

@@ -54,7 +54,7 @@ def free_memory_bytes(accelerator: Accelerator, ranks_here: int) -> int:
 
     Args:
         accelerator: Device of this process.
-        ranks_here: Number of ranks on this node. They share its memory, or its GPUs, evenly.
+        ranks_here: Number of ranks on this node. On a CPU, they share the host's memory evenly.
     """
     if not accelerator.is_cuda:
         return available_host_bytes() // max(1, ranks_here)
@@ -62,11 +62,8 @@ def free_memory_bytes(accelerator: Accelerator, ranks_here: int) -> int:
 
     device = accelerator.device
     free, _ = torch.cuda.mem_get_info(device)
-    # Local rank r uses device r modulo the number of devices (see accelerator.detect). Therefore,
-    # ``sharing`` is the number of local ranks that use the same device.
-    sharing = -(-(ranks_here - (device.index or 0)) // max(1, torch.cuda.device_count()))
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(free // max(1, sharing) + cached)
+    return int(free // accelerator.shares + cached)
 
 
 def available_host_bytes() -> int:

@@ -32,7 +32,7 @@ from megatron.adaptive.profiling.action_timing import now
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.workload import Link
 from megatron.adaptive.transport.connect import Connector
-from megatron.adaptive.transport.interface import Arrival, Label, Transport
+from megatron.adaptive.transport.interface import Arrival, Endpoint, Label, Transport
 from megatron.adaptive.transport.kind import Payloads
 
 SIZES = (1 << 10, 1 << 16, 1 << 19, 1 << 22, 1 << 25)
@@ -54,6 +54,7 @@ the bandwidth is then known."""
 
 _LIMIT_S = 60.0
 _SLOT_BYTES = 4 << 20
+"""Smallest slot of the channels for measurements. Larger messages have slots of their size."""
 _REPEATS = 6
 
 Pair = tuple[int, int]
@@ -225,19 +226,15 @@ def measure_links(
     Returns:
         Entries of ``links`` for a profile file.
     """
-    options = TransportConfig(transport_slot_bytes=_SLOT_BYTES)
     connector = make_connector(job)
     rows = []
     machines = [str(process["machine"]) for process in job.places]
-    endpoint = connector.own_end(job.places, options, job.environment.master_addr)
+    endpoint = connector.own_end(job.places, TransportConfig(), job.environment.master_addr)
     for within, ends, pairs in pairings(machines, names):
         peer = next((sum(pair) - job.rank for pair in pairs if job.rank in pair), None)
         leads = any(job.rank == pair[0] for pair in pairs)
-        transport = connector.connect(endpoint, [] if peer is None else [peer], options)
-        curve = _measure(job, transport, peer, leads, sizes_up_to(most_bytes))
+        curve = _curve(job, connector, endpoint, peer, leads, sizes_up_to(most_bytes))
         measured = [points for points in job.gather(curve if leads else None) if points]
-        if transport is not None:
-            transport.close()
         rows.append(
             {
                 "nodes": [names[end] for end in ends],
@@ -255,10 +252,46 @@ def sizes_up_to(most_bytes: float) -> tuple[int, ...]:
     return SIZES[: max(2, needed)]
 
 
-def _measure(
-    job: Job, transport: Transport | None, peer: int | None, leads: bool, sizes: Sequence[int]
+def _curve(
+    job: Job,
+    connector: Connector,
+    endpoint: Endpoint,
+    peer: int | None,
+    leads: bool,
+    sizes: Sequence[int],
 ) -> Points:
+    """Measures messages of all ``sizes`` between this rank and ``peer``. All ranks must call this.
+
+    Messages of at most 4 MiB share a channel. A larger message has a channel of its own, with slots
+    of its size, as in a training run. If a message of a GPU did not fit in a slot, it would be
+    copied through the host, although the run sends it directly.
+    """
     points: Points = []
+    small = [size for size in sizes if size <= _SLOT_BYTES]
+    for group in (small, *([size] for size in sizes[len(small) :])):
+        options = TransportConfig(transport_slot_bytes=max(_SLOT_BYTES, *group))
+        transport = connector.connect(endpoint, [] if peer is None else [peer], options)
+        is_slow = _measure(job, transport, peer, leads, group, points)
+        if transport is not None:
+            transport.close()
+        if is_slow:
+            break
+    return points
+
+
+def _measure(
+    job: Job,
+    transport: Transport | None,
+    peer: int | None,
+    leads: bool,
+    sizes: Sequence[int],
+    points: Points,
+) -> bool:
+    """Measures messages of all ``sizes`` over ``transport``, and adds them to ``points``.
+
+    All ranks must call this. Returns whether a message was so slow that larger messages are not
+    measured. The result is equal on all ranks.
+    """
     for size in sizes:
         dist.barrier(group=job.control_group)
         seconds = 0.0
@@ -268,8 +301,8 @@ def _measure(
             seconds = link.latency_s + link.occupancy_s
             points.append((size, seconds))
         if max(job.gather(seconds)) > _LONG_S:
-            break
-    return points
+            return True
+    return False
 
 
 def _mean(measured: Sequence[Points]) -> Points:

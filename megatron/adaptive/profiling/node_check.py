@@ -1,8 +1,8 @@
 """Measures a node that is not used by its elastic job. The node's forkserver runs this program.
 
-The program measures the device that ``LOCAL_RANK`` selects. Its argument is a JSON object with
-``limits``, the minimum value of each quantity. It exits with status 0 if the device reaches all
-limits, otherwise with :data:`STATUS_FAILS`.
+The program measures the device that ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` select. Its argument is
+a JSON object with ``limits``, the minimum value of each quantity. It exits with status 0 if the
+device reaches all limits, otherwise with :data:`STATUS_FAILS`.
 """
 
 from __future__ import annotations

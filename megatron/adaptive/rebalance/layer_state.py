@@ -27,6 +27,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 
+from megatron.adaptive.accelerator import locked_memory
 from megatron.adaptive.errors import TransportError
 
 _LAYERS = "decoder.layers."
@@ -310,10 +311,7 @@ def exchange(
     # Join all tensors for a peer into one message of bytes, because their types may differ.
     sizes = {peer: [tensor.nbytes for tensor in tensors] for peer, tensors in incoming.items()}
     arrived = {peer: torch.empty(sum(nbytes), dtype=torch.uint8) for peer, nbytes in sizes.items()}
-    leaving = {
-        peer: torch.cat([tensor.view(torch.uint8) for tensor in tensors]).cpu()
-        for peer, tensors in outgoing.items()
-    }
+    leaving = _messages(outgoing)
     operations = [
         dist.P2POp(call, part, peer, group, _TAG)
         for call, messages in ((dist.irecv, arrived), (dist.isend, leaving))
@@ -335,6 +333,29 @@ def exchange(
             # Bytes must be aligned to be viewed as another type. A part of the message may not be
             # aligned, but its clone is.
             tensor.copy_(part.clone().view(tensor.dtype))
+
+
+def _messages(outgoing: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, torch.Tensor]:
+    """Copies the tensors for each peer into one message of bytes in host memory.
+
+    The tensors are copied one by one, so this function needs no additional memory on a GPU.
+    """
+    messages = {}
+    devices = set()
+    for peer, tensors in outgoing.items():
+        sizes = [tensor.nbytes for tensor in tensors]
+        gpus = {tensor.device for tensor in tensors if tensor.is_cuda}
+        devices |= gpus
+        if gpus:
+            message = locked_memory(sum(sizes), next(iter(gpus)))
+        else:
+            message = torch.empty(sum(sizes), dtype=torch.uint8)
+        for part, tensor in zip(message.split(sizes), tensors, strict=True):
+            part.copy_(tensor.view(torch.uint8), non_blocking=True)
+        messages[peer] = message
+    for device in devices:
+        torch.cuda.synchronize(device)
+    return messages
 
 
 def _parts(shares: Mapping[str, Share], passage: Passage) -> list[torch.Tensor]:

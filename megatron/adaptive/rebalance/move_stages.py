@@ -273,7 +273,9 @@ def _restore_settings(state: _State, leaves: Sequence[Any], steps: float) -> Non
     for leaf, groups, scaler in zip(leaves, state.groups, state.scalers, strict=True):
         for values in leaf.optimizer.state.values():
             if "step" in values:
-                values["step"] = torch.tensor(float(steps))
+                # Change the tensor in place, because it is already on the device on which the
+                # optimizer needs it. Fused Adam needs it on the GPU, other kinds on the host.
+                values["step"].fill_(steps)
         for group, before in zip(leaf.optimizer.param_groups, groups, strict=True):
             group.update(before)
             if steps and "step" in group:

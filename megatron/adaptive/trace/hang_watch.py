@@ -233,8 +233,8 @@ _SYMPTOMS = (
     _Symptom(
         "file system",
         lambda rank: rank.state == "D",
-        "is blocked in a system call of a disk or a file system",
-        "check the disk or mount of this rank; its process cannot be killed until the call returns",
+        "is blocked in a system call of a disk, a file system or the GPU driver",
+        "check its disk, mount and GPU (dmesg); no signal ends the process until the call returns",
     ),
     _Symptom(
         "interpreter lock",
@@ -389,7 +389,6 @@ class Stillness:
         self.paused: dict[str, int] | None = None
         self._seen: Any = None
         self._moved_s = self._computed_s = 0.0
-        self._is_strict = False
         self._iteration = (0, 0.0)
         self._steps_s: deque[float] = deque(maxlen=51)
 
@@ -418,21 +417,19 @@ class Stillness:
         Args:
             nows: Maps each global rank to its status report.
             now_s: Current time in seconds on a monotonic clock.
-            computes: Whether a rank has used processor time since the previous call.
+            computes: Whether a rank has computed on a processor since the previous call.
             transfers: Whether a rank has read or written bytes since the previous call.
 
         Returns:
             Time in seconds since a rank last made progress.
         """
-        self._is_strict = len(self._steps_s) > 1 and all(
-            now.get("in_step") for now in nows.values()
-        )
+        is_strict = len(self._steps_s) > 1 and all(now.get("in_step") for now in nows.values())
         seen = {
             rank: [now.get(name) for name in _MOVES]
             + [begun for begun, _ in now.get("collectives", {}).values()]
             for rank, now in nows.items()
         }
-        if seen != self._seen or (transfers and not self._is_strict):
+        if seen != self._seen or (transfers and not is_strict):
             self.restart(now_s)
         elif computes:
             self._computed_s = now_s
@@ -445,7 +442,7 @@ class Stillness:
                 self._steps_s.append((now_s - since_s) / (iteration - before))
             self._iteration = (iteration, now_s)
         still_s = now_s - self._moved_s
-        if self._is_strict or still_s > _PATIENCE * self.limit_s:
+        if is_strict or still_s > _PATIENCE * self.limit_s:
             return still_s
         return now_s - self._computed_s
 
@@ -482,8 +479,7 @@ def _stat(pid: int) -> list[str]:
 def _work(pid: int) -> tuple[float, float, float]:
     """Returns the usage of each resource in :data:`_BUSY` since the process ``pid`` started."""
     stat = _stat(pid)
-    moved = 0
-    waited_ns = 0
+    moved = waited_ns = 0
     with contextlib.suppress(OSError, ValueError, IndexError):
         waited_ns = int(Path(f"/proc/{pid}/schedstat").read_text().split()[1])
     with contextlib.suppress(OSError):
@@ -661,7 +657,11 @@ class _Watch:
                 return  # The job has finished, or the rank has printed an error itself.
             work = {rank: _work(pid) for rank, pid in self._pids.items()}
             moved = [
-                any(after[n] - self._work[r][n] > _BUSY[n] * elapsed_s for r, after in work.items())
+                any(
+                    after[n] - self._work[r][n] > _BUSY[n] * elapsed_s
+                    for r, after in work.items()
+                    if n == 2 or not nows[r].get("spins")  # CUDA spins while it waits for a GPU.
+                )
                 for n in range(len(_BUSY))
             ]
             self._work = work

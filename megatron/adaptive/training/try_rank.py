@@ -99,6 +99,8 @@ def try_rank(request: TrialRequest) -> tuple[TriedRank, dict[str, Any]]:
     try:
         tried = _run_steps(start_alone(config, environment, accelerator), request)
         end_job()
+        # Free the rank's model and optimizer, so that layers are measured as in a new process.
+        accelerator.free_unused_memory()
         return tried, _measure_layers(request, config)
     except BaseException as error:
         if (expected := expected_error(error, request.rank)) is not error:
