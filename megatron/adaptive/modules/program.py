@@ -618,12 +618,7 @@ class MessageLayout:
         """
         for tensor, part in zip(tensors, self.parts, strict=True):
             if tensor is not None and (tensor.shape != part.shape or tensor.dtype != part.dtype):
-                raise ConfigError(
-                    f"a tensor of shape {list(tensor.shape)} and {tensor.dtype} is sent to the "
-                    f"next stage, but the recording has {list(part.shape)} and {part.dtype}, so "
-                    "the tensor depends on values of the batch; add the batch entry to "
-                    "decisive_entries, or move the cut point"
-                )
+                raise ConfigError(_difference_of(tensor, part))
         if len(self.parts) == 1:
             single = tensors[0]
             if single is None:
@@ -643,6 +638,22 @@ class MessageLayout:
         if len(self.parts) == 1:
             return [message]
         return [_view(message, part) for part in self.parts]
+
+
+def _difference_of(tensor: torch.Tensor, part: MessagePart) -> str:
+    """Returns an error message, because ``tensor`` differs from ``part`` of the recording."""
+    sent = f"a tensor of shape {list(tensor.shape)} and {tensor.dtype} is sent to the next stage"
+    if tensor.shape == part.shape and tensor.is_floating_point() and part.dtype.is_floating_point:
+        return (
+            f"{sent}, but the recording has {part.dtype}, probably because autocast chooses other "
+            "dtypes on the device of the stage than on the device of the recording; move the "
+            "model to the device of the stage before the Pipeline is made, or cast the tensor to "
+            "float32 before the cut point"
+        )
+    return (
+        f"{sent}, but the recording has {list(part.shape)} and {part.dtype}, so the tensor depends "
+        "on values of the batch; add the batch entry to decisive_entries, or move the cut point"
+    )
 
 
 def _view(block: torch.Tensor, part: MessagePart) -> torch.Tensor:
