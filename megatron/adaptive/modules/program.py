@@ -17,6 +17,7 @@ kinds of gradients.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -47,6 +48,10 @@ from megatron.adaptive.modules.segment_meter import SegmentMeter
 from megatron.adaptive.modules.tape import Call, Ref, SegmentWork, Tape, Value
 
 
+# The second argument of these functions may be a device.
+_MOVES = (torch.Tensor.to, torch.Tensor.cuda)
+
+
 class _Step:
     """Runs a recorded call: inserts tensors into its arguments and stores its results.
 
@@ -55,31 +60,48 @@ class _Step:
         number: Index of the call on the tape.
         drops: Indices on the tape of the tensors that no later call needs.
         tape: Recorded forward pass.
+        device: Device on which the call runs.
     """
 
-    __slots__ = ("_arguments", "_call", "_flat", "drops", "layer", "number")
+    __slots__ = ("_arguments", "_call", "_device_type", "_flat", "drops", "layer", "number")
 
-    def __init__(self, call: Call, number: int, drops: Sequence[int], tape: Tape) -> None:
+    def __init__(
+        self, call: Call, number: int, drops: Sequence[int], tape: Tape, device: torch.device
+    ) -> None:
         self._call = call
         self._flat = not call.kwargs and all(
             type(argument) is Ref or not isinstance(argument, (tuple, list, dict, slice, *MUTABLE))
             for argument in call.args
         )
         self._arguments: Any = (call.args, call.kwargs)
+        # A CPU has no index, so its name never changes.
+        if tape.device.type != "cpu" or device.type != "cpu":
+            self._move(tape.device.type, device)
+        self._device_type = device.type
         self.number = number
         self.drops = tuple(drops)
         self.layer = deferred_layer(call, tape)
 
-    def move(self, source: torch.device, target: torch.device) -> None:
-        """Replaces the device ``source`` with ``target`` in the arguments of the call."""
+    def _move(self, source: str, target: torch.device) -> None:
+        """Replaces devices of the type ``source`` in the arguments of the call with ``target``.
+
+        The index of a recorded device does not matter. For example, all ranks may have recorded the
+        model on GPU 0, but each rank runs its stages on another GPU.
+        """
 
         def leaf(argument: Any) -> Any:
             if isinstance(argument, torch.device):
-                return target if argument.type == source.type else argument
-            is_source = isinstance(argument, str) and argument == str(source)
+                return target if argument.type == source else argument
+            is_source = isinstance(argument, str) and re.fullmatch(rf"{source}(:\d+)?", argument)
             return str(target) if is_source else argument
 
-        self._arguments = map_aggregate(self._arguments, leaf)
+        args, kwargs = map_aggregate(self._arguments, leaf)
+        # As a device, an integer is the index of a GPU.
+        if type(kwargs.get("device")) is int:
+            kwargs = {**kwargs, "device": target}
+        if self._call.function in _MOVES and len(args) > 1 and type(args[1]) is int:
+            args = (args[0], target, *args[2:])
+        self._arguments = (args, kwargs)
 
     def run(
         self, env: dict[int, torch.Tensor], store: WeightGradientStore | None, ambient: Any
@@ -111,7 +133,7 @@ class _Step:
         if call.with_grad and call.autocast == ambient:
             result = call.function(*args, **kwargs)
         else:
-            with self._context(env, ambient):
+            with self._context(ambient):
                 result = call.function(*args, **kwargs)
         for value, path in call.outputs:
             part = result
@@ -121,16 +143,16 @@ class _Step:
         for old, new in call.changes:
             env[new] = env[old]
 
-    def _context(self, env: Mapping[int, torch.Tensor], ambient: Any) -> contextlib.ExitStack:
+    def _context(self, ambient: Any) -> contextlib.ExitStack:
         """Returns a context with the recorded gradient mode and autocast setting of the call."""
         call = self._call
         stack = contextlib.ExitStack()
         if not call.with_grad:
             stack.enter_context(torch.no_grad())
         if call.autocast != ambient:
-            device = next((tensor.device.type for tensor in env.values()), "cpu")
+            is_enabled = call.autocast is not None
             stack.enter_context(
-                torch.autocast(device, dtype=call.autocast, enabled=call.autocast is not None)
+                torch.autocast(self._device_type, dtype=call.autocast, enabled=is_enabled)
             )
         return stack
 
@@ -226,14 +248,10 @@ class StageProgram:
         for value_number, index in last.items():
             if value_number not in keep:
                 drops.setdefault(index, []).append(value_number)
-        steps = [
-            _Step(tape.calls[number], number, drops.get(index, ()), tape)
+        return [
+            _Step(tape.calls[number], number, drops.get(index, ()), tape, self.device)
             for index, number in enumerate(plan.calls)
         ]
-        if tape.device.type != self.device.type:
-            for step in steps:
-                step.move(tape.device, self.device)
-        return steps
 
     def _divide(self, steps: Sequence[_Step], recomputed: Sequence[range]) -> list[_Part]:
         """Divides the calls ``steps`` into parts that are recomputed as a whole or not at all.
