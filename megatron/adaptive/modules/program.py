@@ -47,7 +47,6 @@ from megatron.adaptive.modules.recompute import RecomputedCalls, changed_buffers
 from megatron.adaptive.modules.segment_meter import SegmentMeter
 from megatron.adaptive.modules.tape import Call, Ref, SegmentWork, Tape, Value
 
-
 # The second argument of these functions may be a device.
 _MOVES = (torch.Tensor.to, torch.Tensor.cuda)
 
