@@ -48,6 +48,7 @@ __all__ = [
     "make_current",
     "quiet_imports",
     "quiet_libraries",
+    "to_device",
     "why_no_gpu",
 ]
 
@@ -150,11 +151,8 @@ class Accelerator:
         return CudaClock() if self.is_cuda else CpuClock()
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a copy of ``tensor`` on this device.
-
-        If ``tensor`` is pinned, this method does not wait until the copy is complete.
-        """
-        return tensor.to(self.device, non_blocking=True)
+        """Returns a copy of ``tensor`` on this device. See :func:`to_device`."""
+        return to_device(tensor, self.device)
 
 
 def _peak_resident_bytes() -> int:
@@ -312,6 +310,23 @@ def locked_memory(size_bytes: int, device: torch.device) -> torch.Tensor:
     if lock_pages(tensor.data_ptr(), size_bytes, device):
         memory.address = tensor.data_ptr()
     return tensor
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns a copy of ``tensor`` on ``device``, or ``tensor`` itself if it is there already.
+
+    The host does not wait for the GPU. CUDA copies from host memory without a wait only if the
+    memory is page-locked (pinned) and contiguous. Therefore, other tensors on the host are first
+    copied into page-locked memory, which torch reuses as soon as the GPU has read it.
+
+    Args:
+        tensor: Tensor on any device. The caller must not change it before the GPU has read it.
+        device: CPU or GPU.
+    """
+    if device.type == "cuda" and tensor.device.type == "cpu" and tensor.layout == torch.strided:
+        is_ready = tensor.is_contiguous() and tensor.is_pinned()
+        tensor = tensor if is_ready else torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+    return tensor.to(device, non_blocking=True)
 
 
 def make_current(device: torch.device) -> None:

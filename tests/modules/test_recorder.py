@@ -16,8 +16,10 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules import CutPoint, Pipeline
 from megatron.adaptive.modules.cutting import slice_tape
+from megatron.adaptive.modules.program import StageProgram
 from megatron.adaptive.modules.recordings import BufferUse, CutForwards
 from megatron.adaptive.modules.segments import check_replay
+from megatron.adaptive.modules.tape import Call, Tape, Value
 from megatron.adaptive.schedule.stage_placement import Placement
 
 from .ranks import Case, assert_same
@@ -647,3 +649,46 @@ def test_changes_of_modules_after_the_start_are_named(kind: str) -> None:
         assert "\n" not in said
         attributes[""]["count"] = model.count
         assert {name: vars(module) for name, module in model.named_modules()} == attributes
+
+
+GPU_0, GPU_3 = torch.device("cuda", 0), torch.device("cuda", 3)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "device", "expected"),
+    [
+        (GPU_0, GPU_3, [GPU_3, GPU_3, "cuda:3", "cuda:3", "cpu"]),
+        (GPU_3, GPU_3, [GPU_3, GPU_3, "cuda:3", "cuda:3", "cpu"]),
+        (torch.device("cpu"), GPU_3, [GPU_0, torch.device("cuda"), "cuda:0", "cuda", "cuda:3"]),
+    ],
+)
+def test_calls_use_the_gpu_of_their_stage(
+    recorded: torch.device, device: torch.device, expected: list[Any]
+) -> None:
+    """Checks the devices in arguments if each rank has recorded the model on GPU 0, or on its GPU.
+
+    A stage on GPU 3 must not put tensors on GPU 0.
+    """
+    seen: list[Any] = []
+
+    def collect(*devices: Any, device: Any) -> torch.Tensor:
+        seen.extend((*devices, device))
+        return torch.zeros(())
+
+    call = Call(
+        function=collect,
+        args=(GPU_0, torch.device("cuda"), "cuda:0", "cuda", "cpu"),
+        kwargs={"device": 0},
+        reads=(),
+        outputs=((0, ()),),
+        changes=(),
+        segment=0,
+        is_random=False,
+        with_grad=True,
+        autocast=None,
+    )
+    values = [Value(shape=(), dtype=torch.float32, requires_grad=False, made_by=0)]
+    tape = Tape(values=values, calls=[call], loss=0, device=recorded)
+    (plan,) = slice_tape(tape, (1,))
+    StageProgram(tape, plan, {}, device).forward({}, [], random=lambda call: None)
+    assert seen == [*expected, device]

@@ -43,6 +43,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import get_sliding_window_causal_mask
 from torch.nn.attention.bias import causal_lower_right
 
+from megatron.adaptive.accelerator import to_device
 from megatron.adaptive.config.attention import AttentionCase, Kernel, Mask, kernel_for, shares_keys
 from megatron.adaptive.gpt.sequence_slices import Attention, SequenceSlices
 
@@ -300,7 +301,7 @@ class LocalAttention(DotProductAttention):
 
         ``lengths`` contains the number of tokens of each document.
         """
-        documents = Documents.of(torch.tensor(lengths), lambda ends: ends.to(query.device))
+        documents = _documents(tuple(lengths), query.device)
         query, key, value = (tensor.squeeze(1) for tensor in (query, key, value))
         return self._packed(query, key, value, documents, *more, **options)
 
@@ -429,10 +430,7 @@ class LocalAttention(DotProductAttention):
         length, samples = query.shape[:2]
         num_keys = len(key)
         if documents is None:  # Treat the samples as additional heads.
-            ends, ends_of_keys = (
-                torch.tensor([0, number], dtype=torch.int32, device=query.device)
-                for number in (length, num_keys)
-            )
+            ends, ends_of_keys = (_ends(number, query.device) for number in (length, num_keys))
             longest = length
             longest_keys = num_keys
         else:
@@ -579,6 +577,24 @@ def _make_hidden(pattern: _Pattern) -> torch.Tensor:
     second = pattern.keys - 2 * half - first
     query = query + torch.where(query < half, first, second)
     return torch.arange(pattern.keys, device=pattern.device)[None, :] > query[:, None]
+
+
+# These tensors are small. They are cached, because all layers of a slice use equal tensors.
+
+
+@functools.lru_cache(maxsize=64)
+def _ends(length: int, device: torch.device) -> torch.Tensor:
+    """Returns the start and the end of a row of ``length`` tokens: ``[0, length] int32``.
+
+    The values are computed on the device, because a copy from the host would make it wait.
+    """
+    return torch.arange(0, length + 1, length, dtype=torch.int32, device=device)
+
+
+@functools.lru_cache(maxsize=64)
+def _documents(lengths: tuple[int, ...], device: torch.device) -> Documents:
+    """Returns the parameters of a row on ``device`` whose documents have these ``lengths``."""
+    return Documents.of(torch.tensor(lengths), functools.partial(to_device, device=device))
 
 
 def _additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

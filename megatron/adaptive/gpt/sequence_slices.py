@@ -42,6 +42,7 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron.adaptive.accelerator import to_device
 from megatron.adaptive.config.sequence_slices import Cut, DocumentPart, SliceRule
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.schedule.action import SliceCounts, item_count, place_of
@@ -376,7 +377,7 @@ class SequenceSlices:
         rotation, *more = output if isinstance(output, tuple) else (output,)
         if self._positions is None:
             ranges = [torch.arange(p.start - p.begin, p.end - p.begin) for p in pieces]
-            self._positions = torch.cat(ranges).to(rotation.device)
+            self._positions = to_device(torch.cat(ranges), rotation.device)
         picked = rotation[self._positions]
         return (picked, *more) if more else picked  # The class for YaRN also returns a factor.
 

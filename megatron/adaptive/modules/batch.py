@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron.adaptive.accelerator import to_device
 from megatron.adaptive.errors import ConfigError
 
 Microbatch = Mapping[str, torch.Tensor]
@@ -143,7 +144,7 @@ class BatchShape:
         """
         start = number * self.micro_batch_size
         return {
-            name: batch[name].narrow(0, start, self.micro_batch_size).to(device, non_blocking=True)
+            name: to_device(batch[name].narrow(0, start, self.micro_batch_size), device)
             for name in (batch if names is None else names)
         }
 

@@ -60,7 +60,7 @@ def _inputs(
 ) -> dict[str, torch.Tensor]:
     """Returns the entries of ``microbatch`` that ``programs`` use, moved to ``device``."""
     names = {name for program in programs for name in program.plan.inputs}
-    return {name: microbatch[name].to(device, non_blocking=True) for name in names}
+    return {name: _accelerator.to_device(microbatch[name], device) for name in names}
 
 
 class Pipeline:

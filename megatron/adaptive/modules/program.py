@@ -17,6 +17,7 @@ kinds of gradients.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -46,6 +47,9 @@ from megatron.adaptive.modules.recompute import RecomputedCalls, changed_buffers
 from megatron.adaptive.modules.segment_meter import SegmentMeter
 from megatron.adaptive.modules.tape import Call, Ref, SegmentWork, Tape, Value
 
+# The second argument of these functions may be a device.
+_MOVES = (torch.Tensor.to, torch.Tensor.cuda)
+
 
 class _Step:
     """Runs a recorded call: inserts tensors into its arguments and stores its results.
@@ -55,31 +59,48 @@ class _Step:
         number: Index of the call on the tape.
         drops: Indices on the tape of the tensors that no later call needs.
         tape: Recorded forward pass.
+        device: Device on which the call runs.
     """
 
-    __slots__ = ("_arguments", "_call", "_flat", "drops", "layer", "number")
+    __slots__ = ("_arguments", "_call", "_device_type", "_flat", "drops", "layer", "number")
 
-    def __init__(self, call: Call, number: int, drops: Sequence[int], tape: Tape) -> None:
+    def __init__(
+        self, call: Call, number: int, drops: Sequence[int], tape: Tape, device: torch.device
+    ) -> None:
         self._call = call
         self._flat = not call.kwargs and all(
             type(argument) is Ref or not isinstance(argument, (tuple, list, dict, slice, *MUTABLE))
             for argument in call.args
         )
         self._arguments: Any = (call.args, call.kwargs)
+        # A CPU has no index, so its name never changes.
+        if tape.device.type != "cpu" or device.type != "cpu":
+            self._move(tape.device.type, device)
+        self._device_type = device.type
         self.number = number
         self.drops = tuple(drops)
         self.layer = deferred_layer(call, tape)
 
-    def move(self, source: torch.device, target: torch.device) -> None:
-        """Replaces the device ``source`` with ``target`` in the arguments of the call."""
+    def _move(self, source: str, target: torch.device) -> None:
+        """Replaces devices of the type ``source`` in the arguments of the call with ``target``.
+
+        The index of a recorded device does not matter. For example, all ranks may have recorded the
+        model on GPU 0, but each rank runs its stages on another GPU.
+        """
 
         def leaf(argument: Any) -> Any:
             if isinstance(argument, torch.device):
-                return target if argument.type == source.type else argument
-            is_source = isinstance(argument, str) and argument == str(source)
+                return target if argument.type == source else argument
+            is_source = isinstance(argument, str) and re.fullmatch(rf"{source}(:\d+)?", argument)
             return str(target) if is_source else argument
 
-        self._arguments = map_aggregate(self._arguments, leaf)
+        args, kwargs = map_aggregate(self._arguments, leaf)
+        # As a device, an integer is the index of a GPU.
+        if type(kwargs.get("device")) is int:
+            kwargs = {**kwargs, "device": target}
+        if self._call.function in _MOVES and len(args) > 1 and type(args[1]) is int:
+            args = (args[0], target, *args[2:])
+        self._arguments = (args, kwargs)
 
     def run(
         self, env: dict[int, torch.Tensor], store: WeightGradientStore | None, ambient: Any
@@ -111,7 +132,7 @@ class _Step:
         if call.with_grad and call.autocast == ambient:
             result = call.function(*args, **kwargs)
         else:
-            with self._context(env, ambient):
+            with self._context(ambient):
                 result = call.function(*args, **kwargs)
         for value, path in call.outputs:
             part = result
@@ -121,16 +142,16 @@ class _Step:
         for old, new in call.changes:
             env[new] = env[old]
 
-    def _context(self, env: Mapping[int, torch.Tensor], ambient: Any) -> contextlib.ExitStack:
+    def _context(self, ambient: Any) -> contextlib.ExitStack:
         """Returns a context with the recorded gradient mode and autocast setting of the call."""
         call = self._call
         stack = contextlib.ExitStack()
         if not call.with_grad:
             stack.enter_context(torch.no_grad())
         if call.autocast != ambient:
-            device = next((tensor.device.type for tensor in env.values()), "cpu")
+            is_enabled = call.autocast is not None
             stack.enter_context(
-                torch.autocast(device, dtype=call.autocast, enabled=call.autocast is not None)
+                torch.autocast(self._device_type, dtype=call.autocast, enabled=is_enabled)
             )
         return stack
 
@@ -226,14 +247,10 @@ class StageProgram:
         for value_number, index in last.items():
             if value_number not in keep:
                 drops.setdefault(index, []).append(value_number)
-        steps = [
-            _Step(tape.calls[number], number, drops.get(index, ()), tape)
+        return [
+            _Step(tape.calls[number], number, drops.get(index, ()), tape, self.device)
             for index, number in enumerate(plan.calls)
         ]
-        if tape.device.type != self.device.type:
-            for step in steps:
-                step.move(tape.device, self.device)
-        return steps
 
     def _divide(self, steps: Sequence[_Step], recomputed: Sequence[range]) -> list[_Part]:
         """Divides the calls ``steps`` into parts that are recomputed as a whole or not at all.
@@ -618,12 +635,7 @@ class MessageLayout:
         """
         for tensor, part in zip(tensors, self.parts, strict=True):
             if tensor is not None and (tensor.shape != part.shape or tensor.dtype != part.dtype):
-                raise ConfigError(
-                    f"a tensor of shape {list(tensor.shape)} and {tensor.dtype} is sent to the "
-                    f"next stage, but the recording has {list(part.shape)} and {part.dtype}, so "
-                    "the tensor depends on values of the batch; add the batch entry to "
-                    "decisive_entries, or move the cut point"
-                )
+                raise ConfigError(_difference_of(tensor, part))
         if len(self.parts) == 1:
             single = tensors[0]
             if single is None:
@@ -643,6 +655,22 @@ class MessageLayout:
         if len(self.parts) == 1:
             return [message]
         return [_view(message, part) for part in self.parts]
+
+
+def _difference_of(tensor: torch.Tensor, part: MessagePart) -> str:
+    """Returns an error message, because ``tensor`` differs from ``part`` of the recording."""
+    sent = f"a tensor of shape {list(tensor.shape)} and {tensor.dtype} is sent to the next stage"
+    if tensor.shape == part.shape and tensor.is_floating_point() and part.dtype.is_floating_point:
+        return (
+            f"{sent}, but the recording has {part.dtype}, probably because autocast chooses other "
+            "dtypes on the device of the stage than on the device of the recording; move the "
+            "model to the device of the stage before the Pipeline is made, or cast the tensor to "
+            "float32 before the cut point"
+        )
+    return (
+        f"{sent}, but the recording has {list(part.shape)} and {part.dtype}, so the tensor depends "
+        "on values of the batch; add the batch entry to decisive_entries, or move the cut point"
+    )
 
 
 def _view(block: torch.Tensor, part: MessagePart) -> torch.Tensor:

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from megatron.adaptive.accelerator import default_generator
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.modules.autocast_dtypes import RecordedAutocast
 from megatron.adaptive.modules.cut_points import cut_points_of, mark
 from megatron.adaptive.modules.host_memory import Constants, copied
 from megatron.adaptive.modules.tape import Call, Ref, Tape, Value
@@ -336,6 +337,7 @@ class CallRecorder(TorchFunctionMode):
         first = next(model.parameters(), None)
         if first is not None:
             self.tape.device = first.device
+        self._autocast = RecordedAutocast(self.tape.device)
         self._watch_random_numbers()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -372,6 +374,7 @@ class CallRecorder(TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 self._keep_constants(tensors)
                 result = self._run(function, args, kwargs, run)
+                result = self._autocast.adapt(run, arguments, result, self.tape.autocast)
         finally:
             self.is_inside = False
         changed = {
@@ -512,9 +515,7 @@ class CallRecorder(TorchFunctionMode):
                 segment=len(tape.cuts),
                 is_random=is_random,
                 with_grad=torch.is_grad_enabled(),
-                autocast=torch.get_autocast_dtype(tape.device.type)
-                if torch.is_autocast_enabled(tape.device.type)
-                else None,
+                autocast=self._autocast.dtype(tape.autocast),
             )
         )
 

@@ -30,6 +30,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.modules.autocast_dtypes import autocast_for_recording
 from megatron.adaptive.modules.blocks import repeated_blocks
 from megatron.adaptive.modules.cut_points import CutPoint, are_added, cut_points_of
 from megatron.adaptive.modules.cutting import late_calls
@@ -123,9 +124,7 @@ class Forward:
 
     def under_autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Returns the autocast context, which does nothing without mixed precision."""
-        if self.autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self.autocast)
+        return autocast_for_recording(self.device, self.autocast)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -340,7 +339,6 @@ class Forwards:
             is_training = mode == "training"
             with mode_of(forward.model, training=is_training), torch.set_grad_enabled(is_training):
                 tapes[mode] = take(forward, sample)
-            tapes[mode].autocast = forward.autocast
         forwards = cls(tapes=tapes, way=way)
         if len(tapes) > 1:
             forwards._require_same_cuts(forward.model)
@@ -515,6 +513,7 @@ def _recorded(
     # identifies an input by its tensor object.
     inputs = copies_of(sample)
     recorder = make(forward.model, inputs, freeze)
+    recorder.tape.autocast = forward.autocast
     with forward.under_autocast(), undisturbed(forward.model, recorder.tape.device):
         with custom_functions(recorder), mapped_functions(recorder), recorder:
             loss = forward(inputs) if run is None else run(**inputs)

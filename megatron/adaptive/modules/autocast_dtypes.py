@@ -1,0 +1,179 @@
+"""Gives recorded tensors the dtypes that autocast chooses on the device that runs the stages.
+
+A model may be recorded on a CPU although its stages run on GPUs. Autocast treats some operations
+differently on these devices. For example, ``layer_norm``, ``softmax`` and ``pow`` of bfloat16
+tensors return float32 on a GPU, and bfloat16 on a CPU. Stages exchange messages whose sizes are
+computed from the recorded dtypes, so these must be the dtypes of the GPU::
+
+    call on the CPU                  ──> result ──cast──> result for the model and the tape
+    same call on fakes of the GPU    ──> dtypes ────┘
+
+A fake (torch's ``FakeTensor``) has a shape, a dtype and a device, but no memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.fx.node import map_aggregate
+
+from megatron.adaptive.accelerator import current_device
+from megatron.adaptive.modules.host_memory import copied
+
+
+@contextlib.contextmanager
+def autocast_for_recording(device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
+    """Turns on autocast on ``device`` and on the device that runs the stages.
+
+    Code of the model may then turn autocast off for either of these devices.
+
+    Args:
+        device: Device on which the model is recorded.
+        dtype: Dtype of matmuls; ``None`` to change nothing.
+    """
+    if dtype is None:
+        yield
+        return
+    with _autocast_set_to(current_device().type, dtype), torch.autocast(device.type, dtype=dtype):
+        yield
+
+
+@contextlib.contextmanager
+def _autocast_set_to(device_type: str, dtype: torch.dtype | None) -> Iterator[None]:
+    """Turns autocast on or off for a type of device, even if the machine has no such device.
+
+    Args:
+        device_type: Type of device, such as ``cuda``.
+        dtype: Dtype of matmuls; ``None`` to turn autocast off.
+    """
+    was_enabled = torch.is_autocast_enabled(device_type)
+    before = torch.get_autocast_dtype(device_type)
+    torch.set_autocast_enabled(device_type, dtype is not None)
+    if dtype is not None:
+        torch.set_autocast_dtype(device_type, dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device_type, was_enabled)
+        torch.set_autocast_dtype(device_type, before)
+
+
+class RecordedAutocast:
+    """Determines the autocast setting of recorded calls, and the dtypes of their results.
+
+    Args:
+        device: Device on which the model is recorded.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._target = current_device()
+        self._types = tuple(dict.fromkeys((device.type, self._target.type)))
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def dtype(self, ambient: torch.dtype | None) -> torch.dtype | None:
+        """Returns the dtype of matmuls under autocast in the running code; ``None`` if it is off.
+
+        Args:
+            ambient: Dtype of the surrounding autocast context. If the running code has changed
+                autocast for only one of the two devices, the change counts.
+        """
+        for device_type in self._types:
+            is_enabled = torch.is_autocast_enabled(device_type)
+            dtype = torch.get_autocast_dtype(device_type) if is_enabled else None
+            if dtype != ambient:
+                return dtype
+        return ambient
+
+    def adapt(
+        self,
+        run: Any,
+        arguments: tuple[Sequence[Any], Mapping[str, Any]],
+        result: Any,
+        ambient: torch.dtype | None,
+    ) -> Any:
+        """Returns the result of a call with the dtypes that it has on the device of the stages.
+
+        Args:
+            run: Function that was called.
+            arguments: Positional and keyword arguments of the call.
+            result: Result of the call.
+            ambient: Dtype of the surrounding autocast context; ``None`` if there is none.
+        """
+        dtype = self.dtype(ambient)
+        if len(self._types) == 1 or (dtype is None and ambient is None):
+            return result
+        tensors = _tensors_in(result)
+        # A call may return one of its arguments, which already has the right dtype.
+        given = {id(tensor) for tensor in _tensors_in(arguments)}
+        made = {id(tensor) for tensor in tensors if tensor.is_floating_point()} - given
+        dtypes = self._dtypes(run, arguments, dtype) if made else []
+        if len(dtypes) != len(tensors):
+            return result
+        wanted = {
+            id(tensor): expected
+            for tensor, expected in zip(tensors, dtypes, strict=True)
+            if id(tensor) in made and expected.is_floating_point and tensor.dtype != expected
+        }
+        if not wanted:
+            return result
+
+        def cast(part: Any) -> Any:
+            return part.to(wanted[id(part)]) if id(part) in wanted else part
+
+        return map_aggregate(result, cast)
+
+    def _dtypes(
+        self,
+        run: Any,
+        arguments: tuple[Sequence[Any], Mapping[str, Any]],
+        dtype: torch.dtype | None,
+    ) -> list[torch.dtype]:
+        """Returns the dtypes of the tensors that a call returns on the device of the stages.
+
+        Returns an empty list if the call does not accept fakes, for example because it reads values
+        or calls another library.
+
+        Args:
+            run: Function to call.
+            arguments: Positional and keyword arguments of the call.
+            dtype: Dtype of matmuls under autocast; ``None`` if autocast is off.
+        """
+        with (
+            unset_fake_temporarily(),
+            self._mode,
+            torch.no_grad(),
+            _autocast_set_to(self._target.type, dtype),
+        ):
+            try:
+                fakes: Any = map_aggregate(arguments, self._fake)  # type: ignore[arg-type]  # arguments may be of any type
+                return [tensor.dtype for tensor in _tensors_in(run(*fakes[0], **fakes[1]))]
+            except Exception:
+                # A call may fail on fakes with any error. Its result then keeps the dtype that it
+                # has, and the stage compares it with the real dtype when it sends a message.
+                return []
+
+    def _fake(self, part: Any) -> Any:
+        """Returns a fake on the device of the stages if ``part`` is a tensor, otherwise ``part``.
+
+        Lists and arrays are copied, because the call may change them.
+        """
+        if not isinstance(part, torch.Tensor):
+            return copied(part)
+        return torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=self._target)
+
+
+def _tensors_in(structure: Any) -> list[torch.Tensor]:
+    """Returns the tensors in ``structure``, which may be a nested container, in order."""
+    tensors: list[torch.Tensor] = []
+
+    def collect(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            tensors.append(part)
+        return part
+
+    map_aggregate(structure, collect)
+    return tensors
