@@ -369,11 +369,18 @@ class MegatronStages(SplitStages):
             self._sync.before_last_backward(chunk)
         with _NOTHING if self._stores is None else self._stores[chunk].collect(microbatch):
             input_gradient: torch.Tensor | None = backward_step(*arguments)
-        if last:
-            self._sync.after_last_backward(chunk)
         if slices is not None and place_of(microbatch, self._count).part == 0:
             slices.release(chunk, microbatch)
         return input_gradient
+
+    def after_backward(self, chunk: int, microbatch: int) -> None:
+        """Starts the data-parallel reduction of a chunk's gradients after its last backward pass.
+
+        Starting a reduction launches kernels and may wait for the device, so this happens after the
+        input gradient has been sent.
+        """
+        if microbatch == self._last_backward and self._stores is None:
+            self._sync.after_last_backward(chunk)
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
         """Computes one part of the weight gradients that the backward pass (B) has deferred.

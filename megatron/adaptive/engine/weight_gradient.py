@@ -514,6 +514,9 @@ class SplitStages:
             store.num_slices = num_slices
             store.active = True
 
+    def after_backward(self, chunk: int, microbatch: int) -> None:
+        """Does nothing, because no work follows a backward pass."""
+
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
         """Computes one part of the weight gradients that the backward pass (B) has deferred.
 
