@@ -84,6 +84,9 @@ class IdleStages:
         """Returns a tensor with one element without computing anything."""
         return self._nothing
 
+    def after_backward(self, chunk: int, microbatch: int) -> None:
+        """Does nothing, because there are no gradients."""
+
     def release(self, chunk: int, microbatch: int) -> None:
         """Does nothing, because no activations are stored."""
 

@@ -96,13 +96,16 @@ class Writing:
     def backward(self, chunk: int, microbatch: int, gradient: Any) -> torch.Tensor | None:
         return self._run(Action(B, chunk, microbatch))
 
+    def after_backward(self, chunk: int, microbatch: int) -> None:
+        self.calls.append(f"after{chunk}-{microbatch}")
+
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
         assert 0 <= piece < pieces
         self._run(Action(W, chunk, microbatch, piece))
 
     @property
     def actions(self) -> list[str]:
-        return [call for call in self.calls if not call.startswith("release")]
+        return [call for call in self.calls if not call.startswith(("release", "after"))]
 
     def _run(self, action: Action) -> torch.Tensor:
         self.calls.append(str(action))

@@ -183,6 +183,7 @@ def drive(stages: Any, order: Order, num_chunks: int) -> None:
             answer = stages.backward(chunk, microbatch, gradient)
             if chunk > 0:
                 carried["B", chunk - 1, microbatch] = answer
+            stages.after_backward(chunk, microbatch)
         else:
             stages.weights(chunk, microbatch, *piece)
 

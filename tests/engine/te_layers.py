@@ -131,54 +131,95 @@ Linear.__module__ = "transformer_engine.pytorch.module.linear"
 
 class _Grouped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Any, sizes: Any, store: Any, layer: Any, *weights: Any) -> Any:
+    def forward(ctx: Any, hidden: Any, sizes: Any, store: Any, layer: Any, *trained: Any) -> Any:
+        count = layer.num_gemms
+        weights, biases = trained[:count], trained[count:] or [None] * count
         ctx.save_for_backward(hidden)
-        ctx.sizes, ctx.store, ctx.weights = sizes, store, weights
-        parts = zip(hidden.split(sizes), weights, strict=True)
-        return torch.cat([F.linear(part, weight) for part, weight in parts])
+        ctx.sizes, ctx.store, ctx.weights, ctx.layer = sizes, store, weights, layer
+        ctx.has_bias = bool(trained[count:])
+        parts = zip(hidden.split(sizes), weights, biases, strict=True)
+        return torch.cat([F.linear(*part) for part in parts])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        (hidden,), (gradient,) = ctx.saved_tensors, gradients
+        (hidden,), (gradient,), layer = ctx.saved_tensors, gradients, ctx.layer
         parts = list(gradient.split(ctx.sizes))
-        totals = [torch.empty_like(weight) for weight in ctx.weights]
+        # The real layer returns uninitialized memory, which may contain anything.
+        totals = [torch.full_like(weight, torch.nan) for weight in ctx.weights]
+        early = layer.fp8 and ctx.has_bias
+        empty = [torch.empty(0)] * len(totals)
 
         def products(rows: Any, parts: Any, totals: Any) -> Any:
             for row, part, total in zip(rows, parts, totals, strict=True):
                 total.copy_(part.t().mm(row))
-            return None, [None] * len(totals), None
+            sums = [part.sum(dim=0) for part in parts] if ctx.has_bias and not early else empty
+            return None, sums, empty
 
         kept = [list(hidden.split(ctx.sizes)), parts, totals]
         later = ctx.store.delay_wgrad_compute()
-        (ctx.store.put if later else lambda tensors, run: run(*tensors))(kept, products)
+        biases: list[Any] = [part.sum(dim=0) for part in parts] if early else [None] * len(totals)
+        if later:
+            ctx.store.put(kept, products)
+        else:
+            _, sums, _ = products(*kept)
+            biases = biases if early else sums
         dgrad = torch.cat([p.mm(w) for p, w in zip(parts, ctx.weights, strict=True)])
-        return dgrad, None, None, None, *([None] * len(totals) if later else totals)
+        returned = [None] * len(totals) if later and layer.is_old else totals
+        return dgrad, None, None, None, *returned, *(biases if ctx.has_bias else ())
 
 
 class GroupedLinear(torch.nn.Module):
-    """Imitates ``transformer_engine.pytorch.GroupedLinear`` without biases."""
+    """Imitates ``transformer_engine.pytorch.GroupedLinear``.
 
-    def __init__(self, num_gemms: int, in_features: int, out_features: int) -> None:
+    If the layer delays gradients, a backward pass returns the memory in which ``backward_dw()``
+    will compute the weight gradients. Before 2.8 (``is_old``), it returned ``None``.
+    """
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        return_bias: bool = False,
+        fp8: bool = False,
+        is_old: bool = False,
+    ) -> None:
         super().__init__()
-        self.num_gemms = num_gemms
+        self.num_gemms, self.use_bias, self.apply_bias = num_gemms, bias, bias and not return_bias
+        self.fp8, self.is_old, self.te_return_bias = fp8, is_old, return_bias
         for number in range(num_gemms):
             weight = torch.nn.Parameter(torch.randn(out_features, in_features))
             self.register_parameter(f"weight{number}", weight)
+            if bias:
+                self.register_parameter(
+                    f"bias{number}", torch.nn.Parameter(torch.randn(out_features))
+                )
         self.wgrad_store = WeightGradStore()
 
     @property
     def weights(self) -> list[torch.nn.Parameter]:
         return [getattr(self, f"weight{number}") for number in range(self.num_gemms)]
 
+    @property
+    def biases(self) -> list[torch.nn.Parameter]:
+        count = self.num_gemms if self.use_bias else 0
+        return [getattr(self, f"bias{number}") for number in range(count)]
+
     def forward(self, hidden: torch.Tensor, sizes: list[int]) -> Any:
-        return _Grouped.apply(hidden, sizes, self.wgrad_store, self, *self.weights)
+        biases = self.biases if self.apply_bias else []
+        return _Grouped.apply(hidden, sizes, self.wgrad_store, self, *self.weights, *biases)
 
     def backward_dw(self) -> None:
         if not self.wgrad_store.delay_wgrad_compute():
             return
-        _, (_, _, totals) = self.wgrad_store.pop()
+        (_, sums, _), (_, _, totals) = self.wgrad_store.pop()
         for weight, total in zip(self.weights, totals, strict=True):
             weight.grad = total
+        for bias, total in zip(self.biases, sums, strict=False):
+            if bias.grad is None:
+                bias.grad = total.to(bias.dtype)
 
 
 GroupedLinear.__module__ = "transformer_engine.pytorch.module.grouped_linear"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ from .split_gpt import (
 )
 
 # isort: split
-from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
@@ -248,6 +249,7 @@ EXPERTS = {
     "activation_func": torch.nn.functional.silu,
 }
 
+BIAS = {"bias": True}
 ONE = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
 
 
@@ -280,24 +282,51 @@ def grouped_products(rows: Any, matrices: Any, counts: Any, trans_b: bool = Fals
     return torch.cat([part @ (matrix.t() if trans_b else matrix) for part, matrix in parts])
 
 
-def test_grouped_experts_of_transformer_engine() -> None:
-    layers = [GroupedLinear(3, 4, 5) for _ in range(2)]
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"is_old": True}, BIAS, {**BIAS, "fp8": True}, {**BIAS, "return_bias": True}],
+    ids=["", "old", "bias", "fp8", "returned bias"],
+)
+@pytest.mark.parametrize("overlap", [None, False, True], ids=["", "wrapped", "overlap"])
+def test_grouped_experts_of_transformer_engine(
+    settings: dict[str, bool], overlap: bool | None
+) -> None:
+    # The backward pass of the layer returns memory that contains NaN until W has run. It was added
+    # to gradients, or raised an error if megatron-core's wrapper overlaps reductions.
+    layers = [GroupedLinear(3, 4, 5, **settings) for _ in range(2)]
     layers[1].load_state_dict(layers[0].state_dict())
-    chunk, store = torch.nn.Sequential(layers[1]), WeightGradientStore()
+    wrapped: list[Any] = [torch.nn.Sequential(layer) for layer in layers]
+    if overlap is not None:
+        wrapper = DistributedDataParallelConfig(overlap_grad_reduce=overlap)
+        wrapped = [DistributedDataParallel(core_config(), wrapper, each) for each in wrapped]
+    chunk, store = wrapped[1], WeightGradientStore()
     assert defer_layers(chunk) == []
     attach_store(chunk, store)
     store.active = True
-    for microbatch, sizes in enumerate(([3, 0, 4], [1, 5, 2])):
-        hidden = torch.randn(sum(sizes), 4)
-        layers[0](hidden.clone().requires_grad_(), sizes).square().sum().backward()
-        output = layers[1](hidden.clone().requires_grad_(), sizes).square().sum()
-        with store.collect(microbatch):
-            output.backward()
-        store.run(microbatch, 0, 1)
-    for plain, split in zip(layers[0].weights, layers[1].weights, strict=True):
-        assert plain.grad is not None
-        assert torch.equal(plain.grad, split.grad)
+    with contextlib.ExitStack() as held:
+        for each in wrapped if overlap is not None else ():
+            held.enter_context(each.no_sync())
+        for microbatch, sizes in enumerate(([3, 0, 4], [1, 5, 2])):
+            hidden = torch.randn(sum(sizes), 4)
+            for number, layer in enumerate(layers):
+                output = layer(hidden.clone().requires_grad_(), sizes).square().sum()
+                for bias in layer.biases if layer.te_return_bias else ():
+                    output = output + bias.square().sum()
+                with store.collect(microbatch) if number else contextlib.nullcontext():
+                    output.backward()
+            store.run(microbatch, 0, 1)
+    expected, actual = (
+        {name: gradient_of(weight) for name, weight in layer.named_parameters()} for layer in layers
+    )
+    assert_equal(actual, expected)
     assert store.is_uneven
+
+
+def gradient_of(parameter: Any) -> Any:
+    if hasattr(parameter, "main_grad"):
+        assert parameter.grad is None
+        return parameter.main_grad
+    return parameter.grad
 
 
 def engine_spec() -> ModuleSpec:

@@ -124,6 +124,22 @@ def test_an_output_is_released_after_it_was_handed_on() -> None:
     assert sent_at_release == [[0], [0, 1], [0, 1, 2]]
 
 
+def test_the_reduction_starts_after_the_gradient_was_sent() -> None:
+    # The previous stage waited while this rank started the data-parallel reduction.
+    pipeline, completions = last_rank()
+    transport = pipeline.transports[1]
+    sent: list[list[int]] = []
+
+    class Reducing(Counting):
+        def after_backward(self, chunk: int, microbatch: int) -> None:
+            sent.append([label.action.microbatch for label in transport.sent])
+
+    for microbatch in range(2):
+        completions.put(forward_of(0, microbatch))
+    run_last(pipeline, 2, stages=Reducing)
+    assert sent == [[0], [0, 1]]
+
+
 def run_last(
     pipeline: Ranks,
     microbatches: int,

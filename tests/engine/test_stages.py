@@ -27,6 +27,8 @@ from .split_gpt import (
 )
 
 # isort: split
+from megatron.core.distributed import DistributedDataParallelConfig
+
 from megatron.adaptive.engine.deferred_layers import attach_stores
 from megatron.adaptive.engine.executor import ActivationMeter
 from megatron.adaptive.engine.stages import GradientSync
@@ -81,7 +83,7 @@ def test_meter_forgets_a_forward_that_failed() -> None:
 class Diary:
     """Creates chunks, and records the events of their gradient synchronization as a list."""
 
-    def __init__(self, *, explicit: bool, chunks: int = 2) -> None:
+    def __init__(self, *, explicit: bool, chunks: int = 2, ends_step: bool = False) -> None:
         self.events: list[str] = []
         self.chunks = [torch.nn.Linear(1, 1) for _ in range(chunks)]
         self.sync = GradientSync(
@@ -90,6 +92,7 @@ class Diary:
                 grad_sync_func=[self._start(n) for n in range(chunks)] if explicit else None,
             ),
             self.chunks,
+            ends_step=ends_step,
         )
 
     def last_weights(self, *order: int) -> None:
@@ -115,7 +118,7 @@ class Diary:
         return start
 
     def last_backwards(self) -> None:
-        for chunk in (1, 0):
+        for chunk in reversed(range(len(self.chunks))):
             self.sync.before_last_backward(chunk)
             self.events.append(f"backward {chunk}")
             self.sync.after_last_backward(chunk)
@@ -136,6 +139,19 @@ def test_reduction_happens_with_the_last_backward(explicit: bool, events: str) -
     diary.last_backwards()
     diary.sync.release()
     assert ", ".join(diary.events) == events
+
+
+def test_the_only_chunk_of_the_first_rank_reduces_within_its_last_backward() -> None:
+    # Its reduction did not overlap with anything, because the step ended with this backward pass.
+    diary = Diary(explicit=True, chunks=1, ends_step=True)
+    diary.sync.hold()
+    diary.last_backwards()
+    diary.sync.release()
+    assert diary.events == ["hold 0", "let go 0", "backward 0"]
+    # Several chunks reduce one after another, each after its last backward pass.
+    diary = Diary(explicit=True, ends_step=True)
+    diary.last_backwards()
+    assert diary.events == ["backward 1", "reduce 1", "backward 0", "reduce 0"]
 
 
 @pytest.mark.parametrize(
@@ -252,6 +268,24 @@ class TestSplit:
         for chunk in (1, 0):
             index = events.index(f"reduce {chunk}")
             assert events[index + 1] == f"weights {(chunk, 1, 2, 3)}"
+
+    @pytest.mark.parametrize("overlap", [False, True])
+    def test_the_first_rank_reduces_with_hooks(self, overlap: bool) -> None:
+        core = core_config()
+        wrapper = DistributedDataParallelConfig(overlap_grad_reduce=overlap)
+        (chunk,) = chunks = build(core, settings=wrapper)
+        order = pairs(1, 2)
+        core.no_sync_func = chunk.no_sync
+        core.grad_sync_func = lambda _: pytest.fail("the hooks have reduced the gradients")
+        run_step(chunks, order)  # megatron-core reduces the first gradients at the end of the step.
+        chunk.zero_grad_buffer()
+        stages = make_stages(chunks, 2)
+        drive(stages, order[:-1], 1)
+        assert all(group.grad_reduce_handle is None for group in chunk.bucket_groups)
+        drive(stages, order[-1:], 1)
+        stages.finish()
+        reduced = [group.grad_reduce_handle is not None for group in chunk.bucket_groups]
+        assert reduced == [overlap] * len(reduced)
 
     def test_an_error_leaves_no_store_active(self) -> None:
         chunks = build(core_config())

@@ -13,6 +13,7 @@ pytestmark = [
 ]
 
 ROWS, WIDTH, MICROBATCHES = 32, 64, 3
+EXPERT_ROWS = ([32, 16, 48], [16, 64, 16])
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
@@ -54,3 +55,59 @@ def test_gradients_are_those_of_the_whole_backward(
         results.append({**gradients, **{str(n): leaf.grad for n, leaf in enumerate(inputs)}})
     for name, expected in results[0].items():
         torch.testing.assert_close(results[1][name], expected, rtol=1e-6, atol=0.0, msg=name)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("main_grad", ["none", "unfused", "fused"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_gradients_of_grouped_experts_are_those_of_the_whole_backward(
+    bias: bool, main_grad: str, fp8: bool
+) -> None:
+    te: Any = pytest.importorskip("transformer_engine.pytorch")
+    from megatron.adaptive.engine.deferred_layers import attach_stores
+
+    available, why = te.fp8.FP8GlobalStateManager.is_fp8_available() if fp8 else (True, "")
+    if not available:
+        pytest.skip(why)
+    results = []
+    for splits in (False, True):
+        torch.manual_seed(3)
+        layer = te.GroupedLinear(
+            len(EXPERT_ROWS[0]),
+            WIDTH,
+            2 * WIDTH,
+            bias=bias,
+            fuse_wgrad_accumulation=main_grad == "fused",
+            params_dtype=torch.bfloat16,
+        )
+        for parameter in layer.parameters() if main_grad != "none" else ():
+            add_to_main_grad(parameter)
+        (store,) = attach_stores([layer])
+        store.active = splits
+        inputs = []
+        for number, rows in enumerate(EXPERT_ROWS):
+            activation = torch.randn(sum(rows), WIDTH, device="cuda", dtype=torch.bfloat16)
+            inputs.append(activation.requires_grad_())
+            with store.collect(number), te.fp8_autocast(enabled=fp8):
+                layer(activation, rows).float().square().sum().backward()
+            store.run(number, 0, 1)
+        gradients = {
+            name: getattr(weight, "grad" if main_grad == "none" else "main_grad")
+            for name, weight in layer.named_parameters()
+        }
+        results.append({**gradients, **{str(n): leaf.grad for n, leaf in enumerate(inputs)}})
+    for name, expected in results[0].items():
+        torch.testing.assert_close(results[1][name], expected, rtol=1e-6, atol=0.0, msg=name)
+
+
+def add_to_main_grad(parameter: Any) -> None:
+    """Adds gradients of ``parameter`` to ``main_grad``, as megatron-core's wrapper does."""
+    parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+    parameter.grad_added_to_main_grad = False
+
+    def add(_: Any) -> None:
+        if not parameter.grad_added_to_main_grad:
+            parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None
+
+    parameter.register_post_accumulate_grad_hook(add)

@@ -30,6 +30,9 @@ class Stages:
         if gradient is None:
             raise RuntimeError("no gradient")
 
+    def after_backward(self, chunk: int, microbatch: int) -> None:
+        self.calls.append(f"after{microbatch}")
+
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
         self.calls.append(f"W{microbatch}")
 
@@ -46,7 +49,7 @@ def test_microbatches_run_one_by_one_and_the_first_do_not_count(split: bool) -> 
     assert [len(row) for row in rows] == [2, 2, 2]
     assert all(value > 0 for row in rows[:2] for value in row)
     assert (sum(rows[2]) > 0) == split
-    each = ["F{}", "release{}", "B{}", *["W{}"] * split]
+    each = ["F{}", "release{}", "B{}", "after{}", *["W{}"] * split]
     assert stages.calls == [
         *(action.format(i) for i in range(WARM_UP + 2) for action in each),
         "finish",

@@ -99,6 +99,9 @@ class Stages:
     def release(self, chunk: int, microbatch: int) -> None:
         pass
 
+    def after_backward(self, chunk: int, microbatch: int) -> None:
+        pass
+
     def activation_bytes(self, chunk: int, microbatch: int) -> int:
         return 0
 

@@ -200,12 +200,16 @@ class DelayedCall(LayerCall):
         to have a gradient after B, so the weight gets a gradient of zeros.
         """
         inputs = gradient.new_empty(
-            (*gradient.shape[:-1], self.weight.shape[1]), device=torch.device("meta")
+            (*gradient.shape[:-1], self.weight.shape[-1]), device=torch.device("meta")
         )
         store.add(self, inputs, torch.empty_like(gradient, device="meta"))
         biases = [] if getattr(self.layer, "te_return_bias", False) else _biases(self.layer)
         fuses = getattr(self.layer, "fuse_wgrad_accumulation", False)
-        for parameter in (*(() if fuses else _weights(self.layer)), *biases):
+        weights = [] if fuses else _weights(self.layer)
+        if hasattr(self.layer, "num_gemms"):
+            _discard_gradients(weights, store)
+            weights = []
+        for parameter in (*weights, *biases):
             if parameter.grad is None and hasattr(parameter, "main_grad"):
                 if parameter.dim() > 1:
                     parameter.grad_added_to_main_grad = True
@@ -230,7 +234,7 @@ class DelayedCall(LayerCall):
         self.delayed.pop = lambda: computed
         # B has already computed the bias gradients if fp8 is used, but backward_dw() still expects
         # a tensor for each bias.
-        absent = computed[0][1] is None
+        absent = _is_absent(computed[0][1])
         for parameter in before:
             parameter.grad = None
         for bias in biases if absent else ():
@@ -248,6 +252,42 @@ class DelayedCall(LayerCall):
                 parameter.grad = former
         present = (*weights, *(() if absent else biases))
         return [(each, gradients[each]) for each in present if gradients[each] is not None]
+
+
+def _discard_gradients(weights: Sequence[torch.nn.Parameter], store: WeightGradientStore) -> None:
+    """Discards the gradients that B accumulates for the ``weights`` of a grouped layer.
+
+    Since Transformer Engine 2.8, B returns the memory in which W will compute the gradients. Until
+    then, its contents are arbitrary. Before, B returned no gradients. In both cases, the hook of
+    megatron-core's data-parallel wrapper needs a tensor, so all weights of the same shape share
+    one. Autograd adds to this tensor in place, so it must not be an expanded one. ``store`` puts
+    the gradients of earlier microbatches back at the end of B.
+    """
+    former = [weight.grad for weight in weights]
+    shared: dict[tuple[torch.Size, torch.dtype, torch.device], torch.Tensor] = {}
+    for weight in weights:
+        key = (weight.shape, weight.dtype, weight.device)
+        if key not in shared:
+            shared[key] = torch.empty(key[0], dtype=key[1], device=key[2])
+        weight.grad = shared[key]
+        if hasattr(weight, "main_grad"):
+            weight.grad_added_to_main_grad = True
+
+    def put_back() -> None:
+        for weight, gradient in zip(weights, former, strict=True):
+            weight.grad = gradient
+
+    store.call_after_backward(put_back)
+
+
+def _is_absent(gradients: Any) -> bool:
+    """Returns whether the result of a delayed weight gradient contains no gradients of biases.
+
+    A grouped layer has a list with a tensor for each bias. The tensors are empty if B has already
+    computed the gradients, or if the layer does not add its biases itself.
+    """
+    parts = gradients if isinstance(gradients, (list, tuple)) else [gradients]
+    return all(part is None or not part.numel() for part in parts)
 
 
 def _weights(layer: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -109,6 +109,12 @@ class Stages(Protocol):
             Gradient for the previous stage, or ``None`` on the first stage.
         """
 
+    def after_backward(self, chunk: int, microbatch: int) -> None:
+        """Does the work that follows a backward pass, after its input gradient has been sent.
+
+        The previous stage does not have to wait for this work. It belongs to the action (B).
+        """
+
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
         """Computes one part of the weight gradients that the backward pass (B) has deferred.
 
@@ -564,6 +570,7 @@ class Executor:
             state.finish(action)
             sent_bytes, computed = self._hand(action, gradient, state)
             nbytes += sent_bytes
+            stages.after_backward(chunk, microbatch)
         else:
             stages.weights(chunk, microbatch, action.piece, state.weight_pieces)
             if action.piece == state.weight_pieces - 1:

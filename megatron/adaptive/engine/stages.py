@@ -99,15 +99,25 @@ class GradientSync:
     of the chunks run in any order. Then the reduction of a chunk only starts after the reductions
     of all later chunks have started.
 
+    On the first pipeline rank, nothing follows the last backward pass of its only chunk. So its
+    reduction overlaps with this pass even if there is a ``grad_sync_func``, as in megatron-core.
+    Other ranks use their ``grad_sync_func`` while they wait for earlier stages.
+
     Args:
         config: megatron-core's configuration of the chunks.
         chunks: Model chunks of the rank.
+        ends_step: Whether the step ends with the last backward pass of the first chunk. It does on
+            the rank of the first stage, unless backward passes are split.
     """
 
-    def __init__(self, config: Any, chunks: Sequence[torch.nn.Module]) -> None:
+    def __init__(
+        self, config: Any, chunks: Sequence[torch.nn.Module], *, ends_step: bool = False
+    ) -> None:
         self._chunks = chunks
         self._hold = _as_list(config.no_sync_func, len(chunks))
         self._start = _as_list(config.grad_sync_func, len(chunks))
+        if ends_step and len(chunks) == 1 and self._hold[0] is not None:
+            self._start = [None]
         self._held: list[contextlib.AbstractContextManager[Any] | None] = [None] * len(chunks)
         self._complete: set[int] = set()
         self._next_start = len(chunks) - 1
@@ -273,7 +283,11 @@ class MegatronStages(SplitStages):
         self._kept: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         kind = (get_model_type(self.chunks[0]),) if _TAKES_TYPE else ()
         self._backward_rest = (*kind, self.config)
-        self._sync = GradientSync(self.config, self.chunks)
+        self._sync = GradientSync(
+            self.config,
+            self.chunks,
+            ends_step=self.stores is None and self.placement.stage_of(self.pp_rank, 0) == 0,
+        )
         if not self.forward_only:
             self._sync.hold()
         super().__init__(None if self.forward_only else self.stores, num_slices=self._count)
@@ -369,11 +383,18 @@ class MegatronStages(SplitStages):
             self._sync.before_last_backward(chunk)
         with _NOTHING if self._stores is None else self._stores[chunk].collect(microbatch):
             input_gradient: torch.Tensor | None = backward_step(*arguments)
-        if last:
-            self._sync.after_last_backward(chunk)
         if slices is not None and place_of(microbatch, self._count).part == 0:
             slices.release(chunk, microbatch)
         return input_gradient
+
+    def after_backward(self, chunk: int, microbatch: int) -> None:
+        """Starts the data-parallel reduction of a chunk's gradients after its last backward pass.
+
+        Starting a reduction launches kernels and may wait for the device, so this happens after the
+        input gradient has been sent.
+        """
+        if microbatch == self._last_backward and self._stores is None:
+            self._sync.after_last_backward(chunk)
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
         """Computes one part of the weight gradients that the backward pass (B) has deferred.

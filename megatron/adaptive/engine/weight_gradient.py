@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -303,6 +303,7 @@ class WeightGradientStore:
         self.is_uneven = False
         self._collected: list[_Task] | None = None
         self._last_collected = -1
+        self._after_backward: list[Callable[[], None]] = []
         self._backlog: deque[_Backlog] = deque()
         self._microbatch_bytes = 0
         self._anchors: dict[torch.device, torch.Tensor] = {}
@@ -368,6 +369,9 @@ class WeightGradientStore:
         """
         tasks = self._collected
         self._collected = None
+        while self._after_backward:
+            # Undo changes in reverse order, because a layer may have been called several times.
+            self._after_backward.pop()()
         if tasks is None or not is_whole:
             return
         units: dict[int, list[_Task]] = {}
@@ -397,6 +401,10 @@ class WeightGradientStore:
                 "pass"
             )
         self._collected.append(_Task(call, inputs, gradient))
+
+    def call_after_backward(self, function: Callable[[], None]) -> None:
+        """Calls ``function`` when the context of :meth:`collect` exits, also after an error."""
+        self._after_backward.append(function)
 
     def run(self, microbatch: int, piece: int, pieces: int) -> None:
         """Computes one part (piece) of a microbatch's weight gradients.
@@ -505,6 +513,9 @@ class SplitStages:
             store.clear()
             store.num_slices = num_slices
             store.active = True
+
+    def after_backward(self, chunk: int, microbatch: int) -> None:
+        """Does nothing, because no work follows a backward pass."""
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
         """Computes one part of the weight gradients that the backward pass (B) has deferred.

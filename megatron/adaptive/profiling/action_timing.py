@@ -97,6 +97,7 @@ def time_microbatches(
             stages.release(0, index)
             stages.backward(0, index, returned)
             marks.append(now(device))
+            stages.after_backward(0, index)
             if split:
                 stages.weights(0, index, 0, 1)
             marks.append(now(device) if split else marks[-1])
