@@ -316,7 +316,8 @@ def open_trace(
         frozen_stages=frozen_stages,
     )
     sender = None if collector is None else SpanSender(collector, header)
-    return _begin_trace(Recorder(folder, header, sender), header, job, counters)
+    recorder = Recorder(folder, header, sender, begin_thread=accelerator.make_current)
+    return _begin_trace(recorder, header, job, counters)
 
 
 def _begin_trace(
