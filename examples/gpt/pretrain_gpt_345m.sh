@@ -68,11 +68,11 @@ OUTPUT_ARGS=(
   --eval-iters 10
 )
 
-# With a single hardware queue, tensor-parallel communication starts before the kernels that it
-# overlaps with. Overlapping expert-parallel communication needs more than one queue.
+# In a single hardware queue, a message between stages could wait for ever behind a collective of
+# other ranks. 8 is CUDA's default. Overlapping expert-parallel communication needs more queues.
 case " $* " in
   *" --overlap-moe-expert-parallel-comm "*) queues=32 ;;
-  *) queues=1 ;;
+  *) queues=8 ;;
 esac
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-$queues}
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}

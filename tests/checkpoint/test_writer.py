@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.adaptive.checkpoint import writer
+from megatron.adaptive.checkpoint.checksums import sum_of
 from megatron.adaptive.checkpoint.folder import CheckpointFolder
 from megatron.adaptive.checkpoint.writer import ShardWriter, write_file
 
@@ -56,22 +58,81 @@ def contents(folder: Path, iteration: int) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
-def test_a_full_disk_leaves_no_view_of_a_buffer_behind() -> None:
-    """Checks that an error keeps no view of a buffer, because this would crash Python 3.12.1."""
+@pytest.mark.parametrize("count", [1000, 1 << 22])
+def test_a_full_disk_leaves_no_view_of_memory_behind(count: int) -> None:
+    """Checks that an error names its cause, and keeps no view of memory that torch frees."""
     with pytest.raises(OSError, match="No space left on device") as failure:
-        write_file(Path("/dev/full"), [torch.ones(1000)], {})
+        write_file(Path("/dev/full"), [torch.ones(count)], {})
     cause = failure.value.__context__
-    assert cause is not None
+    assert isinstance(cause, OSError)
     held = [
         value
         for frame, _ in traceback.walk_tb(cause.__traceback__)
         for value in frame.f_locals.values()
-        if isinstance(value, io.BytesIO)
     ]
-    assert held
-    for buffer in held:
-        buffer.seek(0, io.SEEK_END)
-        buffer.write(bytes(1 << 20))  # The buffer can grow only if there is no view of it.
+    assert any(isinstance(value, torch.Tensor) for value in held)
+    assert not any(isinstance(value, memoryview) for value in held)
+
+
+class Recording:
+    """Records the size of each write to a file, which it passes on.
+
+    Args:
+        file: The file.
+        sizes: List that gets the sizes in bytes.
+    """
+
+    def __init__(self, file: Any, sizes: list[int]) -> None:
+        self.file, self.sizes = file, sizes
+
+    def __enter__(self) -> Recording:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def write(self, data: Any) -> int:
+        self.sizes.append(len(data))
+        return int(self.file.write(data))
+
+
+def test_a_large_tensor_is_written_in_pieces_and_never_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks that a save in the background does not stop the training thread.
+
+    A copy of a whole tensor to a buffer holds the GIL for as long as it takes.
+    """
+    sizes: list[int] = []
+    monkeypatch.setattr(writer, "_buffered", lambda value: pytest.fail("copied to a buffer"))
+    opened = Path.open
+    monkeypatch.setattr(
+        Path, "open", lambda self, *args, **kw: Recording(opened(self, *args, **kw), sizes)
+    )
+    tensor = torch.arange(5 << 20, dtype=torch.int32)
+    ((_, length, _, _),), _ = write_file(tmp_path / "file", [tensor], {})
+    assert max(sizes) == 4 << 20
+    assert len(sizes) == 7  # All of the head, five pieces, all of the end.
+    assert sum(sizes) == length
+
+
+@pytest.mark.parametrize("count", [0, 1, 100, (1 << 14) - 1, 1 << 14, 1 << 21])
+def test_a_tensor_is_written_as_torch_saves_it(tmp_path: Path, count: int) -> None:
+    """Checks the bytes of the file, and the position of the raw bytes, for several sizes."""
+    tensors = [torch.randn(count), torch.randn(count + 1)[1:], torch.randn(count).bfloat16()]
+    heads: dict[Any, int] = {}
+    places, sums = write_file(tmp_path / "file", tensors, heads)
+    content = (tmp_path / "file").read_bytes()
+    assert sums == sum_of(content)
+    for tensor, entry in zip(tensors, places, strict=True):
+        begin, length, raw, size = entry
+        saved = io.BytesIO()
+        torch.save(tensor.clone(), saved)
+        assert content[begin : begin + length] == saved.getvalue()
+        assert content[raw : raw + size] == bytes(tensor.clone().view(torch.uint8).numpy())
+        saved.seek(0)
+        reader: Any = torch._C.PyTorchFileReader(saved)  # type: ignore[call-arg]
+        assert raw - begin == reader.get_record_offset("data/0")
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
@@ -142,7 +203,6 @@ def test_state_that_came_to_lie_elsewhere_is_found(
 def test_a_failed_checkpoint_does_not_spoil_the_next(
     make: Make, worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron.adaptive.checkpoint import writer
     from megatron.adaptive.errors import CheckpointError
 
     run = make(save=tmp_path)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import threading
+import types
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron.adaptive import accelerator
+from megatron.adaptive.config.environment import Environment
 
 accelerator.install()
 
 from megatron.core import parallel_state  # noqa: E402
 
 from megatron.adaptive.engine.agreement import Agreement  # noqa: E402
-from megatron.adaptive.engine.executor_setup import build_executor, gather_places  # noqa: E402
+from megatron.adaptive.engine.executor_setup import build_executor, gather_places, open_trace  # noqa: E402
 from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 
 
@@ -43,3 +48,28 @@ def test_a_rank_alone_needs_neither_channels_nor_agreement() -> None:
     assert wiring.transport is None
     assert type(wiring.agreement) is Agreement
     wiring.close()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_writer_of_a_trace_makes_the_processs_gpu_current(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    monkeypatch.setattr(
+        accelerator.Accelerator,
+        "make_current",
+        lambda self: threads.append(threading.current_thread().name),
+    )
+    job: Any = types.SimpleNamespace(
+        places=gather_places(),
+        rank=0,
+        control_group=None,
+        environment=Environment(),
+        accelerator=accelerator.detect(0, backend="gloo"),
+        from_first=lambda value: value,
+        gather=lambda value: [value],
+    )
+    placement = Placement(num_ranks=1, num_chunks=1)
+    trace = open_trace(str(tmp_path), job, placement, schedule="1f1b", num_microbatches=1)
+    trace.close()
+    assert threads == ["trace-writer"]

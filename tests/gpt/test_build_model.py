@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -28,9 +29,10 @@ from megatron.adaptive.gpt.forward import HalfPrecisionChunk  # noqa: E402
 from .conftest import SMALL  # noqa: E402
 
 
-def core_config(flags: str, world_size: int = 1) -> Any:
+def core_config(flags: str, world_size: int = 1, backend: str = "gloo") -> Any:
     config = parse(f"{SMALL} {flags}".split(), world_size=world_size, last_wins=True)
-    return transformer_config(config, accelerator.detect(0, backend="gloo"))
+    device = dataclasses.replace(accelerator.detect(0, backend="gloo"), backend=backend)
+    return transformer_config(config, device)
 
 
 Weights = Callable[..., dict[str, torch.Tensor]]
@@ -225,12 +227,19 @@ def test_grouped_products_without_their_package_are_refused(
 
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("schedule", ["megatron", "adaptive"])
-def test_outputs_are_freed_only_where_sends_keep_them(schedule: str, chunks: int) -> None:
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_outputs_are_freed_only_where_sends_keep_them(
+    backend: str, schedule: str, chunks: int
+) -> None:
+    """Checks that megatron-core's own schedule keeps outputs with gloo, and frees them with NCCL.
+
+    With NCCL, it would otherwise need more memory than Megatron-LM.
+    """
     flags = f"--pipeline-model-parallel-size 2 --pipeline-schedule {schedule}"
     if chunks > 1:
         flags += f" --num-virtual-stages-per-pipeline-rank {chunks}"
-    core = core_config(flags, world_size=2)
-    assert core.deallocate_pipeline_outputs == (schedule != "megatron")
+    core = core_config(flags, world_size=2, backend=backend)
+    assert core.deallocate_pipeline_outputs == (schedule != "megatron" or backend == "nccl")
     if chunks > 1:
         # If two messages between the same ranks were sent in a batch, gloo would confuse them.
         assert not core.batch_p2p_comm

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,23 @@ def spans_of(path: Path) -> list[list[int]]:
 
 def markers_of(path: Path) -> list[IterationStart]:
     return [record for record in records(path) if isinstance(record, IterationStart)]
+
+
+def test_the_writer_thread_begins_with_the_given_function(tmp_path: Path) -> None:
+    """Checks that the thread can make a GPU current before it asks the GPU what has finished."""
+    events: list[tuple[str, str]] = []
+
+    def note(event: str) -> None:
+        events.append((event, threading.current_thread().name))
+
+    def read_state() -> dict[str, str]:
+        note("read")
+        return {"doing": "F"}
+
+    with Recorder(tmp_path, HEADER, begin_thread=lambda: note("begin")) as recorder:
+        recorder.watch(read_state)
+    assert events[0] == ("begin", "trace-writer")
+    assert {event for event, _ in events[1:]} == {"read"}
 
 
 def test_everything_recorded_is_written_in_order(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -117,7 +118,11 @@ class Outcome:
 
 
 def connect_all(
-    peers: list[list[int]], lacks: dict[int, dict[str, str]] | None = None, **options: Any
+    peers: list[list[int]],
+    lacks: dict[int, dict[str, str]] | None = None,
+    on_gpus: bool = False,
+    collective_ranks: int = 1,
+    **options: Any,
 ) -> Outcome:
     outcome = Outcome(len(peers))
     gather, net = Gather(len(peers)), dict[int, Wire]()
@@ -129,6 +134,8 @@ def connect_all(
             rank, host, device=CPU, own_gpu=False, options=config, address="127.0.0.1"
         )
         endpoint.lacks.update((lacks or {}).get(rank, {}))  # type: ignore[attr-defined]
+        if on_gpus:
+            endpoint = dataclasses.replace(endpoint, device="cuda", lacks={})
         try:
             connector = Wired(
                 members=list(range(len(peers))),
@@ -137,6 +144,7 @@ def connect_all(
                 payloads=Payloads(shape=(4,), dtype=torch.float32, in_flight=2),
                 describe=lambda peer: f"rank {peer}",
                 timeout_s=LIMIT_S,
+                collective_ranks=collective_ranks,
                 net=net,
                 rank=rank,
                 calls=outcome.calls,
@@ -177,6 +185,45 @@ def test_all_pairs_of_a_node_are_connected_by_memory() -> None:
     exchange(outcome.made, ring)
     link = outcome.made[0].describe_links()[1]
     assert (link["kind"], link["slot_bytes"], link["slots"]) == ("shm", 4096, 6)
+    close_all(outcome.made)
+
+
+@pytest.mark.parametrize(
+    ("queues", "collective_ranks", "on_gpus", "transport", "warns"),
+    [
+        ("1", 2, True, "nccl", True),
+        ("8", 2, True, "nccl", False),
+        (None, 2, True, "nccl", False),
+        ("1", 1, True, "nccl", False),
+        ("1", 2, False, "gloo", False),
+        ("1", 2, True, "gloo", False),
+    ],
+)
+def test_a_single_hardware_queue_is_told_where_messages_could_wait_in_it(
+    queues: str | None,
+    collective_ranks: int,
+    on_gpus: bool,
+    transport: str,
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Checks that rank 0 prints one line, only with NCCL and ranks that compute a layer together.
+
+    A receive in the same queue as a collective that waits for another rank would wait for ever.
+    """
+    if queues is None:
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
+    outcome = connect_all(
+        ROW, on_gpus=on_gpus, collective_ranks=collective_ranks, transport=transport
+    )
+    warnings = [line for line in outcome.log if line.startswith("warning: ")]
+    assert len(warnings) == int(warns)
+    if warns:
+        assert "CUDA_DEVICE_MAX_CONNECTIONS is 1" in warnings[0]
+        assert "of the 2 ranks that" in warnings[0]
+        assert "set the variable to 8, unset it" in warnings[0]
     close_all(outcome.made)
 
 

@@ -99,8 +99,8 @@ def write_summed(file: Any, sums: Checksums, data: Any) -> int:
     Returns:
         Number of bytes written.
     """
-    # Release the views even if writing fails. Otherwise, Python 3.12.1 crashes when it frees a
-    # BytesIO of which the traceback of an error still holds a view.
+    # Release the views even if writing fails. Otherwise, the traceback of an error would hold a
+    # view of memory that its owner frees.
     with memoryview(data) as buffer, buffer.cast("B") as view:
         for start in range(0, len(view), _PIECE_BYTES):
             with view[start : start + _PIECE_BYTES] as piece:

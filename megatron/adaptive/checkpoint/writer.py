@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 METADATA = ".metadata"
 COMMON, PICKLED_COMMON = "common.values", "common.pt"
 """Names of the two files with values that all trainer ranks share: plain and pickled."""
+_LARGE_BYTES = 1 << 16
+"""Bytes from which output of ``torch.save`` is written at once, not together with other output."""
 _CORE = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -332,13 +334,11 @@ def write_file(
                     continue
                 tensor = _compact(value)
                 form = (tensor.dtype, tensor.shape)
-                saved = _buffered(tensor)
+                stream = _Stream(file, sums)
+                stream.save(tensor)
                 if form not in heads:
-                    saved.seek(0)
-                    reader: Any = torch._C.PyTorchFileReader(saved)
-                    heads[form] = int(reader.get_record_offset("data/0"))
-                with saved.getbuffer() as content:
-                    length = write_summed(file, sums, content)
+                    heads[form] = stream.head_bytes(tensor)
+                length = sums.size - begin
                 places.append(Place(begin, length, begin + heads[form], tensor.nbytes))
         # Flush the file on this rank, because other nodes cannot flush writes of this node.
         sync(path)
@@ -346,6 +346,77 @@ def write_file(
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
     return places, sums.result()
+
+
+class _Stream:
+    """Writes the output of ``torch.save`` for one tensor to a file, without a copy of the tensor.
+
+    ``torch.save`` passes on the memory of the tensor, and here it is written in pieces. Hashing and
+    writing a piece release the GIL. Copying a large tensor to a buffer would hold the GIL, so that
+    the training thread would wait for a checkpoint that is written in the background.
+
+    Args:
+        file: Unbuffered file.
+        sums: Checksums of the file.
+    """
+
+    def __init__(self, file: Any, sums: Checksums) -> None:
+        self._file = file
+        self._sums = sums
+        self._begin = sums.size
+        self._small = bytearray()
+        self._large: dict[int, int] = {}
+        self._error: OSError | None = None
+
+    def save(self, tensor: torch.Tensor) -> None:
+        """Writes ``tensor``.
+
+        Raises:
+            OSError: If the tensor could not be written.
+        """
+        file: Any = self  # torch declares more methods than torch.save calls.
+        torch.save(tensor, file)
+        if self._error is not None:
+            raise self._error
+
+    def head_bytes(self, tensor: torch.Tensor) -> int:
+        """Returns the number of bytes before the raw bytes of ``tensor``, which was saved."""
+        if (position := self._large.get(tensor.nbytes)) is not None:
+            return position
+        saved = _buffered(tensor)
+        saved.seek(0)
+        reader: Any = torch._C.PyTorchFileReader(saved)
+        return int(reader.get_record_offset("data/0"))
+
+    def write(self, data: Any) -> int:
+        """Writes ``data``, or keeps it for the next write if it is small.
+
+        ``torch.save`` calls this method. :meth:`save` raises errors, because ``torch.save`` would
+        hide their cause.
+        """
+        with memoryview(data) as view:
+            if view.nbytes < _LARGE_BYTES:
+                self._small += view
+            else:
+                self.flush()
+                # Only the raw bytes are this large, because the rest of the output is short.
+                self._large[view.nbytes] = self._sums.size - self._begin
+                self._write(view)
+            return view.nbytes
+
+    def flush(self) -> None:
+        """Writes small data that was kept. ``torch.save`` calls this at the end."""
+        if small := bytes(self._small):
+            self._small.clear()
+            self._write(small)
+
+    def _write(self, data: Any) -> None:
+        if self._error is None:
+            try:
+                write_summed(self._file, self._sums, data)
+            except OSError as error:
+                # The frames of the traceback would keep views of memory that torch frees.
+                self._error = error.with_traceback(None)
 
 
 def common_files(common: Any) -> dict[str, bytes]:

@@ -180,6 +180,7 @@ def build_executor(
             payloads=payloads,
             describe=partial(describe, places),
             timeout_s=timeout_s,
+            collective_ranks=max(map(dist.get_world_size, _meeting_groups(model, model_groups))),
         )
         options = transport or TransportConfig()
         end = connector.own_end(places, options, _store_host())
@@ -316,7 +317,8 @@ def open_trace(
         frozen_stages=frozen_stages,
     )
     sender = None if collector is None else SpanSender(collector, header)
-    return _begin_trace(Recorder(folder, header, sender), header, job, counters)
+    recorder = Recorder(folder, header, sender, begin_thread=accelerator.make_current)
+    return _begin_trace(recorder, header, job, counters)
 
 
 def _begin_trace(
@@ -387,16 +389,22 @@ def decision_group(model: Any, model_groups: ModelGroups) -> list[int]:
         model: megatron-core's configuration of the model, or ``None`` for a model without experts.
         model_groups: Process groups of the model.
     """
-    groups = model_groups.meeting
-    if getattr(model, "num_moe_experts", None):
-        groups += model_groups.experts
-        if "global_aux_loss" in getattr(model, "moe_router_load_balancing_type", ""):
-            groups += model_groups.balanced
+    groups = _meeting_groups(model, model_groups)
     meets = gather({rank for group in groups for rank in dist.get_process_group_ranks(group)})
     members = {dist.get_rank()}
     while (more := members.union(*(meets[rank] for rank in members))) != members:
         members = more
     return sorted(members)
+
+
+def _meeting_groups(model: Any, model_groups: ModelGroups) -> list[Any]:
+    """Returns the groups whose ranks communicate in forward and backward passes of ``model``."""
+    groups = model_groups.meeting
+    if getattr(model, "num_moe_experts", None):
+        groups += model_groups.experts
+        if "global_aux_loss" in getattr(model, "moe_router_load_balancing_type", ""):
+            groups += model_groups.balanced
+    return groups
 
 
 def _say(line: str) -> None:

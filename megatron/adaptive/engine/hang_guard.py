@@ -77,6 +77,7 @@ class HangGuard:
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
+        self._accelerator = job.accelerator
         machines = [str(entry["machine"]) for entry in places]
         self._machines = list(dict.fromkeys(machines))
         self._machine = self._machines.index(machines[rank])
@@ -170,6 +171,7 @@ class HangGuard:
         )
 
     def _run(self) -> None:
+        self._accelerator.make_current()  # The snapshot asks the GPU which actions have finished.
         store = None
         periods = 0
         while True:

@@ -257,7 +257,7 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
         "cross_entropy_loss_fusion": model.cross_entropy_loss_fusion and accelerator.is_cuda,
     }
     del settings["transformer_impl"]  # The specifications of the layers replace this setting.
-    settings.update(_activation(config, accelerator), **_communication(config))
+    settings.update(_activation(config, accelerator), **_communication(config, accelerator))
     if config.data.variable_seq_lengths:
         settings.update(variable_seq_lengths=True, calculate_per_token_loss=True)
         # megatron-core requires this token dispatcher for sequences of different lengths, even if
@@ -363,16 +363,18 @@ def _activation(config: TrainerConfig, accelerator: Accelerator) -> dict[str, An
     }
 
 
-def _communication(config: TrainerConfig) -> dict[str, Any]:
+def _communication(config: TrainerConfig, accelerator: Accelerator) -> dict[str, Any]:
     """Returns the settings for communication, which only megatron-core's own schedule uses.
 
     With several chunks per rank, megatron-core's schedule must not batch messages, because gloo
-    mixes up two messages between the same ranks in a batch. It must also not free outputs early,
-    because they are still being sent.
+    mixes up two messages between the same ranks in a batch. megatron-core's schedule frees an
+    output as soon as its send has started. With NCCL this is safe, because the stream keeps the
+    memory in use. Gloo sends from the memory of the output, which a new tensor could overwrite.
     """
     parallel = config.parallel
     is_megatron = config.schedule.pipeline_schedule == "megatron"
-    settings = {"deallocate_pipeline_outputs": not is_megatron}
+    frees = not is_megatron or accelerator.backend == "nccl"
+    settings = {"deallocate_pipeline_outputs": frees}
     if parallel.num_chunks == 1:
         return {"overlap_p2p_comm": False, **settings}
     return {"batch_p2p_comm": not parallel.overlap_p2p_comm, **settings}

@@ -22,7 +22,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -67,7 +67,12 @@ class Recorder(AbstractContextManager["Recorder"]):
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], header: TraceHeader, sender: SpanSender | None = None
+        self,
+        folder: str | os.PathLike[str],
+        header: TraceHeader,
+        sender: SpanSender | None = None,
+        *,
+        begin_thread: Callable[[], None] | None = None,
     ) -> None:
         """Opens the rank's trace file in a folder, which is created if it does not exist.
 
@@ -76,6 +81,8 @@ class Recorder(AbstractContextManager["Recorder"]):
             header: Description of the rank, which becomes the first line of the file.
             sender: Sender that also receives all spans, even while the disk does not accept data.
                 :meth:`close` closes it. ``None`` means that there is no sender.
+            begin_thread: Function that the writer thread calls first, or ``None``. It makes the
+                process's GPU current, because :meth:`watch` may use the GPU.
 
         Raises:
             TraceError: The folder already contains a trace of this rank, or the file cannot be
@@ -97,6 +104,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._file.begin()
         self._rank = header.rank
         self._read_state: ReadState | None = None
+        self._begin_thread = begin_thread
         self._sender = sender
         self._begun: IterationStart | None = None
         self._rows: list[SpanRow] | None = None
@@ -297,6 +305,8 @@ class Recorder(AbstractContextManager["Recorder"]):
 
     def _write_batches(self) -> None:
         """Writes batches from the queue in the writer thread until it receives ``None``."""
+        if self._begin_thread is not None:
+            self._begin_thread()
         state = NowFile(self._path.parent, self._rank)
         while True:
             try:

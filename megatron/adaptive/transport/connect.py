@@ -49,7 +49,13 @@ from megatron.adaptive.transport.kind import (
 from megatron.adaptive.transport.native import NativeTransport
 from megatron.adaptive.transport.native_kinds import NativeChannels, NativeKind, rdma_ports
 from megatron.adaptive.transport.nccl import OPEN_S
-from megatron.adaptive.transport.select import Choice, choose, log_lines, size_of_channel
+from megatron.adaptive.transport.select import (
+    Choice,
+    choose,
+    log_lines,
+    queue_warning,
+    size_of_channel,
+)
 
 _SEED_BYTES = 40
 
@@ -110,6 +116,8 @@ class Connector:
         describe: Function that returns the name of a rank for error messages.
         timeout_s: Maximum time in seconds for which a send waits for a peer that does not receive
             messages.
+        collective_ranks: Number of ranks that communicate within the forward and backward passes of
+            a stage.
     """
 
     members: list[int]
@@ -118,6 +126,7 @@ class Connector:
     payloads: Payloads
     describe: Callable[[int], str]
     timeout_s: float
+    collective_ranks: int = 1
 
     def own_end(
         self, places: Sequence[Mapping[str, Any]], options: TransportConfig, host: str | None
@@ -199,6 +208,9 @@ class Connector:
         if endpoint.rank == 0:
             for line in log_lines(choices):
                 log(line)
+            queues = _hardware_queues() if endpoint.device == "cuda" else None
+            if warning := queue_warning(choices, queues, self.collective_ranks):
+                log(warning)
         return self._assemble(endpoint.rank, options, choices, native)
 
     def _open(
@@ -388,6 +400,14 @@ class Connector:
     def kind(self, name: str) -> TransportKind:
         """Returns the declaration of the transport with the name ``name``."""
         return transport_kind(name)
+
+
+def _hardware_queues() -> int | None:
+    """Returns the value of ``CUDA_DEVICE_MAX_CONNECTIONS``, or ``None`` if there is no value."""
+    # A user's launcher may set variables that only the trainer refuses.
+    with contextlib.suppress(SetupError):
+        return Environment.read().cuda_device_max_connections
+    return None
 
 
 def _native_kind(name: str) -> NativeKind | None:

@@ -117,6 +117,30 @@ def log_lines(choices: Mapping[tuple[int, int], Choice]) -> list[str]:
     return lines
 
 
+def queue_warning(
+    choices: Mapping[tuple[int, int], Choice], queues: int | None, collective_ranks: int
+) -> str | None:
+    """Returns a warning if messages may wait for ever in the GPU's only hardware queue.
+
+    Args:
+        choices: Chosen transport of each pair of ranks, which compute on GPUs.
+        queues: Value of ``CUDA_DEVICE_MAX_CONNECTIONS``, or ``None`` if it is not set.
+        collective_ranks: Number of ranks that communicate within forward and backward passes.
+
+    Returns:
+        Line to print, or ``None`` if there is nothing to warn about.
+    """
+    has_nccl = any(choice.kind == "nccl" for choice in choices.values())
+    if queues != 1 or collective_ranks == 1 or not has_nccl:
+        return None
+    return (
+        "warning: CUDA_DEVICE_MAX_CONNECTIONS is 1, so a message over nccl waits behind the "
+        f"collectives of the {collective_ranks} ranks that compute a layer together, and the job "
+        "may stand still if these wait for a rank that needs the message; set the variable to 8, "
+        "unset it, or choose another transport"
+    )
+
+
 def rounds_of(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Sorts pairs of ranks into the order in which all ranks connect them.
 
