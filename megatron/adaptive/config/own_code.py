@@ -6,6 +6,7 @@ for its objects, as entry points of a group.
 
 from __future__ import annotations
 
+import fnmatch
 import importlib
 import importlib.metadata
 import inspect
@@ -74,10 +75,16 @@ def find_object(name: str, *, group: str, subject: str) -> Any | None:
     return None if point is None else import_object(point.value, subject)
 
 
-def modules_in(package: ModuleType) -> Iterator[ModuleType]:
-    """Imports all modules of ``package``, and yields them sorted by name."""
-    for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda module: module.name):
-        yield importlib.import_module(f"{package.__name__}.{module.name}")
+def modules_in(package: ModuleType, pattern: str = "*") -> Iterator[ModuleType]:
+    """Imports the modules of ``package``, and yields them sorted by name.
+
+    Args:
+        package: Package whose modules are imported.
+        pattern: Pattern of the names to import, such as ``fixed_*``.
+    """
+    names = [module.name for module in pkgutil.iter_modules(package.__path__)]
+    for name in sorted(fnmatch.filter(names, pattern)):
+        yield importlib.import_module(f"{package.__name__}.{name}")
 
 
 def source_of(function: Any) -> str:
