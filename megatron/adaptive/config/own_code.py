@@ -97,7 +97,18 @@ def source_of(function: Any) -> str:
     return f"{os.path.relpath(file)}:{line}"
 
 
-def line_of_error(error: Exception) -> str:
-    """Returns the file and line in which ``error`` was raised."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
+def line_of_error(error: Exception, user_code: Any) -> str:
+    """Returns the file and line at which user code raised ``error``.
+
+    Args:
+        error: Exception that was raised, perhaps in a library that the user's code called.
+        user_code: Function or class of the user. The result is the last line of its file that was
+            running. If no line of the file was running, the result is the line that raised.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    try:
+        file = inspect.getsourcefile(user_code)
+    except TypeError:
+        file = None
+    last = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1])
     return f"{os.path.relpath(last.filename)}:{last.lineno}"
