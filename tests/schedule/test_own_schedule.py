@@ -89,7 +89,7 @@ from megatron.adaptive import schedule
 schedule.__path__.append({str(tmp_path)!r})
 from megatron.adaptive.config.trainer import flag_specs
 from megatron.adaptive.planner.propose import SCHEDULES
-from megatron.adaptive.planner.search import SEARCHED
+from megatron.adaptive.planner.chunk_partition import SEARCHED
 from megatron.adaptive.schedule.catalog import make_schedule
 from megatron.adaptive.schedule.stage_placement import Placement
 placement = Placement(num_ranks=2, num_chunks=2)
