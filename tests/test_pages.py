@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import re
 import statistics
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from megatron.adaptive.config.schedule_specs import BUILT_IN, selectable_names
+from megatron.adaptive.config.families.registry import supported_types
+from megatron.adaptive.config.schedule_specs import built_in_schedules, selectable_names
+from megatron.adaptive.config.transport_specs import by_preference
+from megatron.adaptive.trace.diagnose.cause import built_in_causes
+from megatron.adaptive.trace.views.view import built_in_views
+from megatron.adaptive.training.logger import built_in_loggers
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -22,8 +28,11 @@ TOP = (
 )
 PATH = re.compile(r"`((?:[\w.-]+/)+[\w.-]*)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-USE_PAGE_LINES = 150
-"""Maximum number of lines on a page that explains how to use the package."""
+USE_PAGE_LINES = 145
+"""Maximum number of lines on a page that explains how to use the package, without rows of tables.
+
+Rows do not count, so that a page has room for each schedule, view or model family that is added.
+"""
 LONGEST_SENTENCE = 40
 """Maximum number of words in a sentence of the documentation."""
 NOTEBOOK = "tutorial.md"
@@ -38,12 +47,22 @@ def paths_in(page: Path) -> set[str]:
     return {path for path in named if path.split("/")[0] in (*FOLDERS, *TOP, "megatron")}
 
 
+def section(page: str, title: str) -> str:
+    """Returns the text of ``page`` below the heading ``title``, up to the next heading."""
+    text = f"\n{(DOCS / page).read_text()}".partition(f"\n{title}\n")[2]
+    return re.split(r"^##", text, maxsplit=1, flags=re.MULTILINE)[0]
+
+
 def names_in_table(page: str, title: str) -> set[str]:
     """Returns the names in the first column of the table below the heading ``title``."""
-    text = (ROOT / "docs" / page).read_text().partition(f"\n{title}\n")[2]
-    text = re.split(r"^##", text, maxsplit=1, flags=re.MULTILINE)[0]
-    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
-    return {name for row in rows for name in re.findall(r"`(\w[\w-]*)`", row)}
+    rows = rows_in(section(page, title))
+    return {name for row in rows for name in re.findall(r"`(\w[\w -]*)`", row.split("|")[1])}
+
+
+def rows_in(text: str) -> list[str]:
+    """Returns the rows of all tables in ``text``, without their headers."""
+    tables = re.findall(r"^\|[ |-]+\|\n((?:\|.*\n?)+)", text, re.MULTILINE)
+    return [row for table in tables for row in table.splitlines()]
 
 
 def groups_of_pages() -> dict[str, list[str]]:
@@ -83,7 +102,10 @@ def test_each_page_is_in_one_group_and_use_pages_are_short() -> None:
     grouped = sorted(["index.md", *(page for pages in groups.values() for page in pages)])
     assert grouped == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
     assert {page.split("/")[0] for page in groups["Measured"]} == {"results"}
-    lines = {page: len((DOCS / page).read_text().splitlines()) for page in groups["Use"]}
+    lines = {
+        page: sum(not line.startswith("|") for line in (DOCS / page).read_text().splitlines())
+        for page in groups["Use"]
+    }
     assert {page: count for page, count in lines.items() if count > USE_PAGE_LINES}.keys() <= {
         NOTEBOOK
     }
@@ -140,16 +162,45 @@ def test_functions_on_the_way_of_a_microbatch_exist() -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "title"), [("schedules.md", "## Which to choose"), ("plugin.md", "## Schedules")]
+    ("page", "title", "names"),
+    [
+        ("schedules.md", "## Which to choose", selectable_names),
+        ("plugin.md", "## Schedules", selectable_names),
+        ("transport.md", "# Transports", by_preference),
+        ("huggingface.md", "## Import", supported_types),
+        ("traces.md", "## Look at it", built_in_views),
+        ("traces.md", "## Diagnosis", lambda: [cause.name for cause in built_in_causes()]),
+    ],
+    ids=["schedules", "schedules of the plug-in", "transports", "families", "views", "causes"],
 )
-def test_tables_have_all_schedules(page: str, title: str) -> None:
-    assert names_in_table(page, title) == set(selectable_names())
+def test_tables_have_all_names(page: str, title: str, names: Callable[[], Iterable[str]]) -> None:
+    assert names_in_table(page, title) == set(names())
+
+
+def test_the_page_of_launching_names_all_loggers() -> None:
+    text = section("launch.md", "## Loggers")
+    for name, logger in built_in_loggers().items():
+        flag = f"--{logger.flag.replace('_', '-')}" if logger.flag else name
+        assert re.search(rf"`{flag}[ `]", text), flag
+
+
+def readme_row(kind: str) -> str:
+    """Returns the row about ``kind`` in the README's table of features."""
+    lines = (ROOT / "README.md").read_text().splitlines()
+    (row,) = (line for line in lines if line.startswith(f"| {kind} |"))
+    return row
+
+
+def test_the_readme_names_all_families() -> None:
+    rows = rows_in(section("huggingface.md", "## Import"))
+    families = {re.findall(r"[A-Za-z]+", row)[0] for row in rows}
+    assert {"Llama", "Qwen"} < families
+    assert {name for name in families if name not in readme_row("Hugging Face")} == set()
 
 
 def test_the_readme_names_all_schedules_and_is_short() -> None:
     text = (ROOT / "README.md").read_text()
-    (row,) = (line for line in text.splitlines() if line.startswith("| schedules |"))
-    named = set(re.findall(r"`([\w-]+)`", row))
+    named = set(re.findall(r"`([\w-]+)`", readme_row("schedules")))
     assert named >= set(selectable_names()) - {"file"}
-    assert named <= BUILT_IN.keys()
+    assert named <= built_in_schedules().keys()
     assert len(text.splitlines()) <= 140

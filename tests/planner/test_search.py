@@ -14,6 +14,7 @@ from megatron.adaptive.config.model import MODELS
 from megatron.adaptive.config.plan_file import plan_flags, world_size_of
 from megatron.adaptive.config.schedule_specs import selectable_names
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.planner.chunk_partition import SEARCHED
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType, make_cluster
 from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.layer_costs import make_estimator
@@ -21,7 +22,7 @@ from megatron.adaptive.planner.model_file import arguments_model, preset
 from megatron.adaptive.planner.plan import Plan, plan_document
 from megatron.adaptive.planner.profile import PlanInputs, Profile
 from megatron.adaptive.planner.propose import SCHEDULES, Request, complete_profile, pareto, propose
-from megatron.adaptive.planner.search import SEARCHED, Searcher
+from megatron.adaptive.planner.search import Searcher
 from megatron.adaptive.planner.search_options import Objective, SearchOptions
 from tests.support.small_clusters import better, brute_force, random_problem, searcher_of, solve
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,12 @@ from typing import Any
 
 import pytest
 
-from megatron.adaptive.config.schedule_specs import BUILT_IN, schedule_spec, selectable_names
+from megatron.adaptive.config.schedule_specs import (
+    built_in_schedules,
+    no_function,
+    schedule_spec,
+    selectable_names,
+)
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.catalog import make_candidate, make_schedule, placement_for
@@ -19,6 +25,7 @@ from megatron.adaptive.schedule.numba_kernels import is_known
 from megatron.adaptive.schedule.policy import Follow, RulePolicy
 from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.workload import StageProfile, StageTimes
+from megatron.adaptive.trace.trace_format import REASONS
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "own_schedule"
 HEAD = """
@@ -49,18 +56,56 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Module]:
 
 
 def test_every_name_has_its_function() -> None:
-    for name, spec in BUILT_IN.items():
+    for name, spec in built_in_schedules().items():
         assert spec.name == name
         if spec.kind == "rule":
-            assert is_known(spec.load())
+            assert is_known(spec.function)
         elif spec.kind == "fixed":
             placement = placement_for(name, 2, spec.least_chunks)
             (policy, _) = make_candidate(name, 2, spec.least_chunks, 8).policies(8)
             assert isinstance(policy, Follow)
             assert placement.kind in spec.placements
         else:
-            assert spec.function == ""
-    assert set(selectable_names()) == BUILT_IN.keys() - {"forward-only"}
+            assert spec.function is no_function
+    assert set(selectable_names()) == built_in_schedules().keys() - {"forward-only"}
+
+
+NEW_FIXED = """
+from megatron.adaptive.config.schedule_specs import ScheduleSpec
+from megatron.adaptive.schedule.fixed_in_loop import interleaved
+
+def again(placement, num_microbatches):
+    return interleaved(placement, num_microbatches)
+
+SCHEDULES = (ScheduleSpec(name="again", function=again, chunks="several", planned="by default"),)
+"""
+
+
+def test_one_file_adds_a_fixed_order_to_this_package(tmp_path: Path) -> None:
+    """Checks flags, simulator and planner in a new process, because names are read on import."""
+    (tmp_path / "fixed_again.py").write_text(NEW_FIXED)
+    code = f"""
+from megatron.adaptive import schedule
+schedule.__path__.append({str(tmp_path)!r})
+from megatron.adaptive.config.trainer import flag_specs
+from megatron.adaptive.planner.propose import SCHEDULES
+from megatron.adaptive.planner.chunk_partition import SEARCHED
+from megatron.adaptive.schedule.catalog import make_schedule
+from megatron.adaptive.schedule.stage_placement import Placement
+placement = Placement(num_ranks=2, num_chunks=2)
+assert "again" in flag_specs()["pipeline_schedule"].choices
+again, interleaved = (make_schedule(name, placement, 4) for name in ("again", "interleaved"))
+assert again.orders == interleaved.orders
+assert "again" in SCHEDULES and "again" in SEARCHED
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_reasons_of_rules_are_words_of_traces() -> None:
+    for spec in built_in_schedules().values():
+        is_single = spec.kind == "rule" and spec.name != "hinted"
+        assert (spec.reasons is not None) == is_single
+        assert {*(spec.reasons or ())} <= {*REASONS}
 
 
 def test_a_fixed_order_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,20 +16,22 @@ import torch.distributed as dist
 
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.parallel import TransportConfig
+from megatron.adaptive.config.transport_specs import BUILT_IN
 from megatron.adaptive.errors import AdaptiveError
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport.connect import Connector, own_endpoint
 from megatron.adaptive.transport.interface import Arrival, Completions, Label, Transport
-from megatron.adaptive.transport.kind import Opening, Payloads, TransportKind
+from megatron.adaptive.transport.kind import Opening, Payloads, TransportKind, transport_kind
 from megatron.adaptive.transport.liveness import here
+from megatron.adaptive.transport.native_kinds import NativeKind
 from megatron.adaptive.transport.nccl import HostStreams, NcclKind, Streams
 
 LIMIT_S = 30.0
 FREE_LIMIT = datetime.timedelta(seconds=20)
 CPU = torch.device("cpu")
 SLOT_BYTES, SLOTS = 4096, 4
-OVER_TORCH = ("gloo", "nccl")
-"""Transports over torch's process groups. In these tests, gloo and host streams replace NCCL."""
+OVER_TORCH = tuple(name for name in BUILT_IN if not isinstance(transport_kind(name), NativeKind))
+"""Transports outside of the extension. In these tests, gloo and host streams replace NCCL."""
 
 
 class Rank:

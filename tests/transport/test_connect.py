@@ -26,7 +26,7 @@ from megatron.adaptive.transport.interface import (
     Label,
     Transport,
 )
-from megatron.adaptive.transport.kind import Payloads
+from megatron.adaptive.transport.kind import Payloads, transport_kind
 from megatron.adaptive.transport.native_kinds import rdma_ports
 
 from .ends import CPU, LIMIT_S, close_all, take
@@ -341,3 +341,10 @@ def test_a_job_of_several_machines_has_no_use_for_loopback(monkeypatch: pytest.M
     monkeypatch.setattr(network, "addresses", lambda: {"lo": ["127.0.0.1"]})
     with pytest.raises(SetupError, match="has only loopback addresses"):
         own_address(None, "master")
+
+
+@pytest.mark.parametrize("name", ["shm", "rdma", "tcp"])
+def test_a_transport_of_the_extension_is_not_opened_by_itself(name: str) -> None:
+    opening: Any = None
+    with pytest.raises(NotImplementedError, match="connect.py opens shm, tcp and rdma together"):
+        transport_kind(name).open(opening)

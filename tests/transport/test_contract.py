@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 
 from megatron.adaptive import extension
+from megatron.adaptive.config.transport_specs import BUILT_IN
 
 from .contract_rank import OVER_TORCH
 from .pool import Pool
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
 
-NATIVE: tuple[str, ...] = ("shm", "tcp")
+NATIVE = tuple(name for name in BUILT_IN if name not in (*OVER_TORCH, "rdma"))
 # RDMA over Ethernet in software (Soft-RoCE) needs a kernel module. tests/labs/rdma_lab boots a
 # kernel that has this module, and sets the variable to rdma.
 if os.environ.get("TRANSPORT_CONTRACT"):

@@ -39,6 +39,7 @@ from megatron.adaptive.config.schedule import parse_partition
 from megatron.adaptive.config.schedule_specs import selectable_names
 from megatron.adaptive.config.schema_files import FORMS, forms, quantity
 from megatron.adaptive.errors import ConfigError, SetupError
+from megatron.adaptive.planner.chunk_partition import SEARCHED
 from megatron.adaptive.planner.cluster import make_cluster
 from megatron.adaptive.planner.discover_cluster import describe_cluster
 from megatron.adaptive.planner.explain_plan import explain, packed_advice, why_not
@@ -56,7 +57,6 @@ from megatron.adaptive.planner.propose import (
     write_front,
     write_page,
 )
-from megatron.adaptive.planner.search import SEARCHED
 from megatron.adaptive.planner.search_options import Objective, SearchOptions
 from megatron.adaptive.planner.trainer_rules import (
     needs_lengths,

@@ -6,6 +6,7 @@ for its objects, as entry points of a group.
 
 from __future__ import annotations
 
+import fnmatch
 import importlib
 import importlib.metadata
 import inspect
@@ -74,10 +75,16 @@ def find_object(name: str, *, group: str, subject: str) -> Any | None:
     return None if point is None else import_object(point.value, subject)
 
 
-def modules_in(package: ModuleType) -> Iterator[ModuleType]:
-    """Imports all modules of ``package``, and yields them sorted by name."""
-    for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda module: module.name):
-        yield importlib.import_module(f"{package.__name__}.{module.name}")
+def modules_in(package: ModuleType, pattern: str = "*") -> Iterator[ModuleType]:
+    """Imports the modules of ``package``, and yields them sorted by name.
+
+    Args:
+        package: Package whose modules are imported.
+        pattern: Pattern of the names to import, such as ``fixed_*``.
+    """
+    names = [module.name for module in pkgutil.iter_modules(package.__path__)]
+    for name in sorted(fnmatch.filter(names, pattern)):
+        yield importlib.import_module(f"{package.__name__}.{name}")
 
 
 def source_of(function: Any) -> str:
@@ -90,7 +97,18 @@ def source_of(function: Any) -> str:
     return f"{os.path.relpath(file)}:{line}"
 
 
-def line_of_error(error: Exception) -> str:
-    """Returns the file and line in which ``error`` was raised."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
+def line_of_error(error: Exception, user_code: Any) -> str:
+    """Returns the file and line at which user code raised ``error``.
+
+    Args:
+        error: Exception that was raised, perhaps in a library that the user's code called.
+        user_code: Function or class of the user. The result is the last line of its file that was
+            running. If no line of the file was running, the result is the line that raised.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    try:
+        file = inspect.getsourcefile(user_code)
+    except TypeError:
+        file = None
+    last = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1])
     return f"{os.path.relpath(last.filename)}:{last.lineno}"

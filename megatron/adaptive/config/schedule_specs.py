@@ -1,25 +1,26 @@
-"""Defines the table of all pipeline schedules.
+"""Defines the properties of pipeline schedules, and finds schedules by name.
 
 A schedule determines the order in which each rank runs its actions (forward pass, backward pass,
-weight gradient). Each schedule of this package is an entry of :data:`BUILT_IN`, which refers to a
-function. Users' schedules need no entry. A user decorates a function with :func:`fixed_order` or
-:func:`run_time_rule`, and passes ``--pipeline-schedule package.module:name``. A package can also
-publish its schedules as entry points of the group ``megatron_adaptive.schedules``. Such schedules
-are selected by name (``examples/own_schedule``).
+weight gradient). Each schedule of this package is a :class:`ScheduleSpec` in the module of its
+function, where :func:`built_in_schedules` finds it. Users' schedules are found by their path. A
+user decorates a function with :func:`fixed_order` or :func:`run_time_rule`, and passes
+``--pipeline-schedule package.module:name``. A package can also publish its schedules as entry
+points of the group ``megatron_adaptive.schedules``. Such schedules are selected by name
+(``examples/own_schedule``).
 
-This module imports neither placements nor actions. ``schedule.catalog`` documents the arguments and
-the results of the functions.
+This module imports the modules of schedules only when their names are first needed, because they
+import this module. ``schedule.catalog`` documents the arguments and the results of the functions.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from megatron.adaptive.config.own_code import find_object
+from megatron.adaptive.config.own_code import find_object, modules_in
 from megatron.adaptive.errors import ConfigError
 
 PlacementKind = Literal["loop", "v"]
@@ -30,7 +31,11 @@ Planned = Literal["no", "on request", "by default"]
 
 ENTRY_POINTS = "megatron_adaptive.schedules"
 """Name of the group of entry points through which installed packages provide schedules."""
-_PACKAGE = "megatron.adaptive.schedule"
+
+
+def no_function(*arguments: Any) -> Any:
+    """Stands for the function of a schedule that has none: ``auto``, ``file`` or ``megatron``."""
+    raise AssertionError("this schedule has no function")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +44,9 @@ class ScheduleSpec:
 
     Attributes:
         name: Name of the schedule on the command line.
-        function: Function that implements the schedule, or its path in the form
-            ``package.module:function``. It is empty for ``auto``, ``file`` and ``megatron``, which
-            have no function.
+        position: Position among the schedules of this package, in ascending order. If several
+            schedules are equally fast, the first is chosen.
+        function: Function that implements the schedule.
         kind: ``fixed`` if the order of actions is known before the step, or ``rule`` if each rank
             chooses its next action at run time. The schedules ``auto``, ``file`` and ``megatron``
             are separate kinds.
@@ -74,12 +79,15 @@ class ScheduleSpec:
             Run-time rules always support slices.
         torch_name: Name of the same schedule in ``torch.distributed.pipelining``, or empty if there
             is none.
+        reasons: Reasons for choosing F, B and W under a run-time rule that has a single reason per
+            kind, for the trace. They are words of ``REASONS`` in ``trace/trace_format.py``.
         is_selectable: Whether users can select the schedule. It is false only for the schedule that
             validation uses.
     """
 
     name: str
-    function: str | Callable[..., Any] = ""
+    position: int = 1000
+    function: Callable[..., Any] = no_function
     kind: ScheduleKind = "fixed"
     chunks: Chunks = "any"
     placements: tuple[PlacementKind, ...] = ("loop",)
@@ -97,6 +105,7 @@ class ScheduleSpec:
     planned: Planned = "no"
     orders_slices: bool = False
     torch_name: str = ""
+    reasons: tuple[str, str, str] | None = None
     is_selectable: bool = True
 
     @property
@@ -127,206 +136,63 @@ class ScheduleSpec:
     @property
     def is_own(self) -> bool:
         """Whether the user wrote the schedule. If not, it belongs to this package."""
-        return self.name not in BUILT_IN
-
-    def load(self) -> Callable[..., Any]:
-        """Imports and returns the function that implements the schedule."""
-        if callable(self.function):
-            return self.function
-        module, _, name = self.function.partition(":")
-        loaded: Any = getattr(importlib.import_module(module), name)
-        # Functions of this package may be decorated in the same way as users' functions. In this
-        # case, the object is a ScheduleSpec.
-        return loaded.load() if isinstance(loaded, ScheduleSpec) else loaded
+        return self.name not in built_in_schedules()
 
 
-_BOTH: tuple[PlacementKind, ...] = ("loop", "v")
-
-# The order of this table matters: if several schedules are equally fast, the first is chosen.
-_TABLE = (
+_SCHEDULES = (
     ScheduleSpec(
-        name="1f1b",
-        function=f"{_PACKAGE}.fixed_in_loop:one_f_one_b",
-        chunks="one",
-        allows_unequal_stages=True,
-        is_auto_candidate=True,
-        planned="by default",
-        torch_name="1F1B",
-    ),
-    ScheduleSpec(
-        name="seq-1f1b",
-        function=f"{_PACKAGE}.fixed_in_loop:seq_1f1b",
-        chunks="one",
-        orders_slices=True,
-    ),
-    ScheduleSpec(
-        name="zb-h1",
-        function=f"{_PACKAGE}.fixed_in_loop:zb_h1",
-        chunks="one",
-        splits_backward="always",
-        is_hint=True,
-        is_auto_candidate=True,
-        planned="by default",
-    ),
-    ScheduleSpec(
-        name="adaptive",
-        function=f"{_PACKAGE}.runtime_rules:ready_first",
-        kind="rule",
-        placements=_BOTH,
+        name="auto",
+        position=180,
+        kind="auto",
+        placements=("loop", "v"),
         prefers_v=True,
         splits_backward="by default",
-        overlaps_experts=True,
-        allows_unequal_stages=True,
-        planned="by default",
-    ),
-    ScheduleSpec(
-        name="hinted",
-        function=f"{_PACKAGE}.runtime_rules:hinted",
-        kind="rule",
-        placements=_BOTH,
-        prefers_v=True,
-        splits_backward="by default",
-        overlaps_experts=True,
-        planned="on request",
-    ),
-    ScheduleSpec(
-        name="gpipe",
-        function=f"{_PACKAGE}.fixed_in_loop:gpipe",
-        placements=_BOTH,
-        keeps_all=True,
-        allows_unequal_stages=True,
-        planned="on request",
-        torch_name="GPipe",
-    ),
-    ScheduleSpec(
-        name="bfc",
-        function=f"{_PACKAGE}.runtime_rules:breadth_first",
-        kind="rule",
-        placements=_BOTH,
-        splits_backward="on request",
-        overlaps_experts=True,
-        planned="on request",
-    ),
-    ScheduleSpec(
-        name="dfc",
-        function=f"{_PACKAGE}.runtime_rules:depth_first",
-        kind="rule",
-        placements=_BOTH,
-        splits_backward="on request",
-        overlaps_experts=True,
-        planned="on request",
-    ),
-    ScheduleSpec(
-        name="interleaved",
-        function=f"{_PACKAGE}.fixed_in_loop:interleaved",
-        chunks="several",
-        groups_microbatches=True,
-        takes_group_size=True,
-        is_hint=True,
-        is_auto_candidate=True,
-        planned="by default",
-        torch_name="Interleaved1F1B",
-    ),
-    ScheduleSpec(
-        name="interleaved-zb",
-        function=f"{_PACKAGE}.fixed_in_loop:interleaved_zb",
-        chunks="several",
-        splits_backward="always",
-        is_hint=True,
-        is_auto_candidate=True,
-    ),
-    ScheduleSpec(
-        name="zb-v",
-        function=f"{_PACKAGE}.fixed_in_v:zb_v",
-        chunks="two",
-        placements=("v",),
-        splits_backward="always",
-        is_hint=True,
-        is_auto_candidate=True,
-        planned="by default",
-        torch_name="ZBVZeroBubble",
-    ),
-    ScheduleSpec(
-        name="v-half",
-        function=f"{_PACKAGE}.fixed_in_v:v_half",
-        chunks="two",
-        placements=("v",),
-        splits_backward="always",
-        is_hint=True,
-        is_auto_candidate=True,
-        planned="by default",
-    ),
-    ScheduleSpec(
-        name="dualpipe-v",
-        function=f"{_PACKAGE}.fixed_in_v:dualpipe_v",
-        chunks="two",
-        placements=("v",),
-        splits_backward="always",
-        overlaps_experts=True,
-        microbatches_per_rank=2,
-        is_hint=True,
-        is_auto_candidate=True,
-        planned="on request",
-        torch_name="DualPipeV",
-    ),
-    ScheduleSpec(
-        name="combined-1f1b",
-        function=f"{_PACKAGE}.fixed_in_loop:combined_1f1b",
-        chunks="several",
-        overlaps_experts=True,
-        groups_microbatches=True,
-        planned="on request",
-    ),
-    ScheduleSpec(
-        name="breadth-first",
-        function=f"{_PACKAGE}.fixed_in_loop:gpipe",
-        chunks="several",
-        keeps_all=True,
-        planned="on request",
-        torch_name="LoopedBFS",
-    ),
-    ScheduleSpec(
-        name="varuna",
-        function=f"{_PACKAGE}.fixed_in_loop:varuna",
-        chunks="one",
-        keeps_all=True,
-        recomputes=True,
-    ),
-    ScheduleSpec(
-        name="forward-only",
-        function=f"{_PACKAGE}.fixed_in_loop:forward_only",
-        placements=_BOTH,
-        orders_slices=True,
-        is_selectable=False,
-    ),
-    ScheduleSpec(
-        name="auto", kind="auto", placements=_BOTH, prefers_v=True, splits_backward="by default"
     ),
     ScheduleSpec(
         name="file",
+        position=190,
         kind="file",
-        placements=_BOTH,
+        placements=("loop", "v"),
         splits_backward="by default",
         overlaps_experts=True,
     ),
-    ScheduleSpec(name="megatron", kind="megatron", groups_microbatches=True, takes_group_size=True),
+    ScheduleSpec(
+        name="megatron",
+        position=200,
+        kind="megatron",
+        groups_microbatches=True,
+        takes_group_size=True,
+    ),
 )
-BUILT_IN = {spec.name: spec for spec in _TABLE}
-"""Specifications of the schedules of this package, keyed by name."""
+
+
+@functools.cache
+def built_in_schedules() -> Mapping[str, ScheduleSpec]:
+    """Returns the schedules of this package, keyed by name, in ascending order of ``position``.
+
+    They are the entries of ``SCHEDULES`` in ``schedule/runtime_rules.py`` and in each module of
+    ``schedule`` whose name begins with ``fixed_``, and those that have no function.
+    """
+    package = importlib.import_module("megatron.adaptive.schedule")
+    rules = importlib.import_module("megatron.adaptive.schedule.runtime_rules")
+    specs = list(_SCHEDULES)
+    for module in (rules, *modules_in(package, "fixed_*")):
+        specs += module.SCHEDULES
+    return {spec.name: spec for spec in sorted(specs, key=lambda spec: spec.position)}
 
 
 def selectable_names(
     matches: Callable[[ScheduleSpec], object] = lambda spec: True, *, also: Iterable[str] = ()
 ) -> tuple[str, ...]:
-    """Returns the names of the schedules that users can select, in the order of the table.
+    """Returns the names of the schedules that users can select, in ascending order of position.
 
     Args:
         matches: Function that takes the specification of a schedule, and returns whether to include
             its name.
         also: Names of schedules from outside this package that are also considered.
     """
-    specs = [spec for spec in _TABLE if spec.is_selectable]
-    specs += [schedule_spec(name) for name in also if name not in BUILT_IN]
+    specs = [spec for spec in built_in_schedules().values() if spec.is_selectable]
+    specs += [schedule_spec(name) for name in also if name not in built_in_schedules()]
     return tuple(spec.name for spec in specs if matches(spec))
 
 
@@ -340,7 +206,7 @@ def schedule_spec(name: str) -> ScheduleSpec:
     Raises:
         ConfigError: The schedule does not exist, or its module cannot be imported.
     """
-    return BUILT_IN[name] if name in BUILT_IN else _own_spec(name)
+    return built_in_schedules().get(name) or _own_spec(name)
 
 
 @functools.lru_cache(maxsize=64)

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.adaptive.config.schedule_specs import selectable_names
+from megatron.adaptive.config.schedule_specs import schedule_spec, selectable_names
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.planner.cost import StageSums, as_run, predict, row_pipeline
 from megatron.adaptive.planner.layer_costs import OURS, in_flight
@@ -40,6 +40,29 @@ from megatron.adaptive.schedule import catalog
 
 ONE_CHUNK = selectable_names(lambda spec: spec.planned != "no" and spec.least_chunks == 1)
 """Names of the schedules that the trainer can run with one chunk per rank."""
+_KNOWN = {
+    "zb-v": ((2,), ("zb-v", "adaptive", "hinted")),
+    "v-half": ((2,), ("v-half",)),
+    "dualpipe-v": ((2,), ("dualpipe-v",)),
+    "interleaved": ((2, 3, 4, 6, 8), ("interleaved", "combined-1f1b")),
+    "breadth-first": ((2, 3, 4, 6, 8), ("breadth-first",)),
+}
+_OTHERS = selectable_names(
+    lambda spec: (
+        spec.kind == "fixed"
+        and spec.planned != "no"
+        and spec.least_chunks > 1
+        and not any(spec.name in names for _, names in _KNOWN.values())
+    )
+)
+CHUNKED = _KNOWN | {
+    name: ((2,) if schedule_spec(name).most_chunks == 2 else (2, 3, 4, 6, 8), (name,))
+    for name in _OTHERS
+}
+"""Static schedules with several chunks per rank, keyed by name. Each value contains the numbers of
+chunks per rank to try, and the names of all schedules with the same stage placement."""
+SEARCHED = tuple(dict.fromkeys((*ONE_CHUNK, *(n for _, names in CHUNKED.values() for n in names))))
+"""Names of all schedules from which the search can choose."""
 _NO_CAP = 1e6
 """Limit on activations that never takes effect, because it exceeds the number of microbatches in a
 step.

@@ -50,7 +50,7 @@ from megatron.adaptive.config.schedule_specs import selectable_names
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.planner import search_kernel
 from megatron.adaptive.planner.chunk_partition import (
-    ONE_CHUNK,
+    CHUNKED,
     ChunkedPipeline,
     hand_over,
     handed_over,
@@ -87,17 +87,6 @@ _FEW_LEVELS = 2000
 """Maximum number of levels (sets of nodes with a first stage) per shape during its first visit."""
 _SMALL_LEVELS = 200
 """Maximum number of levels for which a shape is searched fully during its first visit."""
-_CHUNKED = {
-    "zb-v": ((2,), ("zb-v", "adaptive", "hinted")),
-    "v-half": ((2,), ("v-half",)),
-    "dualpipe-v": ((2,), ("dualpipe-v",)),
-    "interleaved": ((2, 3, 4, 6, 8), ("interleaved", "combined-1f1b")),
-    "breadth-first": ((2, 3, 4, 6, 8), ("breadth-first",)),
-}
-"""Static schedules with several chunks per rank, keyed by name. Each value contains the numbers of
-chunks per rank to try, and the names of all schedules with the same stage placement."""
-SEARCHED = tuple(dict.fromkeys((*ONE_CHUNK, *(n for _, names in _CHUNKED.values() for n in names))))
-"""Names of all schedules from which the search can choose."""
 _WHOLE_BACKWARD = selectable_names(
     lambda spec: spec.planned != "no" and spec.splits_backward == "never"
 )
@@ -728,7 +717,7 @@ class Searcher:
         microbatches = shape.choice.microbatches
         rates = (1 / self._tables.pipeline_s(stage_class, shape.choice) for stage_class in classes)
         work_s = 1 / sum(rates)
-        for order, (counts, same_placement) in _CHUNKED.items():
+        for order, (counts, same_placement) in CHUNKED.items():
             chosen = [name for name in names if name in same_placement]
             for chunks in counts if chosen else ():
                 if chunks * plan.pp > self.model.num_layers:

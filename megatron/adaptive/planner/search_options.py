@@ -43,7 +43,7 @@ class SearchOptions:
         partition: Number of layers of each stage, including embedding and head, or empty to choose
             a partition.
         schedules: Names of the pipeline schedules to choose from, which must be in
-            ``search.SEARCHED``.
+            ``chunk_partition.SEARCHED``.
         all_nodes: Whether a plan must use every node.
         unequal: Whether stages may have different parallel sizes. The trainer supports such plans
             only if ``tp`` is 1.

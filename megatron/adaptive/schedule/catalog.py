@@ -3,7 +3,7 @@
 This module checks what all schedules require. It chooses the settings with which a schedule runs on
 a pipeline: the placement of stages, the number of W actions per weight gradient, and the limit on
 activations (cap). It also chooses the schedule that the rule ``hinted`` follows (its hint).
-``config.schedule_specs`` maps each name to its function:
+The functions of schedules (see ``config.schedule_specs``) are of two kinds:
 
 - The function of a static schedule takes the placement of the stages and the number of
   microbatches. It returns the list of actions of each rank.
@@ -22,8 +22,8 @@ from functools import lru_cache
 
 from megatron.adaptive.config.schedule import default_placement
 from megatron.adaptive.config.schedule_specs import (
-    BUILT_IN,
     ScheduleSpec,
+    built_in_schedules,
     schedule_spec,
     selectable_names,
 )
@@ -155,7 +155,7 @@ class Candidate:
             pieces = self.weight_pieces
             policy = own_rule(spec, placement, num_microbatches, self.cap, pieces, slices)
             return (policy,) * placement.num_ranks
-        rule = spec.load()
+        rule = spec.function
         if name == "hinted" and not self.skipped_stages:
             if not isinstance(slices, int):
                 raise ScheduleError(_unequal(name))
@@ -168,7 +168,7 @@ class Candidate:
         if name == "hinted":
             # Frozen stages run no backward passes, but a schedule that ``hinted`` could follow
             # assumes that each stage runs them. So ``adaptive`` chooses the actions instead.
-            rule = schedule_spec("adaptive").load()
+            rule = schedule_spec("adaptive").function
         if name in ("adaptive", "hinted") and self.shares and self.cap is not None:
             frozen = self.skipped_stages
             ranks = range(placement.num_ranks)
@@ -252,7 +252,9 @@ def make_candidate(
 
 def schedule_names() -> tuple[str, ...]:
     """Returns the sorted names of the built-in static schedules."""
-    return tuple(sorted(name for name, spec in BUILT_IN.items() if spec.kind == "fixed"))
+    return tuple(
+        sorted(name for name, spec in built_in_schedules().items() if spec.kind == "fixed")
+    )
 
 
 def policy_names() -> tuple[str, ...]:
@@ -381,7 +383,7 @@ def make_schedule(
         placement=placement,
         num_microbatches=num_microbatches,
         num_slices=num_slices,
-        orders=tuple(map(tuple, spec.load()(placement, num_microbatches, **options))),
+        orders=tuple(map(tuple, spec.function(placement, num_microbatches, **options))),
     )
 
 
@@ -462,7 +464,7 @@ def _orders_of_unequal(
     spec = _spec_of(name)
     if spec.is_selectable:
         raise ScheduleError(_unequal(name))
-    orders: tuple[Order, ...] = spec.load()(placement, len(num_slices), num_slices=num_slices)
+    orders: tuple[Order, ...] = spec.function(placement, len(num_slices), num_slices=num_slices)
     return orders
 
 

@@ -146,6 +146,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 
+from megatron.adaptive.config.schedule_specs import ScheduleSpec
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule import runtime_rules
 from megatron.adaptive.schedule.action import (
@@ -155,11 +156,8 @@ from megatron.adaptive.schedule.action import (
     action_table,
     item_count,
 )
-from megatron.adaptive.schedule.policy import RulePolicy
 from megatron.adaptive.schedule.schedule import Order
-from megatron.adaptive.schedule.simulate import simulate
 from megatron.adaptive.schedule.stage_placement import Placement
-from megatron.adaptive.schedule.workload import StageTimes
 
 
 def one_f_one_b(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
@@ -375,6 +373,11 @@ def varuna(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
 
     ``placement`` assigns stages to ranks. A step has ``num_microbatches`` microbatches.
     """
+    # These modules import numpy and modules of ``config``, which imports this module.
+    from megatron.adaptive.schedule.policy import RulePolicy
+    from megatron.adaptive.schedule.simulate import simulate
+    from megatron.adaptive.schedule.workload import StageTimes
+
     ranks = placement.num_ranks
     times = StageTimes(
         forward_s=(1.0,) * ranks,
@@ -383,3 +386,88 @@ def varuna(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
     )
     policies = [RulePolicy("varuna", runtime_rules.depth_first)] * ranks
     return simulate(placement, num_microbatches, policies, times).to_schedule("varuna").orders
+
+
+SCHEDULES = (
+    ScheduleSpec(
+        name="1f1b",
+        position=10,
+        function=one_f_one_b,
+        chunks="one",
+        allows_unequal_stages=True,
+        is_auto_candidate=True,
+        planned="by default",
+        torch_name="1F1B",
+    ),
+    ScheduleSpec(name="seq-1f1b", position=20, function=seq_1f1b, chunks="one", orders_slices=True),
+    ScheduleSpec(
+        name="zb-h1",
+        position=30,
+        function=zb_h1,
+        chunks="one",
+        splits_backward="always",
+        is_hint=True,
+        is_auto_candidate=True,
+        planned="by default",
+    ),
+    ScheduleSpec(
+        name="gpipe",
+        position=60,
+        function=gpipe,
+        placements=("loop", "v"),
+        keeps_all=True,
+        allows_unequal_stages=True,
+        planned="on request",
+        torch_name="GPipe",
+    ),
+    ScheduleSpec(
+        name="interleaved",
+        position=90,
+        function=interleaved,
+        chunks="several",
+        groups_microbatches=True,
+        takes_group_size=True,
+        is_hint=True,
+        is_auto_candidate=True,
+        planned="by default",
+        torch_name="Interleaved1F1B",
+    ),
+    ScheduleSpec(
+        name="interleaved-zb",
+        position=100,
+        function=interleaved_zb,
+        chunks="several",
+        splits_backward="always",
+        is_hint=True,
+        is_auto_candidate=True,
+    ),
+    ScheduleSpec(
+        name="combined-1f1b",
+        position=140,
+        function=combined_1f1b,
+        chunks="several",
+        overlaps_experts=True,
+        groups_microbatches=True,
+        planned="on request",
+    ),
+    ScheduleSpec(
+        name="breadth-first",
+        position=150,
+        function=gpipe,
+        chunks="several",
+        keeps_all=True,
+        planned="on request",
+        torch_name="LoopedBFS",
+    ),
+    ScheduleSpec(
+        name="varuna", position=160, function=varuna, chunks="one", keeps_all=True, recomputes=True
+    ),
+    ScheduleSpec(
+        name="forward-only",
+        position=170,
+        function=forward_only,
+        placements=("loop", "v"),
+        orders_slices=True,
+        is_selectable=False,
+    ),
+)

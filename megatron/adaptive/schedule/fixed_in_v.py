@@ -79,6 +79,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 
+from megatron.adaptive.config.schedule_specs import ScheduleSpec
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.schedule import Order
@@ -334,3 +335,44 @@ def _stretch(row: _Row, begin: int, repeats: int) -> Order:
 
 def _later(actions: list[Action], microbatches: int) -> list[Action]:
     return [Action(a.kind, a.chunk, a.microbatch + microbatches) for a in actions]
+
+
+SCHEDULES = (
+    ScheduleSpec(
+        name="zb-v",
+        position=110,
+        function=zb_v,
+        chunks="two",
+        placements=("v",),
+        splits_backward="always",
+        is_hint=True,
+        is_auto_candidate=True,
+        planned="by default",
+        torch_name="ZBVZeroBubble",
+    ),
+    ScheduleSpec(
+        name="v-half",
+        position=120,
+        function=v_half,
+        chunks="two",
+        placements=("v",),
+        splits_backward="always",
+        is_hint=True,
+        is_auto_candidate=True,
+        planned="by default",
+    ),
+    ScheduleSpec(
+        name="dualpipe-v",
+        position=130,
+        function=dualpipe_v,
+        chunks="two",
+        placements=("v",),
+        splits_backward="always",
+        overlaps_experts=True,
+        microbatches_per_rank=2,
+        is_hint=True,
+        is_auto_candidate=True,
+        planned="on request",
+        torch_name="DualPipeV",
+    ),
+)

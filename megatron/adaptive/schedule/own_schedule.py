@@ -38,8 +38,8 @@ class OwnRule:
 
     def __init__(self, spec: ScheduleSpec) -> None:
         self.name = spec.name
-        self._where = f"schedule {spec.name} ({source_of(spec.load())})"
-        self._function: Callable[[RankState], Action | None] = spec.load()
+        self._where = f"schedule {spec.name} ({source_of(spec.function)})"
+        self._function: Callable[[RankState], Action | None] = spec.function
 
     def pick(self, state: RankState) -> Action | None:
         """Returns the action that the user's function chooses in ``state``, or ``None`` to wait.
@@ -87,10 +87,10 @@ def own_schedule(spec: ScheduleSpec, placement: Placement, num_microbatches: int
     Raises:
         ScheduleError: The function raised an exception, or the returned schedule is not valid.
     """
-    where = f"schedule {spec.name} ({source_of(spec.load())})"
+    where = f"schedule {spec.name} ({source_of(spec.function)})"
     size = f"{placement.num_ranks} ranks and {num_microbatches} microbatches"
     try:
-        orders = tuple(tuple(order) for order in spec.load()(placement, num_microbatches))
+        orders = tuple(tuple(order) for order in spec.function(placement, num_microbatches))
     except Exception as error:  # A user's function may raise any exception.
         raise ScheduleError(
             f"{where}: the function raised {type(error).__name__} for {size}: {error}"
@@ -108,7 +108,7 @@ def own_schedule(spec: ScheduleSpec, placement: Placement, num_microbatches: int
     try:
         validate(schedule)
     except ScheduleError as error:
-        raise ScheduleError(f"{source_of(spec.load())}: {error}") from None
+        raise ScheduleError(f"{source_of(spec.function)}: {error}") from None
     splits = spec.splits_backward == "always"
     if schedule.weight_pieces != int(splits):
         rank, action = next(
@@ -168,5 +168,5 @@ def own_rule(
     except ScheduleError as error:
         if spec.name in str(error):
             raise
-        raise ScheduleError(f"schedule {spec.name} ({source_of(spec.load())}): {error}") from None
+        raise ScheduleError(f"schedule {spec.name} ({source_of(spec.function)}): {error}") from None
     return rule

@@ -7,9 +7,11 @@ applies a function of ``runtime_rules``, and the policy that follows a list of a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Protocol
 
+from megatron.adaptive.config.schedule_specs import built_in_schedules
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule import rank_kernel, runtime_rules
 from megatron.adaptive.schedule.action import (
@@ -181,13 +183,12 @@ def rule_of(policies: Sequence[Policy]) -> tuple[Rule, tuple[tuple[int, ...], ..
     return rule_policies[0].rule, tuple(policy.hint for policy in rule_policies)
 
 
-_BY_KIND: dict[Rule, tuple[str, str, str]] = {
-    runtime_rules.ready_first: ("turn", "deepest", "filler"),
-    runtime_rules.depth_first: ("deepest", "deepest", "filler"),
-    runtime_rules.breadth_first: ("broadest", "deepest", "filler"),
-    runtime_rules.follow: ("order", "order", "order"),
-}
-"""Reasons for choosing F, B and W under each rule that has a single reason per kind."""
+@cache
+def _reasons_by_rule() -> Mapping[Rule, tuple[str, str, str]]:
+    """Returns the reasons for choosing F, B and W under rules with a single reason per kind."""
+    specs = built_in_schedules().values()
+    reasons = {spec.function: spec.reasons for spec in specs if spec.reasons is not None}
+    return {**reasons, runtime_rules.follow: ("order", "order", "order")}
 
 
 def reasons_of(policy: Policy, codes: Sequence[int], num_chunks: int) -> list[str]:
@@ -206,7 +207,7 @@ def reasons_of(policy: Policy, codes: Sequence[int], num_chunks: int) -> list[st
     codes = [code % (3 * num_chunks) for code in codes]
     if policy.rule is runtime_rules.hinted:
         return _hinted(policy.hint, codes, num_chunks)
-    reasons = _BY_KIND.get(policy.rule, ("", "", ""))
+    reasons = _reasons_by_rule().get(policy.rule, ("", "", ""))
     return [reasons[code // num_chunks] for code in codes]
 
 

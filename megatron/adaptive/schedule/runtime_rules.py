@@ -37,6 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron.adaptive.config.schedule_specs import ScheduleSpec
 from megatron.adaptive.schedule.rank_kernel import (
     BESIDE,
     CAP,
@@ -303,3 +304,53 @@ def hinted(s: State, hint: Sequence[int]) -> int:
     if other < 0 and sized:
         return ready_first(s, hint[:0])
     return other
+
+
+SCHEDULES = (
+    ScheduleSpec(
+        name="adaptive",
+        position=40,
+        function=ready_first,
+        kind="rule",
+        placements=("loop", "v"),
+        prefers_v=True,
+        splits_backward="by default",
+        overlaps_experts=True,
+        allows_unequal_stages=True,
+        planned="by default",
+        reasons=("turn", "deepest", "filler"),
+    ),
+    ScheduleSpec(
+        name="hinted",
+        position=50,
+        function=hinted,
+        kind="rule",
+        placements=("loop", "v"),
+        prefers_v=True,
+        splits_backward="by default",
+        overlaps_experts=True,
+        planned="on request",
+    ),
+    ScheduleSpec(
+        name="bfc",
+        position=70,
+        function=breadth_first,
+        kind="rule",
+        placements=("loop", "v"),
+        splits_backward="on request",
+        overlaps_experts=True,
+        planned="on request",
+        reasons=("broadest", "deepest", "filler"),
+    ),
+    ScheduleSpec(
+        name="dfc",
+        position=80,
+        function=depth_first,
+        kind="rule",
+        placements=("loop", "v"),
+        splits_backward="on request",
+        overlaps_experts=True,
+        planned="on request",
+        reasons=("deepest", "deepest", "filler"),
+    ),
+)

@@ -309,6 +309,18 @@ def set_aside(folder: str | os.PathLike[str]) -> Path | None:
     return kept
 
 
+def make_parent(path: Path) -> None:
+    """Creates the folder of the file ``path`` if it does not exist.
+
+    Raises:
+        TraceError: The folder cannot be created.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
 @contextmanager
 def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Replaces the file at ``path`` atomically by a temporary file, whose path is yielded.
@@ -321,8 +333,8 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
         TraceError: The file cannot be written at ``path``.
     """
     target = Path(path)
+    make_parent(target)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=".", suffix=target.suffix)
         os.close(handle)
     except OSError as error:

@@ -100,7 +100,7 @@ def make_logger(logger: type[Logger], cfg: TrainerConfig) -> Logger:
         raise
     except Exception as error:  # A user's class may raise any exception.
         raise ConfigError(
-            f"logger {logger.__module__}:{logger.__name__}: {line_of_error(error)} raised "
+            f"logger {logger.__module__}:{logger.__name__}: {line_of_error(error, logger)} raised "
             f"{type(error).__name__}: {error}"
         ) from error
 

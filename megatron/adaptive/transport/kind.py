@@ -152,7 +152,9 @@ class TransportKind:
             Object with all members of ``interface.Transport``, or ``None`` for a rank without
             peers.
         """
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} must define open(opening), which returns this rank's transport"
+        )
 
 
 @lru_cache(maxsize=64)
@@ -214,7 +216,7 @@ def open_own(kind: TransportKind, opening: Opening) -> Transport | None:
     except AdaptiveError as error:
         failure = str(error)
     except Exception as error:  # A user's class may raise any exception.
-        failure = f"{line_of_error(error)} raised {type(error).__name__}: {error}"
+        failure = f"{line_of_error(error, type(kind))} raised {type(error).__name__}: {error}"
     exchange(None, None if failure is None else f"{where}: {failure}")
     return part
 

@@ -17,8 +17,8 @@ from megatron.adaptive import extension
 from megatron.adaptive.config.parallel import PINNED, TransportConfig
 from megatron.adaptive.errors import AdaptiveError
 from megatron.adaptive.network import is_loopback
-from megatron.adaptive.transport.interface import Endpoint
-from megatron.adaptive.transport.kind import RankFacts, TransportKind
+from megatron.adaptive.transport.interface import Endpoint, Transport
+from megatron.adaptive.transport.kind import Opening, RankFacts, TransportKind
 from megatron.adaptive.transport.select import ChannelSize
 
 _ACTIVE = "ACTIVE"
@@ -54,6 +54,13 @@ class NativeKind(TransportKind):
 
     def lacks(self, facts: RankFacts) -> str | None:
         return str(extension.why_missing()) if facts.module is None else None
+
+    def open(self, opening: Opening) -> Transport | None:
+        """Raises ``NotImplementedError``, because one node opens all native channels of a rank."""
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot be opened by itself, because transport/connect.py opens "
+            "shm, tcp and rdma together; your own transport can contain GlooKind or NcclKind"
+        )
 
     def channel_options(self, channels: NativeChannels) -> dict[str, Any]:
         """Returns the options with which the extension opens a channel of this transport."""

@@ -42,6 +42,11 @@ def page(shown: ViewInput, path: Path) -> None:
     path.write_text("<p>mine</p>")
 
 
+@trace_view(ending=".gone", summary="reads a file that does not exist")
+def reader(shown: ViewInput, path: Path) -> str:
+    return Path("no/such/file").read_text()
+
+
 @trace_view(ending=".txt", summary="damaged")
 def damaged(shown: ViewInput, path: Path) -> None:
     {}["key"]
@@ -87,9 +92,9 @@ def test_a_view_of_the_user_is_written(trace: Trace, tmp_path: Path) -> None:
 
 
 def test_a_view_of_an_installed_package_is_chosen_by_name(trace: Trace, tmp_path: Path) -> None:
-    done = trace("--format", "actions", "--output", "mine.csv")
+    done = trace("--format", "actions", "--output", "new/mine.csv")
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "mine.csv").exists()
+    assert (tmp_path / "new/mine.csv").exists()
 
 
 @pytest.mark.parametrize(
@@ -98,6 +103,10 @@ def test_a_view_of_an_installed_package_is_chosen_by_name(trace: Trace, tmp_path
         (
             "my_views:damaged",
             r"view my_views:damaged \(.*:\d+\): .*my_views.py:\d+ raised KeyError",
+        ),
+        (
+            "my_views:reader",
+            r"view my_views:reader \(.*:\d+\): .*my_views.py:\d+ raised FileNotFoundError",
         ),
         ("html,my_views:page", "html and my_views:page both write the file that ends in '.html'"),
         ("my_views:none", "has no 'none'"),

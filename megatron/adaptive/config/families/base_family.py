@@ -217,8 +217,9 @@ class Family:
         except ConfigError:
             raise
         except Exception as error:  # A user's method may raise any exception.
+            line = line_of_error(error, type(self))
             raise ConfigError(
-                f"{where}: adjust of {type(self).__name__} ({line_of_error(error)}) raised"
+                f"{where}: adjust of {type(self).__name__} ({line}) raised"
                 f" {type(error).__name__}: {error}"
             ) from error
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from megatron.adaptive.config.own_code import find_object, modules_in
 from megatron.adaptive.config.schedule import format_partition
-from megatron.adaptive.config.schedule_specs import BUILT_IN
+from megatron.adaptive.config.schedule_specs import built_in_schedules
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.trace.diagnose.finding import Finding
 from megatron.adaptive.trace.diagnose.samples import Measured
@@ -66,7 +66,7 @@ class Evidence:
     @property
     def is_ordered_at_run_time(self) -> bool:
         """Whether the measured run chose the order of its actions at run time."""
-        spec = BUILT_IN.get(self.measured.headers[0].schedule)
+        spec = built_in_schedules().get(self.measured.headers[0].schedule)
         return spec is not None and spec.is_rule
 
     def move_layers(self, finding: Finding) -> Remedy:

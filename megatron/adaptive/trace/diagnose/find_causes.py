@@ -67,8 +67,9 @@ def diagnose(
         except AdaptiveError:
             raise
         except Exception as error:  # The class may belong to a user, so any exception can occur.
+            line = line_of_error(error, type(cause))
             raise TraceError(
-                f"cause {cause.name}: {line_of_error(error)} raised {type(error).__name__}: {error}"
+                f"cause {cause.name}: {line} raised {type(error).__name__}: {error}"
             ) from error
     return Diagnosis(
         findings=tuple(sorted(findings, key=lambda finding: -finding.cost_ms)),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.adaptive.config.own_code import find_object, line_of_error, modules_in, source_of
 from megatron.adaptive.errors import AdaptiveError, ConfigError, TraceError
+from megatron.adaptive.trace.files import make_parent
 
 if TYPE_CHECKING:
     from megatron.adaptive.trace.metrics import RunFigures
@@ -91,6 +92,8 @@ class View:
                 written, or a user-defined function raised an error.
         """
         path = Path(f"{stem}{self.ending}")
+        if self.ending:
+            make_parent(path)
         try:
             result = self.function(shown, path) if self.ending else self.function(shown)
             lines = [result] if isinstance(result, str) else [str(line) for line in result or ()]
@@ -99,8 +102,9 @@ class View:
         except Exception as error:  # The function may belong to a user, so any exception can occur.
             if not self.is_own:
                 raise
+            line = line_of_error(error, self.function)
             raise TraceError(
-                f"view {self.name} ({source_of(self.function)}): {line_of_error(error)} raised "
+                f"view {self.name} ({source_of(self.function)}): {line} raised "
                 f"{type(error).__name__}: {error}"
             ) from error
         if not self.ending:
@@ -114,7 +118,8 @@ def trace_view(
 ) -> Callable[[Callable[..., Any]], View]:
     """Returns a decorator that turns a function into a :class:`View`.
 
-    The function takes a :class:`ViewInput` and the :class:`~pathlib.Path` of the file to write. It
+    The function takes a :class:`ViewInput` and the :class:`~pathlib.Path` of the file to write,
+    whose folder exists. ``replaced(path)`` of ``trace/files.py`` writes a file as a whole. It
     returns a line that describes the file, such as ``iteration 5 drawn``, a list that also contains
     notes, or ``None``. With an empty ``ending``, the function takes only the :class:`ViewInput`,
     and returns the text to print or its lines.

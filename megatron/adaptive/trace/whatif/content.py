@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron.adaptive.config.schedule import format_partition
-from megatron.adaptive.config.schedule_specs import BUILT_IN
+from megatron.adaptive.config.schedule_specs import built_in_schedules
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.microbatch_assignment import deal
 from megatron.adaptive.schedule.stage_placement import frozen_stages_of
@@ -159,7 +159,7 @@ class _Simulation:
     ) -> None:
         self._header = header
         self._steps = steps
-        spec = BUILT_IN.get(header.schedule)
+        spec = built_in_schedules().get(header.schedule)
         is_grouped = spec is not None and spec.groups_microbatches and header.num_chunks > 1
         self._group = header.num_ranks if is_grouped else 1
         per_rank = 0 if spec is None else spec.microbatches_per_rank
