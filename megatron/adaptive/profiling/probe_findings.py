@@ -15,9 +15,9 @@ noisy machines. If there is a data sheet, the measurements are also compared wit
 measurement is the better of two measurements at different times, because a program that runs
 briefly disturbs at most one of them.
 
-If other programs use all machines, even the better measurement of an equal rank may be poor. In this
-case, the two measurements of the other ranks also differ from each other. So the factor of an
-outlier must also exceed the ratio of two measurements of most of the others.
+If other programs use all machines, even the better measurement of an equal rank may be poor. In
+this case, the two measurements of the other ranks also differ from each other. So the factor of an
+outlier must also exceed this difference of nearly all others.
 """
 
 from __future__ import annotations
