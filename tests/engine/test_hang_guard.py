@@ -67,7 +67,7 @@ def test_a_rank_says_that_it_waits_for_its_gpu(
         reports.append(guard._read())
         lock.release()
 
-    # The main thread blocks in C code, while another thread reports what it does.
+    # The main thread blocks in C code, while another thread calls the function.
     timer = threading.Timer(0.2, report)
     timer.start()
     run(lock.acquire)
