@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules import Profiler
 from megatron.adaptive.modules.mesh import join_job
 from megatron.adaptive.modules.profiler import ModuleProfile
+from megatron.adaptive.modules.recording import RecordingCache
 from megatron.adaptive.planner import profile_file
 from megatron.adaptive.planner.model_file import read_model
 
@@ -65,6 +67,29 @@ def test_memory_ends_the_doubling() -> None:
         Tower(), {"x": torch.randn(16, WIDE)}, memory_limit_bytes=largest * 1.6, links=False
     ).run()
     assert profile.micro_batch_sizes == (1, 2, 4)
+
+
+def test_memory_is_freed_after_a_microbatch_that_did_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Checks that torch's cache is emptied after the tensors of the microbatch are freed."""
+    tensors: list[weakref.ref[torch.Tensor]] = []
+    left: list[bool] = []
+
+    def measure(profiler: Profiler, *args: Any) -> Any:
+        tensor = torch.ones(2)
+        tensors.append(weakref.ref(tensor))
+        raise torch.OutOfMemoryError
+
+    def empty_cache() -> None:
+        left.extend(tensor() is not None for tensor in tensors)
+
+    monkeypatch.setattr(Profiler, "_measured_tape", measure)
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    profiler = Profiler(Tower(), {"x": torch.randn(4, WIDE)})
+    gpu = torch.device("cuda", 0)
+    assert profiler._measured(2, gpu, RecordingCache(), split=False) is None
+    assert left == [False]
 
 
 class Lonely(Tower):

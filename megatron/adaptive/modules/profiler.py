@@ -8,6 +8,7 @@ ranks and all-reduces.
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import time
 from collections import Counter
@@ -531,11 +532,13 @@ class Profiler(SampledModel):
         batch = self._microbatch(size)
         try:
             tape = self._recorded(batch, cache)
-            rows = self._measured_tape(tape, batch, device, split, enough_s)
+            return tape, self._measured_tape(tape, batch, device, split, enough_s)
         except torch.OutOfMemoryError:
+            pass  # Free memory below, because the traceback still refers to the tensors here.
+        gc.collect()
+        if device.type == "cuda":
             torch.cuda.empty_cache()
-            return None
-        return tape, rows
+        return None
 
     def _measured_tape(
         self,

@@ -65,7 +65,12 @@ with device.quiet_imports():
         time_call,
         time_microbatches,
     )
-    from megatron.adaptive.profiling.free_memory import gpu_name, node_facts
+    from megatron.adaptive.profiling.free_memory import (
+        KEPT_FREE,
+        free_memory_bytes,
+        gpu_name,
+        node_facts,
+    )
     from megatron.adaptive.profiling.links import measure_links, measure_reductions
     from megatron.adaptive.schedule.stage_placement import Placement
 
@@ -217,8 +222,9 @@ def _measure_layers(
     for tp in widths:
         job = replace(job, config=_config(options, tp, 1, job.environment.world_size))
         remake_mesh(job)
-        for size in options.micro_batches:
-            samples += _measure(options, job, tp, size, optimizer=not samples)
+        with _equal_memory(job, tp):
+            for size in options.micro_batches:
+                samples += _measure(options, job, tp, size, optimizer=not samples)
     measured: dict[str, list[dict[str, Any]]] = {}
     for name, rank_samples in job.gather((gpu, samples)):
         measured.setdefault(name, []).extend(rank_samples)
@@ -324,6 +330,8 @@ def _measure(
     for kind in options.kinds:
         _report(job, f"tp {tp}, microbatch {size}, {kind}")
         name, mark, spread_over = kind.partition("/")
+        figures: Figures | None = None
+        measures_optimizer = optimizer
         try:
             if name in ("embedding", "head"):
                 number = 0 if name == "embedding" else STAGES - 1
@@ -332,13 +340,55 @@ def _measure(
             else:
                 few = stage(1, kind, optimizer=optimizer)
                 figures = layer_sample(few, stage(1, kind, MANY))
-                optimizer = False
+                measures_optimizer = False
         except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
+            pass  # Free memory below, because the traceback still refers to the tensors here.
+        if figures is None:
+            _free_memory(job.accelerator)
+        if _is_skipped(job, tp, fits=figures is not None):
             _report(job, f"tp {tp}, microbatch {size}, {kind}: skipped, not enough memory")
             continue
+        assert figures is not None
+        optimizer = measures_optimizer
         samples.append({"kind": kind, "tp": tp, "micro_batch": size, **figures})
     return samples
+
+
+def _is_skipped(job: Any, tp: int, *, fits: bool) -> bool:
+    """Returns whether a measurement did not fit on some rank of the tensor-parallel group.
+
+    All ranks must call this if ``tp``, the tensor-parallel size, is above 1. ``fits`` says whether
+    the measurement fitted into the memory of this rank.
+    """
+    if tp == 1:
+        return not fits
+    all_fit = job.gather(fits)
+    group = parallel_state.get_tensor_model_parallel_group()
+    return not all(all_fit[rank] for rank in dist.get_process_group_ranks(group))
+
+
+@contextlib.contextmanager
+def _equal_memory(job: Any, tp: int) -> Iterator[None]:
+    """Limits the GPU memory of all ranks of a tensor-parallel group to the same size.
+
+    Otherwise, if one rank had less memory than the others, only this rank would run out of memory,
+    and the others would wait for it in a collective until the timeout. All ranks must call this if
+    ``tp``, the tensor-parallel size, is above 1.
+    """
+    device = job.accelerator.device
+    if tp == 1 or not job.accelerator.is_cuda:
+        yield
+        return
+    free = (1 - KEPT_FREE) * free_memory_bytes(job.accelerator, tp)
+    available = job.gather(torch.cuda.memory_allocated(device) + free)
+    group = parallel_state.get_tensor_model_parallel_group()
+    limit = min(available[rank] for rank in dist.get_process_group_ranks(group))
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 def _report(job: Any, text: str) -> None:
