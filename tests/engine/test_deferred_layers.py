@@ -228,13 +228,36 @@ def test_embedding_backward_is_all_weight_gradient() -> None:
     assert word.shape[0] == VOCABULARY
     assert not word.main_grad.any()
     assert chunk.module.embedding.position_embeddings.weight.main_grad.any()
-    # The weight gradient of the output layer must be computed first, and that of the embedding
-    # last. In between, there are four linear layers for each layer of the model.
+    # The weight gradient of the embedding must be computed last, after four linear layers for each
+    # layer of the model.
     for piece in range(30):
         before = word.main_grad.any()
         stages.weights(0, 0, piece, 30)
         assert piece == 29 or not before
     assert word.main_grad.any()
+    stages.finish()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_of_logits_do_not_wait_for_w(tied: bool) -> None:
+    # Each microbatch kept the gradients of its logits from B to W.
+    (chunk,) = chunks = build(core_config(add_bias_linear=False), tied=tied, rope=True)
+    (store,) = attach_stores(chunks)
+    chunk.zero_grad_buffer()
+    stages = make_stages(chunks, 1, [store])
+    stages.forward(0, 0, None)
+    stages.backward(0, 0, None)
+    logits_bytes = SEQUENCE * SAMPLES * VOCABULARY * 4
+    rows_bytes = SEQUENCE * SAMPLES * HIDDEN * 4
+    # Only a tied weight is deferred, because its two gradients must be summed first.
+    tokens_bytes = SEQUENCE * SAMPLES * 8
+    layers_bytes = 2 * 16 * rows_bytes + rows_bytes + tokens_bytes
+    assert store.microbatch_bytes == layers_bytes + tied * (logits_bytes + rows_bytes)
+    weight = chunk.module.shared_embedding_or_output_weight() if tied else None
+    weight = chunk.module.output_layer.weight if weight is None else weight
+    assert weight.main_grad.any() == (not tied)
+    stages.weights(0, 0, 0, 1)
+    assert weight.main_grad.any()
     stages.finish()
 
 

@@ -287,6 +287,24 @@ class TestSplit:
         reduced = [group.grad_reduce_handle is not None for group in chunk.bucket_groups]
         assert reduced == [overlap] * len(reduced)
 
+    def test_parameters_of_all_chunks_are_gathered_at_the_start(self) -> None:
+        # Each chunk started to gather its parameters in its first forward pass, and waited.
+        core = core_config()
+        chunks = build(core, chunks=3)
+        events: list[int] = []
+        core.param_sync_func = [
+            lambda _, number=number: events.append(number) for number in range(3)
+        ]
+        make_stages(chunks, 1).gather_parameters()
+        assert events == [0, 1, 2]
+        events.clear()
+        chunks[1].bucket_groups[0].param_gather_dispatched = True
+        make_stages(chunks, 1).gather_parameters()
+        assert events == [0, 2]
+        events.clear()
+        make_stages(chunks, 1, forward_only=True).gather_parameters()
+        assert events == []
+
     def test_an_error_leaves_no_store_active(self) -> None:
         chunks = build(core_config())
         stores = attach_stores(chunks)

@@ -152,6 +152,20 @@ def test_weights_in_fp8_are_kept_twice_more_and_products_take_half_as_long() -> 
     assert held == [2e9, 4e9]
 
 
+def test_weight_gradients_of_logits_are_part_of_b() -> None:
+    model = preset("gpt3-6.7b", "bf16", attention="fused")
+    assert model.kinds["head"].output_flops == model.kinds["head"].forward_flops
+    deferred = replace(
+        model, kinds={**model.kinds, "head": replace(model.kinds["head"], output_flops=0.0)}
+    )
+    now, before = (
+        make_estimator(described)("head", "h100", 1, 4) for described in (model, deferred)
+    )
+    assert now.backward_weight_s < 0.01 * before.backward_weight_s
+    assert now.backward_s == pytest.approx(before.backward_s, rel=0.01)
+    assert now.forward_s == before.forward_s
+
+
 def test_own_kernels_gather_the_parts_of_a_sequence_that_a_ring_would_pass_on() -> None:
     arguments = f"{MODELS['llama3-8b'].replace('8192', '65536')} --num-layers 4".split()
     node = NodeType(

@@ -198,9 +198,18 @@ def _reduces_at_last_microbatch(chunk: torch.nn.Module) -> bool:
     config = getattr(chunk, "ddp_config", None)
     if config is not None and not config.overlap_grad_reduce:
         return False
+    return all(getattr(bucket, "is_last_microbatch", True) for bucket in _buckets(chunk))
+
+
+def _is_gathered(chunk: torch.nn.Module) -> bool:
+    """Returns whether the parameters of ``chunk`` have been gathered since the last update."""
+    return any(getattr(bucket, "param_gather_dispatched", False) for bucket in _buckets(chunk))
+
+
+def _buckets(chunk: torch.nn.Module) -> list[Any]:
+    """Returns the bucket groups of ``chunk``, if it is wrapped by megatron-core."""
     names = ("bucket_groups", "expert_parallel_bucket_groups")
-    buckets = [bucket for name in names for bucket in getattr(chunk, name, [])]
-    return all(getattr(bucket, "is_last_microbatch", True) for bucket in buckets)
+    return [bucket for name in names for bucket in getattr(chunk, name, [])]
 
 
 def _as_list(value: Any, length: int) -> list[Any]:
@@ -291,6 +300,20 @@ class MegatronStages(SplitStages):
         if not self.forward_only:
             self._sync.hold()
         super().__init__(None if self.forward_only else self.stores, num_slices=self._count)
+
+    def gather_parameters(self) -> None:
+        """Starts to gather the parameters of all chunks from data-parallel ranks.
+
+        This must be called at the start of a step. Each chunk's first forward pass waits for its
+        parameters. All replicas start in ascending order of chunks. Chunks without a
+        ``param_sync_func``, and a single chunk, start to gather in their first forward pass.
+        """
+        if self.forward_only or len(self.chunks) == 1:
+            return
+        starts = _as_list(self.config.param_sync_func, len(self.chunks))
+        for chunk, start in zip(self.chunks, starts, strict=True):
+            if start is not None and not _is_gathered(chunk):
+                start(chunk.parameters())
 
     def activation_bytes(self, chunk: int, microbatch: int) -> int:
         key = self._meter_key(chunk, microbatch)
@@ -608,6 +631,7 @@ class ForwardBackward:
             self.orders.recut(self._slices.count)
             sizes = self._slices.sizes
         try:
+            stages.gather_parameters()
             with torch.set_grad_enabled(not forward_only and torch.is_grad_enabled()):
                 self._executor.run(
                     stages,

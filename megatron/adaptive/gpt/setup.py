@@ -501,9 +501,8 @@ def _connect_chunks(
         if parallel.align_grad_reduce:
             starts = [chunk.start_grad_sync for chunk in chunks]
             core.grad_sync_func = starts[0] if single else starts
-    if parallel.overlap_param_gather and parallel.align_param_gather:
-        gathers = [chunk.start_param_sync for chunk in chunks]
-        core.param_sync_func = gathers[0] if single else gathers
+    if parallel.overlap_param_gather and parallel.align_param_gather and not single:
+        core.param_sync_func = [chunk.start_param_sync for chunk in chunks]
 
 
 _GIB = 1 << 30

@@ -261,14 +261,16 @@ def _weight_share(model: Model, name: str) -> float:
     """Returns the share of weight gradients in the backward pass of the layer kind ``name``.
 
     The share is estimated from FLOPs. Half of the backward FLOPs count as weight gradients, except
-    for attention scores, which have no weights.
+    for attention scores, which have no weights, and for logits, whose weight gradients are not
+    deferred.
     """
     kind = model.kinds[name]
     if not kind.parameters:
         return 0.0
     if not kind.forward_flops:
         return 1.0
-    return 0.5 * (1 - kind.attention_flops / kind.forward_flops)
+    deferred_flops = kind.forward_flops - kind.attention_flops - kind.output_flops
+    return 0.5 * deferred_flops / kind.forward_flops
 
 
 def _solve(counts: Any, seconds: Any, flops: Any) -> Any:

@@ -676,10 +676,13 @@ def _estimate(model: Model, kind: LayerKind, gpu: Gpu, tp: int, micro_batch: flo
     )
     launches_s = LAUNCH_S * (_KERNELS if kind.attention_flops else _FEW_KERNELS)
     input_s = max(linear_s, read_s) + 2 * attention_s + 1.5 * elements_s
+    weight_s = linear_s * sizes.trained + gradient_s
+    undeferred_s = weight_s * kind.output_flops / (kind.forward_flops or 1)
+    input_s += undeferred_s
     return LayerTimes(
         forward_s=max(launches_s, max(linear_s, read_s) + attention_s + elements_s),
         backward_input_s=max(launches_s, input_s) if kind.forward_flops else launches_s,
-        backward_weight_s=max(LAUNCH_S * _FEW_KERNELS, linear_s * sizes.trained + gradient_s),
+        backward_weight_s=max(LAUNCH_S * _FEW_KERNELS, weight_s - undeferred_s),
         source="estimated",
     )
 

@@ -115,6 +115,8 @@ class LayerKind:
         forward_flops: FLOPs of a forward pass, without tensor parallelism.
         attention_flops: Part of ``forward_flops`` that selective recomputation repeats, which is
             the computation of attention.
+        output_flops: Part of ``forward_flops`` that computes logits. The input gradient pass (B)
+            also computes its weight gradients, even if the backward pass is split.
         activation_bytes: Size in bytes of the activations that are kept for the backward pass and
             divided among tensor-parallel ranks.
         replicated_activation_bytes: Size in bytes of the activations that every tensor-parallel
@@ -153,6 +155,7 @@ class LayerKind:
     output_elements: float = 0.0
     forward_flops: float = 0.0
     attention_flops: float = 0.0
+    output_flops: float = 0.0
     activation_bytes: float = 0.0
     replicated_activation_bytes: float = 0.0
     attention_bytes: float = 0.0

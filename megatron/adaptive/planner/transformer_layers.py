@@ -497,6 +497,8 @@ def _predicting(shape: TransformerShape, head: LayerKind, layer: LayerKind, name
         replicated_parameters=total("replicated_parameters") + count * norms,
         forward_flops=total("forward_flops", 1 + count) + count * _MULTIPLY_ADD * tokens * joined,
         attention_flops=total("attention_flops"),
+        # An output layer that shares the weight of an embedding on the same stage is deferred.
+        output_flops=0.0 if shape.tied else total("output_flops", 1 + count),
         activation_bytes=total("activation_bytes", 1 + count),
         replicated_activation_bytes=kept[0] + count * kept[1],
         attention_bytes=total("attention_bytes"),
@@ -543,6 +545,7 @@ def _head(shape: TransformerShape, tokens: int, *, group: str = "") -> LayerKind
         replicated_parameters=shape.hidden * (2 if shape.norm_biases else 1) + extra,
         output_elements=float(tokens),
         forward_flops=_MULTIPLY_ADD * (tokens * extra + logits * shape.hidden),
+        output_flops=float(_MULTIPLY_ADD * logits * shape.hidden),
         activation_bytes=logits * float(_FLOAT_BYTES),
         replicated_activation_bytes=2.0 * width * element,
         input_bytes=2.0 * width * element,
