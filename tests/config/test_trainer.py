@@ -24,6 +24,36 @@ RICH = (
 )
 
 
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+@pytest.mark.parametrize(
+    ("flags", "splits"),
+    [
+        ("", True),
+        (FULL, False),
+        (f"{FULL} --split-backward True", True),
+        (f"{FULL} --pipeline-schedule zb-h1", True),
+        ("--recompute-granularity selective", True),
+        ("--overlap-grad-reduce", False),
+        ("--overlap-grad-reduce --split-backward True", True),
+        ("--overlap-grad-reduce --pipeline-model-parallel-size 4", True),
+        ("--overlap-grad-reduce --pipeline-schedule zb-h1", True),
+    ],
+)
+def test_weight_gradients_are_separate_where_they_save_memory_or_time(
+    flags: str, splits: bool
+) -> None:
+    """Checks the default for two replicas of two stages; with four stages, there is one replica.
+
+    With full recomputation, separate weight gradients keep more memory than recomputation frees.
+    The reduction of a chunk's gradients starts after its last weight gradient, so no backward pass
+    is left with which it could overlap.
+    """
+    config = small(f"--pipeline-model-parallel-size 2 {flags}", world_size=4)
+    assert config.splits_backward is splits
+
+
 @pytest.fixture
 def rich() -> TrainerConfig:
     return small(f"RAMP {RICH}", world_size=4)

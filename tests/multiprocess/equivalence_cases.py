@@ -256,7 +256,12 @@ OPTIONS = (
     # reduced.
     Case("adaptive", dp=2, extra="--overlap-grad-reduce"),
     Case("adaptive", dp=2, extra="--use-distributed-optimizer"),
-    Case("adaptive", pp=2, dp=2, extra="--overlap-grad-reduce --use-distributed-optimizer"),
+    Case(
+        "adaptive",
+        pp=2,
+        dp=2,
+        extra="--overlap-grad-reduce --use-distributed-optimizer --split-backward True",
+    ),
     Case("adaptive", pp=2, dp=2, extra="--overlap-grad-reduce --no-align-grad-reduce"),
     Case("adaptive", pp=2, chunks=2, dp=2, extra="--overlap-grad-reduce"),
     Case(
@@ -267,7 +272,7 @@ OPTIONS = (
         extra="--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     ),
     Case("1f1b", pp=4, model=DROPOUT),
-    Case("adaptive", pp=2, chunks=2, model=DROPOUT, extra=RECOMPUTE),
+    Case("adaptive", pp=2, chunks=2, model=DROPOUT, extra=f"{RECOMPUTE} --split-backward True"),
     Case("megatron", pp=2, model=MODERN),
     Case("adaptive", pp=2, chunks=2, model=MODERN),
     Case("adaptive", tp=2, pp=2, model=MODERN),
@@ -334,7 +339,9 @@ PLACED = (
     Case("adaptive", tp=2, pp=2, chunks=2, extra=V),
     Case("adaptive", tp=2, pp=2, chunks=2, extra=V, model=MODERN),
     Case("adaptive", pp=2, chunks=2, dp=2, extra=V, model=MODERN),
-    Case("adaptive", pp=2, chunks=2, dp=2, extra=f"{V} --overlap-grad-reduce"),
+    Case(
+        "adaptive", pp=2, chunks=2, dp=2, extra=f"{V} --overlap-grad-reduce --split-backward True"
+    ),
     Case(
         "adaptive",
         pp=2,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron.adaptive.config.plan_file import plan_flags, world_size_of
 from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.planner import cost
 from megatron.adaptive.planner.chunk_partition import handed_over, scheduled
 from megatron.adaptive.planner.cost import (
     StageSums,
@@ -113,6 +115,30 @@ def test_weight_gradients_fill_the_waits_of_a_rule_that_separates_them() -> None
     # not.
     assert split[0] < 0.95 * unsplit[0]
     assert split[1] == pytest.approx(unsplit[1])
+
+
+@pytest.mark.parametrize("change", [{"recompute": "full"}, {"overlap_reduce": True, "dp": 2}])
+def test_weight_gradients_are_joined_where_the_trainer_joins_them(change: dict[str, Any]) -> None:
+    """Checks the default of the trainer with full recomputation, or if reductions overlap."""
+    inputs = problem()
+    plan = replace(plan_of(inputs, (1, 1, 1), waves=3), partition=(3, 2, 2), schedule="adaptive")
+    stages = StageSums.of(plan, inputs, OURS)
+    whole, forward = stages.durations_s[1:].sum(axis=0), stages.durations_s[0]
+    joined = replace(stages, durations_s=np.array([forward, whole, 0 * whole]))
+    assert simulated(plan, stages).makespan_s < 0.95 * simulated(plan, joined).makespan_s
+    plan = replace(plan, global_batch=plan.global_batch * change.get("dp", 1), **change)
+    expected = simulated(plan, joined).makespan_s
+    assert simulated(plan, stages).makespan_s == pytest.approx(expected)
+
+
+def test_a_rule_with_full_recomputation_keeps_nothing_for_weight_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inputs = problem()
+    plan = replace(plan_of(inputs, (1, 1, 1)), schedule="adaptive", recompute="full")
+    expected = StageSums.of(plan, inputs, OURS).memory
+    monkeypatch.setattr(cost, "waiting", lambda *_: (1000.0,) * plan.pp)
+    assert StageSums.of(plan, inputs, OURS).memory == expected
 
 
 def test_the_work_of_a_stage_is_divided_by_its_width() -> None:

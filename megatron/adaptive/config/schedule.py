@@ -240,7 +240,8 @@ class ScheduleConfig:
         "Compute weight gradients as separate actions that fill waiting time (True), or within "
         "the backward pass (False).",
         takes_value=True,
-        derived="True if the model's layers allow it and the schedule gains from it",
+        derived="True if the model's layers allow it and the schedule gains from it, but not with "
+        "full recomputation or with --overlap-grad-reduce of several replicas",
     )
     overlap_moe_expert_parallel_comm: bool = switch(
         "Run a forward pass while the experts of a backward pass exchange tokens, and vice "

@@ -226,6 +226,27 @@ def _own_spec(name: str) -> ScheduleSpec:
     return replace(loaded, name=name)
 
 
+def why_whole_backward(*, recompute: str | None, overlaps: bool, replicas: int) -> str | None:
+    """Returns why separate weight gradients may be a disadvantage, or ``None`` if they are not.
+
+    Usually, a backward pass for inputs (B) frees more memory than it keeps for the later backward
+    pass for weights (W), so the limit on activations is still observed. In the cases that this
+    function detects, B keeps more memory than it frees, or gradients are no longer reduced while
+    backward passes run. Schedules that split ``by default`` then run whole backward passes.
+
+    Args:
+        recompute: Granularity of recomputation (``--recompute-granularity``), or ``None`` if
+            nothing is recomputed.
+        overlaps: Whether gradients are reduced while backward passes run.
+        replicas: Number of data-parallel replicas.
+    """
+    if recompute == "full":
+        return "full recomputation keeps less memory than weight gradients need"
+    if overlaps and replicas > 1:
+        return "gradients are reduced while the last backward pass is still running"
+    return None
+
+
 def fixed_order(
     *,
     chunks: Chunks = "any",

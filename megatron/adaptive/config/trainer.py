@@ -22,7 +22,7 @@ from megatron.adaptive.config.schedule import (
     nearly_even_split,
     parse_layout,
 )
-from megatron.adaptive.config.schedule_specs import PlacementKind, schedule_spec
+from megatron.adaptive.config.schedule_specs import PlacementKind, schedule_spec, why_whole_backward
 from megatron.adaptive.config.sequence_slices import (
     SliceRule,
     first_number,
@@ -110,7 +110,8 @@ class TrainerConfig:
         """Whether weight gradients are computed by separate actions, instead of the backward pass.
 
         Such actions fill the time in which a rank waits for messages. A single pipeline rank never
-        waits, so by default it has no such actions.
+        waits, so by default it has no such actions. Neither has a run in which they would take more
+        memory or time than they save (see ``why_whole_backward``).
         """
         is_split = self.schedule.split_backward
         schedule = self.schedule.pipeline_schedule
@@ -121,6 +122,12 @@ class TrainerConfig:
             splits == "by default"
             and self.parallel.pipeline_model_parallel_size > 1
             and self.model.transformer_impl == "local"
+            and why_whole_backward(
+                recompute=self.recompute.recompute_granularity,
+                overlaps=self.parallel.overlap_grad_reduce,
+                replicas=self.parallel.data_parallel_size,
+            )
+            is None
         )
 
     @property

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from megatron.adaptive.config.schedule import format_partition
-from megatron.adaptive.config.schedule_specs import schedule_spec
+from megatron.adaptive.config.schedule_specs import schedule_spec, why_whole_backward
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import NodeType
 from megatron.adaptive.planner.layer_costs import (
@@ -350,14 +350,15 @@ def _held(plan: Plan, rank: int, inputs: PlanInputs, rows: RowCosts | None) -> t
     The action W computes weight gradients. If the plan cuts sequences into slices or packs
     documents, slices are counted instead of microbatches.
     """
+    splits = not catalog.is_rule(plan.schedule) or _weight_pieces(plan, splittable=True) > 0
     if rows is not None:
         held = held_slices(plan, rows)
-        return held, held
+        return held, held if splits else 0.0
     if (widths := dealt_widths(plan)) is not None:
         return held_of(plan, widths)[rank], 0.0
     order = (plan.schedule, plan.pp, plan.chunks, plan.num_microbatches, plan.slices, plan.cap)
     share = inputs.model.attention_share
-    return in_flight(*order, share)[rank], waiting(*order, share)[rank]
+    return in_flight(*order, share)[rank], waiting(*order, share)[rank] if splits else 0.0
 
 
 def _memory(
@@ -556,6 +557,9 @@ def _weight_pieces(plan: Plan, *, splittable: bool) -> int:
         shape = plan.schedule, plan.pp, plan.chunks, plan.num_microbatches
         return int(steps_of(*shape).split)
     by_default = schedule_spec(plan.schedule).splits_backward == "by default"
+    overlaps = plan.overlap_reduce
+    if why_whole_backward(recompute=plan.recompute, overlaps=overlaps, replicas=plan.dp):
+        return 0
     return catalog.DEFAULT_PIECES if by_default and splittable and plan.pp > 1 else 0
 
 

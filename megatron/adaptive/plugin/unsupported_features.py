@@ -14,6 +14,7 @@ import torch
 from megatron.core.enums import ModelType
 from megatron.core.utils import get_model_type, unwrap_model
 
+from megatron.adaptive.config.schedule_specs import why_whole_backward
 from megatron.adaptive.engine.deferred_layers import delays_by_itself
 from megatron.adaptive.engine.model_groups import ModelGroups, has_same_ranks
 from megatron.adaptive.errors import ConfigError
@@ -208,16 +209,17 @@ def why_not_by_default(
 ) -> str | None:
     """Returns why separate weight gradients may be a disadvantage, or ``None`` if they are not.
 
-    Usually, a backward pass for inputs (B) frees more memory than it keeps for the later backward
-    pass for weights (W), so the limit on activations is still observed. In the cases that this
-    function detects, B keeps more memory than it frees, or gradients are no longer reduced while
-    backward passes run. ``config`` is the configuration of the model, ``chunks`` contains its
+    :func:`~megatron.adaptive.config.schedule_specs.why_whole_backward` describes the cases that the
+    trainer has as well. ``config`` is the configuration of the model, ``chunks`` contains its
     chunks on this rank, and ``replicas`` is the number of data-parallel replicas.
     """
-    if getattr(config, "recompute_granularity", None) == "full":
-        return "full recomputation keeps less memory than weight gradients need"
-    if replicas > 1 and config.no_sync_func is not None:
-        return "gradients are reduced while the last backward pass is still running"
+    reason = why_whole_backward(
+        recompute=getattr(config, "recompute_granularity", None),
+        overlaps=config.no_sync_func is not None,
+        replicas=replicas,
+    )
+    if reason is not None:
+        return reason
     if delays_by_itself(chunks):
         return "layers of Transformer Engine may keep gathered inputs"
     return None
