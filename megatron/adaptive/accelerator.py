@@ -142,9 +142,7 @@ class Accelerator:
 
         A model whose run has ended usually is in such cycles.
         """
-        gc.collect()
-        if self.is_cuda:
-            torch.cuda.empty_cache()
+        free_unused_memory(self.device)
 
     def clock(self) -> CpuClock | CudaClock:
         """Returns a clock that measures when the device has completed a piece of work."""
@@ -310,6 +308,13 @@ def locked_memory(size_bytes: int, device: torch.device) -> torch.Tensor:
     if lock_pages(tensor.data_ptr(), size_bytes, device):
         memory.address = tensor.data_ptr()
     return tensor
+
+
+def free_unused_memory(device: torch.device) -> None:
+    """Frees tensors in unreachable reference cycles, and torch's cached memory on ``device``."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -8,7 +8,6 @@ ranks and all-reduces.
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 import time
 from collections import Counter
@@ -535,9 +534,7 @@ class Profiler(SampledModel):
             return tape, self._measured_tape(tape, batch, device, split, enough_s)
         except torch.OutOfMemoryError:
             pass  # Free memory below, because the traceback still refers to the tensors here.
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        _accelerator.free_unused_memory(device)
         return None
 
     def _measured_tape(

@@ -16,7 +16,6 @@ measurement of links are in ``profiling``.
 from __future__ import annotations
 
 import contextlib
-import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -482,9 +481,7 @@ def _measure_stage(
 
 
 def _free_memory(accelerator: Accelerator) -> None:
-    gc.collect()
-    if accelerator.is_cuda:
-        torch.cuda.empty_cache()
+    accelerator.free_unused_memory()
 
 
 def _build_chunks(
