@@ -76,11 +76,11 @@ def test_attention_of_a_row_makes_its_ends_on_the_device(
 
 def test_attention_of_a_slice_copies_the_ends_of_its_documents_once() -> None:
     seen: list[Any] = []
-    own = SimpleNamespace(_packed=lambda query, key, value, documents: seen.append(documents))
+    attention = SimpleNamespace(_packed=lambda query, key, value, documents: seen.append(documents))
     row = torch.empty(5, 1, 2, 8, device="meta")
     with HostCopies():
         for _ in range(2):
-            LocalAttention._row(own, row, row, row, [2, 3])  # type: ignore[arg-type]
+            LocalAttention._row(attention, row, row, row, [2, 3])  # type: ignore[arg-type]
     assert seen[0] is seen[1]
     assert seen[0].cu_seqlens_q.is_meta
     assert seen[0].lengths == (2, 3)

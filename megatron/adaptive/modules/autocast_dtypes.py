@@ -108,21 +108,21 @@ class RecordedAutocast:
             return result
         tensors = _tensors_in(result)
         # A call may return one of its arguments, which already has the right dtype.
-        given = {id(tensor) for tensor in _tensors_in(arguments)}
-        made = {id(tensor) for tensor in tensors if tensor.is_floating_point()} - given
+        argument_ids = {id(tensor) for tensor in _tensors_in(arguments)}
+        made = {id(tensor) for tensor in tensors if tensor.is_floating_point()} - argument_ids
         dtypes = self._dtypes(run, arguments, dtype) if made else []
         if len(dtypes) != len(tensors):
             return result
-        wanted = {
+        new_dtypes = {
             id(tensor): expected
             for tensor, expected in zip(tensors, dtypes, strict=True)
             if id(tensor) in made and expected.is_floating_point and tensor.dtype != expected
         }
-        if not wanted:
+        if not new_dtypes:
             return result
 
         def cast(part: Any) -> Any:
-            return part.to(wanted[id(part)]) if id(part) in wanted else part
+            return part.to(new_dtypes[id(part)]) if id(part) in new_dtypes else part
 
         return map_aggregate(result, cast)
 
@@ -149,7 +149,7 @@ class RecordedAutocast:
             _autocast_set_to(self._target.type, dtype),
         ):
             try:
-                fakes: Any = map_aggregate(arguments, self._fake)  # type: ignore[arg-type]  # arguments may be of any type
+                fakes: Any = map_aggregate(arguments, self._fake)
                 return [tensor.dtype for tensor in _tensors_in(run(*fakes[0], **fakes[1]))]
             except Exception:
                 # A call may fail on fakes with any error. Its result then keeps the dtype that it

@@ -95,7 +95,7 @@ class _Step:
             return str(target) if is_source else argument
 
         args, kwargs = map_aggregate(self._arguments, leaf)
-        # As a device, an integer is the index of a GPU.
+        # torch reads an integer as the index of a GPU.
         if type(kwargs.get("device")) is int:
             kwargs = {**kwargs, "device": target}
         if self._call.function in _MOVES and len(args) > 1 and type(args[1]) is int:
