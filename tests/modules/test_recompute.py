@@ -12,6 +12,7 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules import CutPoint, Pipeline, Profiler
 from megatron.adaptive.modules.assembly import PipelineSettings
 from megatron.adaptive.modules.request_checks import request_signature
+from megatron.adaptive.modules.sizes import choose_orders
 
 from .models import SHARED, Tower, knotty, make_batch, viewed, viewer
 
@@ -73,6 +74,20 @@ def test_recomputed_segments_give_equal_numbers(split: bool) -> None:
             kept.append(result[2])
         assert kept == sorted(kept, reverse=True)
         assert kept[2] < kept[0]
+
+
+@pytest.mark.parametrize("schedule", ["adaptive", "hinted"])
+def test_recomputing_everything_keeps_whole_backward_passes_by_default(schedule: str) -> None:
+    def splits(recompute: Any, *, split: bool | None = None) -> bool:
+        settings = PipelineSettings(
+            knotty(), make_batch(2), schedule=schedule, recompute=recompute, split_backward=split
+        )
+        return choose_orders(settings, 2, 0).weight_pieces > 0
+
+    assert splits(None)
+    assert splits("selective")
+    assert not splits("all")
+    assert splits("all", split=True)
 
 
 def test_attention_is_recomputed_in_microbatches_of_any_content() -> None:

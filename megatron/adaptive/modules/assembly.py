@@ -91,7 +91,8 @@ class PipelineSettings(SampledModel):
             of one microbatch for all stages of the process. ``None`` uses a default that depends on
             the numbers of stages and microbatches.
         split_backward: Whether weight gradients are computed in separate actions instead of in the
-            backward pass; ``None`` uses the schedule's default.
+            backward pass; ``None`` uses the schedule's default, or ``False`` if ``recompute`` is
+            ``"all"``, because recomputation keeps less memory than weight gradients need.
         partition: Number of segments (parts between cut points) in each stage, such as ``"3-4-5"``
             or a sequence of numbers; ``None`` balances the stages by the costs of segments.
         weights: Cost of each segment, in any unit; ``None`` measures the costs with the sample

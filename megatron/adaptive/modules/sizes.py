@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megatron.adaptive.config.environment import EXIT_MEASURED, JobOrder
 from megatron.adaptive.config.input_files import printable
-from megatron.adaptive.config.schedule_specs import schedule_spec
+from megatron.adaptive.config.schedule_specs import schedule_spec, why_whole_backward
 from megatron.adaptive.engine.policy_factory import Orders
 from megatron.adaptive.engine.process_context import Job
 from megatron.adaptive.errors import CheckpointError, ConfigError
@@ -220,8 +220,13 @@ def choose_orders(request: PipelineSettings, num_ranks: int, pp_rank: int) -> Or
     split = request.split_backward
     placement = choose_placement(schedule, num_ranks, request.chunks)
     if is_rule(schedule):
-        by_default = schedule_spec(schedule).splits_backward == "by default"
-        splits = num_ranks > 1 and by_default if split is None else split
+        recompute = "full" if request.recompute == "all" else None
+        by_default = (
+            num_ranks > 1
+            and schedule_spec(schedule).splits_backward == "by default"
+            and not why_whole_backward(recompute=recompute, overlaps=False, replicas=1)
+        )
+        splits = by_default if split is None else split
     else:
         splits = splits_backward(schedule)
         if split not in (None, splits):
