@@ -7,7 +7,7 @@
 # FOLDER is build/gpu-pack by default. PYTHON has the version of the machine's Python and this
 # project's requirements; the default is the Python of prerequisite.sh --gpu-target. FILE is the
 # output of `python3 -m pip freeze` on the machine; without it, the script assumes that all packages
-# except megatron-core, plotly and openpyxl are installed there.
+# except megatron-core, plotly, openpyxl and nvidia-ml-py are installed there.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 

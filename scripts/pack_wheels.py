@@ -22,7 +22,7 @@ if str(Path(__file__).resolve().parent) not in sys.path:
 
 from environment import ROOT, name_of, pins
 
-ASSUMED_MISSING = ("megatron-core", "plotly", "openpyxl", "et-xmlfile")
+ASSUMED_MISSING = ("megatron-core", "plotly", "openpyxl", "et-xmlfile", "nvidia-ml-py")
 """Packages that container images for machine learning usually lack. They contain most others."""
 
 
@@ -82,7 +82,7 @@ def fetch(folder: Path, is_missing: Iterable[str] | None, present: set[str]) -> 
             downloaded packages.
     """
     names = None if is_missing is None else set(is_missing)
-    waiting = list(pins(ROOT / "requirements.txt"))
+    waiting = [*pins(ROOT / "requirements.txt"), *pins(ROOT / "requirements-gpu.txt")]
     # The GPU check uses only pytest from this file.
     waiting += [pin for pin in pins(ROOT / "requirements-test.txt") if pin.name == "pytest"]
     while waiting:

@@ -14,9 +14,11 @@ import pytest
 from tests.cpp_tests import compiler_or_skip
 from tests.multiprocess.launch import ROOT
 
-PINS = dict(
-    re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
-)
+PINS = {
+    name: version
+    for file in ("requirements.txt", "requirements-gpu.txt")
+    for name, version in re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / file).read_text(), re.MULTILINE)
+}
 
 
 def write_wheel(folder: Path, name: str, version: str, *needs: str) -> None:
@@ -41,6 +43,7 @@ def index(tmp_path: Path) -> Path:
     write_wheel(folder, "plotly", PINS["plotly"], "narwhals>=1", "packaging")
     write_wheel(folder, "openpyxl", PINS["openpyxl"], "et-xmlfile")
     write_wheel(folder, "et-xmlfile", "2.0.0")
+    write_wheel(folder, "nvidia-ml-py", PINS["nvidia-ml-py"])
     write_wheel(folder, "narwhals", "2.0.0")
     return folder
 
@@ -64,7 +67,7 @@ def test_a_pack_has_wheels_and_an_extension_without_symbols(index: Path, tmp_pat
     done = pack(index, "--python", sys.executable, folder)
     assert done.returncode == 0, done.stderr
     names = {path.name.partition("-")[0] for path in (folder / "wheels").iterdir()}
-    assert names == {"megatron_core", "plotly", "openpyxl", "et_xmlfile"}
+    assert names == {"megatron_core", "plotly", "openpyxl", "et_xmlfile", "nvidia_ml_py"}
     (extension,) = (folder / "extension").glob("_C*.so")
     content = extension.read_bytes()
     assert content.startswith(b"\x7fELF")
@@ -101,12 +104,21 @@ def fetch(index: Path, folder: Path, *installed: Path) -> subprocess.CompletedPr
 
 def test_what_a_machine_lacks_comes_with_what_that_requires(index: Path, tmp_path: Path) -> None:
     listed = tmp_path / "installed.txt"
-    there = [f"{name}==1" for name in PINS if name not in ("plotly", "megatron-core")]
+    lacking = ("plotly", "megatron-core", "nvidia-ml-py")
+    there = [f"{name}==1" for name in PINS if name not in lacking]
     listed.write_text("\n".join([*there, "torch==2.11.0", "packaging @ file:///x", "pytest==9"]))
     done = fetch(index, tmp_path / "wheels", listed)
     assert done.returncode == 0, done.stderr
     names = {path.name.partition("-")[0] for path in (tmp_path / "wheels").iterdir()}
-    assert names == {"plotly", "narwhals", "megatron_core"}
+    assert names == {"plotly", "narwhals", "megatron_core", "nvidia_ml_py"}
+
+
+def test_without_a_list_a_pack_has_what_most_machines_lack(index: Path, tmp_path: Path) -> None:
+    """Checks that a pack has the package with which the monitor reads facts about the GPU."""
+    done = fetch(index, tmp_path / "wheels")
+    assert done.returncode == 0, done.stderr
+    names = {path.name.partition("-")[0] for path in (tmp_path / "wheels").iterdir()}
+    assert names == {"megatron_core", "plotly", "openpyxl", "et_xmlfile", "nvidia_ml_py"}
 
 
 @pytest.mark.parametrize(
