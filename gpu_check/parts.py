@@ -13,7 +13,8 @@ STEPS = ROOT / "gpu_check" / "steps.py"
 ALWAYS = ("device",)
 """Names of parts that always run. The part ``device`` detects the GPUs that other parts need."""
 _IN_PARTS_OF_THEIR_OWN = tuple(
-    f"test_{name}.py" for name in ("cuda_ipc", "equivalence", "resume", "training", "transport")
+    f"test_{name}.py"
+    for name in ("cuda_ipc", "equivalence", "pipeline", "resume", "training", "transport")
 )
 _MEMORY_TEST = "gpu/test_memory.py::test_too_large_a_batch_says_what_to_lower"
 
@@ -56,17 +57,18 @@ def parts(*, rehearse: bool) -> list[Part]:
     return [
         steps("device", 20),
         tests("ipc", 50, "gpu/test_cuda_ipc.py", *standin),
-        tests("equivalence", 45, "gpu/test_equivalence.py"),
+        tests("equivalence", 40, "gpu/test_equivalence.py"),
+        tests("pipeline", 30, "gpu/test_pipeline.py"),
         steps("pp1", 60, *gpu),
         steps("pp2", 75, *gpu),
         steps("memory", 15, *gpu),
         tests("resume", 60, "gpu/test_resume.py"),
         steps("v", 45, *gpu),
-        tests("transports", 25, "gpu/test_transport.py"),
-        tests("training", 65, "gpu/test_training.py"),
+        tests("transports", 20, "gpu/test_transport.py"),
+        tests("training", 50, "gpu/test_training.py"),
         tests(
             "others",
-            50,
+            45,
             *(f"gpu/{name}" for name in others if name not in _IN_PARTS_OF_THEIR_OWN),
             f"--deselect=tests/{_MEMORY_TEST}",
         ),

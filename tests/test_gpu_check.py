@@ -17,6 +17,8 @@ from gpu_check.check import Outcome, read_tests
 from gpu_check.machine import card_and_driver, default_output
 from gpu_check.parts import Part, chosen_parts, parts, set_up_part
 from harness.report import ROOT
+from tests.gpu import test_equivalence, test_memory, test_training
+from tests.gpu.jobs import UNFUSED, trainer_flags
 
 # This script starts a second process in a new session. The second process continues after the
 # script is killed.
@@ -154,7 +156,8 @@ def test_ten_minutes_hold_the_planned_limits_of_all_parts_that_one_gpu_can_run()
     # The most valuable parts must run first, and parts that may make the GPU unusable must run
     # last.
     assert [part.name for part in listed] == (
-        "device ipc equivalence pp1 pp2 memory resume v transports training others nccl te oom"
+        "device ipc equivalence pipeline pp1 pp2 memory resume v transports training others nccl te"
+        " oom"
     ).split()
 
 
@@ -180,6 +183,15 @@ def test_every_test_of_a_gpu_is_in_one_part() -> None:
     # Two parts use test_memory.py. The last part runs only the test that uses up all memory, and
     # the other part excludes this test.
     assert sorted(named) == sorted([*files, "tests/gpu/test_memory.py"])
+
+
+def test_jobs_on_a_gpu_compile_no_fused_kernels() -> None:
+    """Checks the flags of jobs whose time limits are too short for compiling fused kernels."""
+    tables = (test_equivalence.JOBS, test_training.JOBS)
+    listed = [job.case(name)["flags"] for table in tables for name, job in table.items()]
+    listed += [trainer_flags(""), test_memory.FLAGS.split()]
+    assert all(set(UNFUSED.split()) <= set(flags) for flags in listed)
+    assert not set(UNFUSED.split()) & set(trainer_flags("", is_fused=True))
 
 
 def test_chosen_parts_come_in_their_own_order_after_the_one_that_finds_gpus() -> None:

@@ -22,7 +22,9 @@ def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
     page = (tmp_path / "gpu_check.md").read_text()
     assert done.returncode == 0, done.stdout + done.stderr + page
     states = {part["name"]: part["state"] for part in content["parts"]}
-    parts = "set-up device ipc equivalence pp1 pp2 memory resume v transports training others"
+    parts = (
+        "set-up device ipc equivalence pipeline pp1 pp2 memory resume v transports training others"
+    )
     assert set(states) == {*parts.split(), "nccl", "te", "oom"}
     # These parts need a GPU, or a memory limit that can be set only for a GPU.
     assert {name for name, state in states.items() if state == "left out"} == {

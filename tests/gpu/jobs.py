@@ -19,8 +19,11 @@ from tests.multiprocess.launch import SMALL_GPT, CaseRuns
 from .device import HAS_GPU
 
 STEPS = 3
+UNFUSED = "--no-bias-gelu-fusion --no-bias-dropout-fusion"
+"""Flags that disable fused kernels, which torch would compile for tens of seconds on a GPU."""
 BASE = (
-    f"{SMALL_GPT} --num-layers 8 --train-iters {STEPS} --attention-dropout 0 --hidden-dropout 0"
+    f"{SMALL_GPT} {UNFUSED} --num-layers 8 --train-iters {STEPS}"
+    " --attention-dropout 0 --hidden-dropout 0"
     # Without this flag, each stage would draw its initial weights with a separate generator on the
     # GPU.
     " --use-cpu-initialization"
@@ -109,9 +112,12 @@ def compared(table: dict[str, GpuJob]) -> list[str]:
     return [name for name, job in table.items() if job.like]
 
 
-def trainer_flags(more: str) -> list[str]:
-    """Returns flags for ``pretrain_gpt.py`` on two ranks, with the flags ``more`` added."""
-    return [*TRAINER.split(), *more.split()]
+def trainer_flags(more: str, *, is_fused: bool = False) -> list[str]:
+    """Returns flags for ``pretrain_gpt.py`` on two ranks, with the flags ``more`` added.
+
+    On a GPU, fused kernels are compiled if ``is_fused`` is true.
+    """
+    return [*TRAINER.split(), *("" if is_fused else UNFUSED).split(), *more.split()]
 
 
 def losses_in(log: Path) -> dict[int, float]:

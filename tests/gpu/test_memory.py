@@ -10,6 +10,7 @@ import pytest
 from tests.multiprocess.launch import ROOT, SMALL_GPT, torchrun
 
 from .device import HAS_GPU, gpu_or_rehearsal, needs_extension, needs_gpu
+from .jobs import UNFUSED
 
 LIMIT_S = 100.0
 CLOSING = Path(__file__).with_name("closing_rank.py")
@@ -17,7 +18,8 @@ CLOSING = Path(__file__).with_name("closing_rank.py")
 # memory in large blocks.
 SLACK_BYTES = {"allocated_bytes": 1 << 20, "device_bytes": 32 << 20, "shared_bytes": 1 << 20}
 FLAGS = (
-    f"{SMALL_GPT} --num-layers 4 --train-iters 100 --pipeline-model-parallel-size 2 --mock-data"
+    f"{SMALL_GPT} {UNFUSED} --num-layers 4 --train-iters 100 --mock-data"
+    " --pipeline-model-parallel-size 2"
     " --pipeline-schedule adaptive --model-chunks 2 --split-backward True --use-cpu-initialization"
     " --hidden-size 256 --seq-length 128 --max-position-embeddings 128"
 )
@@ -49,7 +51,7 @@ def test_too_large_a_batch_says_what_to_lower(tmp_path: Path) -> None:
         "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 2048"
         " --max-position-embeddings 2048 --micro-batch-size 4096 --global-batch-size 4096"
         " --train-iters 4 --lr 1e-3 --log-interval 1 --mock-data --vocab-size 200000"
-        " --tokenizer-type NullTokenizer --eval-iters 0"
+        f" --tokenizer-type NullTokenizer --eval-iters 0 {UNFUSED}"
     ).split()
     log = tmp_path / "output.txt"
     with pytest.raises(AssertionError) as failure:

@@ -23,12 +23,16 @@ ITERATIONS, SAVED = 6, 3
 
 
 def test_a_traced_run_saves_beside_its_steps_and_goes_on(tmp_path: Path) -> None:
-    """Checks that a run with data workers can trace, save in the background, and be resumed."""
+    """Checks that a run with data workers can trace, save in the background, and be resumed.
+
+    This is the only test in this folder whose jobs use fused kernels. Its time limit is long enough
+    for torch to compile them.
+    """
     whole, resumed = tmp_path / "whole.txt", tmp_path / "resumed.txt"
     common = f"--train-iters {ITERATIONS}"
     saving = f"{common} --save saved --save-interval {SAVED} --async-save --trace-dir traces"
     script = ROOT / "pretrain_gpt.py"
-    torchrun(script, trainer_flags(saving), world_size=2, log=whole, limit_s=LIMIT_S)
+    torchrun(script, trainer_flags(saving, is_fused=True), world_size=2, log=whole, limit_s=LIMIT_S)
     expected = losses_in(whole)
     assert sorted(expected) == [*range(1, ITERATIONS + 1)]
     run = read_run(tmp_path / "traces")
@@ -38,6 +42,8 @@ def test_a_traced_run_saves_beside_its_steps_and_goes_on(tmp_path: Path) -> None
         for kind in ("F", "B", "optimizer", "step"):
             assert table.where(kind).any(), kind
     loading = f"{common} --load saved --ckpt-step {SAVED}"
-    torchrun(script, trainer_flags(loading), world_size=2, log=resumed, limit_s=LIMIT_S)
+    torchrun(
+        script, trainer_flags(loading, is_fused=True), world_size=2, log=resumed, limit_s=LIMIT_S
+    )
     later = {number: loss for number, loss in expected.items() if number > SAVED}
     assert losses_in(resumed) == pytest.approx(later, rel=1e-4)

@@ -113,7 +113,8 @@ def predict(
         "embedding": tied,
         "optimizer": float(optimizer[last]),
     }
-    parts["bubble"] = seconds - beside - jitter - sum(parts.values())
+    # The difference of equal sums may be slightly negative.
+    parts["bubble"] = max(0.0, seconds - beside - jitter - sum(parts.values()))
     parts |= {name: part for name, part in (("jitter", jitter), ("beside", beside)) if part}
     return Prediction(
         seconds=seconds,
