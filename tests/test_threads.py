@@ -94,7 +94,8 @@ def test_the_thread_of_the_hang_guard_makes_the_processs_gpu_current(
     # Read only after the test has set the function.
     ready = threading.Event()
     accelerator = types.SimpleNamespace(
-        make_current=lambda: (events.append(threading.current_thread().name), ready.wait(60))
+        is_cuda=True,
+        make_current=lambda: (events.append(threading.current_thread().name), ready.wait(60)),
     )
     machine = {"machine": "m", "host": "m", "pid": os.getpid()}
     job: Any = types.SimpleNamespace(rank=1, places=[machine] * 2, accelerator=accelerator)

@@ -71,8 +71,9 @@ class Settings:
             own code.
         placement: Assignment of stages to ranks that have two chunks each: ``loop``, as in
             megatron-core, or ``v``. A V-shaped placement must be set before megatron-core's process
-            groups are created. ``None`` means ``v`` with schedules that only support a V, such as
-            ``zb-v``, and ``loop`` with all other schedules.
+            groups are created, and a model in a loop cannot use these groups. ``None`` means ``v``
+            with schedules that only support a V, such as ``zb-v``, and ``loop`` with all other
+            schedules.
         auto_candidates: Names of the user's own schedules that ``auto`` also tries, in the form
             ``package.module:name``.
         schedule_file: Path of the file for schedule ``file``: JSON, or the CSV of
