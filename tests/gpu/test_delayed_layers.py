@@ -16,6 +16,15 @@ ROWS, WIDTH, MICROBATCHES = 32, 64, 3
 EXPERT_ROWS = ([32, 16, 48], [16, 64, 16])
 
 
+def transformer_engine(*, fp8: bool) -> Any:
+    """Returns Transformer Engine. Skips the test if it is missing, or if ``fp8`` is unavailable."""
+    te: Any = pytest.importorskip("transformer_engine.pytorch")
+    available, why = te.fp8.FP8GlobalStateManager.is_fp8_available() if fp8 else (True, "")
+    if not available:
+        pytest.skip(why)
+    return te
+
+
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("fuses", [False, True], ids=["", "fused"])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
@@ -23,12 +32,9 @@ EXPERT_ROWS = ([32, 16, 48], [16, 64, 16])
 def test_gradients_are_those_of_the_whole_backward(
     kind: str, bias: bool, fuses: bool, fp8: bool
 ) -> None:
-    te: Any = pytest.importorskip("transformer_engine.pytorch")
+    te = transformer_engine(fp8=fp8)
     from megatron.adaptive.engine.deferred_layers import attach_stores
 
-    available, why = te.fp8.FP8GlobalStateManager.is_fp8_available() if fp8 else (True, "")
-    if not available:
-        pytest.skip(why)
     results = []
     for splits in (False, True):
         torch.manual_seed(3)
@@ -63,12 +69,9 @@ def test_gradients_are_those_of_the_whole_backward(
 def test_gradients_of_grouped_experts_are_those_of_the_whole_backward(
     bias: bool, main_grad: str, fp8: bool
 ) -> None:
-    te: Any = pytest.importorskip("transformer_engine.pytorch")
+    te = transformer_engine(fp8=fp8)
     from megatron.adaptive.engine.deferred_layers import attach_stores
 
-    available, why = te.fp8.FP8GlobalStateManager.is_fp8_available() if fp8 else (True, "")
-    if not available:
-        pytest.skip(why)
     results = []
     for splits in (False, True):
         torch.manual_seed(3)

@@ -50,6 +50,15 @@ def counts(**of: int) -> dict[str, Any]:
     return {"doing": "", "collectives": {name: [n, [0, 1, 2]] for name, n in of.items()}}
 
 
+def start_watch(folder: Path) -> subprocess.Popen[str]:
+    """Starts the hang detector for the reports in ``folder``, as the first rank of a node does."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", hang_watch.__file__, str(folder)],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 @pytest.mark.parametrize(
     ("last", "cause", "says"),
     [
@@ -249,11 +258,7 @@ def test_the_process_reports_once_and_ends_with_its_ranks(tmp_path: Path) -> Non
     file = folder / "now_rank_00000.json"
     os.kill(rank.pid, signal.SIGSTOP)
     file.write_text(json.dumps(now))
-    watch = subprocess.Popen(
-        [sys.executable, "-I", "-S", hang_watch.__file__, str(folder)],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    watch = start_watch(folder)
     try:
         assert watch.stderr is not None
         line = watch.stderr.readline()
@@ -289,11 +294,7 @@ def test_a_rank_that_waits_for_its_gpu_does_not_count_as_computing(
     now = {"pid": rank.pid, "doing": "", "iteration": 5, "spins": spins}
     now["unix_ns"] = time.time_ns() + 60 * 10**9
     (folder / "now_rank_00000.json").write_text(json.dumps(now))
-    watch = subprocess.Popen(
-        [sys.executable, "-I", "-S", hang_watch.__file__, str(folder)],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    watch = start_watch(folder)
     try:
         assert watch.stderr is not None
         line = watch.stderr.readline()

@@ -104,7 +104,7 @@ def test_tensor_parallel_ranks_skip_the_same_measurements(
         left.extend(tensor() is not None for tensor in tensors)
 
     monkeypatch.setattr(profile_run, "_measure_stage", measure_stage)
-    monkeypatch.setattr(profile_run, "_free_memory", free_memory)
+    monkeypatch.setattr(Accelerator, "free_unused_memory", free_memory)
     options = ProfileOptions(name="s", arguments=tuple(MODEL.split()), kinds=("layer",))
     samples = _measure(options, Job(other_fits), 2, 1, optimizer=False)
     assert len(samples) == (fits and other_fits)

@@ -54,7 +54,10 @@ METADATA = ".metadata"
 COMMON, PICKLED_COMMON = "common.values", "common.pt"
 """Names of the two files with values that all trainer ranks share: plain and pickled."""
 _LARGE_BYTES = 1 << 16
-"""Bytes from which output of ``torch.save`` is written at once, not together with other output."""
+"""Size in bytes from which a piece of output of ``torch.save`` is written immediately.
+
+Smaller pieces are collected and written together.
+"""
 _CORE = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,

@@ -83,7 +83,6 @@ class HangGuard:
         self._machine = self._machines.index(machines[rank])
         local = [peer for peer, machine in enumerate(machines) if machine == machines[rank]]
         self._turn = local.index(rank), len(local)
-        self._is_on_gpu = job.accelerator.is_cuda
         # Last iteration that the rank reported, and number of iterations that it has reported.
         self._iteration = 0
         self._num_iterations = 0
@@ -198,7 +197,7 @@ class HangGuard:
             self._iteration = iteration
             self._num_iterations += 1
         has_started = self._num_iterations > _FIRST_ITERATIONS
-        spins = self._is_on_gpu and has_started and _waits_for_gpu()
+        spins = self._accelerator.is_cuda and has_started and _waits_for_gpu()
         return {**fields, "pid": os.getpid(), "collectives": _collectives(), "spins": spins}
 
     def _connect(self) -> Any:

@@ -16,7 +16,6 @@ groups, data and schedule are kept.
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -132,9 +131,7 @@ def move_stages(
     groups = () if box[0].wiring is None else box[0].wiring.groups
     release()
     take_down(box.pop())
-    gc.collect()
-    if job.accelerator.is_cuda:
-        torch.cuda.empty_cache()
+    job.accelerator.free_unused_memory()
     # Wait until no rank is in a collective of a group that is about to be destroyed.
     dist.barrier(group=job.control_group)
     destroy_groups(groups)

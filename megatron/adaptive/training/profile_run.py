@@ -343,7 +343,7 @@ def _measure(
         except torch.OutOfMemoryError:
             pass  # Free memory below, because the traceback still refers to the tensors here.
         if figures is None:
-            _free_memory(job.accelerator)
+            job.accelerator.free_unused_memory()
         if _is_skipped(job, tp, fits=figures is not None):
             _report(job, f"tp {tp}, microbatch {size}, {kind}: skipped, not enough memory")
             continue
@@ -476,12 +476,8 @@ def _measure_stage(
         seconds = time_call(step, accelerator.device, repeats)
         sample["optimizer_s"] = seconds / sample["parameters"]
     del chunks, stages
-    _free_memory(accelerator)
-    return sample
-
-
-def _free_memory(accelerator: Accelerator) -> None:
     accelerator.free_unused_memory()
+    return sample
 
 
 def _build_chunks(
