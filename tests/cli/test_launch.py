@@ -120,7 +120,7 @@ def test_a_silent_program_at_the_address_of_node_0_is_named_at_once(
     script.write_text(TOUCH)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"--master-addr 127.0.0.1 --master-port {server.getsockname()[1]}"
-        with pytest.raises(AdaptiveError, match="so it is not a torch store"):
+        with pytest.raises(AdaptiveError, match="did not reply like a torch store"):
             launch.main([*f"--nnodes 2 --node-rank 1 {address}".split(), str(script)])
     # The launcher must not retry, because another attempt would fail in the same way.
     assert "waiting for node 0" not in capsys.readouterr().err

@@ -54,6 +54,7 @@ def test_the_variables_of_torchrun_are_read() -> None:
         omp_num_threads=3,
         cuda_device_max_connections=1,
         is_launched=True,
+        meeting_s=48.0,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -64,7 +65,42 @@ def test_a_port_where_nobody_listens_is_said() -> None:
 
 @pytest.mark.timeout(90)
 def test_a_silent_program_at_the_port_is_no_store(silent_port: int) -> None:
-    assert "it is not a torch store" in refusal(place(1, silent_port))
+    assert "did not reply like a torch store" in refusal(place(1, silent_port))
+
+
+@pytest.mark.timeout(90)
+def test_a_store_may_reply_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.adaptive.engine import rendezvous
+
+    monkeypatch.setattr(rendezvous, "_ANSWER_S", 0.1)
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def forward(source: socket.socket, target: socket.socket) -> None:
+        while data := source.recv(4096):
+            target.sendall(data)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def relay() -> None:
+            listener.accept()[0].close()  # This connection only checks that a program listens.
+            client, _ = listener.accept()
+            time.sleep(1.0)
+            store = socket.create_connection(("127.0.0.1", served.port))
+            threading.Thread(target=forward, args=(client, store), daemon=True).start()
+            forward(store, client)
+
+        threading.Thread(target=relay, daemon=True).start()
+        late = rendezvous.connect("127.0.0.1", listener.getsockname()[1], time.monotonic() + 60)
+        late.set("word", "sent through the relay")
+    assert served.get("word") == b"sent through the relay"
+
+
+def test_more_ranks_get_more_time_to_meet() -> None:
+    limits = []
+    for size in (2, 64, 10_000):
+        variables = {"RANK": "0", "WORLD_SIZE": str(size)}
+        limits.append(Environment.read(variables).meeting_s)
+    assert limits == [42, 104, 600]
 
 
 def test_ranks_with_different_ports_are_named() -> None:

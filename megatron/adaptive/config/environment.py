@@ -156,7 +156,7 @@ class Environment:
             (``MEGATRON_ADAPTIVE_JOB``), as the text of a :class:`JobOrder`, or ``None`` in other
             jobs.
         meeting_s: Timeout in seconds for connecting all ranks when the job starts
-            (``MEGATRON_ADAPTIVE_MEETING_S``).
+            (``MEGATRON_ADAPTIVE_MEETING_S``). The default increases with the number of ranks.
     """
 
     rank: int = 0
@@ -177,7 +177,7 @@ class Environment:
     node: str | None = None
     lease: int | None = None
     job: str | None = None
-    meeting_s: float = 40.0
+    meeting_s: float = 41.0
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
@@ -241,7 +241,9 @@ class Environment:
             node=text("MEGATRON_ADAPTIVE_NODE"),
             lease=number("MEGATRON_ADAPTIVE_LEASE", None, 1),
             job=text("MEGATRON_ADAPTIVE_JOB"),
-            meeting_s=float(number("MEGATRON_ADAPTIVE_MEETING_S", 40, 1, 86_400)),
+            meeting_s=float(
+                number("MEGATRON_ADAPTIVE_MEETING_S", _meeting_s(world_size), 1, 86_400)
+            ),
         )
 
 
@@ -268,6 +270,14 @@ class Installed:
 
 _MOST_DIGITS = 18
 _MOST_RANKS = 1_000_000
+
+
+def _meeting_s(world_size: int) -> int:
+    """Returns the default timeout in seconds for connecting ``world_size`` ranks.
+
+    Ranks that start on the same machine slow each other down, so each rank adds a second.
+    """
+    return min(40 + world_size, 600)
 
 
 def _number(name: str, text: str, minimum: int, maximum: int | None) -> int:

@@ -27,9 +27,10 @@ _AGAIN_S = 0.2
 _LOOK_S = 0.02
 _CONNECT_S = 5.0
 _ANSWER_S = 10.0
-"""Maximum time in seconds to wait for a reply from the store.
+"""Minimum of the time limit for a reply from the store, in seconds.
 
-A running store replies within milliseconds.
+A store replies within milliseconds on an idle machine. If many ranks start on few processors, a
+reply may take longer.
 """
 _NAMED = 8
 """Maximum number of missing ranks that are listed in an error message."""
@@ -171,23 +172,27 @@ def reach(host: str, port: int, end_s: float, *, only_look_up: bool = False) -> 
 def connect(host: str, port: int, end_s: float) -> Any:
     """Connects to the key-value store that another process serves at ``host`` and ``port``.
 
+    Waits for a reply for half of the time that remains until ``end_s``, and at least for
+    ``_ANSWER_S``.
+
     Raises:
         NotAStoreError: A program listens at the address, but does not reply like a store.
         MeetingError: No program listens at the address until ``end_s``, which is a value of
             ``time.monotonic``.
     """
     reach(host, port, end_s)
+    limit_s = max(_ANSWER_S, (end_s - time.monotonic()) / 2)
     return within(
-        _ANSWER_S,
+        limit_s,
         lambda: dist.TCPStore(
             host,
             port,
             is_master=False,
-            timeout=datetime.timedelta(seconds=_ANSWER_S),
+            timeout=datetime.timedelta(seconds=limit_s),
             wait_for_workers=False,
         ),
-        f"the program at this address did not reply within {_ANSWER_S:.0f} s, so it is not a "
-        "torch store",
+        f"a program listens at this address, but did not reply like a torch store within "
+        f"{limit_s:.0f} s",
         raises=NotAStoreError,
     )
 
