@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Sets up the requirements of the tests, and runs the tests. Skips tests with virtual machines, a
-# Slurm cluster or sanitizers. Also skips tests that take more than about ten seconds (marked
-# "long") if a shorter test covers the same code. --all runs all of these. Other arguments are
-# passed to pytest, for example scripts/test.sh -k schedule. With -m, this script does not select
-# tests itself.
+# Slurm cluster or sanitizers. Also skips tests that are marked "long": most tests that take more than
+# about ten seconds, and further cases of what a shorter test covers. --all runs all of these. Other
+# arguments are passed to pytest, for example scripts/test.sh -k schedule. With -m, this script does
+# not select tests itself.
 #
 # With two processors or more, the test files are distributed over three processes (two if memory is
 # low; use -n 0 for a single process). Many tests mostly wait, for example for a cluster to start.

@@ -199,17 +199,13 @@ def pins(versions: Mapping[str, str]) -> list[str]:
     return [f"{name}=={version}" for name, version in versions.items()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [
         {},
-        pytest.param(
-            {"torch": "2.11.0a0+145a3a7bda.nv26.02", "megatron-core": "0.20.0rc0"},
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            {"torch": "2.13.0+cpu", "megatron-core": "0.18.0rc1+f00dcafe"}, marks=pytest.mark.long
-        ),
+        {"torch": "2.11.0a0+145a3a7bda.nv26.02", "megatron-core": "0.20.0rc0"},
+        {"torch": "2.13.0+cpu", "megatron-core": "0.18.0rc1+f00dcafe"},
     ],
     ids=lambda changes: changes.get("megatron-core", "container"),
 )

@@ -349,6 +349,7 @@ def test_experiments_that_fail_say_why() -> None:
     assert "canaries exited with status 1" in text
 
 
+@pytest.mark.long
 @without_gpu
 @pytest.mark.parametrize("name", CANARIES)
 def test_canary_dies_without_its_substitution_alone(name: str, answers: dict[str, Any]) -> None:

@@ -61,11 +61,10 @@ def test_another_loss_is_named(difference: float) -> None:
     assert row_of(make_rows(jobs), "difference of the gradient").met
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "job", [pytest.param(job, marks=[] if job == "V" else pytest.mark.long) for job in JOBS]
-)
+@pytest.mark.parametrize("job", JOBS)
 def test_all_competitors_compute_the_same(
     job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,7 @@ def test_limits_of_the_machine_take_time(library: Path, cpus: list[int]) -> None
         assert 0 < compiled.cache_line_s(*cpus) < 1
 
 
+@pytest.mark.long
 @needs_extension
 @pytest.mark.multiprocess
 def test_a_pair_measures_every_link(library: Path, cpus: list[int]) -> None:

@@ -62,6 +62,7 @@ def compare(folder: Path, cases: list[tuple[str, str]], world_size: int) -> None
     assert [line for line in gradients if not float(line[1]) < GRADIENTS] == []
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_one_rank_trains_as_peft_does(models: Path) -> None:
     # PEFT trains without the loss of the multi-token prediction layer, so set its factor to 0.

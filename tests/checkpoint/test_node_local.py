@@ -103,6 +103,7 @@ class Storage:
         monkeypatch.setattr(node_local, "_some", wait)
 
 
+@pytest.mark.long
 def test_training_goes_on_while_the_copy_lags(
     make: Make,
     worker: Any,

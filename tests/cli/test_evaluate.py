@@ -94,15 +94,10 @@ def run_warm(command: list[str], folder: Path) -> subprocess.CompletedProcess[st
     )
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    "flags",
-    [
-        [],
-        pytest.param(
-            ["--nproc-per-node", "2", "--pipeline-model-parallel-size", "2"], marks=pytest.mark.long
-        ),
-    ],
+    "flags", [[], ["--nproc-per-node", "2", "--pipeline-model-parallel-size", "2"]]
 )
 def test_figures_are_those_of_transformers(
     folder: Path, tmp_path: Path, expected: tuple[float, str], flags: list[str]

@@ -155,11 +155,9 @@ def test_a_killed_rank_is_named(start: Launch) -> None:
     assert "SIGKILL" in stderr
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    "collective",
-    ["broadcast_object_list", pytest.param("all_gather_object", marks=pytest.mark.long)],
-)
+@pytest.mark.parametrize("collective", ["broadcast_object_list", "all_gather_object"])
 def test_a_rank_that_is_killed_during_the_start_causes_no_traceback(
     collective: str, start: Launch
 ) -> None:
@@ -189,6 +187,7 @@ def test_a_rank_that_is_killed_during_the_start_causes_no_traceback(
     assert len(lines) <= 2
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("code", [2, 3])
 def test_status_of_the_first_failure_is_passed_on(code: int, start: Launch) -> None:
@@ -230,12 +229,13 @@ def test_a_signal_reaches_the_ranks(number: signal.Signals, start: Launch, tmp_p
     assert [path.read_text() for path in tmp_path.glob("told.*")] == [str(int(number))] * 2
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("number", "again"),
     [
-        pytest.param(signal.SIGTERM, signal.SIGTERM, marks=pytest.mark.long),
-        pytest.param(signal.SIGHUP, signal.SIGHUP, marks=pytest.mark.long),
+        (signal.SIGTERM, signal.SIGTERM),
+        (signal.SIGHUP, signal.SIGHUP),
         # These are the signals if the user presses Ctrl-C and then closes the terminal.
         (signal.SIGINT, signal.SIGHUP),
     ],
@@ -283,6 +283,7 @@ def wait_for_ranks(process: subprocess.Popen[str], folder: Path, count: int) -> 
         time.sleep(0.05)
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_hangups_stay_ignored_under_nohup(start: Launch, tmp_path: Path) -> None:
     text = f"{TOUCH}while not pathlib.Path('go').exists():\n    pass\n"
@@ -330,6 +331,7 @@ def test_ranks_save_when_the_terminal_is_closed(tmp_path: Path) -> None:
     assert (tmp_path / "saved").read_text() == "signal SIGHUP"
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_ranks_whose_launcher_is_killed_name_it(start: Launch, tmp_path: Path) -> None:
     text = f"""

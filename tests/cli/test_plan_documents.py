@@ -159,6 +159,7 @@ def test_plans_of_packed_documents_cannot_be_tried(cluster: Path, tmp_path: Path
         main(["--try", str(path), "--model", MODEL])
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.timeout(640)

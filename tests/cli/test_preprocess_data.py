@@ -90,6 +90,7 @@ def test_missing_flags_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--input, --output-prefix" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_the_tool_runs_from_any_folder_with_workers_and_a_progress_bar(
     tmp_path: Path, numbers: Path
 ) -> None:

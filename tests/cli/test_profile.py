@@ -44,6 +44,7 @@ def test_two_processes_measure_layers_and_links(tmp_path: Path) -> None:
     assert content["nodes"]["here"]["processes"] == 2
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_layers_with_experts_and_of_further_tokens_are_measured_and_planned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

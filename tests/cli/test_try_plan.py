@@ -108,6 +108,7 @@ def test_a_rank_alone_needs_the_memory_that_it_needs_in_the_job(tmp_path: Path) 
     assert entry["step_s"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("degrees", "changes", "rank"),
@@ -149,6 +150,7 @@ def test_a_rank_of_each_kind_of_plan_runs_and_plans_with_its_times(
     assert "data sheets" not in capsys.readouterr().out
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_measurements_of_another_device_are_left_out_by_name(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -193,6 +195,7 @@ def test_bad_input_is_one_line(
     assert "\n" not in str(failure.value)
 
 
+@pytest.mark.long
 def test_a_rank_that_needs_more_memory_than_there_is_does_not_start(tmp_path: Path) -> None:
     huge = "--num-layers 2 --hidden-size 131072 --num-attention-heads 64 --seq-length 16 "
     huge += "--max-position-embeddings 16 --vocab-size 100"

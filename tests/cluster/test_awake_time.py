@@ -98,6 +98,7 @@ def test_a_connection_for_which_nobody_waits_is_closed(monkeypatch: pytest.Monke
     assert dialed.fileno() < 0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_process_that_was_stopped_does_not_lose_the_other_side() -> None:
     from megatron.adaptive.cluster.connection import Connection, Listener

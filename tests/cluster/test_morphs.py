@@ -92,6 +92,7 @@ def test_a_job_goes_on_in_every_shape_with_the_same_losses(start: Start, tmp_pat
     assert state["checkpoint_iteration"] == last
 
 
+@pytest.mark.long
 def test_a_job_goes_on_from_disks_of_its_nodes_and_from_shared_storage(
     start: Start, tmp_path: Path
 ) -> None:

@@ -215,6 +215,7 @@ def show(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], 
         yield opened
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_page_of_a_real_run_in_a_browser(

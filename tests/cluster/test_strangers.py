@@ -24,6 +24,7 @@ ANSWER = {
 HELLO = {"host": "h", "gpus": 0, "processes": None, "node_rank": None, "address": "10.0.0.1"}
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_strangers_have_no_effect_on_jobs() -> None:

@@ -36,6 +36,7 @@ def losses_of(folder: Path, *flags: str) -> list[str]:
     return losses
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_they_train_to_the_same_losses(tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ def test_it_trains_to_the_same_losses(tmp_path: Path) -> None:
     assert "transport: files:Files for ranks 0-1 (asked for)" in logs[1]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_it_is_checked_between_two_ranks(tmp_path: Path) -> None:

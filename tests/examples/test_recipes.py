@@ -193,7 +193,7 @@ IN_TURN = ("pretrain", "continue", "finetune")
     [
         pytest.param("llama3.1-8b", "1", IN_TURN, marks=pytest.mark.long),
         ("mistral-7b", "1", ("lora",)),
-        ("qwen3-8b", "2", IN_TURN[:1]),
+        pytest.param("qwen3-8b", "2", IN_TURN[:1], marks=pytest.mark.long),
         pytest.param("qwen3-8b", "2", IN_TURN, marks=pytest.mark.long),
         pytest.param(
             "qwen3-30b-a3b", "2", ("pretrain", "finetune", "lora"), marks=pytest.mark.long

@@ -140,6 +140,7 @@ def same(results: Any, expected: Any) -> None:
             assert math.isclose(measured, other, rel_tol=NEAR), (key, step, measured, other)
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", [name for name in EXPECTED["runs"] if name != "elastic-script"])
 def test_losses_gradients_and_loaded_tensors_are_what_they_were(ran: Any, name: str) -> None:

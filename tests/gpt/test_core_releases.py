@@ -38,8 +38,9 @@ assert core_releases.balancing_losses()["z_loss"].tolist() == [0.0, 0.0, 0.0, 0.
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("release", [INSTALLED, pytest.param("0.19.2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("release", [INSTALLED, "0.19.2"])
 def test_balancing_losses_are_those_of_the_current_model(release: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", BALANCING],

@@ -119,7 +119,7 @@ def assert_close(seen: Numbers, expected: Numbers, rel: float = REL) -> None:
         pytest.param(LLAMA, marks=pytest.mark.long),
         pytest.param(WINDOWS, marks=pytest.mark.long),
         pytest.param(BOUNDED, marks=pytest.mark.long),
-        DOCUMENTS,
+        pytest.param(DOCUMENTS, marks=pytest.mark.long),
         pytest.param(LATENT, marks=pytest.mark.long),
     ],
     ids=range(6),
@@ -138,7 +138,11 @@ def test_slices_equal_whole_microbatches(train: Train, model: str) -> None:
         assert_close(seen, expected)
 
 
-@pytest.mark.parametrize("model", ["", DOCUMENTS, LATENT, LLAMA], ids=range(4))
+@pytest.mark.parametrize(
+    "model",
+    ["", DOCUMENTS, *(pytest.param(model, marks=pytest.mark.long) for model in (LATENT, LLAMA))],
+    ids=range(4),
+)
 def test_slices_in_blocks_equal_whole_microbatches(
     train: Train, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,8 +187,18 @@ CUTS = (
         pytest.param(f"{PACKED} {LLAMA} {FUSED}", PACK, CUTS, marks=pytest.mark.long),
         pytest.param(f"{PACKED} {BOUNDED}", PACK, CUTS, marks=pytest.mark.long),
         (PACKED, PACK, CUTS[1:4]),
-        (f"{PACKED} {LATENT} --rope-type yarn", "", (f"--slice-tokens 48 {FULL}",)),
-        (ROWS, "", ("--sequence-slices 3", f"--sequence-slices 16 {FULL}")),
+        pytest.param(
+            f"{PACKED} {LATENT} --rope-type yarn",
+            "",
+            (f"--slice-tokens 48 {FULL}",),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            ROWS,
+            "",
+            ("--sequence-slices 3", f"--sequence-slices 16 {FULL}"),
+            marks=pytest.mark.long,
+        ),
     ],
     ids=range(5),
 )

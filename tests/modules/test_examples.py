@@ -23,6 +23,7 @@ def alone(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     return run_forked([str(EXAMPLES / "mlp.py"), *flags], folder=folder, limit_s=LIMIT_S)
 
 
+@pytest.mark.long
 def test_an_example_trains_on_two_processes(tmp_path: Path) -> None:
     command = ["-m", "megatron.adaptive", "job", "launch", "--standalone", "--nproc-per-node", "2"]
     command += [str(EXAMPLES / "mlp.py"), "--steps", "6", "--schedule", "zb-v"]

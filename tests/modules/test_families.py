@@ -114,7 +114,14 @@ def test_a_family_trains_as_the_whole_model_does(number: int) -> None:
             require_same(stage_gradients, gradients)
 
 
-ON_META = ["qwen3_moe", "t5", "gemma3", "qwen2_5_vl", "qwen3_vl", "smolvlm"]
+ON_META = [
+    "qwen3_moe",
+    "t5",
+    *(
+        pytest.param(name, marks=pytest.mark.long)
+        for name in ("gemma3", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+    ),
+]
 
 
 @pytest.mark.parametrize("name", [family.name for family in FAMILIES] if ALL else ON_META)
@@ -133,6 +140,7 @@ def test_a_family_is_recorded_without_weights(name: str) -> None:
     require_same(stage_gradients, gradients)
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_families_train_on_two_processes(tmp_path: Path) -> None:
     """Checks that families with tied embeddings, two lists of blocks or images can be trained."""

@@ -29,6 +29,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in paths if path.is_file()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_on_four_processes(results: list[dict[str, Any]], program: str) -> None:
     errors = [result["error"] for result in results if result["error"]]

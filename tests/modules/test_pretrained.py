@@ -56,6 +56,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_on_two_processes(folders: Path) -> None:
     programs = ["tied_weights_and_split_backwards", "merged_experts"]

@@ -129,6 +129,7 @@ def test_a_damaged_folder_is_one_line(tmp_path: Path, name: str, text: str) -> N
         load_processor(folder)
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.parametrize(

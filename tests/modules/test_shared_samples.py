@@ -127,7 +127,8 @@ def test_files_that_differ_between_ranks_are_named(tmp_path: Path) -> None:
     assert read_together([missing] * 2) == [error] * 2
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_long_samples_behind_short_ones_are_not_sent_all_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:

@@ -46,6 +46,7 @@ def timed_segments(trace: RunTrace, rank: int) -> set[int]:
     return {row[0] for iteration in of_rank.iterations for row in of_rank.layers(iteration)}
 
 
+@pytest.mark.long
 def test_each_partition_has_a_trace_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,6 +56,7 @@ def test_a_disk_that_does_not_answer_behind_training_is_named(tmp_path: Path, ra
     assert is_named_right(case, outcome["said"]), outcome["text"][-4000:]
 
 
+@pytest.mark.long
 def test_a_loop_around_a_pipeline_is_watched(tmp_path: Path) -> None:
     case = Case(kind="reader", shape=PAIR, rank=1, after_s=AFTER_S, program="pipeline")
     outcome = run(case, tmp_path / "job")

@@ -95,6 +95,7 @@ def has_kernels(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "kernels were recorded in iterations 2" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_layers_fit_into_actions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain = losses(tmp_path / "plain")
     assert len(plain) == 2

@@ -80,6 +80,7 @@ def group() -> Iterator[Path]:
     pytest.skip("needs permission to set a quota of a control group")
 
 
+@pytest.mark.long
 def test_a_rank_with_a_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: Path) -> None:
     monkeypatch.setenv("HINDERED", "1")
     monkeypatch.setenv("GROUP", str(group))

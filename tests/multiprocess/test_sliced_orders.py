@@ -118,6 +118,7 @@ def test_the_number_of_slices_is_chosen_from_two_that_were_measured(
     assert run.iterations[-1] in run.complete_iterations()
 
 
+@pytest.mark.long
 def test_the_length_of_slices_is_chosen_from_two_that_were_measured(tmp_path: Path) -> None:
     lengths = "--variable-seq-lengths --train-iters 9 --global-batch-size 6"
     ran = losses_of(tmp_path / "ran", f"{lengths} --slice-tokens 16")

@@ -165,6 +165,7 @@ def require_equal_numbers(
         torch.testing.assert_close(here[key], value, rtol=1e-4, atol=2e-6, msg=key)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("size", "changes", "flags"),
     [

@@ -200,6 +200,7 @@ def numbers_of(seen: Any) -> list[float]:
     return [seen]
 
 
+@pytest.mark.long
 def test_two_ranks(tmp_path: Path) -> None:
     order = make_schedule("interleaved", Placement(num_ranks=2, num_chunks=2), 4)
     save(order, tmp_path / "order.json")

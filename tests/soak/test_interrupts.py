@@ -10,7 +10,7 @@ import pytest
 from tests.soak.interrupts import KINDS, Chain, run_chains
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
-HITS = int(os.environ.get("INTERRUPTS", "3"))
+HITS = int(os.environ.get("INTERRUPTS", "2"))
 """Number of signals for each kind of job in the long test. Use a few dozen before a release."""
 
 

@@ -7,6 +7,7 @@ import pytest
 from tests.soak import tokens
 
 
+@pytest.mark.long
 def test_every_tokenizer_gives_the_tokens_of_its_library() -> None:
     pytest.importorskip("tiktoken")
     rows = tokens.compare(0.2).rows

@@ -276,6 +276,7 @@ def test_the_process_reports_once_and_ends_with_its_ranks(tmp_path: Path) -> Non
             process.wait()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spins", [True, False])
 def test_a_rank_that_waits_for_its_gpu_does_not_count_as_computing(
     spins: bool, tmp_path: Path

@@ -114,14 +114,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         kill_tree(job.process)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "shm",
-        pytest.param("tcp", marks=pytest.mark.long),
-        pytest.param("gloo", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["shm", "tcp", "gloo"])
 def test_a_stopped_rank_goes_on_within_the_limit_and_ends_the_job_beyond_it(
     start: Callable[..., Job], kind: str
 ) -> None:

@@ -31,6 +31,7 @@ from .pool import Pool
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
 
 
+@pytest.mark.long
 def test_a_channel_holds_what_is_under_way(pool: Pool) -> None:
     """Checks that tensors are freed after they were sent, so that memory use is limited."""
     excess, _ = pool.run("programs.many_sends", 2, count=3000, ahead=25)

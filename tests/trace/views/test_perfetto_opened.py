@@ -103,6 +103,7 @@ def with_details(folder: Path, ranks: int) -> None:
     file.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("has_details", [False, True])
 def test_the_ui_shows_every_event(ui: Any, tmp_path: Path, has_details: bool) -> None:
     shape = SyntheticRun(
