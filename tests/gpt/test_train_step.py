@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,11 +19,14 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 
 from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
+from megatron.adaptive.engine.policy_factory import Orders  # noqa: E402
+from megatron.adaptive.engine.stages import ForwardBackward  # noqa: E402
 from megatron.adaptive.errors import AdaptiveError, DeviceMemoryError  # noqa: E402
 from megatron.adaptive.gpt import train_step  # noqa: E402
 from megatron.adaptive.gpt.initialize import end_job, start_job  # noqa: E402
 from megatron.adaptive.gpt.setup import Run, build_run, make_loader  # noqa: E402
 from megatron.adaptive.gpt.train_step import Step, StepResult, params_norm  # noqa: E402
+from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 
 from .conftest import SMALL  # noqa: E402
 
@@ -193,7 +197,7 @@ def broken(*_: Any, **__: Any) -> None:
 
 OUT_OF_MEMORY = r"^rank 0 \(pipeline rank 0, CPU\) ran out of memory with "
 REMEDIES = (
-    "lower --micro-batch-size .*--recompute-granularity .*--pipeline-model-parallel-size, or "
+    "lower --micro-batch-size.*--recompute-granularity .*--pipeline-model-parallel-size, or "
     "--use-distributed-optimizer$"
 )
 
@@ -214,6 +218,25 @@ def test_running_out_of_memory_names_rank_and_remedies(
     run.chunks[0].register_forward_pre_hook(fail)
     with pytest.raises(kind, match=said):
         train(run, 1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "cap", "phrase"),
+    [
+        ("adaptive", None, "lower --micro-batch-size or --activation-cap (now 6; with 4, ranks"),
+        ("adaptive", 4.0, "lower --micro-batch-size or --activation-cap (now 4), or use"),
+        ("1f1b", None, "lower --micro-batch-size, or use --recompute-granularity"),
+    ],
+)
+def test_running_out_of_memory_names_the_limit_on_activations(
+    schedule: str, cap: float | None, phrase: str, start: Start
+) -> None:
+    run = start("")
+    four = Placement(num_ranks=4, num_chunks=1)
+    run = dataclasses.replace(run, placement=four)
+    assert isinstance(run.forward_backward, ForwardBackward)
+    run.forward_backward.orders = Orders(schedule=schedule, placement=four, pp_rank=0, cap=cap)
+    assert phrase in str(train_step.out_of_memory(run, MemoryError(), 16))
 
 
 def test_an_error_that_names_infiniband_is_no_divergence(

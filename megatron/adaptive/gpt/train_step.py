@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 
 from megatron.adaptive.config.megatron_core_flags import CoreConfig
 from megatron.adaptive.engine.executor import RankTimes
+from megatron.adaptive.engine.stages import ForwardBackward
 from megatron.adaptive.errors import AdaptiveError, DeviceMemoryError
 from megatron.adaptive.gpt.core_releases import (
     balancing_losses,
@@ -28,6 +29,7 @@ from megatron.adaptive.gpt.forward import (
     feed,
 )
 from megatron.adaptive.gpt.setup import Run
+from megatron.adaptive.schedule.memory_caps import static_cap
 from megatron.adaptive.schedule.microbatch_assignment import Dealt
 
 
@@ -113,10 +115,10 @@ class Step:
             with run.tracing.span("optimizer"):
                 updated, grad_norm, num_zeros = run.optimizer.step()
         except (torch.OutOfMemoryError, MemoryError) as error:
-            raise out_of_memory(run, error) from error
+            raise out_of_memory(run, error, num_microbatches) from error
         except RuntimeError as error:
             if _CPU_MEMORY in str(error):
-                raise out_of_memory(run, error) from error
+                raise out_of_memory(run, error, num_microbatches) from error
             if _NOT_FINITE.search(str(error)):
                 raise _diverged(run, iteration, error) from error
             raise
@@ -470,10 +472,32 @@ _CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 """Text of the RuntimeError that torch raises if host memory is exhausted."""
 
 
-def out_of_memory(run: Run, error: Exception) -> DeviceMemoryError:
+def _cap_advice(run: Run, num_microbatches: int) -> str:
+    """Returns a phrase with the run's limit on activations, and a lower limit to choose.
+
+    The phrase is empty if the limit does not apply or is already the minimum. There are
+    ``num_microbatches`` microbatches per step.
+    """
+    if not isinstance(run.forward_backward, ForwardBackward):
+        return ""
+    orders = run.forward_backward.orders
+    cap = orders.candidate(num_microbatches).cap
+    if cap is None or cap <= 1:
+        return ""
+    least = static_cap(run.placement)
+    hint = ""
+    if orders.widths is None and least < cap:
+        hint = f"; with {least:.3g}, ranks keep as little as with a fixed order such as 1f1b"
+    return f" or --activation-cap (now {cap:.3g}{hint})"
+
+
+def out_of_memory(run: Run, error: Exception, num_microbatches: int) -> DeviceMemoryError:
     """Returns an error with one line that says that this rank's device ran out of memory.
 
-    ``error`` is the error that torch raised.
+    Args:
+        run: Training run of this rank.
+        error: Error that torch raised.
+        num_microbatches: Number of microbatches of this rank per step.
     """
     accelerator = run.job.accelerator
     gib = 1024**3
@@ -482,9 +506,9 @@ def out_of_memory(run: Run, error: Exception) -> DeviceMemoryError:
     return DeviceMemoryError(
         f"rank {run.job.rank} (pipeline rank {pp_rank}, {accelerator.name}) ran out of memory with "
         f"{accelerator.memory_in_use_bytes() / gib:.2f} GiB allocated, peak "
-        f"{accelerator.peak_memory_bytes() / gib:.2f} GiB: {asked}; lower --micro-batch-size or "
-        "--activation-cap, or use --recompute-granularity selective (or full with "
-        "--recompute-method uniform --recompute-num-layers 1), a larger "
+        f"{accelerator.peak_memory_bytes() / gib:.2f} GiB: {asked}; lower --micro-batch-size"
+        f"{_cap_advice(run, num_microbatches)}, or use --recompute-granularity selective (or full "
+        "with --recompute-method uniform --recompute-num-layers 1), a larger "
         "--pipeline-model-parallel-size, or --use-distributed-optimizer"
     )
 

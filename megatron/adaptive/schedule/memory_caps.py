@@ -168,10 +168,9 @@ def default_cap(placement: Placement, num_microbatches: int, num_slices: float =
 
     The unit is the activations of one microbatch in all chunks of the rank.
 
-    The default is 1.5 times the activations that the best static schedule holds on its first rank,
-    rounded up to a whole chunk. The best static schedule is 1F1B with one chunk, interleaved 1F1B
-    with several chunks in a loop, and ZB-V in a V. The additional memory lets a rank run another
-    forward pass while the input of its next backward pass is late.
+    The default is 1.5 times the result of :func:`static_cap`, rounded up to a whole chunk. The
+    additional memory lets a rank run another forward pass while the input of its next backward pass
+    is late.
 
     The result is between 1 (the minimum cap) and ``num_microbatches``, above which a cap has no
     effect. In a pipeline with one rank, which never waits, it is the minimum.
@@ -184,15 +183,27 @@ def default_cap(placement: Placement, num_microbatches: int, num_slices: float =
             is next. With slices, the result is at least half of what the order holds with whole
             microbatches.
     """
-    ranks, chunks = placement.num_ranks, placement.num_chunks
-    if ranks == 1:
+    chunks = placement.num_chunks
+    if placement.num_ranks == 1:
         return 1.0
-    # Under interleaved 1F1B, rank 0 holds this number of forward passes: the warm-up passes, plus
-    # the first pass of the steady phase.
-    interleaved = (chunks - 1) * ranks + 2 * (ranks - 1) + 1
-    static_in_chunks = ranks * chunks if chunks == 1 or placement.kind == "v" else interleaved
+    static_in_chunks = round(static_cap(placement) * chunks)
     with_slack = math.ceil(static_in_chunks * _SLACK)
     if num_slices > 1:
         in_items = static_in_chunks + (num_slices - 1) * chunks
         with_slack = math.ceil(max(in_items * _SLACK / num_slices, static_in_chunks / 2))
     return max(1.0, min(with_slack, num_microbatches * chunks) / chunks)
+
+
+def static_cap(placement: Placement) -> float:
+    """Returns the activations that the best static schedule holds on its first rank.
+
+    The unit is the activations of one microbatch in all chunks of the rank. The best static
+    schedule is 1F1B with one chunk, interleaved 1F1B with several chunks in a loop, and ZB-V in a
+    V.
+    """
+    ranks, chunks = placement.num_ranks, placement.num_chunks
+    if chunks == 1 or placement.kind == "v":
+        return float(ranks)
+    # Under interleaved 1F1B, rank 0 holds this number of forward passes: the warm-up passes, plus
+    # the first pass of the steady phase.
+    return ((chunks - 1) * ranks + 2 * (ranks - 1) + 1) / chunks
