@@ -277,7 +277,7 @@ def test_settings_of_a_folder_have_an_effect(tmp_path: Path) -> None:
     run = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
     for document in (LLAMA, LATENT, GEMMA, MIXTRAL, QWEN, NEOX):
         _words(tmp_path, document)
-        config = parse([*run, "--load-hf", str(tmp_path)], world_size=1)
+        config = parse([*run, "--finetune", "--load-hf", str(tmp_path)], world_size=1)
         assert warning_about_effects(config) is None
 
 

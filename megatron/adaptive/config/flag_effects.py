@@ -20,7 +20,6 @@ _LOGGERS = (
     "tensorboard_dir/wandb_project/mlflow_experiment/prometheus_address/prometheus_file/logger"
 )
 
-
 _RULES = f"""\
 rotary_base rotary_interleaved acts with position_embedding_type=rope/multi_latent_attention
 rotary_percent acts with position_embedding_type=rope/rope_type=rope
@@ -78,8 +77,9 @@ mmap_bin_files acts with mock_data=False sft=False
 valid_data_path test_data_path eval_interval acts with eval_iters>0
 save_interval async_save keep_checkpoints no_save_optim no_save_rng ckpt_fully_parallel_save
     acts with save
-ckpt_step trust_checkpoint no_load_optim no_load_rng finetune exit_on_missing_checkpoint
+ckpt_step trust_checkpoint no_load_optim no_load_rng exit_on_missing_checkpoint
     ckpt_fully_parallel_load acts with load
+finetune acts with load/load_hf
 timing_log_option barrier_with_L1_time acts with timing_log_level
 tensorboard_queue_size acts with tensorboard_dir
 tensorboard_log_interval log_timers_to_tensorboard log_batch_size_to_tensorboard
