@@ -11,7 +11,7 @@ import pytest
 from megatron.adaptive.cli import pretrain_gpt
 from megatron.adaptive.engine.folder_lease import Lease
 
-from ..multiprocess.launch import run_forked
+from ..multiprocess.launch import run_forked, run_ranks, tail
 
 ROOT = Path(__file__).resolve().parents[2]
 WATCHDOG_S = 120.0
@@ -61,6 +61,21 @@ def test_a_process_alone_trains(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
     # The run must write no files, because no output was requested.
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.multiprocess
+def test_a_job_warns_once_of_flags_without_effect_and_of_skipped_steps(tmp_path: Path) -> None:
+    """Checks a job in float16 whose loss scale is too high for its few steps."""
+    log = tmp_path / "log"
+    more = "--fp16 --pipeline-model-parallel-size 2 --trace-interval 5 --wandb-exp-name first"
+    command = [str(ROOT / "pretrain_gpt.py"), *FLAGS.split(), *more.split()]
+    assert run_ranks(command, world_size=2, log=log, limit_s=WATCHDOG_S) == 0, tail(log)
+    assert [line for line in log.read_text().splitlines() if "warning" in line] == [
+        "warning: these flags have no effect: --wandb-exp-name first (needs --wandb-project), "
+        "--trace-interval 5 (needs --trace-dir); remove them, or set what they need",
+        "warning: 3 of 3 steps were skipped because gradients were infinite or NaN in float16, so "
+        "the model is unchanged; lower --initial-loss-scale 4.29497e+09, or use --bf16",
+    ]
 
 
 @pytest.mark.multiprocess

@@ -313,7 +313,10 @@ def test_help_names_a_default_only_if_there_is_one() -> None:
     text = " ".join(make_parser().format_help().split())
     assert re.search(r"\(default: none\)", text, re.IGNORECASE) is None
     assert "Maximum learning rate. (required)" in text
-    assert "Minimum learning rate after the warm-up. (default: 0)" in text
+    assert (
+        "Number of tokens to generate after the prompt. Acts only with --sample-prompt. (" in text
+    )
+    assert "Fixed loss scale for float16. (default: adjusted during training)" in text
 
 
 def test_help_lists_the_flags_and_ends_well(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from megatron.adaptive.config.arguments import flag_words, parse
 from megatron.adaptive.config.families.registry import built_in_families
 from megatron.adaptive.config.families.weight_names import OUTER
+from megatron.adaptive.config.flag_checks import warning_about_effects
 from megatron.adaptive.config.hugging_face import load_config
 from megatron.adaptive.config.trainer import flag_specs
 from megatron.adaptive.errors import ConfigError
@@ -269,6 +270,15 @@ def test_words_of_settings_are_read_as_the_settings_themselves(tmp_path: Path) -
         from_words = parse([*run, *flags], world_size=1)
         assert from_words == parse(run, world_size=1, settings=settings)
         assert from_words.model == parse([*run, "--load-hf", str(tmp_path)], world_size=1).model
+
+
+def test_settings_of_a_folder_have_an_effect(tmp_path: Path) -> None:
+    """Checks that no warning names flags that the user did not set."""
+    run = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
+    for document in (LLAMA, LATENT, GEMMA, MIXTRAL, QWEN, NEOX):
+        _words(tmp_path, document)
+        config = parse([*run, "--finetune", "--load-hf", str(tmp_path)], world_size=1)
+        assert warning_about_effects(config) is None
 
 
 def test_each_family_is_described_by_a_file_of_its_folder() -> None:

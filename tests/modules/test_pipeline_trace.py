@@ -118,7 +118,14 @@ def test_kernels_are_recorded_unless_another_profiler_runs(
                 ("profile_step_start", 1),
             )
         ),
-        ({"profile_ranks": [0, 1]}, "profile_ranks contains 1, but the number of processes is 1"),
+        (
+            {"profile_step_start": 1},
+            "profile_step_start=1 requires trace_detail='kernels', because it only affects",
+        ),
+        (
+            {"profile_ranks": [0, 1], "trace_detail": "kernels"},
+            "profile_ranks contains 1, but the number of processes is 1",
+        ),
     ],
 )
 def test_what_cannot_be_traced_is_named(

@@ -86,6 +86,12 @@ def test_on_two_ranks(tmp_path: Path, program: str, line: str) -> None:
         ({"repartition": "on"}, "repartition: .*'on'"),
         ({"repartition": "auto", "repartition_interval": 3}, "repartition_interval: "),
         ({"repartition": "auto", "repartition_gain": 0.0}, "repartition_gain: "),
+        ({"repartition_gain": 0.1}, "repartition_gain=0.1 requires repartition='auto', because "),
+        ({"repartition_interval": 9}, "repartition_interval=9 requires repartition='auto'"),
+        (
+            {"hang_after_s": 0, "on_hang": "end"},
+            "on_hang='end' requires a hang_after_s other than 0, because hangs are not detected",
+        ),
     ],
 )
 def test_wrong_settings_are_refused(options: dict[str, Any], message: str) -> None:

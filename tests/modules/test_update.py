@@ -40,10 +40,17 @@ def test_frozen_parameters_may_be_in_float16() -> None:
     assert update.optimizer is not None
 
 
-@pytest.mark.parametrize("precision", [None, "fp16"])
-def test_a_skipped_step_is_reported_once_except_in_fp16(
-    precision: Any, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("precision", "start"),
+    [
+        (None, "warning: step 2 did not update"),
+        ("fp16", "warning: 2 of 3 steps were skipped because gradients were infinite or NaN in "),
+    ],
+)
+def test_skipped_steps_are_reported_once(
+    precision: Any, start: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Checks that the first skipped step is reported, or with a loss scale all at the end."""
     good = {"x": torch.ones(4, 16)}
     bad = {"x": torch.full((4, 16), math.nan)}
     with Pipeline(Tower(), good, micro_batch_size=2, mixed_precision=precision) as pipeline:
@@ -51,9 +58,29 @@ def test_a_skipped_step_is_reported_once_except_in_fp16(
         assert [pipeline.step(batch)[1] for batch in (good, bad, bad)] == [False, True, True]
         weights = [parameter.isfinite().all() for parameter in pipeline.parameters()]
     assert all(weights)
-    lines = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
-    assert len(lines) == (precision is None)
-    assert all(line.startswith("warning: step 2 did not update") for line in lines)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "warning" in line)
+    assert line.startswith(start)
+
+
+@pytest.mark.parametrize(("scale", "is_told"), [(2.0**60, True), (2.0**10, False)])
+def test_a_loop_in_fp16_reports_that_the_model_is_unchanged(
+    scale: float, is_told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch = {"x": torch.ones(4, 16)}
+    with Pipeline(Tower(), batch, micro_batch_size=2, mixed_precision="fp16") as pipeline:
+        pipeline.set_optimizer(adamw, initial_loss_scale=scale)
+        before = [parameter.detach().clone() for parameter in pipeline.parameters()]
+        for _ in pipeline.loop(4):
+            pipeline.step(batch)
+        after = [parameter.detach() for parameter in pipeline.parameters()]
+    assert all(map(torch.equal, before, after)) == is_told
+    lines = capsys.readouterr().out.splitlines()
+    warning = (
+        "warning: 4 of 4 steps were skipped because gradients were infinite or NaN in float16, so "
+        "the model is unchanged; use bf16, or a lower initial loss scale (initial_loss_scale of "
+        "Pipeline.set_optimizer)"
+    )
+    assert lines[lines.index("training ends: all iterations are done") + 1 :] == [warning] * is_told
 
 
 class _Copies(TorchDispatchMode):

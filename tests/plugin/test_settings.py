@@ -105,6 +105,16 @@ def parse(*arguments: str) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def test_settings_without_effect_are_named_in_one_line() -> None:
+    assert Settings(trace_detail="layers", trace_dir="traces").warning_about_effects() is None
+    assert Settings(weight_pieces=2).warning_about_effects() is None
+    idle = Settings(trace_detail="layers", weight_pieces=2, split_backward=False, transport="tcp")
+    assert idle.warning_about_effects() == (
+        "warning: these flags have no effect: --trace-detail layers (needs --trace-dir), "
+        "--weight-pieces 2 (needs --split-backward True); remove them, or set what they need"
+    )
+
+
 def test_flags_win_over_settings() -> None:
     base = Settings(schedule="hinted", activation_cap=3, trace_dir="here")
     flags = "--activation-cap 5 --split-backward True --weight-pieces 2 --pipeline-timeout-s 9"

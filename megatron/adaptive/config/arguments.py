@@ -19,6 +19,7 @@ from megatron.adaptive.config.adapters import model_settings_of
 from megatron.adaptive.config.command_parser import LOOKS_LIKE_FLAG, CommandParser, flags_where
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.families.registry import model_settings
+from megatron.adaptive.config.flag_effects import add_note, effect_notes
 from megatron.adaptive.config.flag_rules import GivenFlags
 from megatron.adaptive.config.flags import FieldSpec, fields_of
 from megatron.adaptive.config.input_files import natural, read_text
@@ -87,12 +88,14 @@ def flag_table() -> dict[str, list[tuple[str, str, str]]]:
     the order in which they are defined.
     """
     table = {"Plan": [(f"{PLAN_FLAG} FILE", "none", PLAN_HELP)]}
+    notes = effect_notes(flag_specs())
     for kind in groups().values():
         rows = table[_title(kind)] = []
         for spec in _flagged(kind):
             metavar = "" if spec.is_switch else " " + spec.metavar
             default = "off" if spec.is_switch else spec.default_text
-            rows.append((", ".join(spec.names) + metavar, default, spec.help_text))
+            text = f"{spec.help_text} {notes.get(spec.dest, '')}".strip()
+            rows.append((", ".join(spec.names) + metavar, default, text))
     return table
 
 
@@ -304,10 +307,11 @@ def make_parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument(PLAN_FLAG, metavar="FILE", help=PLAN_HELP)
+    notes = effect_notes(flag_specs())
     for kind in groups().values():
         group = parser.add_argument_group(_title(kind))
         for spec in _flagged(kind):
-            group.add_argument(*spec.names, **spec.options())
+            group.add_argument(*spec.names, **add_note(spec, notes).options())
     return parser
 
 

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 from megatron.adaptive.config.adapters import adapted_parts, linear_names
 from megatron.adaptive.config.collector import collector_url
 from megatron.adaptive.config.environment import Installed
+from megatron.adaptive.config.flag_effects import effect_warning
 from megatron.adaptive.config.flag_rules import GivenFlags, order_rules
 from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.layer_partition import layer_rules
@@ -163,7 +164,7 @@ multi_latent_attention excludes group_query_attention | each head has a separate
 {" ".join(EXPERT_SETTINGS)} expert_model_parallel_size expert_tensor_parallel_size
     needs num_moe_experts
 moe_router_topk within num_moe_experts
-num_moe_experts excludes moe_expert_capacity_factor=0.0
+num_moe_experts excludes moe_expert_capacity_factor=0
     | experts would get no tokens; use a factor above 0, or remove the flag to keep all tokens
 num_moe_experts+expert_tensor_parallel_size>1 needs add_bias_linear=False
     | each rank of an expert would add the bias
@@ -244,13 +245,19 @@ def check_unequal_stages(config: TrainerConfig) -> None:
     Raises:
         ConfigError: A setting requires stages with equal numbers of replicas.
     """
-    flags = _given_flags(config, sizes=(2, 1))
+    flags = _given_flags(config, stage_data_parallel_sizes=(2, 1))
     order = order_rules(config.schedule.pipeline_schedule)
     for table in (_BEFORE_ORDER, order, _AFTER_ORDER):
         flags.require(table)
 
 
-def _given_flags(config: TrainerConfig, sizes: tuple[int, ...] | None = None) -> GivenFlags:
+def _given_flags(config: TrainerConfig, **changes: Any) -> GivenFlags:
+    """Returns an object that checks the effective values of the settings ``config`` against rules.
+
+    Args:
+        config: Settings of the run.
+        **changes: Values of settings that replace those in ``config``, keyed by name.
+    """
     specs = {s.dest: s for kind in groups().values() for s in fields_of(kind) if s.has_flag}
     values = {
         dest: value
@@ -260,7 +267,7 @@ def _given_flags(config: TrainerConfig, sizes: tuple[int, ...] | None = None) ->
     }
     # The rules apply to effective values. If all stages have the same number of ranks, these
     # numbers are replaced by None. With a single chunk, the number of chunks is 1.
-    values["stage_data_parallel_sizes"] = sizes or config.parallel.unequal_sizes
+    values["stage_data_parallel_sizes"] = config.parallel.unequal_sizes
     values["num_virtual_stages_per_pipeline_rank"] = config.parallel.num_chunks
     if config.core.num_moe_experts is not None:
         for of_experts, of_layers in (
@@ -270,7 +277,17 @@ def _given_flags(config: TrainerConfig, sizes: tuple[int, ...] | None = None) ->
             values[of_experts] = values[of_experts] or values[of_layers]
     if config.core.heterogeneous_layers_config_encoded_json:
         values[_UNLIKE] = values[_UNLIKE] or "JSON"
-    return GivenFlags(values, specs)
+    return GivenFlags(values | changes, specs)
+
+
+def warning_about_effects(config: TrainerConfig) -> str | None:
+    """Returns a line that names all flags of a run without effect, or ``None`` if there are none.
+
+    Args:
+        config: Settings of the run, from the command line.
+    """
+    flags = _given_flags(config, split_backward=config.splits_backward)
+    return effect_warning(flags, config.schedule.pipeline_schedule)
 
 
 def replicas_of(world_size: int, values: Mapping[str, Any]) -> int:

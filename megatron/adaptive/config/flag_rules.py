@@ -1,4 +1,4 @@
-"""Checks settings against tables of rules, which state requirements, exclusions and limits.
+"""Checks settings against tables of rules: requirements, exclusions, limits and effects.
 
 A rule is a line with terms, a verb, more terms, and an optional reason for the error message::
 
@@ -6,13 +6,18 @@ A rule is a line with terms, a verb, more terms, and an optional reason for the 
     sft excludes mock_data | conversations come from files
     min_lr within lr
     num_query_groups divides num_attention_heads | every group serves the same number of heads
+    trace_interval acts with trace_dir
+
+A rule with the verb ``acts with`` states that the setting on the left has no effect without the
+setting on the right. This is only worth a warning. All other rules are requirements.
 
 Each term on the left is checked against each term on the right. The term ``name`` is true if the
 setting ``name`` does not have its default value. The term ``name=a,b`` is true if the setting has
-one of these values, and ``name>1`` is true if its value is larger. On the left, ``+`` joins terms
-that must all be true, and ``*`` multiplies settings whose product must divide the setting on the
-right. On the right, ``/`` joins terms of which at least one must be true. Rules about unknown
-settings are skipped, so that programs with different settings can share a table.
+one of these values, ``name!=a,b`` is true if it has none of them, and ``name>1`` is true if its
+value is larger. On the left, ``+`` joins terms that must all be true, and ``*`` multiplies settings
+whose product must divide the setting on the right. On the right, ``/`` joins terms of which at
+least one must be true. Rules about unknown settings are skipped, so that programs with different
+settings can share a table.
 """
 
 from __future__ import annotations
@@ -111,8 +116,9 @@ _REMEDIES = {
     "within": "change one of them",
     "divides": "change one of them",
 }
-_VERB = re.compile(f" ({'|'.join(_REMEDIES)}) ")
-_TERM = re.compile(r"(\w+)(?:([=>])(\S+))?")
+_ACTS = "acts with"
+_VERB = re.compile(f" ({'|'.join([*_REMEDIES, _ACTS])}) ")
+_TERM = re.compile(r"(\w+)(?:(=|!=|>)(\S+))?")
 
 
 class GivenFlags:
@@ -143,6 +149,36 @@ class GivenFlags:
             if violation := self._violation(rule):
                 reason = rule.reason and f" ({rule.reason})"
                 raise ConfigError(f"{violation}{reason}; {_REMEDIES[rule.verb]}")
+
+    def without_effect(self, table: str) -> list[str]:
+        """Returns the flags that have no effect, each with the flags that it needs, as text.
+
+        Args:
+            table: Rules with the verb ``acts with``.
+        """
+        missing: dict[str, list[str]] = {}
+        for rule in _rules_of(table):
+            options = rule.right.split("/")
+            if self._applies(rule.left) and not any(self._applies(term, True) for term in options):
+                needs = missing.setdefault(self._text(rule.left), [])
+                needs.append(self._needed(options))
+        return [f"{text} (needs {' and '.join(needs)})" for text, needs in missing.items()]
+
+    def conditions(self, table: str) -> dict[str, list[str]]:
+        """Returns the flags with which each setting has an effect, keyed by the setting's name.
+
+        Conditions of single values of a setting are not included. A flag that must be absent begins
+        with the word ``no``.
+
+        Args:
+            table: Rules with the verb ``acts with``.
+        """
+        needs: dict[str, list[str]] = {}
+        for rule in _rules_of(table):
+            options = [term for term in rule.right.split("/") if _parts(term)[0] in self._specs]
+            if rule.left in self._specs and options:
+                needs.setdefault(rule.left, []).append(self._needed(options))
+        return needs
 
     def _violation(self, rule: _Rule) -> str:
         """Returns a message that explains how the settings violate ``rule``, or an empty string."""
@@ -188,7 +224,8 @@ class GivenFlags:
         if not sign:
             return value not in (None, self._specs[name].default)
         items = value if isinstance(value, tuple) else (value,)
-        return not {str(item) for item in items}.isdisjoint(listed.split(","))
+        texts = {f"{item:g}" if isinstance(item, float) else str(item) for item in items}
+        return texts.isdisjoint(listed.split(",")) == (sign == "!=")
 
     def _text(self, term: str) -> str:
         return str(getattr(self, _parts(term)[0]))
@@ -207,9 +244,12 @@ class GivenFlags:
         texts = []
         for name, sign, listed in map(_parts, terms):
             spec = self._specs[name]
-            above = "above " * (sign == ">")
+            if listed in ("None", "False") and listed == str(spec.default):
+                texts.append(f"no {spec.name}")
+                continue
+            relation = {">": "above ", "!=": "other than "}.get(sign, "")
             has_value = sign and not spec.is_switch
-            values = f" {above}{listed.replace(',', ', ')}" if has_value else ""
+            values = f" {relation}{listed.replace(',', ', ')}" if has_value else ""
             texts.append(f"{spec.name}{values}")
         return " or ".join(texts)
 
@@ -219,7 +259,8 @@ class _Rule(NamedTuple):
 
     Attributes:
         left: Term before the verb, such as ``fp16+loss_scale``.
-        verb: Relation between the terms: ``needs``, ``excludes``, ``within`` or ``divides``.
+        verb: Relation between the terms: ``needs``, ``excludes``, ``within``, ``divides`` or ``acts
+            with``.
         right: Term after the verb, such as ``micro_batch_size>1``.
         reason: Reason for the rule, for error messages. It may be empty.
     """
@@ -244,7 +285,7 @@ def _rules_of(table: str) -> list[_Rule]:
 
 @functools.cache
 def _parts(term: str) -> tuple[str, str, str]:
-    """Splits a term into the name of its setting, the sign ``=`` or ``>``, and the values."""
+    """Splits a term into the name of its setting, the sign ``=``, ``!=`` or ``>``, and values."""
     match = _TERM.fullmatch(term)
     assert match is not None, f"{term} is not a term of a rule"
     return match[1], match[2] or "", match[3] or ""

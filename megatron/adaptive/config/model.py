@@ -87,8 +87,7 @@ class ModelConfig:
         off="--no-position-embedding",
     )
     moe_router_group_best: Count | None = flag(
-        "Number of top experts whose scores are summed to a group's score, with "
-        "--moe-router-group-topk.",
+        "Number of top experts whose scores are summed to a group's score.",
         derived="--moe-router-topk divided by --moe-router-group-topk",
     )
     rotary_base: Count = flag("Base of the rotary frequencies.", 10000)

@@ -49,15 +49,13 @@ class ParallelConfig:
         unit="CHUNKS",
     )
     microbatch_group_size_per_vp_stage: Count | None = flag(
-        "Number of microbatches that a chunk runs in a row, for the schedules megatron and "
-        "interleaved.",
+        "Number of microbatches that a chunk runs in a row.",
         names=("--microbatch-group-size-per-virtual-pipeline-stage",),
         unit="MICROBATCHES",
         derived="the pipeline size",
     )
     overlap_p2p_comm: bool = switch(
-        "Do not overlap messages between stages with computation; only for --pipeline-schedule "
-        "megatron.",
+        "Do not overlap messages between stages with computation.",
         off="--no-overlap-p2p-communication",
     )
     sequence_parallel: bool = switch(

@@ -27,7 +27,7 @@ class RunConfig:
     sample_prompt: str | None = flag(
         "Prompt that the model continues after the run, with greedy decoding.", unit="TEXT"
     )
-    sample_tokens: Count = flag("Number of tokens to generate for --sample-prompt.", 32)
+    sample_tokens: Count = flag("Number of tokens to generate after the prompt.", 32)
     exit_interval: Iterations | None = flag(
         "Save a checkpoint and stop at the next iteration that is a multiple of this number."
     )
@@ -39,9 +39,7 @@ class RunConfig:
         "Run Python's garbage collector only at the interval of --manual-gc-interval."
     )
     manual_gc_interval: Natural = flag(
-        "Number of iterations between collections with --manual-gc; 0 to disable them.",
-        0,
-        unit="ITERATIONS",
+        "Number of iterations between collections; 0 to disable them.", 0, unit="ITERATIONS"
     )
     probe_interval: Natural = flag(
         "Number of iterations between two probes of ranks, links and groups, as in doctor "

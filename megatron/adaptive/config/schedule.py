@@ -295,9 +295,7 @@ class ScheduleConfig:
         choices=("off", "auto"),
     )
     repartition_interval: Annotated[int, Limits(minimum=4)] = flag(
-        "With --repartition auto: number of iterations between two checks for a better partition.",
-        50,
-        unit="ITERATIONS",
+        "Number of iterations between two checks for a better partition.", 50, unit="ITERATIONS"
     )
     repartition_gain: Annotated[float, Limits(above=0, below=1)] = flag(
         "Minimum gain for moving layers, as a fraction of the step time.", 0.05, unit="SHARE"
@@ -366,7 +364,7 @@ class ScheduleConfig:
         "Stop tracing after this number of traced iterations.", derived="no limit"
     )
     trace_detail: str = flag(
-        "With --trace-dir: record only actions in traced iterations (actions), or also the "
+        "Record only actions in traced iterations (actions), or also the "
         "forward and backward pass of each transformer layer (layers), or these and the "
         "collectives of each process group of the model (collectives), or these and, on "
         "--profile-ranks from --profile-step-start to --profile-step-end, operators and "
@@ -381,8 +379,8 @@ class ScheduleConfig:
         derived="none",
     )
     diagnose_interval: Natural = flag(
-        "With --trace-dir: number of iterations between two diagnoses of what slows the run; "
-        "each finding is reported once; 0 to disable diagnoses.",
+        "Number of iterations between two diagnoses of what slows the run; each finding is "
+        "reported once; 0 to disable diagnoses.",
         100,
         unit="ITERATIONS",
     )

@@ -32,6 +32,10 @@ COMPLETE = "all iterations are done"
 """Reason in the file for the end of a run that has completed all of its iterations."""
 
 PERIOD_S = 0.5
+_MANY_SKIPPED = 0.1
+"""Fraction of skipped steps from which on :func:`skipped_line` returns a line. Most runs in float16
+skip a few steps at the start, until the loss scale is low enough.
+"""
 
 Value = float | int | str | list[float] | list[dict[str, Any]] | None
 
@@ -47,6 +51,23 @@ def saved_line(iteration: int, path: Path, seconds: float, *, is_behind: bool = 
     """
     waited = f"training waited {seconds:.2f} s" if is_behind else f"{seconds:.2f} s"
     return f"  successfully saved checkpoint from iteration {iteration:7d} to {path} ({waited})"
+
+
+def skipped_line(skipped: int, steps: int, remedy: str) -> str | None:
+    """Returns a warning about skipped steps of a run in float16, or ``None`` if they are few.
+
+    Args:
+        skipped: Number of steps whose update was skipped because gradients were not finite.
+        steps: Number of all steps.
+        remedy: Proposal for the user.
+    """
+    if not skipped or skipped < _MANY_SKIPPED * steps:
+        return None
+    unchanged = ", so the model is unchanged" if skipped == steps else ""
+    return (
+        f"warning: {skipped} of {steps} steps were skipped because gradients were infinite or "
+        f"NaN in float16{unchanged}; {remedy}"
+    )
 
 
 class ProgressFile:

@@ -780,6 +780,7 @@ class Pipeline:
         self._is_closed = True
         if self._loop is not None:
             self._loop.close()
+        self._update.report_skipped()
         self._guard.close()
         self._wiring.close()
         self._tracing.close()

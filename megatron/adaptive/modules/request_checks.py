@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from megatron.adaptive.config.flags import check_values, fields_of
 from megatron.adaptive.config.parallel import TransportConfig
@@ -73,16 +74,51 @@ _LIKE_FLAGS = (
     "repartition_gain",
 )
 
+_OF_KERNELS = ("profile_ranks", "profile_step_start", "profile_step_end")
 
-_TRACING = (
-    "trace_detail",
-    "trace_interval",
-    "trace_iterations",
-    "profile_ranks",
-    "profile_step_start",
-    "profile_step_end",
+
+class _Condition(NamedTuple):
+    """Condition without which some settings have no effect.
+
+    Attributes:
+        names: Names of the settings.
+        is_met: Function that returns whether the settings of a pipeline meet the condition.
+        needed: Settings that meet the condition, for error messages.
+        reason: Reason why the settings have no effect otherwise.
+    """
+
+    names: tuple[str, ...]
+    is_met: Callable[[PipelineSettings], bool]
+    needed: str
+    reason: str
+
+
+_CONDITIONS = (
+    _Condition(
+        ("trace_detail", "trace_interval", "trace_iterations", *_OF_KERNELS),
+        lambda request: request.trace_dir is not None,
+        "trace_dir",
+        "it only affects traces",
+    ),
+    _Condition(
+        _OF_KERNELS,
+        lambda request: request.trace_detail == "kernels",
+        "trace_detail='kernels'",
+        "it only affects the recording of kernels",
+    ),
+    _Condition(
+        ("repartition_interval", "repartition_gain"),
+        lambda request: request.repartition != "off",
+        "repartition='auto'",
+        "segments do not move otherwise",
+    ),
+    _Condition(
+        ("on_hang",),
+        lambda request: request.hang_after_s != 0,
+        "a hang_after_s other than 0",
+        "hangs are not detected otherwise",
+    ),
 )
-"""Names of settings that have no effect without ``trace_dir``."""
 
 
 def check_settings(request: PipelineSettings) -> None:
@@ -97,6 +133,7 @@ def check_settings(request: PipelineSettings) -> None:
     check_values(values, {spec.dest: spec for spec in fields_of(ScheduleConfig)})
     require_whole(1, max_recordings=request.max_recordings)
     _check_traced(request)
+    _check_effects(request)
     if request.initialize is not None and not is_on_meta(request.model):
         raise ConfigError(
             "initialize would not be called, because no parameter or buffer of the model is on the "
@@ -108,7 +145,7 @@ def _check_traced(request: PipelineSettings) -> None:
     """Checks the settings of tracing in ``request``, such as the traced and profiled steps.
 
     Raises:
-        ConfigError: If a value is invalid, or a setting of traces is passed without ``trace_dir``.
+        ConfigError: If a value is invalid.
     """
     require_whole(1, trace_interval=request.trace_interval)
     if request.trace_iterations is not None:
@@ -117,16 +154,25 @@ def _check_traced(request: PipelineSettings) -> None:
     require_whole(0, profile_step_start=first, profile_step_end=end)
     require_profiled_steps(first, end)
     check_collector(request.trace_otlp, request.trace_dir)
-    if request.trace_dir is not None:
-        return
+
+
+def _check_effects(request: PipelineSettings) -> None:
+    """Checks that each setting in ``request`` that differs from its default has an effect.
+
+    Raises:
+        ConfigError: If a setting has no effect, because another setting is missing.
+    """
     defaults = {spec.name: spec.default for spec in dataclasses.fields(request)}
-    for name in _TRACING:
-        value = getattr(request, name)
-        if value != defaults[name]:
-            raise ConfigError(
-                f"{name}={value!r} requires trace_dir, because it only affects traces; pass "
-                f"trace_dir, or remove {name}"
-            )
+    for condition in _CONDITIONS:
+        if condition.is_met(request):
+            continue
+        for name in condition.names:
+            value = getattr(request, name)
+            if value != defaults[name]:
+                raise ConfigError(
+                    f"{name}={value!r} requires {condition.needed}, because {condition.reason}; "
+                    f"pass {condition.needed}, or remove {name}"
+                )
 
 
 def check_model_and_sample(request: PipelineSettings) -> tuple[PipelineSettings, int]:

@@ -342,6 +342,7 @@ class Loop:
         if self._folder is not None and self._saved_at != self._pipeline.steps:
             self._save()
         self._say(f"training ends: {reason}")
+        self._pipeline._update.report_skipped()
         self._progress.report({"ended": reason})
 
     def _save(self, *, is_behind: bool = False) -> None:

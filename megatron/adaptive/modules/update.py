@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
+from megatron.adaptive.engine.progress import skipped_line
 from megatron.adaptive.errors import ConfigError
 
 # Import the mesh only for type checks, because it imports megatron-core, which is slow to import.
@@ -29,6 +30,7 @@ PARAMETER_NAMES = "param_names"
 PARAMETER_LISTS = frozenset({"params", PARAMETER_NAMES})
 """Keys of an optimizer's parameter group whose values have one entry per parameter."""
 _BUCKET_BYTES = 32 << 20
+_REMEDY = "use bf16, or a lower initial loss scale (initial_loss_scale of Pipeline.set_optimizer)"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,6 +115,9 @@ class Update:
         parameters: Parameters of this rank's stages, by name.
         optimizer: Optimizer of this rank's parameters; ``None`` if no optimizer is set.
         scaler: Loss scale of fp16 training; ``None`` if fp16 is not used.
+        num_steps: Number of steps, including skipped steps.
+        num_skipped: Number of steps that did not update the parameters, because the gradient norm
+            was not finite.
     """
 
     def __init__(
@@ -129,7 +134,8 @@ class Update:
         self.optimizer: Any = None
         self._clip_norm: float | None = None
         self.scaler: LossScale | None = None
-        self._has_reported_skip = False
+        self.num_steps = 0
+        self.num_skipped = 0
 
     def _own(
         self, parameters: Mapping[str, torch.nn.Parameter], shared: Mapping[str, tuple[int, ...]]
@@ -353,6 +359,8 @@ class Update:
             Whether the update was skipped because the norm is not finite.
         """
         overflow = not math.isfinite(norm)
+        self.num_steps += 1
+        self.num_skipped += overflow
         if not overflow:
             factor = 1 / self.scale
             if self._clip_norm is not None and norm > self._clip_norm:
@@ -364,16 +372,25 @@ class Update:
                 self.optimizer.step()
         if self.scaler is not None:
             self.scaler.update(overflow=overflow)
-        elif overflow and not self._has_reported_skip:
-            self._has_reported_skip = True
-            if self._mesh.is_first:
-                print(
-                    f"warning: step {step} did not update the parameters, because its gradient is "
-                    "infinite or NaN; lower the learning rate, or check the batch and the "
-                    "parameters (later skipped steps are not reported)",
-                    flush=True,
-                )
+        elif overflow and self.num_skipped == 1 and self._mesh.is_first:
+            print(
+                f"warning: step {step} did not update the parameters, because its gradient is "
+                "infinite or NaN; lower the learning rate, or check the batch and the "
+                "parameters (later skipped steps are not reported)",
+                flush=True,
+            )
         return overflow
+
+    def report_skipped(self) -> None:
+        """Prints a warning on the first rank if many steps were skipped in fp16.
+
+        Call this after the last step. Later calls print nothing.
+        """
+        line = skipped_line(self.num_skipped, self.num_steps, _REMEDY)
+        self.num_steps = 0
+        self.num_skipped = 0
+        if self.scaler is not None and line is not None and self._mesh.is_first:
+            print(line, flush=True)
 
 
 def _gradients(parameters: Any) -> list[torch.Tensor]:

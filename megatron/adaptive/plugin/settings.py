@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.adaptive.config.collector import collector_url
+from megatron.adaptive.config.flag_effects import add_note, effect_notes, effect_warning
 from megatron.adaptive.config.flag_rules import GivenFlags, order_rules
 from megatron.adaptive.config.flags import FieldSpec, assign, check_values, fields_of, flag
 from megatron.adaptive.config.model import RecomputeConfig
@@ -167,8 +168,17 @@ class Settings:
         Raises:
             ConfigError: Two settings contradict each other.
         """
-        settings = {spec.dest: getattr(self, name) for name, spec in _flags().items()}
-        GivenFlags(settings | model, _specs()).require(order_rules(self.schedule))
+        GivenFlags(self._by_flag() | model, _specs()).require(order_rules(self.schedule))
+
+    def warning_about_effects(self) -> str | None:
+        """Returns a line that names all settings without effect, or ``None`` if there are none."""
+        # If it is not decided yet whether backward passes are split, assume that they are.
+        settings = self._by_flag() | {"split_backward": self.splits is not False}
+        return effect_warning(GivenFlags(settings, _specs()), self.schedule)
+
+    def _by_flag(self) -> dict[str, Any]:
+        """Returns the values of the settings, keyed by the trainer's names of their flags."""
+        return {spec.dest: getattr(self, name) for name, spec in _flags().items()}
 
     def _check_profiled(self) -> None:
         """Checks the settings that select the ranks and iterations whose kernels are recorded.
@@ -298,8 +308,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         The same ``parser``.
     """
     group = parser.add_argument_group(title="megatron.adaptive")
+    notes = effect_notes(_specs())
     for spec in _flags().values():
-        group.add_argument(spec.name, **spec.options())
+        group.add_argument(spec.name, **add_note(spec, notes).options())
     return parser
 
 

@@ -337,6 +337,8 @@ class Engine:
             timeout=timeout_of_groups(megatron_arguments()),
         )
         require_equal_settings(_shared_settings(settings, config))
+        if (warning := settings.warning_about_effects()) is not None:
+            self._say(warning)
         self._splits = self._choose_split(config)
         self._orders = self._make_orders(config, placement)
         if settings.trace_dir is not None:

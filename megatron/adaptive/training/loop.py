@@ -21,11 +21,12 @@ from megatron.adaptive.checkpoint.snapshots import make_snapshots
 from megatron.adaptive.checkpoint.trainer_checkpoints import Checkpoints, Progress, RunState
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.config.schedule_specs import PlacementKind
+from megatron.adaptive.config.trainer import flag_specs
 from megatron.adaptive.data.loader import BatchSizes
 from megatron.adaptive.data.tokenizer import build_tokenizer
 from megatron.adaptive.engine.diagnosis import RunningDiagnosis
 from megatron.adaptive.engine.process_context import Job
-from megatron.adaptive.engine.progress import COMPLETE, saved_line
+from megatron.adaptive.engine.progress import COMPLETE, saved_line, skipped_line
 from megatron.adaptive.engine.stages import ForwardBackward
 from megatron.adaptive.engine.stop import StopRequest
 from megatron.adaptive.errors import DeviceMemoryError
@@ -64,6 +65,7 @@ class Trainer:
             run.replay.record.require_steps(live.progress.iteration + 1, run.samples.iterations)
         self._sizes = BatchSizes(config.batch, config.parallel.data_parallel_size)
         self._steps_here = 0
+        self._skipped_here = 0
         self._validation = Validation(live, stop)
         recorder = OrderRecorder(live)
         self._hooks: list[Hook] = [
@@ -105,6 +107,7 @@ class Trainer:
         for hook in self._hooks:
             hook.at_end()
         self._live.log.ends(early or COMPLETE)
+        self._report_skipped()
         if early is None:
             self._validation.after_training()
 
@@ -150,6 +153,7 @@ class Trainer:
             skipped_iterations=done.skipped_iterations + (not result.updated),
         )
         self._steps_here += 1
+        self._skipped_here += not result.updated
         return TrainedStep(
             **vars(result),
             iteration=iteration,
@@ -158,6 +162,17 @@ class Trainer:
             num_microbatches=num_microbatches,
             load=getattr(microbatches, "load", None),
         )
+
+    def _report_skipped(self) -> None:
+        """Warns if this process has skipped many steps because gradients were infinite or NaN."""
+        precision = self._live.config.precision
+        if not precision.fp16:
+            return
+        name = "initial_loss_scale" if precision.loss_scale is None else "loss_scale"
+        scale = flag_specs()[name].text_of(getattr(precision, name))
+        line = skipped_line(self._skipped_here, self._steps_here, f"lower {scale}, or use --bf16")
+        if line is not None:
+            self._live.log.message(line)
 
     def _early_end(self) -> str | None:
         """Returns the reason to end training early, equal on all ranks, or ``None``."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from megatron.adaptive import accelerator as device
 from megatron.adaptive.config.environment import Environment
+from megatron.adaptive.config.flag_checks import warning_about_effects
 from megatron.adaptive.config.input_files import printable, say
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.hang_guard import HangGuard
@@ -200,8 +201,9 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
     with StopRequest(config.run.exit_duration_in_mins) as stop:
         if job.is_first:
             print(printable(startup_line(config), lines=True), flush=True)
-            for line in device_lines(config, job.accelerator):
-                print(printable(line), flush=True)
+            for line in (*device_lines(config, job.accelerator), warning_about_effects(config)):
+                if line is not None:
+                    print(printable(line), flush=True)
         check_model_folder(job, config)
         require_room(config, job.accelerator)
         local = prepare_folder(job, config)
