@@ -109,6 +109,8 @@ class Pipeline:
         dealing: Method by which ``share`` distributes a list of microbatches over replicas.
             ``turns`` assigns microbatches round-robin. ``work`` and ``time`` balance the replicas
             by operation count or by predicted time.
+        compare_batches: Whether to check in some steps that all processes of a replica pass the
+            same batch; ``False`` if batches differ on purpose.
         repartition: Whether segments and their optimizer state move between processes if measured
             times predict a gain: ``auto`` or ``off``.
         repartition_interval: Number of steps between two checks for a better partition, at least 4.
@@ -198,6 +200,7 @@ class Pipeline:
         max_recordings: int = 64,
         order: MicrobatchOrder = "given",
         dealing: Dealing = "turns",
+        compare_batches: bool = True,
         repartition: Literal["off", "auto"] = "off",
         repartition_interval: int = 50,
         repartition_gain: float = 0.05,
@@ -699,6 +702,7 @@ class Pipeline:
         manifest = self._checkpointer.load(
             folder, step=step, optimizer=optimizer, state=state, trust=trust_checkpoint
         )
+        self._maker.comparison.restart()
         self.steps = manifest["step"]
         self._random.seed = manifest["seed"]
         extra: dict[str, Any] = manifest["extra"]

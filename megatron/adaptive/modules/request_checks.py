@@ -46,6 +46,7 @@ _ALIKE = (
     "recompute",
     "order",
     "dealing",
+    "compare_batches",
     "repartition",
     "repartition_interval",
     "repartition_gain",
