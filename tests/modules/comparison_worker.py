@@ -189,6 +189,31 @@ def replicas_have_batches_of_their_own() -> None:
         assert not pipeline._maker.comparison.is_due
 
 
+def replicas_with_batches_of_another_kind_are_named() -> None:
+    """Checks that an error is raised if one replica has a list and the other a dictionary.
+
+    If ranks do not compare their batches, the ranks with the same position in their pipelines find
+    the difference.
+    """
+    batch = make_batch(BATCH)
+    for compares, who in ((True, "ranks 0 and 1"), (False, "replicas 0 and 1")):
+        with make(pipeline_size=2, compare_batches=compares) as pipeline:
+            second = pipeline.replica == 1
+            listed = [make_batch(2), make_batch(2, 5)]
+            kind: Any = listed if second else batch
+            for run in (pipeline.step, pipeline.eval):
+                text = shared_refusal_of(pipeline, partial(run, kind))
+                assert text.startswith(f"{who} have different kinds of batches; pass a list of")
+                items = [1.0, 2.0] if second else None
+                for each in (batch, listed):
+                    text = shared_refusal_of(pipeline, partial(run, each, num_items=items))
+                    assert text.startswith(f"{who} disagree on num_items; pass it on all")
+            loss, _ = pipeline.step(batch)
+            losses: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(losses, loss)
+            assert losses == [loss] * len(losses)
+
+
 def a_setting_that_differs_is_named() -> None:
     with pytest.raises(ConfigError, match="compare_batches=False on rank 1, but compare_batches=T"):
         make(compare_batches=dist.get_rank() == 0)

@@ -501,7 +501,8 @@ class Pipeline:
 
         Raises:
             ConfigError: If the batch cannot be divided into microbatches, differs from the sample
-                batch in entries or dtypes, or uses parameters that the sample batch did not use.
+                batch in entries or dtypes, differs from the batch of another process of the
+                replica, or uses parameters that the sample batch did not use.
             TransportError: If another process has exited or does not respond.
         """
         work = self._maker.work(batch, num_items, self.steps + 1)
@@ -561,8 +562,7 @@ class Pipeline:
             num_items: Number of items in each microbatch, as for :meth:`step`.
 
         Raises:
-            ConfigError: If the batch cannot be divided into microbatches, differs from the sample
-                batch in entries or dtypes, or uses parameters that the sample batch did not use.
+            ConfigError: If the batch is invalid, as for :meth:`step`.
             TransportError: If another process has exited or does not respond.
         """
         work = self._maker.work(batch, num_items, -1)
