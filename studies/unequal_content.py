@@ -27,7 +27,8 @@ from megatron.adaptive import accelerator
 # Ranks are forked from a process that has already imported this module, so prepare torch here.
 accelerator.install()
 with accelerator.quiet_imports():
-    from megatron.adaptive.modules.content import ContentBalance, Declared, digest_of
+    from megatron.adaptive.modules.batch_comparison import BatchComparison, Declared, Digest
+    from megatron.adaptive.modules.content import ContentBalance, is_by_cost
 from harness.emulated_work import EmulatedRank  # noqa: E402
 from harness.processes import fork_ranks  # noqa: E402
 from harness.report import Result, Row, measured, ratios  # noqa: E402
@@ -277,10 +278,13 @@ class Job:
         order, dealing = way.rule
         # The costs are unknown at first, so start with the same cost for all microbatches.
         kinds = [Signature.of(microbatch(images)) for images in (0, 2)]
+        self._comparison = BatchComparison(
+            mesh=mesh, is_on=False, is_by_cost=is_by_cost(order, dealing)
+        )
         self._balance = ContentBalance(
             order=order,
             dealing=dealing,
-            mesh=mesh,
+            comparison=self._comparison,
             placement=way.placement,
             partition=(1,) * way.placement.num_stages,
             sample_work={kind: [1.0] * way.placement.num_stages for kind in kinds},
@@ -294,15 +298,20 @@ class Job:
         passed = self._balance.share(whole)
         assert passed is not None
         order = self._balance.order_of(passed, [1.0] * len(passed))
-        if self._balance.is_on:
+        self._comparison.begin_call(is_training=True)
+        if self._comparison.is_due:
+            entries = self._comparison.entries_of(passed)
             facts = Declared(
                 step=number,
+                replica=self._comparison.mesh.dp_rank,
                 is_listed=True,
-                content=digest_of(passed),
                 dealt=passed.digest,
-                order=digest_of(order).kinds,
+                count=len(passed),
+                content=Digest.of(entries),
+                order=Digest.of({}, *order).kinds,
             )
-            self._balance.agree(facts)
+            sums = self._comparison.agree(facts, entries, self._balance.take_sums())
+            self._balance.add_sums(sums)
         run = [passed[index] for index in order]
         self._balance.begin(run)
         images = [(part["ids"].shape[1] - TEXT_TOKENS) // IMAGE_TOKENS for part in run]

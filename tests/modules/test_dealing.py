@@ -18,7 +18,8 @@ from megatron.adaptive.errors import ConfigError
 accelerator.install()
 
 from megatron.adaptive.modules.batch import Signature  # noqa: E402
-from megatron.adaptive.modules.content import ContentBalance, DealtList, Declared, digest_of  # noqa: E402
+from megatron.adaptive.modules.batch_comparison import BatchComparison  # noqa: E402
+from megatron.adaptive.modules.content import ContentBalance, DealtList  # noqa: E402
 from megatron.adaptive.schedule.action import Action, ActionKind  # noqa: E402
 from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 
@@ -50,7 +51,10 @@ def balance_of(
         gather=lambda value: list(itertools.product(range(REPLICAS), range(RANKS))),
     )
     settings: dict[str, Any] = {"order": "given", "dealing": "work", "partition": (1, 1), **options}
-    return ContentBalance(mesh=mesh, placement=PLACEMENT, sample_work=sample_work, **settings)
+    comparison = BatchComparison(mesh=mesh, is_on=True, is_by_cost=True)
+    return ContentBalance(
+        comparison=comparison, placement=PLACEMENT, sample_work=sample_work, **settings
+    )
 
 
 def dealt(
@@ -166,54 +170,6 @@ def test_numbers_are_known_of_all_lists_of_microbatches() -> None:
     assert balance_of(1, WORK, dealing="turns").share(values) is None
 
 
-def test_digests_see_shapes_types_and_whole_numbers() -> None:
-    digests = [
-        digest_of([each])
-        for each in (
-            part(4),
-            part(5),
-            part(4, 1),
-            {"ids": torch.ones(1, 4, dtype=torch.int64)},
-            {"ids": torch.zeros(1, 4, dtype=torch.int32)},
-            {"words": torch.zeros(1, 4, dtype=torch.int64)},
-            {"ids": torch.zeros(4, 1, dtype=torch.int64)},
-            {"ids": torch.zeros(1, 4, dtype=torch.bool)},
-            {"ids": torch.zeros((), dtype=torch.int64)},
-        )
-    ]
-    assert len(set(digests)) == len(digests)
-    assert digest_of([part(4)]) == digests[0] != digest_of([part(4), part(4)])
-    strided = torch.zeros(4, 2, dtype=torch.int64)[:, 0]
-    assert digest_of([{"ids": strided[None]}]) == digests[0]
-    for first, second in itertools.combinations(digests, 2):
-        assert not first.is_alike(second)
-
-
-def test_digests_are_alike_wherever_labels_are() -> None:
-    """Checks that digests of equal microbatches match if only one rank has its labels on a GPU."""
-    host = {**part(4), "labels": torch.ones(4, dtype=torch.int64)}
-    moved = {**host, "labels": host["labels"].to("meta")}
-    wrong = {**host, "labels": torch.zeros(4, dtype=torch.int64)}
-    assert digest_of([host]).is_alike(digest_of([moved]))
-    assert not digest_of([host]).is_alike(digest_of([wrong]))
-    balance = balance_of(0, WORK)
-    ranks = [Declared(step=1, content=digest_of([each])) for each in (host, moved)]
-    balance._require_equal([*ranks, *ranks, *ranks])
-    other = Declared(step=1, content=digest_of([wrong]))
-    with pytest.raises(ConfigError, match="ranks 2 and 3 of one replica have different microb"):
-        balance._require_equal([*ranks, ranks[0], other, *ranks])
-    for each in (*ranks, other):
-        assert ranks[0].decoded([*each.encoded(), 0.5, 0.25]) == each
-
-
-def test_another_order_on_a_rank_is_named() -> None:
-    orders = [Declared(step=1, order=digest_of(order).kinds) for order in ((0, 1), (1, 0))]
-    balance = balance_of(0, WORK)
-    balance._require_equal([orders[0]] * 4 + [orders[1]] * 2)
-    with pytest.raises(ConfigError, match="ranks 4 and 5 of one replica have different orders"):
-        balance._require_equal([orders[0]] * 5 + [orders[1]])
-
-
 @pytest.mark.parametrize(("images", "better"), [(0, "5-1"), (1, "")])
 def test_a_better_partition_for_what_is_trained_is_told_once(
     images: int, better: str, capsys: pytest.CaptureFixture[str]
@@ -233,7 +189,7 @@ def test_a_better_partition_for_what_is_trained_is_told_once(
     ]
     for _ in range(40):
         balance._steps += 1
-        balance._add_times(sums)
+        balance.add_sums(sums)
     assert sum(balance.segment_seconds) == pytest.approx(sum(seconds) / 1e3, rel=1e-3)
     assert balance.segment_seconds[4] == pytest.approx(0.02, rel=0.05)
     assert balance.segment_seconds[0] == pytest.approx(0.01 * images, abs=1e-3)

@@ -444,24 +444,6 @@ def an_error_of_one_rank_does_not_wait_for_the_others() -> None:
         assert gathered(loss) == [loss] * RANKS
 
 
-def replicas_with_batches_of_another_kind_are_named() -> None:
-    """Checks that an error is raised if one replica has a list and the other a dictionary."""
-    batch = make_batch(4)
-    with make(pipeline_size=2) as pipeline:
-        second = pipeline.replica == 1
-        listed = [make_batch(2), make_batch(2, 5)]
-        kind: Any = listed if second else batch
-        for run in (pipeline.step, pipeline.eval):
-            require_refused(partial(run, kind), "replicas 0 and 1 have different kinds of batches")
-            items = [1.0, 2.0] if second else None
-            for each in (batch, listed):
-                passed = partial(run, each, num_items=items)
-                require_refused(passed, "replicas 0 and 1 disagree on num_items")
-        assert pipeline.steps == 0
-        loss, _ = pipeline.step(batch)
-        assert gathered(loss) == [loss] * RANKS
-
-
 def steps_are_traced() -> None:
     folder = Path(sys.argv[1]) / "traces"
     with make(trace_dir=str(folder)) as pipeline:

@@ -71,6 +71,8 @@ class PipelineSettings(SampledModel):
         dealing: Method by which ``share`` distributes a list of microbatches over replicas.
             ``turns`` assigns microbatches round-robin. ``work`` and ``time`` balance the replicas
             by operation count or by predicted time.
+        compare_batches: Whether to check in some steps that all processes of a replica pass the
+            same batch; ``False`` if batches differ on purpose.
         repartition: Whether segments and their optimizer state move between processes if measured
             times predict a gain: ``auto`` or ``off``.
         repartition_interval: Number of steps between two checks for a better partition, at least 4.
@@ -123,6 +125,7 @@ class PipelineSettings(SampledModel):
     max_recordings: int = 64
     order: MicrobatchOrder = "given"
     dealing: Dealing = "turns"
+    compare_batches: bool = True
     repartition: str = "off"
     repartition_interval: int = 50
     repartition_gain: float = 0.05
@@ -190,6 +193,7 @@ class PipelineOptions(TypedDict, total=False):
     max_recordings: int
     order: MicrobatchOrder
     dealing: Dealing
+    compare_batches: bool
     repartition: Literal["off", "auto"]
     repartition_interval: int
     repartition_gain: float
@@ -236,6 +240,8 @@ class Assembly:
         sample_work: Operation count of each segment, for each signature of the sample batch.
         segment_kinds: Index of each segment's kind; empty if segments are not measured. Segments of
             the same kind make the same calls on the first microbatch of the sample batch.
+        unused_entries: Names of the entries of the sample batch that no stage uses; equal on all
+            ranks.
     """
 
     cut_points: tuple[str, ...]
@@ -249,6 +255,7 @@ class Assembly:
     forwards: tuple[Forwards, ...]
     sample_work: Mapping[Signature, Sequence[float]]
     segment_kinds: tuple[int, ...]
+    unused_entries: tuple[str, ...]
 
     @property
     def mean_work(self) -> tuple[float, ...]:
@@ -395,7 +402,7 @@ def _keep_part(
     forwards = tuple(example.forwards for example in examples)
     layout = PartitionLayout.of(forwards, partition, order, mesh.pp_rank, placement, request.order)
     cut_examples = layout.cuts
-    mesh.on_first(lambda: _report_unused(request, examples, cut_examples))
+    unused = mesh.on_first(lambda: _report_unused(request, examples, cut_examples))
     uses = layout.uses
     held = _hold(request, layout.kept, device)
     cuts = tuple(forwards[0].training.cuts)
@@ -438,6 +445,7 @@ def _keep_part(
             example.signature: cut.work for example, cut in zip(examples, cut_examples, strict=True)
         },
         segment_kinds=_kinds_of(request, examples),
+        unused_entries=unused,
     )
 
 
@@ -591,8 +599,8 @@ def _names_to_keep(
 
 def _report_unused(
     request: PipelineSettings, examples: Sequence[Example], cut_examples: Sequence[CutForwards]
-) -> None:
-    """Prints the names of the entries of the sample batch that no stage uses, if there are any.
+) -> tuple[str, ...]:
+    """Prints and returns the names of the entries of the sample batch that no stage uses.
 
     ``examples`` contains the microbatches of the sample batch, and ``cut_examples`` lists the
     entries that the stages use.
@@ -604,6 +612,7 @@ def _report_unused(
     unused = sorted({name for example in examples for name in example.microbatch} - used)
     if unused:
         print(f"no stage uses the batch entry {printable(', '.join(unused))}", flush=True)
+    return tuple(unused)
 
 
 def _fill(tensors: Mapping[str, torch.Tensor], initialize: Initialize) -> None:

@@ -13,22 +13,19 @@ step. If ranks decided differently, a microbatch could be lost or trained twice.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-import torch.distributed as dist
 
 from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.batch import Microbatch, Signature
+from megatron.adaptive.modules.batch_comparison import BatchComparison, Digest
 from megatron.adaptive.modules.cutting import balanced
-from megatron.adaptive.modules.mesh import Mesh
 from megatron.adaptive.schedule.content_costs import (
     ContentCosts,
     Numbers,
@@ -58,33 +55,6 @@ _LEAST_COST = 0.02
 
 Without it, all microbatches with a predicted cost of 0 would go to the same replica.
 """
-_DIGEST_BYTES = 6
-"""Size of a digest in bytes, small enough that a 64-bit float holds the digest exactly."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Digest:
-    """Contains hash values that show whether two lists of microbatches have the same content.
-
-    Attributes:
-        kinds: Digest of the names, shapes and dtypes of tensors, and of objects that are not
-            microbatches. 0 means that nothing was hashed.
-        read: Digest of the names of the tensors whose values were read.
-        values: Digest of the values of these tensors.
-    """
-
-    kinds: int = 0
-    read: int = 0
-    values: int = 0
-
-    def is_alike(self, other: Digest) -> bool:
-        """Returns whether ``other`` may describe the same content as this digest.
-
-        Values are compared only if both digests read the values of the same tensors.
-        """
-        if self.kinds != other.kinds:
-            return False
-        return self.read != other.read or self.values == other.values
 
 
 class DealtList(list[Microbatch]):
@@ -114,50 +84,6 @@ class DealtList(list[Microbatch]):
     def is_unchanged(self) -> bool:
         """Returns whether the list still has its original microbatches in their original order."""
         return len(self) == len(self._dealt) and all(map(operator.is_, self, self._dealt))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Declared:
-    """Describes a step on one rank. Ranks compare these descriptions before the step.
-
-    Attributes:
-        step: Index of the training step; -1 in an evaluation.
-        refused: Whether this rank rejects its batch.
-        is_listed: Whether the batch is a list of microbatches.
-        has_items: Whether the number of items of each microbatch is known.
-        content: Digest of the replica's microbatches.
-        dealt: Digest of the whole batch and its distribution over replicas; empty if the batch is
-            not distributed by cost.
-        order: Digest of the order in which the replica runs its microbatches.
-    """
-
-    step: int
-    refused: bool = False
-    is_listed: bool = False
-    has_items: bool = False
-    content: Digest = Digest()
-    dealt: Digest = Digest()
-    order: int = 0
-
-    def encoded(self) -> list[float]:
-        """Returns all fields as a flat list of numbers, including those of digests."""
-        values: list[float] = []
-        for value in vars(self).values():
-            values += vars(value).values() if isinstance(value, Digest) else [value]
-        return [float(value) for value in values]
-
-    def decoded(self, numbers: Iterable[float]) -> Declared:
-        """Decodes another rank's description from ``numbers``; ignores any numbers after it."""
-        rest = map(int, numbers)
-        size = len(vars(Digest()))
-        facts: dict[str, Any] = {}
-        for name, value in vars(self).items():
-            if isinstance(value, Digest):
-                parts = zip(vars(value), itertools.islice(rest, size), strict=True)
-                facts[name] = Digest(**dict(parts))
-            else:
-                facts[name] = type(value)(next(rest))
-        return Declared(**facts)
 
 
 class Content:
@@ -202,30 +128,6 @@ class Content:
         return (*(counts.get(name, 0.0) for name in self._names), *pairs, 1.0)
 
 
-def digest_of(parts: Iterable[object]) -> Digest:
-    """Returns a digest (hash values) of ``parts``.
-
-    Args:
-        parts: Microbatches or other objects. The digest depends on the shapes, dtypes and integer
-            values of microbatches, and on the ``repr`` of other objects. It ignores values on a
-            GPU, because reading them takes time.
-    """
-    kinds, read, values = (hashlib.blake2b(digest_size=_DIGEST_BYTES) for _ in range(3))
-    for index, part in enumerate(parts):
-        if not isinstance(part, Mapping):
-            kinds.update(repr(part).encode())
-            continue
-        for name in sorted(part):
-            tensor = part[name]
-            kinds.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
-            is_whole = not (tensor.is_floating_point() or tensor.is_complex())
-            if tensor.device.type == "cpu" and is_whole:
-                read.update(f"{index} {name};".encode())
-                values.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
-    numbers = (int.from_bytes(each.digest(), "little") for each in (kinds, read, values))
-    return Digest(kinds=next(numbers) or 1, read=next(numbers), values=next(numbers))
-
-
 class ContentBalance:
     """Chooses the order and the replica of each microbatch from its predicted cost.
 
@@ -234,7 +136,7 @@ class ContentBalance:
     Args:
         order: Order in which a replica runs its microbatches.
         dealing: Method of distributing microbatches over replicas.
-        mesh: Replica and pipeline position of this process, and its process groups.
+        comparison: Object that compares the ranks' batches, and knows the ranks' mesh.
         placement: Assignment of stages to ranks.
         partition: Number of segments in each stage.
         sample_work: Operation count of each segment, for each signature of the sample batch.
@@ -251,7 +153,7 @@ class ContentBalance:
         *,
         order: MicrobatchOrder,
         dealing: Dealing,
-        mesh: Mesh,
+        comparison: BatchComparison,
         placement: Placement,
         partition: Sequence[int],
         sample_work: Mapping[Signature, Sequence[float]],
@@ -260,13 +162,14 @@ class ContentBalance:
     ) -> None:
         self._order = order
         self._dealing = dealing
-        self._mesh = mesh
+        self._comparison = comparison
+        self._mesh = mesh = comparison.mesh
         self._partition = tuple(partition)
         self._sample_work = dict(sample_work)
         self._group = group
         self._least = least
         self._placement = placement
-        self.is_on = order != "given" or dealing != "turns"
+        self.is_on = is_by_cost(order, dealing)
         self._is_timed = "time" in (order, dealing)
         self._content = Content(sample_work)
         self._segments = [self._fitted(work) for work in zip(*sample_work.values(), strict=True)]
@@ -391,7 +294,8 @@ class ContentBalance:
             dealt = deal([each] * replicas, group=self._group, least=self._least)
         else:
             dealt = deal([each] * replicas)
-        return DealtList(batch, dealt[self._mesh.dp_rank], digest_of([*batch, dealt]))
+        entries = self._comparison.entries_of(batch, with_device=False)
+        return DealtList(batch, dealt[self._mesh.dp_rank], Digest.of(entries, dealt))
 
     def _is_trainable(self, total: int) -> bool:
         """Returns whether the replicas together can train on ``total`` microbatches."""
@@ -438,76 +342,16 @@ class ContentBalance:
             )
         return batch.numbers
 
-    def agree(self, declared: Declared, error: Exception | None = None) -> None:
-        """Compares all ranks' descriptions of the next step, and exchanges measured times.
+    def take_sums(self) -> list[float]:
+        """Returns sums of the last training step's times, which all ranks need before a step.
 
-        All ranks must call this.
-
-        Args:
-            declared: Description of the step on this rank.
-            error: Error with which this rank rejects its batch; ``None`` if it accepts the batch.
-
-        Raises:
-            ConfigError: If a rank rejects its batch, or ranks disagree. A rank that rejects its
-                batch raises its own error; all other ranks raise the same error.
+        The list has the same length on all ranks.
         """
+        if not self._is_timed:
+            return []
         sums = self._sums or [0.0] * self._times.num_sums
         self._sums = []
-        message = torch.tensor([*declared.encoded(), *sums], dtype=torch.float64)
-        gathered = [message.clone() for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, message, group=self._mesh.control_group)
-        rows = [of_rank.tolist() for of_rank in gathered]
-        answers = [declared.decoded(row) for row in rows]
-        if any(answer.refused for answer in answers):
-            self._refuse(error)
-        self._require_equal(answers)
-        if self._is_timed:
-            self._add_times([row[len(row) - len(sums) :] for row in rows])
-
-    def _refuse(self, error: Exception | None) -> None:
-        """Raises this rank's error, or an error that names another rank that rejected its batch.
-
-        All ranks must call this.
-        """
-        texts = self._mesh.gather(None if error is None else str(error))
-        if error is not None:
-            raise error
-        rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
-        raise ConfigError(f"rank {rank} rejected its batch: {text}")
-
-    def _require_equal(self, answers: Sequence[Declared]) -> None:
-        """Checks that the ranks' descriptions of the step, ``answers``, agree.
-
-        Raises:
-            ConfigError: If a field differs between two ranks.
-        """
-        texts = {
-            "step": (
-                "are in different steps; call step() and eval() the same number of times on "
-                "all processes"
-            ),
-            "is_listed": "have different kinds of batches; pass a list of microbatches on all"
-            " processes, or a dictionary on all",
-            "has_items": "disagree on num_items; pass it on all processes, or on none",
-            "dealt": (
-                "distributed different batches, or called share() before different steps; pass "
-                "the same whole batch to share() the same number of times on all processes"
-            ),
-            "content": "of one replica have different microbatches; pass the same list on all"
-            " processes of a replica",
-            "order": "of one replica have different orders, because their recordings or times of"
-            " earlier steps differ; build the same model on all processes, and make a new Pipeline",
-        }
-        for field, text in texts.items():
-            groups: dict[int, list[int]] = {}
-            for rank, (replica, _) in enumerate(self._positions):
-                is_of_replica = field in ("content", "order")
-                groups.setdefault(replica if is_of_replica else 0, []).append(rank)
-            for ranks in groups.values():
-                differing = _differing([getattr(answers[rank], field) for rank in ranks])
-                if differing is not None:
-                    first, second = (ranks[index] for index in differing)
-                    raise ConfigError(f"ranks {first} and {second} {text}")
+        return sums
 
     def begin(self, rows: Sequence[Microbatch]) -> None:
         """Stores numbers that describe ``rows``, a step's microbatches in execution order."""
@@ -522,10 +366,10 @@ class ContentBalance:
             return
         self._sums = self._times.measured(self._rows, times.actions)
 
-    def _add_times(self, sums: Sequence[Sequence[float]]) -> None:
+    def add_sums(self, sums: Sequence[Sequence[float]]) -> None:
         """Adds the measured times in ``sums``, and fits the costs again if a fit is due.
 
-        Each row of ``sums`` contains sums over the microbatches of a step, measured by one rank.
+        Each row of ``sums`` is the result of :meth:`take_sums` on one rank.
         """
         if not any(map(any, sums)):
             return
@@ -552,25 +396,6 @@ class ContentBalance:
             )
 
 
-def _differing(values: Sequence[object]) -> tuple[int, int] | None:
-    """Returns the indices of two ``values`` that differ, or ``None`` if all values match.
-
-    Digests are compared by :meth:`Digest.is_alike`.
-    """
-    first_of: dict[int, int] = {}
-    for index, value in enumerate(values):
-        if not isinstance(value, Digest):
-            if value != values[0]:
-                return 0, index
-            continue
-        # Compare each digest with the digest of the first rank that read the same tensors' values.
-        for earlier in (0, first_of.setdefault(value.read, index)):
-            other = values[earlier]
-            if not isinstance(other, Digest) or not other.is_alike(value):
-                return earlier, index
-    return None
-
-
 def _largest(seconds: Sequence[float], partition: Sequence[int]) -> float:
     """Returns the time of the longest stage of ``partition``, in seconds.
 
@@ -583,6 +408,11 @@ def _largest(seconds: Sequence[float], partition: Sequence[int]) -> float:
 def partition_text(partition: Sequence[int]) -> str:
     """Returns a partition as text, such as ``3-4-5``."""
     return "-".join(map(str, partition))
+
+
+def is_by_cost(order: MicrobatchOrder, dealing: Dealing) -> bool:
+    """Returns whether microbatches are ordered (``order``) or distributed (``dealing``) by cost."""
+    return order != "given" or dealing != "turns"
 
 
 def check_rules(order: str, dealing: str) -> None:

@@ -109,6 +109,8 @@ class Pipeline:
         dealing: Method by which ``share`` distributes a list of microbatches over replicas.
             ``turns`` assigns microbatches round-robin. ``work`` and ``time`` balance the replicas
             by operation count or by predicted time.
+        compare_batches: Whether to check in some steps that all processes of a replica pass the
+            same batch; ``False`` if batches differ on purpose.
         repartition: Whether segments and their optimizer state move between processes if measured
             times predict a gain: ``auto`` or ``off``.
         repartition_interval: Number of steps between two checks for a better partition, at least 4.
@@ -198,6 +200,7 @@ class Pipeline:
         max_recordings: int = 64,
         order: MicrobatchOrder = "given",
         dealing: Dealing = "turns",
+        compare_batches: bool = True,
         repartition: Literal["off", "auto"] = "off",
         repartition_interval: int = 50,
         repartition_gain: float = 0.05,
@@ -498,7 +501,8 @@ class Pipeline:
 
         Raises:
             ConfigError: If the batch cannot be divided into microbatches, differs from the sample
-                batch in entries or dtypes, or uses parameters that the sample batch did not use.
+                batch in entries or dtypes, differs from the batch of another process of the
+                replica, or uses parameters that the sample batch did not use.
             TransportError: If another process has exited or does not respond.
         """
         work = self._maker.work(batch, num_items, self.steps + 1)
@@ -558,8 +562,7 @@ class Pipeline:
             num_items: Number of items in each microbatch, as for :meth:`step`.
 
         Raises:
-            ConfigError: If the batch cannot be divided into microbatches, differs from the sample
-                batch in entries or dtypes, or uses parameters that the sample batch did not use.
+            ConfigError: If the batch is invalid, as for :meth:`step`.
             TransportError: If another process has exited or does not respond.
         """
         work = self._maker.work(batch, num_items, -1)
@@ -699,6 +702,7 @@ class Pipeline:
         manifest = self._checkpointer.load(
             folder, step=step, optimizer=optimizer, state=state, trust=trust_checkpoint
         )
+        self._maker.comparison.restart()
         self.steps = manifest["step"]
         self._random.seed = manifest["seed"]
         extra: dict[str, Any] = manifest["extra"]

@@ -47,6 +47,7 @@ _ALIKE = (
     "recompute",
     "order",
     "dealing",
+    "compare_batches",
     "repartition",
     "repartition_interval",
     "repartition_gain",

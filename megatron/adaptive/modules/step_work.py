@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,7 +21,8 @@ from megatron.adaptive.modules.batch import (
     samples_in,
     stretched,
 )
-from megatron.adaptive.modules.content import ContentBalance, DealtList, Declared, Digest, digest_of
+from megatron.adaptive.modules.batch_comparison import BatchComparison, Declared, Digest
+from megatron.adaptive.modules.content import ContentBalance, DealtList, is_by_cost
 from megatron.adaptive.modules.mesh import Mesh
 from megatron.adaptive.modules.program import RankPrograms
 from megatron.adaptive.schedule.stage_placement import Placement
@@ -154,6 +156,7 @@ class StepMaker:
         placement: Assignment of stages to ranks.
 
     Attributes:
+        comparison: Object that compares the ranks' batches.
         balance: Object that orders and distributes microbatches by cost.
     """
 
@@ -173,10 +176,16 @@ class StepMaker:
         self._recordings = assembly.recordings
         self._mesh = mesh
         self._update = assembly.update
+        self.comparison = BatchComparison(
+            mesh=mesh,
+            is_on=request.compare_batches,
+            is_by_cost=is_by_cost(request.order, request.dealing),
+            unused=assembly.unused_entries,
+        )
         self.balance = ContentBalance(
             order=request.order,
             dealing=request.dealing,
-            mesh=mesh,
+            comparison=self.comparison,
             placement=placement,
             partition=assembly.partition,
             sample_work=assembly.sample_work,
@@ -222,49 +231,73 @@ class StepMaker:
         Raises:
             ConfigError: If the batch is invalid, or ranks disagree on the step.
         """
-        balance = self.balance
+        comparison = self.comparison
+        comparison.begin_call(is_training=step >= 0)
         try:
-            if step >= 0:
-                self._update.check_trained()
-            microbatches = self._form.divide(batch)
-            items = check_num_items(num_items, len(microbatches))
-            is_listed = is_list(batch)
-            numbers = balance.numbers_of(batch, len(microbatches), is_listed=is_listed)
-            if step >= 0:
-                balance.check_total(batch)
-            programs = [self._recordings.of(part, step) for part in microbatches]
-            order: Sequence[int] = range(len(microbatches))
-            if step >= 0:
-                order = balance.order_of(microbatches, [each.work for each in programs])
+            work, items = self._prepared(batch, num_items, step)
+            parts: Any = batch if work.is_listed else [batch]
+            entries = comparison.entries_of(parts) if comparison.is_due else {}
         except Exception as error:
             # Report the error to the other ranks, which would otherwise wait for this rank until
             # their timeout.
-            if balance.is_on:
-                balance.agree(Declared(step=step, refused=True), error)
-            raise
-        if balance.is_on:
-            balance.agree(
-                Declared(
-                    step=step,
-                    is_listed=is_listed,
-                    has_items=items is not None,
-                    content=digest_of(microbatches),
-                    dealt=batch.digest if isinstance(batch, DealtList) else Digest(),
-                    order=digest_of(order).kinds,
-                )
+            comparison.refuse(step, error, self.balance.take_sums())
+        count = len(work.microbatches)
+        if comparison.is_due:
+            declared = Declared(
+                step=step,
+                replica=self._mesh.dp_rank,
+                is_listed=work.is_listed,
+                has_items=items is not None,
+                dealt=batch.digest if isinstance(batch, DealtList) else Digest(),
+                count=count,
+                content=Digest.of(entries),
+                order=Digest.of({}, *work.order).kinds,
             )
-        weights, num_before = self._weights(items, len(microbatches), is_listed=is_listed)
-        if not is_listed:
-            numbers = range(num_before, num_before + len(microbatches))
+            self.balance.add_sums(comparison.agree(declared, entries, self.balance.take_sums()))
+        weights, num_before = self._weights(items, count, is_listed=work.is_listed)
+        numbers = work.numbers if work.is_listed else range(num_before, num_before + count)
+        as_passed = dataclasses.replace(work, weights=weights, numbers=numbers, order=range(count))
+        return as_passed.reordered(work.order)
+
+    def _prepared(
+        self, batch: Batch, num_items: Sequence[float] | None, step: int
+    ) -> tuple[StepWork, list[float] | None]:
+        """Checks a batch on this rank, and chooses the order of its microbatches.
+
+        Args:
+            batch: Batch of this replica, as the user passed it.
+            num_items: Number of items in each microbatch, as the user passed it.
+            step: Index of the training step; -1 in an evaluation.
+
+        Returns:
+            The microbatches as the user passed them and the order in which to run them; and the
+            checked numbers of items.
+
+        Raises:
+            ConfigError: If the batch is invalid.
+        """
+        balance = self.balance
+        if step >= 0:
+            self._update.check_trained()
+        microbatches = self._form.divide(batch)
+        items = check_num_items(num_items, len(microbatches))
+        is_listed = is_list(batch)
+        numbers = balance.numbers_of(batch, len(microbatches), is_listed=is_listed)
+        if step >= 0:
+            balance.check_total(batch)
+        programs = [self._recordings.of(part, step) for part in microbatches]
+        order: Sequence[int] = range(len(microbatches))
+        if step >= 0:
+            order = balance.order_of(microbatches, [each.work for each in programs])
         work = StepWork(
             microbatches=microbatches,
             programs=programs,
-            weights=weights,
+            weights=None,
             is_listed=is_listed,
             numbers=numbers,
-            order=range(len(microbatches)),
+            order=order,
         )
-        return work.reordered(order)
+        return work, items
 
     def _weights(
         self, items: Sequence[float] | None, count: int, *, is_listed: bool
