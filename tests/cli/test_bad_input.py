@@ -16,10 +16,13 @@ from pathlib import Path
 import pytest
 
 from megatron.adaptive.cli import pretrain_gpt, run_single
+from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR
+from megatron.adaptive.config.flags import fields_of
+from megatron.adaptive.config.trainer import groups
 from megatron.adaptive.data.indexed import check_indexed, check_vocabulary_fits
 from megatron.adaptive.errors import AdaptiveError, DataError, TransportError
 
-from ..multiprocess.launch import Ranks, forking, has_ended, run_forked, tail, wait_until
+from ..multiprocess.launch import Ranks, forking, has_ended, run_forked, run_ranks, tail, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = str(ROOT / "pretrain_gpt.py")
@@ -199,6 +202,48 @@ def test_a_rank_that_connects_slowly_does_not_report_a_lost_peer(tmp_path: Path)
     errors = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, tail(log)
     assert errors[0].endswith("vocab.json: No such file or directory; check --vocab-file")
+
+
+UNEQUAL_RANKS = """
+import os, sys
+from megatron.adaptive import accelerator
+accelerator.install()
+with accelerator.quiet_imports():
+    from megatron.adaptive.cli import pretrain_gpt
+
+of_rank_1 = sys.argv.pop().split()
+if os.environ["RANK"] == "1":
+    sys.argv += of_rank_1
+sys.exit(pretrain_gpt.run())
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("of_rank_1", "error"),
+    [
+        ("--seed 7", "--seed 7 on rank 1, but --seed 1234 on rank 0; start all ranks of a job"),
+        ("--save saved --save-interval 2", "--save on rank 1, but nothing in its place on rank 0"),
+    ],
+)
+def test_flags_that_differ_between_ranks_are_named(
+    of_rank_1: str, error: str, tmp_path: Path
+) -> None:
+    (tmp_path / "unequal.py").write_text(UNEQUAL_RANKS)
+    log = tmp_path / "output.txt"
+    command = [str(tmp_path / "unequal.py"), *SMALL.split(), of_rank_1]
+    assert run_ranks(command, world_size=2, log=log, limit_s=60.0) == EXIT_EXPECTED_ERROR, tail(log)
+    errors = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, tail(log)
+    assert error in errors[0]
+
+
+def test_settings_that_may_differ_between_ranks_exist() -> None:
+    from megatron.adaptive.gpt import initialize
+
+    names = {spec.dest for kind in groups().values() for spec in fields_of(kind)}
+    assert names >= initialize._MAY_DIFFER | initialize._PATHS
+    assert not initialize._MAY_DIFFER & initialize._PATHS
 
 
 @pytest.mark.multiprocess

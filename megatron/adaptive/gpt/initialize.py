@@ -140,18 +140,51 @@ def _joined(
     )
 
 
-_SHARED = ("model", "parallel", "batch", "precision", "optimizer", "recompute", "core", "schedule")
-_OWN = ("trace_dir", "record_schedule", "replay_schedule", "schedule_file", "diagnose_interval")
+_COMPARED_GROUPS = (
+    *("model", "parallel", "batch", "precision", "optimizer", "recompute", "core", "schedule"),
+    *("data", "checkpoint", "logging", "run", "lora"),
+)
+_MAY_DIFFER = frozenset(
+    {
+        *("trace_dir", "record_schedule", "replay_schedule", "schedule_file", "diagnose_interval"),
+        *("data_cache_path", "mmap_bin_files", "num_workers", "num_dataset_builder_threads"),
+        *("save_local", "trust_checkpoint", "logging_level", "progress_dir", "logger"),
+        *("tensorboard_dir", "tensorboard_queue_size", "prometheus_address", "prometheus_file"),
+        *("wandb_project", "wandb_entity", "wandb_exp_name", "wandb_save_dir"),
+        *("mlflow_experiment", "mlflow_run_name", "mlflow_tracking_uri"),
+        *("exit_duration_in_mins", "manual_gc", "manual_gc_interval", "profile", "profile_ranks"),
+        *("use_pytorch_profiler", "profile_step_start", "profile_step_end"),
+        *("profile_execution", "profile_name"),
+    }
+)
+"""Settings that may differ between ranks, because they only affect the rank itself."""
+_PATHS = frozenset(
+    {
+        *("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path"),
+        *("tokenizer_model", "vocab_file", "merge_file"),
+        *("save", "load", "load_hf", "load_lora"),
+    }
+)
+"""Settings that are paths. Nodes may have the same files at different paths, so ranks only compare
+whether the setting is set.
+"""
 
 
 def _shared_settings(config: TrainerConfig) -> dict[str, str]:
     """Returns the settings that must be equal on all ranks, as command-line arguments."""
-    return {
-        spec.dest: f"{spec.name} {getattr(getattr(config, group), spec.dest)}"
-        for group, kind in groups().items()
-        for spec in fields_of(kind)
-        if group in _SHARED and spec.has_flag and spec.dest not in _OWN
-    }
+    settings = {}
+    for group, kind in groups().items():
+        if group not in _COMPARED_GROUPS:
+            continue
+        for spec in fields_of(kind):
+            if not spec.has_flag or spec.dest in _MAY_DIFFER:
+                continue
+            value = getattr(getattr(config, group), spec.dest)
+            if spec.dest in _PATHS:
+                settings[spec.dest] = spec.name if value else ""
+            else:
+                settings[spec.dest] = f"{spec.name} {value}"
+    return settings
 
 
 @contextlib.contextmanager
