@@ -67,7 +67,7 @@ def some_parts(folder: str) -> list[Part]:
     return [
         part("device", WRITES, "{json}", "0.5"),
         part("hangs", HANGS, folder, planned_s=2.0),
-        part("fails", "raise SystemExit('no such thing')"),
+        part("fails", "print(*range(90), sep='\\n'); raise SystemExit('no such thing')"),
         part("misses", WRITES, "{json}", "1.5"),
         part("two", "", needs=(("two GPUs", "there is only one"),)),
         part("long", "", planned_s=1000.0),
@@ -94,6 +94,11 @@ def test_what_hangs_or_fails_is_recorded_and_the_rest_runs(tmp_path: Path) -> No
     assert content["gpus"] == 1
     for part in content["parts"]:
         assert f"| {part['name']} | {part['state']} |" in page
+    # The page has only the last lines of a failed part, so the log has the whole output.
+    log = (tmp_path / "gpu_check.log").read_text()
+    assert "==== hangs: cut\nhangs\n" in log
+    lines = [*map(str, range(90)), "no such thing"]
+    assert "\n".join(["==== fails: failed", *lines]) in log
     left = [process.pid for process in psutil.process_iter() if str(tmp_path) in _words(process)]
     assert not left
 
