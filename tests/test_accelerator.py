@@ -259,14 +259,17 @@ def test_ranks_that_see_one_gpu_each_share_it_only_if_it_is_the_same(
 
 
 def test_jobs_of_tests_replace_gloos_collectives_if_ranks_share_a_gpu(
-    two_gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checks the program that trains the models of ``tests/gpu``.
 
     Without the replacements, gloo would read the addresses of GPU tensors as host memory.
     """
+    # This import comes first. With a simulated GPU, megatron-core would get no substitutes for
+    # CUDA, which later tests of this process need.
     from tests.multiprocess.worker import Meshes
 
+    request.getfixturevalue("two_gpus")
     calls: list[str] = []
 
     def stop(*arguments: object, **options: object) -> None:
