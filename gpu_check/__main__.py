@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=Path,
         metavar="FOLDER",
         help=(
-            "output folder for gpu_check.md and gpu_check.json; by default, a folder in "
-            "results/ that is named after the date, the GPU and the driver"
+            "output folder for gpu_check.md, gpu_check.json and gpu_check.log; by default, a "
+            "folder in results/ that is named after the date, the GPU and the driver"
         ),
     )
     parser.add_argument(

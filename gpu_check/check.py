@@ -2,7 +2,8 @@
 
 Each part is a process with a time limit, and is stopped if it exceeds this limit. If a part fails,
 the failure is recorded, and the other parts still run. The report ``gpu_check.md`` and the file
-``gpu_check.json`` are rewritten after each part, so they exist even if the check is stopped::
+``gpu_check.json`` are rewritten after each part, so they exist even if the check is stopped. The
+file ``gpu_check.log`` contains the output of all parts::
 
     time   |<------------------------- minutes ------------------------->|
     parts  | set-up | device | ipc | equivalence |  ... planned for later parts |
@@ -33,6 +34,8 @@ from harness.report import ROOT, Row, markdown, one_line
 _PAGE_S = 5.0
 """Time that is reserved for writing the report, in seconds."""
 _LAST_LINES = 25
+_MOST_OUTPUT = 100_000
+"""Largest number of characters of a part's output in the log file, counted from its end."""
 _SHARED_GPU = (
     "The ranks of `pp2`, `v`, `equivalence` and `training` shared one GPU. Their times are sums "
     "of time slices, so they show the cost of a pipeline, not its speedup."
@@ -74,7 +77,7 @@ class Check:
     """Runs parts within a time budget, and updates the report after each part.
 
     Args:
-        output: Folder for the report and the JSON file. It is created if necessary.
+        output: Folder for the report, the JSON file and the log. It is created if necessary.
         minutes: Time budget for all parts together, in minutes.
         rehearse: Whether to run without a GPU.
         pack: Folder created by ``scripts/gpu_pack.sh``, or ``None`` if there is no pack.
@@ -99,6 +102,7 @@ class Check:
         self.facts |= {"date": self._begin, "commit": commit(pack)}
         self.outcomes: list[Outcome] = []
         output.mkdir(parents=True, exist_ok=True)
+        (output / "gpu_check.log").write_text("", encoding="utf-8")
 
     def run(self, set_up: Part | None, later: Sequence[Part]) -> int:
         """Runs all parts, and returns the exit status.
@@ -176,6 +180,8 @@ class Check:
         _judge(outcome, status, text)
         if part.name == "set-up":
             self._take_python(text, outcome)
+        with (self._output / "gpu_check.log").open("a", encoding="utf-8") as whole:
+            whole.write(f"==== {part.name}: {outcome.state}\n{text[-_MOST_OUTPUT:]}\n")
         return outcome
 
     def _limit_s(self, part: Part, later: Sequence[Part]) -> float:

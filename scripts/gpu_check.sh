@@ -21,8 +21,7 @@ set_up() {
   if [[ -n ${1:-} ]]; then take_pack "$1"; fi
   if ! python=$(bash prerequisite.sh | tail -n 1) || [[ ! -x $python ]]; then
     say "prerequisite.sh failed; continuing with the installed packages"
-    python=$(bash prerequisite.sh --print-python || true)
-    if [[ ! -x $python ]]; then python=$(command -v python3); fi
+    python=$(usable_python)
     while IFS= read -r requirement; do
       install "$python" "$site" "$requirement"
     done < <("$python" scripts/environment.py | sed -n -E 's/^(missing|tool)=//p')
@@ -36,6 +35,23 @@ set_up() {
   printf '%s\n' "$python"
 }
 
+# Prints the path of the Python that prerequisite.sh uses. If it lacks torch, prints another one that
+# has torch, because torch is too large to install here. prerequisite.sh does not use a virtual
+# environment whose folder is read-only.
+usable_python() {
+  local first candidate
+  first=$(bash prerequisite.sh --print-python || true)
+  for candidate in "$first" "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" python3 python; do
+    candidate=$(command -v "${candidate:-python3}" || true)
+    if [[ -x $candidate ]] &&
+      "$candidate" -c 'import importlib.util as u; raise SystemExit(u.find_spec("torch") is None)'; then
+      printf '%s\n' "$candidate"
+      return
+    fi
+  done
+  if [[ -x $first ]]; then printf '%s\n' "$first"; else command -v python3; fi
+}
+
 # Makes pip use only the folder of scripts/gpu_pack.sh, and takes the extension from there if it was
 # built from these sources and fits the Python that is used.
 take_pack() {
@@ -44,7 +60,7 @@ take_pack() {
   export PIP_NO_INDEX=1 PIP_FIND_LINKS=$pack/wheels
   # The pip settings of this machine must not refer to a network.
   export PIP_CONFIG_FILE=/dev/null PIP_CONSTRAINT=
-  python=$(bash prerequisite.sh --print-python)
+  python=$(usable_python)
   if [[ $(cat -- "$pack/sources.sha256") != "$(bash scripts/gpu_pack.sh --digest)" ]]; then
     say "the extension in $pack was built from other sources; building it here"
     return

@@ -11,6 +11,7 @@ import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -255,6 +256,37 @@ def test_ranks_that_see_one_gpu_each_share_it_only_if_it_is_the_same(
     mixed = agreed(["a", "b", "a"], monkeypatch)
     expected = [("gloo", 2), ("gloo", 1), ("gloo", 2)]
     assert [(answer.backend, answer.shares) for answer in mixed] == expected  # type: ignore[union-attr]
+
+
+def test_jobs_of_tests_replace_gloos_collectives_if_ranks_share_a_gpu(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks the program that trains the models of ``tests/gpu``.
+
+    Without the replacements, gloo would read the addresses of GPU tensors as host memory.
+    """
+    # This import comes first. With a simulated GPU, megatron-core would get no substitutes for
+    # CUDA, which later tests of this process need.
+    from tests.multiprocess.worker import Meshes
+
+    request.getfixturevalue("two_gpus")
+    calls: list[str] = []
+
+    def stop(*arguments: object, **options: object) -> None:
+        calls.append("process groups")
+        raise InterruptedError
+
+    same = types.SimpleNamespace(uuid="a")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: same)
+    monkeypatch.setattr(device_collectives, "install", lambda: calls.append("replacements"))
+    monkeypatch.setattr(dist, "init_process_group", stop)
+    store = dist.HashStore()
+    dist.PrefixStore("mesh-1", store).set("gpu-of-rank/1", "a")
+    environment: Any = types.SimpleNamespace(local_rank=0, rank=0, world_size=2)
+    config: Any = None
+    with pytest.raises(InterruptedError):
+        Meshes(store, environment)._set_up(config)
+    assert calls == ["replacements", "process groups"]
 
 
 def test_nccl_on_a_shared_gpu_is_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +21,7 @@ from gpu_check.parts import Part, chosen_parts, parts, set_up_part
 from harness.report import ROOT
 from tests.gpu import test_equivalence, test_memory, test_training
 from tests.gpu.jobs import UNFUSED, trainer_flags
+from tests.multiprocess.launch import rank_variables
 
 # This script starts a second process in a new session. The second process continues after the
 # script is killed.
@@ -64,7 +67,7 @@ def some_parts(folder: str) -> list[Part]:
     return [
         part("device", WRITES, "{json}", "0.5"),
         part("hangs", HANGS, folder, planned_s=2.0),
-        part("fails", "raise SystemExit('no such thing')"),
+        part("fails", "print(*range(90), sep='\\n'); raise SystemExit('no such thing')"),
         part("misses", WRITES, "{json}", "1.5"),
         part("two", "", needs=(("two GPUs", "there is only one"),)),
         part("long", "", planned_s=1000.0),
@@ -91,6 +94,11 @@ def test_what_hangs_or_fails_is_recorded_and_the_rest_runs(tmp_path: Path) -> No
     assert content["gpus"] == 1
     for part in content["parts"]:
         assert f"| {part['name']} | {part['state']} |" in page
+    # The page has only the last lines of a failed part, so the log has the whole output.
+    log = (tmp_path / "gpu_check.log").read_text()
+    assert "==== hangs: cut\nhangs\n" in log
+    lines = [*map(str, range(90)), "no such thing"]
+    assert "\n".join(["==== fails: failed", *lines]) in log
     left = [process.pid for process in psutil.process_iter() if str(tmp_path) in _words(process)]
     assert not left
 
@@ -124,6 +132,42 @@ def test_a_machine_without_torch_is_one_line_and_status_2(tmp_path: Path) -> Non
     content, _ = report(tmp_path / "out")
     assert {entry["state"] for entry in content["parts"][1:]} == {"left out"}
     assert "nvidia-smi" in content
+
+
+@pytest.mark.parametrize("has_torch", [True, False])
+def test_set_up_does_not_leave_the_python_that_has_torch(has_torch: bool, tmp_path: Path) -> None:
+    """Checks a virtual environment to which pip cannot add packages.
+
+    ``prerequisite.sh`` then creates a new environment, which cannot get torch without a network.
+    """
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    shutil.copy(ROOT / "requirements-test.txt", tmp_path)
+    (tmp_path / "scripts" / "environment.py").write_text("")
+    for folder, flags in (("new", "-S -E"), ("bin", "" if has_torch else "-S -E")):
+        (tmp_path / folder).mkdir()
+        python = tmp_path / folder / "python3"
+        python.write_text(f'#!/bin/sh\nexec {sys.executable} {flags} "$@"\n')
+        python.chmod(0o755)
+    new = tmp_path / "new" / "python3"
+    (tmp_path / "prerequisite.sh").write_text(
+        f"[[ ${{1:-}} == --print-python ]] && echo {new} || exit 1\n"
+    )
+    variables = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "MEGATRON_ADAPTIVE_EXTENSION": "0"}
+    variables |= {"PIP_NO_INDEX": "1", "PYTHONNOUSERSITE": "1"}
+    command = ["bash", str(tmp_path / "scripts" / "gpu_check.sh"), "--set-up"]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=100)
+    expected = tmp_path / "bin" / "python3" if has_torch else new
+    assert done.stdout.splitlines()[-1:] == [str(expected)], done.stderr
+
+
+def test_packages_of_the_set_up_are_on_the_path_of_forked_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    site = str(ROOT / "build" / "gpu-check-site")
+    for folders, expected in (([str(ROOT)], [str(ROOT)]), ([str(ROOT), site], [str(ROOT), site])):
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
+        path = rank_variables(2, 1.0, 0)["PYTHONPATH"]
+        assert path.split(os.pathsep) == expected
 
 
 def test_tests_are_counted_up_to_where_they_were_cut() -> None:

@@ -36,6 +36,8 @@ WORKER = Path(__file__).with_name("worker.py")
 TIMED_LAYERS = ROOT / "tests" / "support" / "timed_layers.py"
 RANK = Path(__file__).with_name("forked_rank.py")
 NODES = Path(__file__).with_name("forked_nodes")
+PACKAGES = str(ROOT / "build/gpu-check-site")
+"""Folder of packages for a Python whose own environment cannot be changed."""
 SERVER = ("-m", "megatron.adaptive.cluster.rank_forkserver")
 SOCKET = "TESTS_NODE_FORKSERVERS"
 PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -79,7 +81,7 @@ class Forkserver:
             self._process = subprocess.Popen(
                 [sys.executable, *program, str(server_end.fileno())],
                 pass_fds=[server_end.fileno()],
-                env=environment(PYTHONPATH=python_path) | dict(variables or {}),
+                env=environment(PYTHONPATH=_with_packages(python_path)) | dict(variables or {}),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -144,7 +146,7 @@ class Forkserver:
                 time.sleep(0.01)
             self._nodes[tuple(modules)] = key, path
         key, path = self._nodes[tuple(modules)]
-        variables = {"PYTHONPATH": f"{NODES}:{ROOT}", SOCKET: str(path)}
+        variables = {"PYTHONPATH": _with_packages(f"{NODES}:{ROOT}"), SOCKET: str(path)}
         return psutil.Process(self._pids[key]), variables
 
     def wait(self, keys: Sequence[str], limit_s: float) -> dict[str, int]:
@@ -201,6 +203,12 @@ class Forkserver:
             elif "ended" in message:
                 self._ended[message["ended"]] = message["status"]
         return bool(data)
+
+
+def _with_packages(python_path: str) -> str:
+    """Adds the folder of packages that ``scripts/gpu_check.sh`` has installed, if it is used."""
+    is_used = PACKAGES in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return f"{python_path}{os.pathsep}{PACKAGES}" if is_used else python_path
 
 
 @cache
@@ -428,7 +436,7 @@ def rank_variables(
         "ROLE_NAME": "default",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "PYTHONPATH": python_path,
+        "PYTHONPATH": _with_packages(python_path),
         "TORCHELASTIC_RUN_ID": "none",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",

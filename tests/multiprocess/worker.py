@@ -133,14 +133,14 @@ class Meshes:
 
     def _set_up(self, config: TrainerConfig) -> tuple[list[Any], TrainingJob]:
         environment = self._environment
-        device = accelerator.detect(environment.local_rank)
+        rank, size = environment.rank, environment.world_size
         self._count += 1
+        store = dist.PrefixStore(f"mesh-{self._count}", self._store)
+        device = accelerator.agree_on_sharing(
+            accelerator.detect(environment.local_rank), store, rank=rank, world_size=size
+        )
         dist.init_process_group(
-            device.backend,
-            store=dist.PrefixStore(f"mesh-{self._count}", self._store),
-            rank=environment.rank,
-            world_size=environment.world_size,
-            timeout=TIMEOUT,
+            device.backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT
         )
         set_up_mesh(config)
         group = dist.new_group(backend="gloo", timeout=TIMEOUT)
