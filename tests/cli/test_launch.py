@@ -45,20 +45,24 @@ def signals_end_programs() -> Iterator[None]:
 def start(tmp_path: Path) -> Iterator[Launch]:
     """Yields a function that starts a launcher. Kills all launchers after the test.
 
-    The function takes the text of a script and the number of ranks. With ``is_forked=True``, the
-    launcher is forked from a process that has imported torch. Tests that inspect the launcher's
-    process or send signals to it cannot use this option.
+    The function takes the text of a script and the number of ranks. ``is_standalone`` says whether
+    to pass ``--standalone``. With ``is_forked=True``, the launcher is forked from a process that has
+    imported torch. Tests that inspect the launcher's process or send signals to it cannot use this
+    option.
     """
     processes: list[subprocess.Popen[str]] = []
 
-    def run(text: str, ranks: int, *, is_forked: bool = False) -> object:
+    def run(
+        text: str, ranks: int, *, is_standalone: bool = True, is_forked: bool = False
+    ) -> object:
         script = tmp_path / "script.py"
         script.write_text(text)
         variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         forked = forkserver().nodes()[1] if is_forked else {}
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "megatron.adaptive", "job", "launch", "--standalone"),
+                *(sys.executable, "-m", "megatron.adaptive", "job", "launch"),
+                *(["--standalone"] if is_standalone else []),
                 *("--nproc-per-node", str(ranks), str(script)),
             ],
             env={**variables, "PYTHONPATH": str(ROOT), **forked},
@@ -127,14 +131,15 @@ def test_a_silent_program_at_the_address_of_node_0_is_named_at_once(
 
 
 @pytest.mark.multiprocess
-def test_ranks_run_with_one_thread_each(start: Launch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_standalone", [True, False])
+def test_ranks_run_with_one_thread_each(start: Launch, is_standalone: bool) -> None:
     # Each line must be written with a single call, because the ranks share the pipe.
     text = (
         "import os\n"
         "line = f\"rank {os.environ['RANK']} {os.environ['OMP_NUM_THREADS']}\\n\"\n"
         "os.write(1, line.encode())\n"
     )
-    status, stdout, stderr = finish(start(text, 2, is_forked=True))
+    status, stdout, stderr = finish(start(text, 2, is_standalone=is_standalone, is_forked=True))
     assert (status, stderr) == (0, "")
     assert sorted(stdout.splitlines()) == ["rank 0 1", "rank 1 1"]
 

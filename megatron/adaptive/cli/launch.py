@@ -45,6 +45,7 @@ _MEETINGS = ("static", "c10d", "etcd", "etcd-v2")
 _NODES = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
 _MAX_PROCESSES = 4096
 _PORT = 29400  # torchrun uses this port if an endpoint has no port.
+_MASTER_PORT = 29500  # torchrun uses this port if --master-port is not set.
 _LOOK_UP_S = 30.0
 _SAY_S = 30.0
 _WAIT_S = 600.0
@@ -168,6 +169,13 @@ def _read_options(argv: Sequence[str]) -> Any:
     if not 1 <= number <= _MAX_PROCESSES:
         raise ConfigError(f"--nproc-per-node must be from 1 to {_MAX_PROCESSES}, got {text}")
     options.nproc_per_node = str(number)
+    if options.master_port is None:
+        # Since torch 2.13, torchrun sets these options itself, but later.
+        most = options.nnodes.rpartition(":")[2]
+        if options.rdzv_backend == "static" and not options.rdzv_endpoint and most == "1":
+            options.standalone = True
+        else:
+            options.master_port = _MASTER_PORT
     handled = getattr(options, "signals_to_handle", None)
     if handled is not None and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         kept = [name for name in handled.split(",") if name != signal.SIGHUP.name]
