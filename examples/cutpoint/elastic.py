@@ -64,14 +64,11 @@ def main() -> None:
 
     torch.manual_seed(1)  # All processes must build the same model.
     with Pipeline(Net(), batch_of(0, options.batch_size)) as pipeline:
-        optimizers = []
-
-        def make(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-            optimizers.append(torch.optim.AdamW(parameters, lr=1e-3))
-            return optimizers[0]
-
-        pipeline.set_optimizer(make, clip_norm=1.0)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizers[0], options.steps)
+        optimizer = pipeline.set_optimizer(
+            lambda parameters: torch.optim.AdamW(parameters, lr=1e-3), clip_norm=1.0
+        )
+        assert optimizer is not None  # Every process trains parameters.
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
         steps = pipeline.loop(
             options.steps,
             folder=options.save,

@@ -46,9 +46,9 @@ def start(tmp_path: Path) -> Iterator[Launch]:
     """Yields a function that starts a launcher. Kills all launchers after the test.
 
     The function takes the text of a script and the number of ranks. ``is_standalone`` says whether
-    to pass ``--standalone``. With ``is_forked=True``, the launcher is forked from a process that has
-    imported torch. Tests that inspect the launcher's process or send signals to it cannot use this
-    option.
+    to pass ``--standalone``. With ``is_forked=True``, the launcher is forked from a process that
+    has imported torch. Tests that inspect the launcher's process or send signals to it cannot use
+    this option.
     """
     processes: list[subprocess.Popen[str]] = []
 

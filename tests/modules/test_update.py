@@ -28,7 +28,7 @@ def test_trained_parameters_in_float16_are_refused() -> None:
         with pytest.raises(ConfigError, match=re.escape(expected)) as raised:
             pipeline.set_optimizer(adamw)
         assert "\n" not in str(raised.value)
-        pipeline.set_optimizer(None)
+        assert pipeline.set_optimizer(None) is None
         assert not pipeline.step(batch)[1]
 
 
@@ -36,8 +36,9 @@ def test_frozen_parameters_may_be_in_float16() -> None:
     frozen = torch.nn.Parameter(torch.ones(2, dtype=torch.float16), requires_grad=False)
     parameters = {"frozen": frozen, "trained": torch.nn.Parameter(torch.ones(2))}
     update = Update(mesh=cast(Any, None), parameters=parameters, shared={}, groups={})
-    update.set_optimizer(adamw, None, 1.0, 1)
-    assert update.optimizer is not None
+    optimizer = update.set_optimizer(adamw, None, 1.0, 1)
+    assert optimizer is not None
+    assert update.optimizer is optimizer
 
 
 @pytest.mark.parametrize(

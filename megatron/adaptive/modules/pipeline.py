@@ -459,25 +459,25 @@ class Pipeline:
         clip_norm: float | None = None,
         initial_loss_scale: float = 65536.0,
         loss_scale_interval: int = 2000,
-    ) -> None:
-        """Sets the optimizer that updates the parameters after each step.
+    ) -> torch.optim.Optimizer | None:
+        """Sets the optimizer that updates the parameters after each step, and returns it.
+
+        Returns ``None`` on a process that trains no parameters.
 
         Args:
             optimizer: A ``torch.optim.Optimizer`` over :meth:`parameters`, or a function that
-                creates an optimizer from a list of parameters; ``None`` on a process without
-                parameters. The function gets the trained parameters, and is not called on a
-                process that has none.
-            clip_norm: Maximum norm of the whole model's gradient, to which larger gradients are
-                scaled down; ``None`` for no limit.
+                creates an optimizer from a list of trained parameters. The function is not called
+                if the process has none, and ``None`` can be passed then.
+            clip_norm: Limit on the norm of the whole model's gradient; ``None`` for no limit.
             initial_loss_scale: Loss scale of the first step in fp16.
-            loss_scale_interval: Number of steps without an overflow after which the loss scale
-                doubles.
+            loss_scale_interval: Number of steps without overflow until the loss scale doubles.
 
         Raises:
             ConfigError: If the optimizer has parameters of other stages, or a trained parameter is
                 in float16.
         """
-        self._update.set_optimizer(optimizer, clip_norm, initial_loss_scale, loss_scale_interval)
+        scaling = initial_loss_scale, loss_scale_interval
+        return self._update.set_optimizer(optimizer, clip_norm, *scaling)
 
     @naming_lost_peers()
     def step(self, batch: Batch, *, num_items: Sequence[float] | None = None) -> tuple[float, bool]:

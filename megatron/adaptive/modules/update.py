@@ -179,8 +179,8 @@ class Update:
         clip_norm: float | None,
         initial_scale: float,
         interval: int,
-    ) -> None:
-        """Sets the optimizer. ``Pipeline.set_optimizer`` describes the arguments."""
+    ) -> torch.optim.Optimizer | None:
+        """Sets and returns the optimizer. ``Pipeline.set_optimizer`` describes the arguments."""
         if clip_norm is not None and not (math.isfinite(clip_norm) and clip_norm > 0):
             raise ConfigError(
                 f"clip_norm must be a positive finite number or None, got {clip_norm}"
@@ -201,6 +201,7 @@ class Update:
             self._check(optimizer)
         self.optimizer = optimizer
         self._clip_norm = clip_norm
+        return optimizer
 
     def _require_wide_parameters(self) -> None:
         """Checks that no trained parameter is in float16.
