@@ -165,7 +165,14 @@ def balancer_of(pipeline: Pipeline) -> SegmentBalancer:
     [
         (40, 0.95, 0.05, False, "a step takes 950 ms, 5.0% less"),
         (42, 0.9975, 0.05, False, "a step of the former work takes 950 ms, 5.0% less"),
-        (38, 0.95, 0.1, True, "a step of the former work takes 1000 ms, 0.0% less"),
+        (38, 0.95, 0.1, True, "a step of the former work takes 1,000 ms, 0.0% less"),
+        (
+            40,
+            1.197,
+            0.1,
+            True,
+            "a step takes 1,197 ms, 19.7% more than before (6.0% less was predicted)",
+        ),
         (
             80,
             1.8,

@@ -237,14 +237,9 @@ class SegmentBalancer:
         self._promise = None if move.is_return else (move, self._pace)
         self._begin()
         segments = travelling(before, self.partition, self._orders.placement)
-        predicted = (
-            ""
-            if move.is_return
-            else f"predicted step: {move.gain:.1%} shorter than {move.before_s * 1e3:.4g} ms; "
-        )
         self._say(
             f"{format_partition(before)} -> {format_partition(self.partition)}: {move.why}; "
-            f"{predicted}{segments} segment{'s' * (segments != 1)} moved in "
+            f"{move.prediction}{segments} segment{'s' * (segments != 1)} moved in "
             f"{time.perf_counter() - begin_s:.3f} s"
         )
         return True

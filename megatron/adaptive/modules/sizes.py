@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from megatron.adaptive.config.environment import EXIT_MEASURED, JobOrder
 from megatron.adaptive.config.input_files import printable
+from megatron.adaptive.config.number_text import number_text
 from megatron.adaptive.config.schedule_specs import schedule_spec, why_whole_backward
 from megatron.adaptive.engine.policy_factory import Orders
 from megatron.adaptive.engine.process_context import Job
@@ -76,7 +77,7 @@ class Chosen:
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    return f"{number_text(seconds)} s" if seconds >= 1 else f"{number_text(seconds * 1e3)} ms"
 
 
 class JobEnded(SystemExit):

@@ -38,6 +38,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.adaptive.config.number_text import number_text
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.catalog import DEFAULT_PIECES, Candidate
 from megatron.adaptive.schedule.choose_by_simulation import (
@@ -489,7 +490,8 @@ def _decision(
     if stay is not None:
         layers = "-".join(map(str, loads.partition))
         layers_text = "" if new_partition is None else f" of {layers} layers"
-        text += f"; in a {loads.placement.kind}{layers_text} at best {stay.step_s * 1e3:.4g} ms"
+        step_ms = number_text(stay.step_s * 1e3, 4)
+        text += f"; in a {loads.placement.kind}{layers_text} at best {step_ms} ms"
     best = None if stay is None else stay.best
     return Decision(
         text=text,

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron.adaptive.config.number_text import number_text
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.planner.choose_partition import (
     Loads,
@@ -112,6 +113,14 @@ class Move(PartitionMove):
     before_s: float
     former: Partition
     is_return: bool = False
+
+    @property
+    def prediction(self) -> str:
+        """Clause for the log about the predicted step time; empty if the move is a return."""
+        if self.is_return:
+            return ""
+        before_ms = number_text(self.before_s * 1e3, 4)
+        return f"predicted step: {self.gain:.1%} shorter than {before_ms} ms; "
 
 
 def trained_bytes(parameter: torch.Tensor) -> int:
@@ -263,9 +272,13 @@ def compare(
         step: Name of the compared step in the log line.
     """
     gained = 1 - step_s / promise.before_s
+    # Without this limit, a step that is as long as before would take "0.0% more".
+    is_longer = gained <= -0.0005
+    change = f"{abs(gained):.1%} {'more' if is_longer else 'less'}"
+    predicted = f"{promise.gain:.1%}{' less' * is_longer}"
     message(
-        f"  repartition: {step} takes {step_s * 1e3:.4g} ms, {gained:.1%} less than before "
-        f"({promise.gain:.1%} was predicted)"
+        f"  repartition: {step} takes {number_text(step_s * 1e3, 4)} ms, {change} than before "
+        f"({predicted} was predicted)"
     )
     next_gain = least_gain if gained >= promise.gain / 2 else 2 * gain
     if gained >= _PAYS:

@@ -301,14 +301,9 @@ class Repartitioner:
         """
         before = format_partition(self._partition)
         layers = travelling(self._partition, move.partition, run.placement)
-        predicted = (
-            ""
-            if move.is_return
-            else f"predicted step: {move.gain:.1%} shorter than {move.before_s * 1e3:.4g} ms; "
-        )
         self._message(
             f"  repartition: {before} -> {format_partition(move.partition)}: {move.why}; "
-            f"{predicted}{layers} layer{'s' * (layers != 1)} moved in {seconds:.3f} s"
+            f"{move.prediction}{layers} layer{'s' * (layers != 1)} moved in {seconds:.3f} s"
         )
         self._promise = None if move.is_return else move
         self.adopt(run)

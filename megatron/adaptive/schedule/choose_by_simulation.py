@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from megatron.adaptive.config.number_text import number_text
 from megatron.adaptive.config.schedule_specs import selectable_names
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.anneal import compile_s, improve
@@ -413,11 +414,12 @@ def _reason(
     best: CandidateOutcome, fixed: CandidateOutcome | None, profile: StageProfile, most: float
 ) -> str:
     text = (
-        f"auto takes {best.candidate}: simulated step {best.mean_s * 1e3:.4g} ms, bubble"
-        f" {best.bubble_fraction:.1%}, {best.peak_units:.3g} of {most:.3g} microbatches of memory"
+        f"auto takes {best.candidate}: simulated step {number_text(best.mean_s * 1e3, 4)} ms, "
+        f"bubble {best.bubble_fraction:.1%}, {best.peak_units:.3g} of {most:.3g} microbatches of "
+        "memory"
     )
     if fixed is not None and fixed is not best:
-        text += f"; best fixed order {fixed.candidate}: {fixed.mean_s * 1e3:.4g} ms"
+        text += f"; best fixed order {fixed.candidate}: {number_text(fixed.mean_s * 1e3, 4)} ms"
     if profile.action_sigma:
         text += f"; measured spread of an action {profile.action_sigma:.2f}"
     if profile.microbatch_factors:

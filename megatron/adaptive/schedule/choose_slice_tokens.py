@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron.adaptive.config.number_text import number_text
 from megatron.adaptive.config.sequence_slices import Cut
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.action import ActionKind, SliceCounts, mean_slices
@@ -215,11 +216,11 @@ def choose_tokens(
         )
     least_s = min(step_s for step_s, _ in best.values())
     chosen = max(n for n, (step_s, _) in best.items() if step_s <= least_s * (1 + _ALIKE))
-    listed = ", ".join(f"{n}: {best[n][0] * 1e3:.4g} ms" for n in sorted(best))
+    listed = ", ".join(f"{n}: {number_text(best[n][0] * 1e3, 4)} ms" for n in sorted(best))
     step_s, candidate = best[chosen]
     text = (
-        f"auto takes slices of {chosen} tokens, {candidate}: simulated step {step_s * 1e3:.4g} ms; "
-        f"simulated steps by tokens of a slice: {listed}"
+        f"auto takes slices of {chosen} tokens, {candidate}: simulated step "
+        f"{number_text(step_s * 1e3, 4)} ms; simulated steps by tokens of a slice: {listed}"
     )
     return TokensChoice(tokens=chosen, candidate=candidate, text=text)
 

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from megatron.adaptive.config.number_text import number_text
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.choose_by_simulation import ScheduleChoice
 from megatron.adaptive.schedule.workload import StageProfile, StageTimes
@@ -165,7 +166,7 @@ def choose_number(
     steps_s = {number: schedule.step_s for number, schedule in schedules.items()}
     least_s = min(steps_s.values())
     number = min(n for n, step_s in steps_s.items() if step_s <= least_s * (1 + _ALIKE))
-    listed = ", ".join(f"{n}: {steps_s[n] * 1e3:.4g} ms" for n in sorted(steps_s))
+    listed = ", ".join(f"{n}: {number_text(steps_s[n] * 1e3, 4)} ms" for n in sorted(steps_s))
     text = f"simulated steps by number of slices: {listed}"
     return SliceChoice(num_slices=number, schedule=schedules[number], text=text)
 

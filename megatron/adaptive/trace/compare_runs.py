@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.adaptive.config.number_text import number_text
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.diagnose.samples import (
     Floats,
@@ -122,8 +123,8 @@ class Change:
         """Returns the change as a line of text."""
         change = "slower" if self.relative > 0 else "faster"
         return (
-            f"{self.place}: {abs(self.relative):.1%} {change}, {self.before_ms:.4g} -> "
-            f"{self.after_ms:.4g} ms; confidence {self.confidence:.0%}"
+            f"{self.place}: {abs(self.relative):.1%} {change}, {number_text(self.before_ms, 4)} -> "
+            f"{number_text(self.after_ms, 4)} ms; confidence {self.confidence:.0%}"
         )
 
 
@@ -168,8 +169,9 @@ class Comparison:
         word = "slower" if self.relative > 0 else "faster"
         change = f"{abs(self.relative):.1%} {word}" if is_sure else "no certain change"
         lines = [
-            f"a step takes {self.before_ms:.4g} -> {self.after_ms:.4g} ms: {change}"
-            f" (medians of {first} and {second} iterations, standard error {self.error:.1%})"
+            f"a step takes {number_text(self.before_ms, 4)} -> {number_text(self.after_ms, 4)} ms: "
+            f"{change} (medians of {first} and {second} iterations, standard error "
+            f"{self.error:.1%})"
         ]
         lines += [f"  {change.format()}" for change in self.changes]
         if not self.changes:

@@ -205,6 +205,36 @@ def test_uneven_stages_get_another_partition(say: Say) -> None:
     }
 
 
+def test_uneven_stages_that_cost_almost_nothing_are_no_finding(say: Say) -> None:
+    """Checks that no partition is suggested if the waits for messages hide its gain."""
+    said = say(head=3.0, latency_s=0.3, iterations=8)
+    assert said.findings == ()
+    assert "a step takes 4,4" in said.format()
+
+
+@pytest.mark.parametrize(
+    ("fault", "settings"),
+    [
+        (Fault(kind="slow-rank", rank=1, factor=2.0), ["move segments, partition="]),
+        (
+            Fault(kind="slow-link", rank=1, to=2, seconds=0.02),
+            ['schedule="adaptive"', "activation_cap"],
+        ),
+        (Fault(kind="slow-data", rank=0, seconds=0.006), ["num_workers of the data loader"]),
+    ],
+)
+def test_remedies_for_a_pipeline_are_its_settings(
+    tmp_path: Path, fault: Fault, settings: list[str]
+) -> None:
+    write_synthetic(tmp_path, SyntheticRun(faults=(fault,), schedule="1f1b"))
+    for path in tmp_path.iterdir():
+        header, rest = path.read_text().split("\n", 1)
+        path.write_text(f"{json.dumps(json.loads(header) | {'order': 'given'})}\n{rest}")
+    said = diagnose(read_run(tmp_path)).format()
+    assert all(setting in said for setting in settings)
+    assert "--" not in said
+
+
 def test_a_slow_rank_gets_fewer_layers(say: Say) -> None:
     (finding,) = say(Fault(kind="slow-rank", rank=1, factor=2.0)).findings
     assert sum(finding.partition) == 16

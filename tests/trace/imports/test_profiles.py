@@ -97,7 +97,7 @@ def test_missing_ranks_and_clocks_apart_are_said(copied: Path) -> None:
     edit(copied / "rank1.json.gz", lambda text: text.replace(b'"baseTimeNanoseconds": 1', later))
     notes = read_profiles(copied).notes()
     assert len(notes) == 1
-    assert notes[0].startswith("clocks of ranks 1 are up to 8e+09 s apart")
+    assert notes[0].startswith("clocks of ranks 1 are up to 8,000,000,000 s apart")
     (copied / "rank1.json.gz").unlink()
     assert any("no trace of ranks 1" in note for note in read_profiles(copied).notes())
 

@@ -25,6 +25,7 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.trace.diagnose.finding import Finding
 from megatron.adaptive.trace.diagnose.samples import Measured
 from megatron.adaptive.trace.diagnose.stage_costs import StageCosts, best_partition
+from megatron.adaptive.trace.whatif.advice import Advice, advice_for
 from megatron.adaptive.trace.whatif.operations import WEIGHT, Operations
 
 Floats64 = npt.NDArray[np.float64]
@@ -34,6 +35,13 @@ ENTRY_POINTS = "megatron_adaptive.causes"
 
 WORTH_MOVING = 0.03
 """Minimum fraction of the slowest rank's time that a suggested partition must save."""
+
+WORTH_REPORTING = 0.01
+"""Minimum fraction of the step time that a cause must cost if it is no fault by itself.
+
+Examples are uneven stages and overloaded experts. A faulty rank is also reported while it costs
+less.
+"""
 
 
 @dataclass(frozen=True)
@@ -69,15 +77,21 @@ class Evidence:
         spec = built_in_schedules().get(self.measured.headers[0].schedule)
         return spec is not None and spec.is_rule
 
+    @property
+    def settings(self) -> Advice:
+        """Settings of the program that wrote the trace, for remedies."""
+        return advice_for(self.measured.headers[0])
+
     def move_layers(self, finding: Finding) -> Remedy:
         """Returns the advice to move layers away from the slow stages in ``finding``.
 
         The remedy is empty if the slowdown has ended, or if the best partition saves too little
         time.
         """
-        m, times = self.measured, self.times
+        m, times, settings = self.measured, self.times, self.settings
         if times is None:
-            advice = f"assign fewer layers to stage {finding.stages[0]} (--partition)"
+            name = settings.partition.rstrip('= "')
+            advice = f"assign fewer {settings.layers} to stage {finding.stages[0]} ({name})"
             return Remedy((advice,))
         if finding.period.kind == "passed":
             return Remedy()
@@ -86,7 +100,7 @@ class Evidence:
         if gain < WORTH_MOVING:
             return Remedy()
         advice = (
-            f"move layers, --partition {format_partition(better)} instead of "
+            f"move {settings.layers}, {settings.of_partition(format_partition(better))} instead of "
             f"{format_partition(m.layers)}: the slowest rank takes {gain:.0%} less time"
         )
         return Remedy((advice,), better)
@@ -188,7 +202,7 @@ class Cause:
         """Returns a headline for ``finding`` that names the affected rank and the effect."""
         if finding.factor is not None:
             return f"{finding.culprit} takes {finding.factor:.2f} times as long"
-        return f"{finding.culprit} takes {finding.delay_ms or 0:.3g} ms more"
+        return f"{finding.culprit} takes {finding.delay_text} more"
 
     def advise(self, finding: Finding, evidence: Evidence) -> Remedy:
         """Returns remedies for ``finding``, or an empty remedy if there are none."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from megatron.adaptive.config.number_text import number_text
 from megatron.adaptive.trace.read import describe_numbers
 
 
@@ -115,13 +116,19 @@ class Finding:
         hosts = " to ".join(dict.fromkeys(self.hosts))
         return f"rank {self.ranks[0]} ({self.stages_text}, {hosts})"
 
+    @property
+    def delay_text(self) -> str:
+        """Text of ``delay_ms`` with its unit; ``0 ms`` if the delay is unknown."""
+        return f"{number_text(self.delay_ms or 0.0)} ms"
+
     def format(self) -> str:
         """Returns the finding as text: the headline, and lines with cost, evidence and remedies."""
         counted = ", ".join(f"{count} {unit}" for unit, count in self.counts.items())
         lines = [
             self.headline,
-            f"  without it a step takes {self.cost_ms:.3g} ms less ({self.cost_fraction:.1%}); "
-            f"confidence {self.confidence:.0%}, compared with {self.against}",
+            f"  without it a step takes {number_text(self.cost_ms)} ms less "
+            f"({self.cost_fraction:.1%}); confidence {self.confidence:.0%}, compared with "
+            f"{self.against}",
             f"  from {counted}{': ' if self.detail else ''}{self.detail}",
         ]
         if self.reason:
@@ -160,7 +167,7 @@ class Diagnosis:
         head = (
             f"{len(self.findings) or 'no'} finding{'s' * (len(self.findings) != 1)} in iterations "
             f"{describe_numbers(self.iterations)} of {self.num_ranks} ranks "
-            f"({counted}; a step takes {self.step_ms:.4g} ms)"
+            f"({counted}; a step takes {number_text(self.step_ms, 4)} ms)"
         )
         return "\n".join([head, *(f.format() for f in self.findings)])
 

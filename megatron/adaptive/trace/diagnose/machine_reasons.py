@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron.adaptive.config.number_text import number_text
 from megatron.adaptive.trace.diagnose.finding import Reason
 from megatron.adaptive.trace.diagnose.samples import Floats, Measured
 from megatron.adaptive.trace.gpu_counters import (
@@ -169,17 +170,17 @@ _CROWDED = _Wait(
 _FAULTS = (
     (
         LINK_RETRIES,
-        "an RDMA port of {host} retransmits {count:.3g} packets per step",
+        "an RDMA port of {host} retransmits {count} packets per step",
         "check the cable and the port of {host} (perfquery, ibdiagnet, rdma statistic)",
     ),
     (
         LINK_ERRORS,
-        "a port of {host} counts {count:.3g} faulty or dropped packets per step",
+        "a port of {host} counts {count} faulty or dropped packets per step",
         "check the cable and the port of {host} (ip -s link, ethtool -S)",
     ),
     (
         LINK_PAUSES,
-        "an RDMA port of {host} has data but cannot send for {count:.3g} ticks per step, because "
+        "an RDMA port of {host} has data but cannot send for {count} ticks per step, because "
         "the network is congested",
         "look for other jobs on the network of {host}, and check its routes",
     ),
@@ -189,12 +190,12 @@ _FAULTS = (
 _GPU_FAULTS = (
     (
         GPU_ERRORS,
-        "errors in the memory of its GPU on {host} that cannot be corrected: {count:.3g} per step",
+        "errors in the memory of its GPU on {host} that cannot be corrected: {count} per step",
         "exclude {host}, and check its GPU (nvidia-smi -q -d ECC,ROW_REMAPPER)",
     ),
     (
         GPU_REPLAYS,
-        "its GPU on {host} retransmits {count:.3g} PCIe packets per step",
+        "its GPU on {host} retransmits {count} PCIe packets per step",
         "check the slot and the PCIe link of the GPU on {host} (nvidia-smi -q, lspci -vv)",
     ),
 )
@@ -315,8 +316,8 @@ def reading_reason(m: Measured, column: int, chosen: Ints) -> Reason | None:
     return Reason(
         counter=DISK_WAIT,
         text=(
-            f"it reads {bytes_read / 1e6:.3g} MB per step from a disk, and programs on {host} "
-            f"wait for disks for {waiting:.0%} of the time"
+            f"it reads {number_text(bytes_read / 1e6)} MB per step from a disk, and programs on "
+            f"{host} wait for disks for {waiting:.0%} of the time"
         ),
         remedy=f"read from a faster disk of {host}, or copy the data to its memory (/dev/shm)",
     )
@@ -385,7 +386,7 @@ def _port_counts(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | 
         others = [float(means[c]) for c, host in enumerate(hosts) if host != hosts[worst]]
         usual = float(np.median(others)) if others else 0.0
         if means[worst] >= max(LOSES_OFTEN, FAULT_TIMES * usual):
-            values = {"count": float(means[worst]), "host": hosts[worst]}
+            values = {"count": number_text(float(means[worst])), "host": hosts[worst]}
             return Reason(
                 counter=counter, text=text.format(**values), remedy=remedy.format(**values)
             )
@@ -585,7 +586,7 @@ def _faulty_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
             host = m.headers[column].host
             return Reason(
                 counter=counter,
-                text=text.format(count=count, host=host),
+                text=text.format(count=number_text(count), host=host),
                 remedy=remedy.format(host=host),
             )
     return None

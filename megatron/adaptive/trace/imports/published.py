@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.adaptive.config.input_files import open_file
+from megatron.adaptive.config.number_text import number_text
 from megatron.adaptive.errors import SetupError, TraceError
 from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.trace.files import replaced
@@ -203,7 +204,8 @@ def _on_one_clock(rank: Ints, step: Ints, start_ts: Ints, duration: Ints) -> tup
     moved = start_ts - np.where(is_shifted, shift[nearest], 0.0)
     return moved, [
         f"clocks of ranks {describe_numbers(ranks[apart].tolist())} are up to "
-        f"{np.abs(shift).max() / 1e9:.3g} s apart; their first steps are assumed to begin together"
+        f"{number_text(np.abs(shift).max() / 1e9)} s apart; their first steps are assumed "
+        "to begin together"
     ]
 
 

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from megatron.adaptive.config.number_text import number_text
 from megatron.adaptive.schedule.simulate import SimResult
 from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.metrics import NS_PER_MS, run_figures
@@ -208,7 +209,7 @@ def _write_title(figure: Figure, axes: Axes, step: PipelineStep) -> None:
     subtitle = (
         f"{step.num_ranks} pipeline {ranks} × {step.num_chunks} {chunks}, "  # noqa: RUF001
         f"{step.microbatches}  ·  iteration {step.iteration}{step.replica}  ·  "
-        f"step {step.step_ns / NS_PER_MS:.4g} ms  ·  "
+        f"step {number_text(step.step_ns / NS_PER_MS, 4)} ms  ·  "
         f"bubble {step.bubble_fraction:.1%}{step.bubble_note}"
     )
     title = f"Pipeline schedule: {step.schedule}"

@@ -29,6 +29,7 @@ from openpyxl.worksheet.cell_range import CellRange
 from openpyxl.worksheet.worksheet import Worksheet
 
 from megatron.adaptive.config.input_files import printable
+from megatron.adaptive.config.number_text import number_text
 from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.metrics import NS_PER_MS, PARTS, Floats, RunFigures
 from megatron.adaptive.trace.read import RunTrace, describe_numbers
@@ -284,7 +285,7 @@ def _draw(
     sheet.cell(TITLE_ROW, 1, title).font = Font(bold=True, size=12)
     for start in range(0, width, tick):
         _merge(sheet, TIME_ROW, start, min(start + tick, width))
-        text = f"{start * chart.unit_ns / NS_PER_MS:.4g} ms"
+        text = f"{number_text(start * chart.unit_ns / NS_PER_MS, 4)} ms"
         cell = sheet.cell(TIME_ROW, LABEL_COLUMNS + 1 + start, text)
         cell.font = _FAINT
         cell.alignment = LEFT

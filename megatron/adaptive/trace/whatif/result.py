@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.adaptive.config.number_text import number_text
 from megatron.adaptive.trace.read import describe_numbers
 from megatron.adaptive.trace.span_columns import Ints
 from megatron.adaptive.trace.whatif.operations import Floats, Pipelines
@@ -136,9 +137,11 @@ class WhatIf:
         """Returns the analysis as lines of text to print."""
         lines = [
             f"steps {describe_numbers(self.iterations.tolist())} of {len(self.where.ranks)} ranks "
-            f"take {self.recorded_s.mean():.4g} s; simulated {self.simulated_s.mean():.4g} s "
+            f"take {number_text(self.recorded_s.mean(), 4)} s; simulated "
+            f"{number_text(self.simulated_s.mean(), 4)} s "
             f"({self.launch_slowdown - 1:+.1%}: gaps between operations are not simulated); "
-            f"{self.ideal_s.mean():.4g} s if no rank, stage or microbatch were slower than others",
+            f"{number_text(self.ideal_s.mean(), 4)} s if no rank, stage or microbatch were slower "
+            "than others",
             f"slowdown {self.slowdown:.3f}: "
             + {
                 "none": "no rank, stage or microbatch is clearly slower than others",
@@ -155,7 +158,8 @@ class WhatIf:
             lines.append(f"  slowdown by {group}: {named}")
         lines.append("repairs and the time they save:" if self.repairs else "no repair would help")
         lines += [
-            f"  {repair.gain:6.1%}  {repair.description} ({repair.step_s:.4g} s): {repair.flag}"
+            f"  {repair.gain:6.1%}  {repair.description} ({number_text(repair.step_s, 4)} s): "
+            f"{repair.flag}"
             for repair in self.repairs
         ]
         return "\n".join(lines)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron.adaptive.config.number_text import number_text
 from megatron.adaptive.trace.collectives import JoinedCollectives
 from megatron.adaptive.trace.diagnose.cause import Cause, Evidence, Floats64, RecordedSteps, Remedy
 from megatron.adaptive.trace.diagnose.finding import Finding
@@ -72,7 +73,7 @@ class SlowMember(Cause):
 
     def describe(self, finding: Finding) -> str:
         group = finding.detail.partition(":")[0]
-        return f"the {group} ranks wait {finding.delay_ms:.3g} ms of a step for {finding.culprit}"
+        return f"the {group} ranks wait {finding.delay_text} of a step for {finding.culprit}"
 
     def advise(self, finding: Finding, evidence: Evidence) -> Remedy:
         host = finding.hosts[0]
@@ -107,7 +108,7 @@ class CongestedCollectives(Cause):
         hosts = ", ".join(dict.fromkeys(finding.hosts))
         return (
             f"{finding.detail.partition(':')[0]} of ranks {describe_numbers(finding.ranks)} "
-            f"({hosts}) transfers {finding.factor:.2f} times as long, {finding.delay_ms:.3g} ms "
+            f"({hosts}) transfers {finding.factor:.2f} times as long, {finding.delay_text} "
             "of a step more"
         )
 
@@ -198,7 +199,8 @@ def _slow_member(
         confidence=chance(sure),
         delay_ms=delay_ns / 1e6,
         counts={"collectives": sum(len(joined.iteration) for joined in groups)},
-        detail=f"{kind}: ranks {describe_numbers(ranks)} meet {number:.4g} times in a step",
+        detail=f"{kind}: ranks {describe_numbers(ranks)} meet {number_text(number, 4)} times "
+        "in a step",
     )
 
 
@@ -237,8 +239,9 @@ def _congestion(m: Measured, joined: JoinedCollectives, others: Floats) -> Findi
         factor=factor,
         delay_ms=delay_ns / 1e6,
         counts={"collectives": len(joined.iteration)},
-        detail=f"{joined.name}: {joined.per_step:.4g} in a step, {joined.size_bytes / 1024:.4g} KiB"
-        f" each, usual transfer {usual_ns / max(joined.per_step, 1e-9) / 1e3:.4g} us",
+        detail=f"{joined.name}: {number_text(joined.per_step, 4)} in a step, "
+        f"{number_text(joined.size_bytes / 1024, 4)} KiB each, usual transfer "
+        f"{number_text(usual_ns / max(joined.per_step, 1e-9) / 1e3, 4)} us",
     )
 
 

@@ -70,7 +70,7 @@ class LossyLink(Cause):
         hosts = " to ".join(dict.fromkeys(finding.hosts))
         return (
             f"some messages from rank {source} to rank {target} ({hosts}) are "
-            f"{finding.delay_ms:.3g} ms late"
+            f"{finding.delay_text} late"
         )
 
     def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:

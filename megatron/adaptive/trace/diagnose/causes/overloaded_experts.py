@@ -7,7 +7,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron.adaptive.trace.diagnose.cause import Cause, Evidence, Floats64, RecordedSteps, Remedy
+from megatron.adaptive.trace.diagnose.cause import (
+    WORTH_REPORTING,
+    Cause,
+    Evidence,
+    Floats64,
+    RecordedSteps,
+    Remedy,
+)
 from megatron.adaptive.trace.diagnose.finding import Finding
 from megatron.adaptive.trace.diagnose.samples import Measured, chance, noise
 from megatron.adaptive.trace.trace_format import IterationStart
@@ -23,7 +30,7 @@ class OverloadedExperts(Cause):
         return find_overloaded_experts(evidence.measured)
 
     def keeps(self, finding: Finding, *, is_simulated: bool) -> bool:
-        return finding.cost_fraction >= OVERLOAD_OF_STEP
+        return finding.cost_fraction >= WORTH_REPORTING
 
     def describe(self, finding: Finding) -> str:
         return f"{finding.culprit} has {finding.factor:.2f} times the mean number of tokens"
@@ -53,9 +60,6 @@ class OverloadedExperts(Cause):
 
 OVERLOADED = 1.1
 """Minimum ratio of a rank's number of tokens to the mean over ranks for the rank to be reported."""
-
-OVERLOAD_OF_STEP = 0.01
-"""Minimum fraction of the step time that the overload must cost to be reported."""
 
 OVERLOAD_ERRORS = 3.0
 """Minimum additional waiting time of the other ranks, in standard errors, to report an overload.
@@ -99,7 +103,7 @@ def find_overloaded_experts(m: Measured) -> list[Finding]:
         # The additional tokens cost at most their fraction of the rank's computing time.
         explained = m.num_microbatches * float(m.microbatch_ns[column]) * (1 - 1 / share)
         excess = min(excess, explained)
-        least = max(OVERLOAD_ERRORS * error, OVERLOAD_OF_STEP * m.step)
+        least = max(OVERLOAD_ERRORS * error, WORTH_REPORTING * m.step)
         if share < OVERLOADED or excess < least:
             continue
         finding = m.finding(

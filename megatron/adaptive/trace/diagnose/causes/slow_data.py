@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from megatron.adaptive.config.number_text import number_text
 from megatron.adaptive.trace.diagnose.cause import Cause, Evidence, Floats64, RecordedSteps, Remedy
 from megatron.adaptive.trace.diagnose.finding import Finding
 from megatron.adaptive.trace.diagnose.machine_reasons import reading_reason, starved
@@ -25,7 +26,7 @@ class SlowData(Cause):
         return find_slow_reading(evidence.measured)
 
     def describe(self, finding: Finding) -> str:
-        return f"{finding.culprit} takes {finding.delay_ms:.3g} ms longer to read each microbatch"
+        return f"{finding.culprit} takes {finding.delay_text} longer to read each microbatch"
 
     def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
         ops, duration_s = steps.operations, steps.duration_s
@@ -35,7 +36,8 @@ class SlowData(Cause):
         return duration_s
 
     def advise(self, finding: Finding, evidence: Evidence) -> Remedy:
-        advice = ["read ahead with more processes (--num-workers) or from a faster disk"]
+        readers = evidence.settings.readers
+        advice = [f"read ahead with more processes ({readers}) or from a faster disk"]
         if finding.reason:
             advice.insert(0, finding.reason.remedy)
         return Remedy(tuple(advice))
@@ -104,7 +106,7 @@ def find_slow_reading(m: Measured) -> list[Finding]:
             confidence=chance(excess / error),
             delay_ms=excess / 1e6,
             counts={"reads": int(m.reads[chosen, column].sum())},
-            detail=f"a read takes {level / 1e6:.3g} ms, all reads {share:.1%} of the step",
+            detail=f"a read takes {number_text(level / 1e6)} ms, all reads {share:.1%} of the step",
         )
         findings.append(replace(finding, reason=reading_reason(m, column, chosen)))
     return sorted(findings, key=lambda finding: -(finding.delay_ms or 0))

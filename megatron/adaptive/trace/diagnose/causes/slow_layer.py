@@ -20,6 +20,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from megatron.adaptive.config.number_text import number_text
 from megatron.adaptive.trace.diagnose.cause import Cause, Evidence, Floats64, RecordedSteps, Remedy
 from megatron.adaptive.trace.diagnose.finding import Finding
 from megatron.adaptive.trace.diagnose.machine_reasons import starved
@@ -161,8 +162,8 @@ def _slow_of_kind(m: Measured, layers: Sequence[_Layer]) -> list[Finding]:
             confidence=chance(excess_ns / error_ns),
             factor=float(levels[number] / usual),
             counts={"layer": layer.index, "percent of the rank": round(100 * of_rank)},
-            detail=f"{levels[number] / 1e6:.3g} ms per microbatch, other layers "
-            f"{usual / 1e6:.3g} ms",
+            detail=f"{number_text(levels[number] / 1e6)} ms per microbatch, other layers "
+            f"{number_text(usual / 1e6)} ms",
         )
         findings.append(replace(finding, delay_ms=excess_ns / 1e6))
     return findings

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron.adaptive.config.number_text import number_text
 from megatron.adaptive.trace.diagnose.cause import Cause, Evidence, Floats64, RecordedSteps, Remedy
 from megatron.adaptive.trace.diagnose.finding import Finding
 from megatron.adaptive.trace.diagnose.machine_reasons import link_reason, turn_wait_ns
@@ -47,9 +48,7 @@ class SlowLink(Cause):
     def describe(self, finding: Finding) -> str:
         source, target = finding.ranks
         hosts = " to ".join(dict.fromkeys(finding.hosts))
-        return (
-            f"rank {source} to rank {target} ({hosts}) messages are {finding.delay_ms:.3g} ms late"
-        )
+        return f"rank {source} to rank {target} ({hosts}) messages are {finding.delay_text} late"
 
     def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
         ops, duration_s = steps.operations, steps.duration_s
@@ -62,17 +61,17 @@ class SlowLink(Cause):
         source, target = finding.ranks
         hosts = " and ".join(sorted(set(finding.hosts)))
         check = f"check the network of {hosts}, or exclude one of these machines"
+        settings = evidence.settings
         more = (
-            "allow more microbatches in flight (a larger --activation-cap)"
+            f"allow more microbatches in flight ({settings.more_in_flight})"
             if evidence.is_ordered_at_run_time
-            else "choose an order with more microbatches in flight (--pipeline-schedule adaptive "
-            "or hinted, a larger --activation-cap)"
+            else "choose an order with more microbatches in flight "
+            f"({settings.at_run_time} or hinted, {settings.more_in_flight})"
         )
         return Remedy(
             (
                 finding.reason.remedy if finding.reason else check,
-                f"{more}, which hides the {finding.delay_ms:.3g} ms from rank {source} to rank "
-                f"{target}",
+                f"{more}, which hides the {finding.delay_text} from rank {source} to rank {target}",
             )
         )
 
@@ -248,7 +247,7 @@ def _slow_link(
         confidence=chance(sure),
         delay_ms=excess / 1e6,
         counts={"messages": int(np.isin(link.iteration, chosen).sum())},
-        detail=f"median {median_us:.4g} us, fastest tenth below {fast_us:.4g} us, "
-        f"other links {median_us - excess / 1e3:.4g} us",
+        detail=f"median {number_text(median_us, 4)} us, fastest tenth below "
+        f"{number_text(fast_us, 4)} us, other links {number_text(median_us - excess / 1e3, 4)} us",
     )
     return replace(finding, reason=link_reason(m, link.ends, rows))

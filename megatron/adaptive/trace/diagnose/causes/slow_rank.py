@@ -54,7 +54,8 @@ class SlowRankCause(Cause):
         if finding.reason:
             advice.insert(0, finding.reason.remedy)
         hosts = " and ".join(sorted(set(finding.hosts)))
-        if len({header.dp_rank for header in evidence.measured.headers}) > 1:
+        has_replicas = len({header.dp_rank for header in evidence.measured.headers}) > 1
+        if has_replicas and evidence.settings.slow_replica:
             advice.append("assign fewer microbatches to its replica (--balance-replicas speed)")
         if not finding.reason:
             advice.append(f"look for other programs and throttling on {hosts}, or exclude it")

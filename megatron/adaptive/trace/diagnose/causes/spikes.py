@@ -27,7 +27,7 @@ class Spikes(Cause):
         return find_spikes(evidence.measured)
 
     def describe(self, finding: Finding) -> str:
-        return f"{finding.culprit} has actions that take {finding.delay_ms:.3g} ms more"
+        return f"{finding.culprit} has actions that take {finding.delay_text} more"
 
     def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
         ops, duration_s = steps.operations, steps.duration_s
@@ -42,12 +42,12 @@ class Spikes(Cause):
         hosts = " and ".join(sorted(set(finding.hosts)))
         search = f"look for other programs on {hosts}"
         if evidence.is_ordered_at_run_time:
-            more = "allow more microbatches in flight (a larger --activation-cap)"
+            more = f"allow more microbatches in flight ({evidence.settings.more_in_flight})"
             return Remedy((search, f"{more}, which fill such gaps"))
         return Remedy(
             (
-                "choose the order at run time (--pipeline-schedule adaptive), which fills such "
-                "gaps",
+                f"choose the order at run time ({evidence.settings.at_run_time}), which fills "
+                "such gaps",
                 search,
             )
         )

@@ -10,7 +10,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron.adaptive.config.schedule import format_partition
-from megatron.adaptive.trace.diagnose.cause import Cause, Evidence, Floats64, RecordedSteps, Remedy
+from megatron.adaptive.trace.diagnose.cause import (
+    WORTH_REPORTING,
+    Cause,
+    Evidence,
+    Floats64,
+    RecordedSteps,
+    Remedy,
+)
 from megatron.adaptive.trace.diagnose.finding import Finding
 from megatron.adaptive.trace.diagnose.machine_reasons import starved
 from megatron.adaptive.trace.diagnose.samples import Measured
@@ -47,7 +54,7 @@ class UnevenStages(Cause):
         ]
 
     def keeps(self, finding: Finding, *, is_simulated: bool) -> bool:
-        return finding.cost_fraction > 0 or not is_simulated
+        return finding.cost_fraction >= WORTH_REPORTING or not is_simulated
 
     def describe(self, finding: Finding) -> str:
         verb = "take" if len(finding.stages) > 1 else "takes"

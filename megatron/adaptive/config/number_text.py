@@ -1,0 +1,16 @@
+"""Formats numbers for messages and reports."""
+
+from __future__ import annotations
+
+
+def number_text(value: float, digits: int = 3) -> str:
+    """Returns ``value`` as text without an exponent if it is large.
+
+    Numbers from 1000 on are rounded to whole numbers and have separators, such as ``2,490``.
+
+    Args:
+        value: Number to format.
+        digits: Number of significant digits of numbers below 1000.
+    """
+    text = f"{value:.{digits}g}"
+    return f"{value:,.0f}" if abs(float(text)) >= 1000 else text
