@@ -82,7 +82,9 @@ def test_a_margin_of_memory_is_left(cluster: Path, capsys: pytest.CaptureFixture
 def test_table_and_explanation(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(cluster, f"{PLAN} --explain --tokens 1e9") == 0
     said = capsys.readouterr().out
-    assert said.startswith("gpt2, 124 M parameters, fp16, on 8 GPUs; 8 samples per step")
+    assert said.startswith(
+        "gpt2, 124 M parameters, fp16, on 8 GPUs; 8 samples of 1,024 tokens per step\n"
+    )
     assert re.search(
         r"tp +dp +pp +batch .* tokens/s  per GPU +MFU  bubble .*price/step .*price/run", said
     )

@@ -263,6 +263,20 @@ run_single.main(sys.argv[1:])
         kill_tree(command)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "needed"),
+    [("interleaved", 1, "2 or more"), ("zb-v", 1, "2"), ("zb-v", 3, "2"), ("zb-h1", 2, "1")],
+)
+def test_chunks_are_named_as_this_command_names_them(
+    schedule: str, chunks: int, needed: str, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--pipeline-schedule", schedule, "--model_chunks", str(chunks)]
+    assert run(*options) == 2
+    said = f"--pipeline-schedule {schedule} requires --model_chunks {needed}, got {chunks};"
+    assert said in capsys.readouterr().err
+    assert run(*options, "--", "--model-chunks", "2") == 0
+
+
 def test_a_folder_that_cannot_be_made(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

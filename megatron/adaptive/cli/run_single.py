@@ -25,7 +25,7 @@ from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, coun
 from megatron.adaptive.config.environment import IS_CHECKOUT, SCRIPTS, WORK_FOLDER
 from megatron.adaptive.config.parent_process import ending_with_this_process
 from megatron.adaptive.config.schedule import format_partition, nearly_even_split
-from megatron.adaptive.config.schedule_specs import selectable_names
+from megatron.adaptive.config.schedule_specs import schedule_spec, selectable_names
 from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
 
 _SCRIPT = SCRIPTS / "examples" / "gpt" / "pretrain_gpt_distributed_small.sh"
@@ -55,6 +55,16 @@ _FIXED_STAGES = {
 """Options of the trainer that prevent moving layers between stages during the run."""
 
 
+_SET_CHUNKS = {
+    "--model-chunks",
+    "--num-layers-per-virtual-pipeline-stage",
+    "--num-virtual-stages-per-pipeline-rank",
+    "--pipeline-schedule",
+    "--plan",
+}
+"""Options of the trainer that replace the number of model chunks, or the schedule."""
+
+
 def main(argv: Sequence[str]) -> int:
     """Prepares data, trains a model and reports the results, with the options in ``argv``.
 
@@ -65,6 +75,7 @@ def main(argv: Sequence[str]) -> int:
     separator = arguments.index("--") if "--" in arguments else len(arguments)
     trainer_flags = arguments[separator + 1 :]
     options = _parser().parse_args(arguments[:separator])
+    _check_chunks(options, trainer_flags)
     data_dir = options.data_dir.resolve()
     runs = options.runs_dir.resolve()
     if options.resume and not (runs / "latest").exists():
@@ -117,6 +128,26 @@ def _parser() -> CommandParser:
     text = "folder of the corpus, which is created if it is missing (data/stdlib)"
     add("--data-dir", type=Path, default=_FOLDERS["data_dir"], help=text)
     return parser
+
+
+def _check_chunks(options: argparse.Namespace, trainer_flags: Sequence[str]) -> None:
+    """Checks that the schedule supports the number of chunks, unless the trainer's flags set them.
+
+    The trainer checks this too, but its message would name flags of the trainer.
+
+    Raises:
+        ConfigError: The schedule requires a different number of chunks.
+    """
+    names = {flag.split("=", 1)[0] for flag in trainer_flags}
+    spec = schedule_spec(options.schedule)
+    chunks = options.model_chunks
+    if names & _SET_CHUNKS or spec.least_chunks <= chunks <= (spec.most_chunks or chunks):
+        return
+    needed = {"one": "1", "two": "2", "several": "2 or more"}[spec.chunks]
+    raise ConfigError(
+        f"--pipeline-schedule {options.schedule} requires --model_chunks {needed}, got {chunks}; "
+        "change one of them"
+    )
 
 
 def _default_flags(options: argparse.Namespace, trainer_flags: Sequence[str]) -> list[str]:
