@@ -115,6 +115,7 @@ def test_figures_are_those_of_transformers(
         r"on (\w+) set \| lm loss value: (\S+) \| lm loss PPL: (\S+) ", done.stdout
     )
     assert [name for name, _, _ in figures] == ["validation"], done.stdout
+    assert f"text {text}: evaluating " in done.stdout
     assert float(figures[0][1]) == pytest.approx(loss, rel=1e-5)
     assert float(figures[0][2]) == pytest.approx(math.exp(loss), rel=1e-4)
     assert f"sample: {printable(said, lines=True)}\n" in done.stdout
@@ -138,7 +139,8 @@ def test_checkpoints_of_a_run_from_a_folder_say_their_model(
     command += [str(tmp_path / "saved"), "--seq-length", str(LENGTH), *tokens]
     done = run_warm(command, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "on validation set | lm loss value: " in done.stdout
+    assert "loss at iteration 2 on validation set | lm loss value: " in done.stdout
+    assert f"text {text}: evaluating " in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,9 @@ def test_a_margin_of_memory_is_left(cluster: Path, capsys: pytest.CaptureFixture
 def test_table_and_explanation(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(cluster, f"{PLAN} --explain --tokens 1e9") == 0
     said = capsys.readouterr().out
-    assert said.startswith("gpt2, 124 M parameters, fp16, on 8 GPUs; 8 samples per step")
+    assert said.startswith(
+        "gpt2, 124 M parameters, fp16, on 8 GPUs; 8 samples of 1,024 tokens per step\n"
+    )
     assert re.search(
         r"tp +dp +pp +batch .* tokens/s  per GPU +MFU  bubble .*price/step .*price/run", said
     )
@@ -292,7 +294,7 @@ def test_the_front_is_written_and_drawn(
         ),
         (
             "--model gpt2 --global-batch-size 8 --partition 6-6 --pp 3",
-            "--partition has 2 stages, but --pp is 3; remove one",
+            "--partition has 2 stages, but --pp is 3, and .* one stage per pipeline rank; remove",
         ),
         (f"{PLAN} --time-limit 1us", "a step takes at least"),
         ("--model gpt2 --global-batch-size 8 --time-limit 1", "--time-limit must be a number"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -26,6 +27,8 @@ SCRIPT = """
 { for name in PIPELINE_PARALLEL MODEL_CHUNKS TENSOR_PARALLEL DATA_PARALLEL SCHEDULE DATA_DIR RUN_DIR
   do printf '%s=%s\\n' "$name" "${!name}"; done
   for word in "$@"; do printf 'option %s\\n' "$word"; done; } > "$RUN_DIR/started"
+[ -n "${UNSAVED:-}" ] || {
+  mkdir -p "$RUN_DIR/checkpoints/iter_0000005"; touch "$_/manifest.json"; }
 exit "${STATUS:-0}"
 """
 
@@ -82,7 +85,7 @@ def test_defaults(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert (tmp_path / "runs" / "latest").resolve().name == name
     stdout = capsys.readouterr().out
     assert str(tmp_path / "runs" / name) in stdout
-    assert "--pipeline_parallel 2 --model_chunks 1 --resume" in stdout
+    assert "--pipeline_parallel 2 --model_chunks 1 --runs-dir" in stdout
 
 
 @pytest.mark.parametrize("dash", ["_", "-"])
@@ -180,6 +183,55 @@ def test_status_is_that_of_the_training(
     assert ("--resume" in capsys.readouterr().out) == (status > 128)
 
 
+def resume_commands(stdout: str) -> list[list[str]]:
+    lines = [line for line in stdout.splitlines() if "--resume" in line]
+    return [shlex.split(line)[2:] for line in lines]
+
+
+def test_the_resume_command_repeats_all_options(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Checks that the printed command continues this run, and not another run."""
+    monkeypatch.setenv("STATUS", "130")
+    argv = "--tensor_parallel 2 --pipeline-schedule interleaved --model_chunks 2".split()
+    assert run(*argv, "--", "--num-layers", "4", "--sample-prompt", "two words") == 130
+    (command,) = resume_commands(capsys.readouterr().out)
+    capsys.readouterr()
+    first = Started(tmp_path / "runs" / "latest" / "started")
+    (tmp_path / "runs" / "latest" / "started").unlink()
+    assert run_single.main(command) == 130
+    resumed = Started(tmp_path / "runs" / "latest" / "started")
+    assert resumed.variables == first.variables
+    load = ["--load", str((tmp_path / "runs" / "latest").resolve() / "checkpoints")]
+    added = len(first.options) - 4
+    assert resumed.options == [*first.options[:added], *load, *first.options[added:]]
+    monkeypatch.setenv("STATUS", "0")
+    assert run("--", "--train-iters", "7") == 0
+    (command,) = resume_commands(capsys.readouterr().out)[-1:]
+    longer = "--train-iters 7 --train-iters N --override-opt-param-scheduler".split()
+    assert command[command.index("--") + 1 :] == longer
+
+
+def test_a_run_resumes_from_the_folder_of_the_users_flags(run: Run, tmp_path: Path) -> None:
+    save = ["--", "--save", str(tmp_path / "own")]
+    assert run(*save) == 0
+    assert run("--resume", *save) == 0
+    options = Started(tmp_path / "runs" / "latest" / "started").options
+    assert options[options.index("--load") + 1] == str(tmp_path / "own")
+
+
+@pytest.mark.parametrize("status", ["0", "130"])
+def test_without_a_checkpoint_no_resume_command_is_printed(
+    status: str, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("STATUS", status)
+    monkeypatch.setenv("UNSAVED", "1")
+    assert run() == int(status)
+    stdout = capsys.readouterr().out
+    assert "next commands" in stdout
+    assert "--resume" not in stdout
+
+
 # This script replaces the example script, and runs until it receives SIGTERM.
 WAITING_SCRIPT = """
 trap 'touch "$RUN_DIR/asked_to_end"; exit 0' TERM
@@ -209,6 +261,20 @@ run_single.main(sys.argv[1:])
         wait_until((latest / "asked_to_end").exists, lambda: sorted(latest.iterdir()), WATCHDOG_S)
     finally:
         kill_tree(command)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "needed"),
+    [("interleaved", 1, "2 or more"), ("zb-v", 1, "2"), ("zb-v", 3, "2"), ("zb-h1", 2, "1")],
+)
+def test_chunks_are_named_as_this_command_names_them(
+    schedule: str, chunks: int, needed: str, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--pipeline-schedule", schedule, "--model_chunks", str(chunks)]
+    assert run(*options) == 2
+    said = f"--pipeline-schedule {schedule} requires --model_chunks {needed}, got {chunks};"
+    assert said in capsys.readouterr().err
+    assert run(*options, "--", "--model-chunks", "2") == 0
 
 
 def test_a_folder_that_cannot_be_made(
@@ -281,5 +347,7 @@ def test_from_nothing_to_a_chart(tmp_path: Path) -> None:
     # The output must mention all folders and the commands for the next steps.
     for mentioned in (*run.resolve().iterdir(), *("process_trace.py", "visualize_trace.py")):
         assert str(mentioned) in text
-    assert "bash run_single.sh --pipeline_parallel 2 --model_chunks 2 --resume" in text
+    (command,) = resume_commands(text)
+    assert command[:4] == ["--pipeline_parallel", "2", "--model_chunks", "2"]
+    assert "--resume" in command
     assert json.loads((tmp_path / "data" / "corpus.json").read_text())["documents"] > 100

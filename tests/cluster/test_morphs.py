@@ -71,6 +71,7 @@ def test_a_job_goes_on_in_every_shape_with_the_same_losses(start: Start, tmp_pat
     assert [incarnation["shape"].partition(",")[0] for incarnation in state["epochs"]] == layouts, (
         job.said()
     )
+    assert "; when it works again, run touch " in job.said()
     reasons = [incarnation["reason"] for incarnation in state["epochs"]]
     assert reasons[2] == "rank 0 on a was killed by signal SIGKILL"
     assert reasons[3] == "notice SIGTERM on c"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.adaptive.config.command_parser import flags_in
 from megatron.adaptive.config.model import MODELS
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.layer_costs import make_estimator
@@ -166,6 +167,36 @@ def test_an_argument_list_says_model_and_precision_and_nothing_else() -> None:
 def test_a_bad_model_is_named(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_model(text)
+
+
+@pytest.mark.parametrize("text", ["gpt2", "preset.yaml", "arguments.yaml", MODELS["gpt2"]])
+@pytest.mark.parametrize(("sequence", "positions"), [(4096, 4096), (256, 1024)])
+def test_another_length_of_samples(
+    text: str, sequence: int, positions: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("preset.yaml").write_text("format: 1\npreset: gpt2\n")
+    Path("arguments.yaml").write_text(f"format: 1\narguments: {MODELS['gpt2']}\n")
+    usual, model = read_model(text), read_model(text, sequence=sequence)
+    assert (usual.sequence, model.sequence) == (1024, sequence)
+    assert model.tokens_per_sample == sequence
+    assert model.parameters - usual.parameters == (positions - 1024) * 768
+    values = flags_in(model.arguments)
+    assert values["--seq-length"] == [str(sequence)]
+    assert values["--max-position-embeddings"] == [str(positions)]
+
+
+def test_arguments_without_a_length_take_the_flag() -> None:
+    text = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 1000"
+    assert read_model(text, sequence=32).kinds == read_model(SMALL).kinds
+    with pytest.raises(ConfigError, match="--num-attention-heads"):
+        read_model("--num-layers 4 --hidden-size 64", sequence=32)
+
+
+def test_a_length_that_cannot_change_is_named() -> None:
+    assert read_model("bert-base", sequence=512).sequence == 512
+    with pytest.raises(ConfigError, match="bert-base has samples of 512 tokens, .* remove it"):
+        read_model("bert-base", sequence=1024)
 
 
 def test_the_forms_of_a_model_file_mean_the_same(tmp_path: Path) -> None:

@@ -116,6 +116,7 @@ class Checkpoints:
 
     Attributes:
         saver: Object that writes the checkpoints and reads them back.
+        weights_iteration: Iteration of the checkpoint that :meth:`load` has loaded, or 0.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class Checkpoints:
         self._all = RankGroup(run.job.rank, run.job.control_group)
         self.saver = CheckpointSaver(run.job, local) if saver is None else saver
         self._sharing: FullyParallelSaveStrategyWrapper | None = None
+        self.weights_iteration = 0
         self._is_checked = False
         self._standing: tuple[state.StateParts, list[int]] | None = None
 
@@ -280,7 +282,10 @@ class Checkpoints:
                 self._scheduler.step(common[_SCHEDULER]["num_steps"])
         if self._loads_rng(manifest):
             state.load_rng(loaded[state.RNG])
-        progress = Progress() if self._settings.finetune else Progress(**manifest["progress"])
+        progress = Progress(**manifest["progress"])
+        self.weights_iteration = progress.iteration
+        if self._settings.finetune:
+            progress = Progress()
         if self.saver.local is not None:
             self.saver.local.resumed = progress.iteration
         return progress

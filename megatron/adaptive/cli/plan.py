@@ -417,10 +417,13 @@ def _print(options: argparse.Namespace, inputs: PlanInputs, proposal: Proposal) 
     cluster = inputs.cluster
     size = model.parameters
     amount = f"{size / 1e9:.3g} B" if size >= 1e9 else f"{size / 1e6:.3g} M"
+    most = "up to " if inputs.documents is not None else ""
+    # A list of layers may lack the number of tokens, which is then 1.
+    length = f" of {most}{model.tokens_per_sample:,} tokens" * (model.tokens_per_sample > 1)
     types = model.precision.name + " and fp8" * model.precision.fp8
     show(
         f"{model.name}, {amount} parameters, {types}, on {cluster.num_gpus} GPUs; "
-        f"{options.global_batch_size} samples per step\n"
+        f"{options.global_batch_size} samples{length} per step\n"
     )
     show(table(proposal.rows, inputs, options.tokens))
     if advice := packed_advice(proposal.rows[0], inputs):

@@ -75,7 +75,7 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> N
     add("--precision", choices=("fp32", "fp16", "bf16"), help=text)
     add("--fp8", action="store_true", help="run matmuls in fp8, as with --fp8-format hybrid")
     length = number(int, 1, 100_000_000)
-    text = "tokens per sample for a config.json; default: the model's maximum, but at most 4096"
+    text = "tokens per sample; default: the model's, and for a config.json at most 4096"
     add("--seq-length", type=length, metavar="N", help=text)
     times = number(float, 1, 1000)
     text = "tokens of the busiest expert rank relative to the average (%(default)s)"

@@ -242,6 +242,7 @@ def _all_of(data: str, flags: Sequence[str], processes: int, folder: Path) -> li
     from megatron.adaptive.data.indexed import check_indexed
     from megatron.adaptive.data.preprocess import PreprocessSpec, preprocess
 
+    name = data
     if Path(data).is_file():
         spec = PreprocessSpec(
             **{name.name: getattr(config.data, name.name) for name in fields(TokenizerConfig)},
@@ -261,6 +262,8 @@ def _all_of(data: str, flags: Sequence[str], processes: int, folder: Path) -> li
             f"{config.batch.global_batch_size} x {length}; use a longer text, or a smaller "
             "--global-batch-size or --seq-length"
         )
+    used = batches * config.batch.global_batch_size * length
+    show(f"text {name}: evaluating {used:,} of {tokens - 1:,} tokens")
     return ["--valid-data-path", data, "--eval-iters", str(batches)]
 
 

@@ -18,13 +18,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron.adaptive.checkpoint.folder import CheckpointFolder
 from megatron.adaptive.cli.common import show, trainer_options
 from megatron.adaptive.cli.preprocess_data import make_corpus_main as make_corpus
-from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, count
+from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, count, last_value
 from megatron.adaptive.config.environment import IS_CHECKOUT, SCRIPTS, WORK_FOLDER
 from megatron.adaptive.config.parent_process import ending_with_this_process
 from megatron.adaptive.config.schedule import format_partition, nearly_even_split
-from megatron.adaptive.config.schedule_specs import selectable_names
+from megatron.adaptive.config.schedule_specs import schedule_spec, selectable_names
 from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
 
 _SCRIPT = SCRIPTS / "examples" / "gpt" / "pretrain_gpt_distributed_small.sh"
@@ -41,6 +42,9 @@ _SIZES = {
 The example script reads these sizes from environment variables with the same names in capitals.
 """
 
+_FOLDERS = {"runs_dir": WORK_FOLDER / "runs", "data_dir": WORK_FOLDER / "data" / "stdlib"}
+"""Options for folders, with default values."""
+
 _FIXED_STAGES = {
     "--partition",
     "--pipeline-model-parallel-size",
@@ -49,6 +53,16 @@ _FIXED_STAGES = {
     "--stage-data-parallel-sizes",
 }
 """Options of the trainer that prevent moving layers between stages during the run."""
+
+
+_SET_CHUNKS = {
+    "--model-chunks",
+    "--num-layers-per-virtual-pipeline-stage",
+    "--num-virtual-stages-per-pipeline-rank",
+    "--pipeline-schedule",
+    "--plan",
+}
+"""Options of the trainer that replace the number of model chunks, or the schedule."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -61,6 +75,7 @@ def main(argv: Sequence[str]) -> int:
     separator = arguments.index("--") if "--" in arguments else len(arguments)
     trainer_flags = arguments[separator + 1 :]
     options = _parser().parse_args(arguments[:separator])
+    _check_chunks(options, trainer_flags)
     data_dir = options.data_dir.resolve()
     runs = options.runs_dir.resolve()
     if options.resume and not (runs / "latest").exists():
@@ -72,10 +87,10 @@ def main(argv: Sequence[str]) -> int:
     run_dir = _run_dir(runs, options)
     defaults = _default_flags(options, trainer_flags)
     if options.resume:
-        defaults += ["--load", str(run_dir / "checkpoints")]
+        defaults += ["--load", str(_checkpoints(run_dir, trainer_flags))]
     status = _train(options, data_dir, run_dir, [*defaults, *trainer_flags])
     if status == 0 or status > 128:
-        _report(options, run_dir, stopped=status != 0)
+        _report(options, trainer_flags, run_dir, stopped=status != 0)
     elif not options.resume:
         _forget_if_empty(run_dir, previous)
     return status
@@ -109,10 +124,30 @@ def _parser() -> CommandParser:
     add("--schedule", action=_Renamed, help=argparse.SUPPRESS)
     text = "continue the latest run instead of starting a new run"
     add("--resume", action="store_true", help=text)
-    add("--runs-dir", type=Path, default=WORK_FOLDER / "runs", help="folder of all runs (runs)")
+    add("--runs-dir", type=Path, default=_FOLDERS["runs_dir"], help="folder of all runs (runs)")
     text = "folder of the corpus, which is created if it is missing (data/stdlib)"
-    add("--data-dir", type=Path, default=WORK_FOLDER / "data" / "stdlib", help=text)
+    add("--data-dir", type=Path, default=_FOLDERS["data_dir"], help=text)
     return parser
+
+
+def _check_chunks(options: argparse.Namespace, trainer_flags: Sequence[str]) -> None:
+    """Checks that the schedule supports the number of chunks, unless the trainer's flags set them.
+
+    The trainer checks this too, but its message would name flags of the trainer.
+
+    Raises:
+        ConfigError: The schedule requires a different number of chunks.
+    """
+    names = {flag.split("=", 1)[0] for flag in trainer_flags}
+    spec = schedule_spec(options.schedule)
+    chunks = options.model_chunks
+    if names & _SET_CHUNKS or spec.least_chunks <= chunks <= (spec.most_chunks or chunks):
+        return
+    needed = {"one": "1", "two": "2", "several": "2 or more"}[spec.chunks]
+    raise ConfigError(
+        f"--pipeline-schedule {options.schedule} requires --model_chunks {needed}, got {chunks}; "
+        "change one of them"
+    )
 
 
 def _default_flags(options: argparse.Namespace, trainer_flags: Sequence[str]) -> list[str]:
@@ -231,7 +266,14 @@ def _train(options: argparse.Namespace, data_dir: Path, run_dir: Path, flags: li
     return 128 - status if status < 0 else status
 
 
-def _report(options: argparse.Namespace, run_dir: Path, *, stopped: bool) -> None:
+def _checkpoints(run_dir: Path, trainer_flags: Sequence[str]) -> Path:
+    """Returns the folder of the run's checkpoints, which the trainer's flag ``--save`` may set."""
+    return WORK_FOLDER / (last_value(trainer_flags, "--save") or run_dir / "checkpoints")
+
+
+def _report(
+    options: argparse.Namespace, trainer_flags: Sequence[str], run_dir: Path, *, stopped: bool
+) -> None:
     """Writes a text trace and a chart, prints the paths of all results, and suggests commands."""
     show(f"\nrun            {run_dir}")
     for title, folder in (("checkpoint", "checkpoints"), ("tensorboard", "tensorboard")):
@@ -252,12 +294,39 @@ def _report(options: argparse.Namespace, run_dir: Path, *, stopped: bool) -> Non
         f"  {'tensorboard' if environment.exists() else python + ' -m tensorboard.main'} "
         f"--logdir {shlex.quote(str(run_dir / 'tensorboard'))}"
     )
-    resume_command = "bash run_single.sh" if IS_CHECKOUT else f"{PROGRAM} train single"
-    resume_command += f" {flags} --resume"
+    if CheckpointFolder(_checkpoints(run_dir, trainer_flags)).steps():
+        show(f"  {_resume_command(options, trainer_flags, stopped=stopped)}")
+
+
+def _resume_command(
+    options: argparse.Namespace, trainer_flags: Sequence[str], *, stopped: bool
+) -> str:
+    """Returns the command that continues the run with the same options.
+
+    Args:
+        options: Options of this program.
+        trainer_flags: Options of the trainer.
+        stopped: Whether the run was stopped before its last iteration. Otherwise, the command
+            trains for ``N`` iterations, which the user must choose.
+    """
+    words = ["bash", "run_single.sh"] if IS_CHECKOUT else shlex.split(f"{PROGRAM} train single")
+    for name, (default, _) in _SIZES.items():
+        size = getattr(options, name)
+        if size != default or name in ("pipeline_parallel", "model_chunks"):
+            words += [f"--{name}", str(size)]
+    if options.schedule != "adaptive":
+        words += ["--pipeline-schedule", options.schedule]
+    for name, usual in _FOLDERS.items():
+        folder = getattr(options, name).resolve()
+        if folder != usual.resolve():
+            words += [f"--{name.replace('_', '-')}", str(folder)]
+    words.append("--resume")
     # The learning rate schedule in the checkpoint ends with this run, so a longer run must replace
     # this schedule.
-    longer_run = " -- --train-iters N --override-opt-param-scheduler"
-    show(f"  {resume_command}{'' if stopped else longer_run}")
+    longer_run = [] if stopped else ["--train-iters", "N", "--override-opt-param-scheduler"]
+    if more := [*trainer_flags, *longer_run]:
+        words += ["--", *more]
+    return shlex.join(words)
 
 
 def _draw(options: argparse.Namespace, run_dir: Path) -> bool:

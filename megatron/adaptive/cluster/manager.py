@@ -430,7 +430,7 @@ class Manager:
                 node = self._members.nodes[name]
                 node.status = "lost"
                 node.why = f"did not stop its ranks within {_KILL_S:g} s"
-                say(f"warning: node {name} is lost: it {node.why}")
+                say(f"warning: node {name} is lost: it {node.why}{self._way_back(node)}")
                 if node.link is not None:
                     node.link.send("leave")
             return
@@ -559,7 +559,7 @@ class Manager:
         elif event.kind == "failed":
             say(f"warning: machine {node.name} is left out: {node.why}")
         elif event.kind == "lost":
-            say(f"warning: node {node.name} is lost: {node.why}")
+            say(f"warning: node {node.name} is lost: {node.why}{self._way_back(node)}")
         elif event.kind in ("notice", "removed") and node.status == "present":
             node.status = "leaving"
             node.why = f"{node.name} was removed from the machines file"
@@ -570,6 +570,12 @@ class Manager:
             if not self._incarnations or node.name not in self._incarnations[-1].nodes:
                 self._members.release(node, node.why, EXIT_LEFT)
         return event
+
+    def _way_back(self, node: Node) -> str:
+        """Returns how a lost node comes back, as the end of a log line, if the user must act."""
+        if self._spec.machines is None or node.machine is None:
+            return ""
+        return f"; when it works again, run touch {self._spec.machines} to start it again"
 
     def _asked_to_stop(self, number: signal.Signals) -> None:
         self._stop = self._stop or number

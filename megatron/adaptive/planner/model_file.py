@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from megatron.adaptive.config.adapters import adapted_parts
 from megatron.adaptive.config.arguments import flag_words, only_groups, parse
 from megatron.adaptive.config.attention import AttentionCase, Kernel, kernel_for
+from megatron.adaptive.config.command_parser import flags_where, last_value
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.hugging_face import is_config, read_settings
 from megatron.adaptive.config.input_files import parse_json, read_text, read_whole
@@ -94,7 +95,12 @@ def preset_names() -> tuple[str, ...]:
 
 
 def preset(
-    name: str, precision: str = "bf16", *, attention: str | None = None, imbalance: float = 1.0
+    name: str,
+    precision: str = "bf16",
+    *,
+    attention: str | None = None,
+    imbalance: float = 1.0,
+    sequence: int | None = None,
 ) -> Model:
     """Returns the model of the preset ``name``.
 
@@ -105,6 +111,8 @@ def preset(
             default.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average
             number.
+        sequence: Number of tokens per sample, or ``None`` for the preset's number. It does not
+            change a preset that the trainer does not support.
 
     Raises:
         ConfigError: The preset does not exist. The message suggests the most similar name.
@@ -124,7 +132,9 @@ def preset(
     family = name.partition("-")[0]
     vocabulary = _VOCABULARY.get("gpt" if family.startswith("gpt") else family, _SMALL_VOCABULARY)
     flags = [*MODELS[name].split(), "--vocab-size", str(vocabulary)]
-    return arguments_model(flags, name, precision, attention=attention, imbalance=imbalance)
+    return arguments_model(
+        flags, name, precision, attention=attention, imbalance=imbalance, sequence=sequence
+    )
 
 
 def arguments_model(
@@ -134,6 +144,7 @@ def arguments_model(
     *,
     attention: str | None = None,
     imbalance: float = 1.0,
+    sequence: int | None = None,
 ) -> Model:
     """Returns the model that a list of command-line arguments for the trainer describes.
 
@@ -152,16 +163,35 @@ def arguments_model(
             of attention scores is counted.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average
             number.
+        sequence: Number of tokens per sample. It overrides ``--seq-length``, and raises
+            ``--max-position-embeddings`` to at least this number.
 
     Raises:
         ConfigError: An argument is invalid, unknown or missing.
     """
+    if sequence is not None:
+        arguments = _of_length(arguments, sequence)
     adapters = only_groups(arguments, (LoraConfig,), ("load_hf", "hf_family"))
     adapters = adapters if "lora" in " ".join(adapters) else []
     model_arguments = _model_arguments(arguments, precision)
     return _built(
         _ModelSource(name, model_arguments, [*model_arguments, *adapters]), attention, imbalance
     )
+
+
+def _of_length(arguments: Sequence[str], sequence: int) -> list[str]:
+    """Returns the trainer's ``arguments`` with samples of ``sequence`` tokens."""
+    lengths = flags_where(arguments, lambda name: name not in _LENGTH_FLAGS)
+    lengths += ["--seq-length", str(sequence)]
+    positions = last_value(arguments, _POSITIONS_FLAG)
+    if positions is None or (positions.isdecimal() and int(positions) < sequence):
+        lengths = flags_where(lengths, lambda name: name != _POSITIONS_FLAG)
+        lengths += [_POSITIONS_FLAG, str(sequence)]
+    return lengths
+
+
+_LENGTH_FLAGS = ("--seq-length", "--encoder-seq-length")
+_POSITIONS_FLAG = "--max-position-embeddings"
 
 
 def settings_model(
@@ -492,14 +522,21 @@ def read_model(
         default: Data type for models that do not specify a data type.
         attention: Attention implementation, one of ``ATTENTIONS``. It is used if the model does not
             choose an implementation.
-        sequence: Number of tokens per sample. This is only allowed for a ``config.json``.
+        sequence: Number of tokens per sample. It overrides the number that the model specifies, and
+            is not allowed for a list of sizes or layers, a profile, BERT or T5.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average
             number.
 
     Raises:
         ConfigError: The text does not describe a model, or the model is invalid.
     """
-    make = partial(arguments_model, precision=precision, attention=attention, imbalance=imbalance)
+    make = partial(
+        arguments_model,
+        precision=precision,
+        attention=attention,
+        imbalance=imbalance,
+        sequence=sequence,
+    )
     path = Path(text)
     is_arguments = text.lstrip().startswith("--")
     if not is_arguments and path.is_dir() and text not in preset_names():
@@ -516,22 +553,48 @@ def read_model(
         # is sufficient for planning. The trainer would build a different model from these
         # arguments, so they are dropped.
         return replace(model, arguments=()) if family.missing_feature else model
-    if sequence is not None:
-        raise ConfigError(
-            f"--seq-length {sequence}: model {text} already has a sequence length; remove it"
-        )
     if is_document and isinstance(document, dict) and isinstance(document.get("model"), dict):
-        return _of_profile(document, str(path), precision, make)
+        return _with_length(_of_profile(document, str(path), precision, make), sequence, text)
     if is_document:
-        return _of_file(document, path, precision, default, attention)
+        model = _of_file(document, path, precision, default, attention, sequence)
+        return _with_length(model, sequence, text)
     if text in preset_names() or not (is_arguments or path.is_file()):
-        return preset(text, precision or default, attention=attention, imbalance=imbalance)
+        model = preset(
+            text, precision or default, attention=attention, imbalance=imbalance, sequence=sequence
+        )
+        return _with_length(model, sequence, text)
     arguments = _read_arguments(text, Path(), "--model")
     return make(arguments, "model" if is_arguments else path.stem)
 
 
+def _with_length(model: Model, sequence: int | None, text: str) -> Model:
+    """Returns ``model`` if its samples have the length that the user requested.
+
+    Args:
+        model: Model that was read.
+        sequence: Value of ``--seq-length``, or ``None`` if the flag is not set.
+        text: Value of ``--model``.
+
+    Raises:
+        ConfigError: The length of the model's samples is fixed, and differs from ``sequence``.
+    """
+    is_fixed = not model.arguments
+    if is_fixed and sequence not in (None, model.sequence, model.tokens_per_sample):
+        raise ConfigError(
+            f"--seq-length {sequence}: model {text} has samples of {model.tokens_per_sample} "
+            "tokens, which this flag cannot change; remove it, or describe the model by the "
+            "trainer's arguments"
+        )
+    return model
+
+
 def _of_file(
-    document: Any, path: Path, precision: str | None, default: str, attention: str | None
+    document: Any,
+    path: Path,
+    precision: str | None,
+    default: str,
+    attention: str | None,
+    sequence: int | None,
 ) -> Model:
     """Creates a model from ``document``, the contents of the model file ``path``.
 
@@ -542,10 +605,11 @@ def _of_file(
     name = document.get("name", path.stem)
     precision = precision or document.get("precision")
     if "preset" in document:
-        return preset(document["preset"], precision or default, attention=attention)
+        name = document["preset"]
+        return preset(name, precision or default, attention=attention, sequence=sequence)
     if "arguments" in document:
         arguments = _read_arguments(document["arguments"], path.parent, f"{where}: arguments")
-        return arguments_model(arguments, name, precision, attention=attention)
+        return arguments_model(arguments, name, precision, attention=attention, sequence=sequence)
     if "shape" in document:
         shape = {"query_groups": document["shape"]["heads"], **document["shape"]}
         hidden, heads = shape["hidden"], shape["heads"]

@@ -129,16 +129,17 @@ def propose(inputs: PlanInputs, request: Request) -> Proposal:
             raise ConfigError(_explain_limits(searcher, goal))
         raise ConfigError(_explain_rows(inputs, request))
     if not result.plans:
-        asked = request.options.schedules
+        asked, slices = request.options.schedules, request.options.slices
         free = replace(request, options=replace(request.options, schedules=("1f1b",)))
-        if "1f1b" not in asked and searcher_for(inputs, free).search(goal).plans:
+        if "1f1b" not in asked and 1 in slices and searcher_for(inputs, free).search(goal).plans:
             raise ConfigError(
                 f"--schedules {','.join(asked)}: no plan that fits into memory supports these "
                 "schedules with its numbers of stages, layers and microbatches; add 1f1b"
             )
-        if 1 not in request.options.slices:
+        whole = replace(request, options=replace(request.options, slices=(1,)))
+        if 1 not in slices and searcher_for(inputs, whole).search(goal).plans:
             raise ConfigError(
-                f"--sequence-slices {_list(request.options.slices)}: slices require several "
+                f"--sequence-slices {_list(slices)}: slices require several "
                 "stages and a run-time rule, but no such plan fits into memory; add 1 to allow "
                 "whole sequences"
             )
@@ -502,8 +503,10 @@ def _check_request(request: Request, options: SearchOptions, inputs: PlanInputs)
     stages = len(options.partition)
     if stages and options.pp and options.pp != (stages,):
         raise ConfigError(
-            f"--partition has {stages} stages, but --pp is {_list(options.pp)}; remove one of"
-            " the two flags"
+            f"--partition has {stages} stages, but --pp is {_list(options.pp)}, and --partition"
+            " takes one stage per pipeline rank; remove one of the two flags. The planner chooses"
+            " the layers of several chunks per rank itself; keep such a plan as a file with"
+            " --output"
         )
     least = math.prod(min(values) for values in (options.tp, options.dp, options.pp) if values)
     if least > cluster.num_gpus:

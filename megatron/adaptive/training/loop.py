@@ -202,6 +202,8 @@ class TrainingRun:
         log: Log for steps, messages and validations.
         progress: Number of iterations and samples in a loaded checkpoint, or ``None`` if no
             checkpoint was loaded.
+        weights_iteration: Iteration of the checkpoint from which the weights were loaded, even if
+            the run starts at iteration 0 with them; 0 without a checkpoint.
         report_position: Function that takes a description of the rank's current activity, for error
             messages about lost peers.
         connect: Function that makes the watcher of processes notify a run's channels about lost
@@ -215,6 +217,7 @@ class TrainingRun:
         config: Settings of the run.
         progress: Number of completed iterations and consumed samples.
         is_loaded: Whether training began from a checkpoint.
+        weights_iteration: Iteration of the checkpoint from which the weights were loaded.
         step: Object that runs training and validation steps.
         dealing: Object that distributes microbatches over replicas, or ``None`` if they are
             distributed round-robin.
@@ -229,6 +232,7 @@ class TrainingRun:
         log: TrainingLog,
         progress: Progress | None,
         *,
+        weights_iteration: int,
         report_position: Callable[[str], None],
         connect: Callable[[Run | None], None],
         local: LocalDisk | None,
@@ -238,6 +242,7 @@ class TrainingRun:
         self.report_position = report_position
         self.connect = connect
         self.is_loaded = progress is not None
+        self.weights_iteration = weights_iteration
         self.progress = progress or Progress()
         self.loader: Any = None
         self._saver: CheckpointSaver | None = None
@@ -660,7 +665,10 @@ class Validation(RunHook):
         settings = self._live.config.run
         data = self._live.config.data
         if settings.eval_iters:
-            prefix = f"iteration {self._live.progress.iteration}"
+            # With --finetune, the progress starts at 0, but untrained weights are the checkpoint's.
+            live = self._live
+            iteration = live.weights_iteration if settings.skip_train else live.progress.iteration
+            prefix = f"iteration {iteration}"
             self._validate(f"{prefix} on validation set")
             samples = self._live.run.samples
             if samples.valid_samples and (data.test_data_path or not data.has_path_per_split):

@@ -214,7 +214,10 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
         begin_s = time.perf_counter()
         # Do not keep a reference to the Checkpoints object. It refers to the run, whose memory must
         # be freed when the trainer replaces the run.
-        progress = Checkpoints(run, local).load()
+        checkpoints = Checkpoints(run, local)
+        progress = checkpoints.load()
+        weights_iteration = checkpoints.weights_iteration
+        del checkpoints  # It refers to the model, which the trainer must be able to free.
         log = TrainingLog(
             config,
             is_writer=job.is_writer,
@@ -229,7 +232,13 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
         try:
             report_position = partial(setattr, watcher, "position")
             live = TrainingRun(
-                run, log, progress, report_position=report_position, connect=connect, local=local
+                run,
+                log,
+                progress,
+                weights_iteration=weights_iteration,
+                report_position=report_position,
+                connect=connect,
+                local=local,
             )
             del run  # The trainer can free the run only if no other reference to it exists.
             guard.snapshot = partial(_evidence, live)
