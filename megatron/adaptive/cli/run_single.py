@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.adaptive.checkpoint.folder import CheckpointFolder
 from megatron.adaptive.cli.common import show, trainer_options
 from megatron.adaptive.cli.preprocess_data import make_corpus_main as make_corpus
 from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, count, last_value
@@ -294,7 +293,7 @@ def _report(
         f"  {'tensorboard' if environment.exists() else python + ' -m tensorboard.main'} "
         f"--logdir {shlex.quote(str(run_dir / 'tensorboard'))}"
     )
-    if CheckpointFolder(_checkpoints(run_dir, trainer_flags)).steps():
+    if any(_checkpoints(run_dir, trainer_flags).glob("iter_*/manifest.json")):
         show(f"  {_resume_command(options, trainer_flags, stopped=stopped)}")
 
 

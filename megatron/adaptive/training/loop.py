@@ -202,8 +202,6 @@ class TrainingRun:
         log: Log for steps, messages and validations.
         progress: Number of iterations and samples in a loaded checkpoint, or ``None`` if no
             checkpoint was loaded.
-        weights_iteration: Iteration of the checkpoint from which the weights were loaded, even if
-            the run starts at iteration 0 with them; 0 without a checkpoint.
         report_position: Function that takes a description of the rank's current activity, for error
             messages about lost peers.
         connect: Function that makes the watcher of processes notify a run's channels about lost
@@ -217,7 +215,8 @@ class TrainingRun:
         config: Settings of the run.
         progress: Number of completed iterations and consumed samples.
         is_loaded: Whether training began from a checkpoint.
-        weights_iteration: Iteration of the checkpoint from which the weights were loaded.
+        weights_iteration: Iteration of the checkpoint from which the weights were loaded, even if
+            the run starts at iteration 0 with them; 0 without a checkpoint.
         step: Object that runs training and validation steps.
         dealing: Object that distributes microbatches over replicas, or ``None`` if they are
             distributed round-robin.
@@ -232,7 +231,6 @@ class TrainingRun:
         log: TrainingLog,
         progress: Progress | None,
         *,
-        weights_iteration: int,
         report_position: Callable[[str], None],
         connect: Callable[[Run | None], None],
         local: LocalDisk | None,
@@ -242,7 +240,7 @@ class TrainingRun:
         self.report_position = report_position
         self.connect = connect
         self.is_loaded = progress is not None
-        self.weights_iteration = weights_iteration
+        self.weights_iteration = 0
         self.progress = progress or Progress()
         self.loader: Any = None
         self._saver: CheckpointSaver | None = None

@@ -179,16 +179,23 @@ def device_lines(config: TrainerConfig, accelerator: device.Accelerator) -> list
     return lines
 
 
+def _load(run: Any, local: Any) -> tuple[Any, int]:
+    """Loads the checkpoint of ``run``, and returns its progress and the iteration of its weights.
+
+    The object that loads is not kept, because the trainer must be able to free the model.
+    """
+    from megatron.adaptive.checkpoint.trainer_checkpoints import Checkpoints
+
+    checkpoints = Checkpoints(run, local)
+    return checkpoints.load(), checkpoints.weights_iteration
+
+
 def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGuard) -> None:
     from megatron.adaptive.engine import core_version
 
     # Check before the imports below, which fail with a traceback if megatron-core lacks a name.
     core_version.check(oldest=(0, 16, 1), remedy="the trainer needs megatron-core 0.16.1 to 0.20")
-    from megatron.adaptive.checkpoint.trainer_checkpoints import (
-        Checkpoints,
-        check_model_folder,
-        prepare_folder,
-    )
+    from megatron.adaptive.checkpoint.trainer_checkpoints import check_model_folder, prepare_folder
     from megatron.adaptive.engine.stop import StopRequest
     from megatron.adaptive.gpt.setup import build_run, require_room
     from megatron.adaptive.rebalance.repartition import resume_partition
@@ -214,10 +221,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
         begin_s = time.perf_counter()
         # Do not keep a reference to the Checkpoints object. It refers to the run, whose memory must
         # be freed when the trainer replaces the run.
-        checkpoints = Checkpoints(run, local)
-        progress = checkpoints.load()
-        weights_iteration = checkpoints.weights_iteration
-        del checkpoints  # It refers to the model, which the trainer must be able to free.
+        progress, weights_iteration = _load(run, local)
         log = TrainingLog(
             config,
             is_writer=job.is_writer,
@@ -232,14 +236,9 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
         try:
             report_position = partial(setattr, watcher, "position")
             live = TrainingRun(
-                run,
-                log,
-                progress,
-                weights_iteration=weights_iteration,
-                report_position=report_position,
-                connect=connect,
-                local=local,
+                run, log, progress, report_position=report_position, connect=connect, local=local
             )
+            live.weights_iteration = weights_iteration
             del run  # The trainer can free the run only if no other reference to it exists.
             guard.snapshot = partial(_evidence, live)
             Trainer(live, profiler, stop).train()
