@@ -308,24 +308,24 @@ def _resume_command(
         stopped: Whether the run was stopped before its last iteration. Otherwise, the command
             trains for ``N`` iterations, which the user must choose.
     """
-    words = ["bash", "run_single.sh"] if IS_CHECKOUT else shlex.split(f"{PROGRAM} train single")
+    arguments = ["bash", "run_single.sh"] if IS_CHECKOUT else shlex.split(f"{PROGRAM} train single")
     for name, (default, _) in _SIZES.items():
         size = getattr(options, name)
         if size != default or name in ("pipeline_parallel", "model_chunks"):
-            words += [f"--{name}", str(size)]
+            arguments += [f"--{name}", str(size)]
     if options.schedule != "adaptive":
-        words += ["--pipeline-schedule", options.schedule]
+        arguments += ["--pipeline-schedule", options.schedule]
     for name, usual in _FOLDERS.items():
         folder = getattr(options, name).resolve()
         if folder != usual.resolve():
-            words += [f"--{name.replace('_', '-')}", str(folder)]
-    words.append("--resume")
+            arguments += [f"--{name.replace('_', '-')}", str(folder)]
+    arguments.append("--resume")
     # The learning rate schedule in the checkpoint ends with this run, so a longer run must replace
     # this schedule.
     longer_run = [] if stopped else ["--train-iters", "N", "--override-opt-param-scheduler"]
     if more := [*trainer_flags, *longer_run]:
-        words += ["--", *more]
-    return shlex.join(words)
+        arguments += ["--", *more]
+    return shlex.join(arguments)
 
 
 def _draw(options: argparse.Namespace, run_dir: Path) -> bool:

@@ -663,7 +663,7 @@ class Validation(RunHook):
         settings = self._live.config.run
         data = self._live.config.data
         if settings.eval_iters:
-            # With --finetune, the progress starts at 0, but untrained weights are the checkpoint's.
+            # --finetune starts the progress at 0, but without training, the weights are unchanged.
             live = self._live
             iteration = live.weights_iteration if settings.skip_train else live.progress.iteration
             prefix = f"iteration {iteration}"
