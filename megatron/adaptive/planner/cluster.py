@@ -162,6 +162,15 @@ class LinkSpeed:
             return whole / pairs if self.shared else whole / count
         return self._curve(message_bytes) / (pairs if self.shared else 1)
 
+    def total_bandwidth(self, message_bytes: float) -> float:
+        """Returns the highest bandwidth of all pairs together, in bytes per second.
+
+        Args:
+            message_bytes: Size in bytes of each pair's message.
+        """
+        links = (self, *(link for _, link in self.by_pairs))
+        return max(link._curve(message_bytes) for link in links)
+
     def seconds(self, message_bytes: float, pairs: int = 1) -> float:
         """Returns the time in seconds to send a message, or 0 for an empty message.
 

@@ -9,7 +9,8 @@ A step has four consecutive parts::
 The pipeline is timed by simulating the actions in the order of the schedule. A stage is as fast as
 its slowest replica, and every boundary between stages on different ranks costs a message. Then each
 rank reduces its gradients across its replicas. The first and last stage add up the gradients of
-tied embeddings. Finally, the optimizer runs.
+tied embeddings. Finally, the optimizer runs. A step takes at least as long as its messages keep the
+network link of any node busy (``node_traffic``).
 
 A plan may have stages with unequal parallel sizes. The search gives such stages microbatches of
 unequal sizes, so that all stages have the same number of microbatches. The trainer uses
@@ -45,6 +46,7 @@ from megatron.adaptive.planner.layer_costs import (
     waiting,
 )
 from megatron.adaptive.planner.link_costs import boundary_s, embedding_s, exposed_reduce_s, reduce_s
+from megatron.adaptive.planner.node_traffic import IDLE_LINK, BusyLink, busiest_link, message_sizes
 from megatron.adaptive.planner.order_timing import ScheduleTimes, jitter_s, step_times, steps_of
 from megatron.adaptive.planner.plan import (
     Plan,
@@ -101,6 +103,11 @@ def predict(
     beside = max(inputs.profile.step_s.get(node.gpu, 0.0) * node.slowness for node in nodes)
     jitter = _jitter_s(plan, stages, inputs.profile.action_sigma)
     seconds = float(ends[last]) + tied + beside + jitter
+    if (wait_s := stages.busy_link.seconds - seconds) > 0:
+        # The pipeline is timed as if every pair of ranks had its own link. If the ranks share a
+        # network link that needs longer than that, they wait for it.
+        times = replace(times, end_s=times.end_s + wait_s)
+        seconds = stages.busy_link.seconds
     quiet = _pipeline(plan, stages.without_messages(), runtime, predictions)
     # All parts are the times of the rank that finishes last, because these add up to the whole
     # step.
@@ -123,6 +130,7 @@ def predict(
         tokens_per_s=inputs.step_tokens(plan.global_batch) / seconds if seconds else 0.0,
         price_per_hour=sum(node.price_per_hour for node in nodes),
         estimated=stages.estimated,
+        limiting_node=stages.busy_link.node if wait_s > 0 else None,
     )
 
 
@@ -187,6 +195,7 @@ class StageSums:
         rows: Rows of packed documents and costs of their slices, or ``None`` if all samples have
             the same length.
         frozen_stages: Number of leading stages through which no gradient flows.
+        busy_link: Network link that the messages of a step keep busy for the longest time.
     """
 
     durations_s: Any
@@ -205,6 +214,7 @@ class StageSums:
     attention_share: float = 0.0
     rows: RowCosts | None = None
     frozen_stages: int = 0
+    busy_link: BusyLink = IDLE_LINK
 
     @classmethod
     def of(cls, plan: Plan, inputs: PlanInputs, runtime: Runtime) -> StageSums:
@@ -229,7 +239,7 @@ class StageSums:
         tables = [_tables(plan, stage_place, inputs) for stage_place in plan.places]
         durations, launch, tp_s, _ = _durations(rank_of, bounds, tables, inputs)
         rows = _row_costs(plan, inputs, rank_of, bounds)
-        reduce, memories, updates = [], [], []
+        reduce, memories, updates, parameters = [], [], [], []
         for rank in range(plan.pp):
             layers = np.repeat(rank_of, plan.partition) == rank
             trained = max(
@@ -237,6 +247,7 @@ class StageSums:
                 for _, table in tables[rank]
             )
             experts = max(float(table.expert_parameters[layers].sum()) for _, table in tables[rank])
+            parameters.append((trained, experts))
             ranks = plan.expert_ranks
             dp = len(plan.places[rank].replicas)
             reduce.append(reduce_s(plan.places, rank, inputs, trained, experts, ranks))
@@ -246,7 +257,7 @@ class StageSums:
             )
             updated = plan.state_parameters(trained, experts, dp)
             updates.append(updated * inputs.optimizer_s(node for node, _ in tables[rank]))
-        latency, occupancy, message_bytes = _messages(plan, placement, bounds, inputs, runtime)
+        latency, occupancy, message_bytes = _messages(plan, placement, inputs, runtime)
         return cls(
             durations_s=durations,
             launch_s=launch,
@@ -264,6 +275,7 @@ class StageSums:
             attention_share=inputs.model.attention_share,
             rows=rows,
             frozen_stages=frozen_stages_of(plan.partition, inputs.model.frozen_layers),
+            busy_link=busiest_link(plan, inputs, parameters, sliced=runtime.slices_messages(plan)),
         )
 
     def without_messages(self) -> StageSums:
@@ -406,18 +418,12 @@ def _memory(
 
 
 def _messages(
-    plan: Plan, placement: Placement, bounds: Any, inputs: PlanInputs, runtime: Runtime
+    plan: Plan, placement: Placement, inputs: PlanInputs, runtime: Runtime
 ) -> tuple[Any, Any, Any]:
     """Returns latency, link occupancy and size of messages between stages, each ``[2, stages]``."""
     latency, occupancy, whole = np.zeros((3, 2, placement.num_stages))
-    frozen = frozen_stages_of(plan.partition, inputs.model.frozen_layers)
-    for stage in range(placement.num_stages - 1):
+    for stage, sizes in enumerate(message_sizes(plan, inputs)):
         rank, next_rank = placement.locate(stage)[0], placement.locate(stage + 1)[0]
-        size = inputs.model.layer(max(int(bounds[stage + 1]) - 1, 0)).output_elements
-        size *= inputs.model.precision.element_bytes / plan.context_ranks
-        size *= plan.share_of(inputs.model.sequence)
-        # No gradients are sent to a frozen stage.
-        sizes = size, 0.0 if stage < frozen else size
         for kind, row in ((0, stage), (1, stage + 1)):
             whole[kind, row] = sizes[kind] * plan.places[rank].micro_batch
         if rank == next_rank:
@@ -430,8 +436,7 @@ def _messages(
             if dealt_widths(plan) is not None:
                 both = _hop_s(*ends, inputs, sizes[kind])
             else:
-                sliced = plan.sequence_parallel or runtime.sliced_messages
-                both = boundary_s(*ends, inputs, sizes[kind], sliced=sliced)
+                both = boundary_s(*ends, inputs, sizes[kind], sliced=runtime.slices_messages(plan))
             latency[kind, row], occupancy[kind, row] = both
     return latency, occupancy, whole
 

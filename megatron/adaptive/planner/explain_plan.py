@@ -63,7 +63,11 @@ def explain(row: PlanRow, inputs: PlanInputs) -> str:
     )
     description = _PARTS[name].format(stage=slowest)
     share = prediction.parts[name] / prediction.seconds if prediction.seconds else 0.0
-    return "\n".join([*lines, "", f"held back by {name} ({description}): {share:.0%} of the step"])
+    reason = f"{name} ({description}): {share:.0%} of the step"
+    if (number := prediction.limiting_node) is not None:
+        node = inputs.cluster.nodes[number].name
+        reason = f"the network link of node {number} ({node}), which is busy during the whole step"
+    return "\n".join([*lines, "", f"held back by {reason}"])
 
 
 def _stage_table(plan: Plan, prediction: Prediction, inputs: PlanInputs) -> str:

@@ -77,6 +77,13 @@ class Runtime:
     sliced_messages: bool = False
     pipeline: Callable[[Any, Any], Any] | None = None
 
+    def slices_messages(self, settings: StageSettings) -> bool:
+        """Returns whether tensor-parallel ranks send parts of a stage's output with ``settings``.
+
+        Otherwise, each of them sends the whole output.
+        """
+        return self.sliced_messages or settings.sequence_parallel
+
 
 OURS = Runtime()
 """Properties of this project's trainer, for which plans are made by default."""

@@ -16,7 +16,7 @@ that contains all its GPUs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -231,30 +231,38 @@ def _flows(
     """Returns the number of messages between two stages, and the size in bytes of the largest.
 
     Messages are grouped by sending node, receiving node, and the index of the island (group of
-    directly linked GPUs) that contains both replicas, if any. Each stage numbers the samples of a
-    round of microbatches consecutively over its replicas. If the stages have different numbers of
-    replicas, each receiver gets its samples from the replicas that computed them::
+    directly linked GPUs) that contains both replicas, if any.
+    """
+    flows: dict[tuple[int, int, int | None], tuple[int, float]] = {}
+    for source, target, samples in shares(sender, receiver):
+        size = samples * bytes_per_sample
+        width = max(source.tp, target.tp)
+        if sliced:
+            size /= width
+        key = source.node, target.node, _common_island(cluster, source, target)
+        count, largest = flows.get(key, (0, 0.0))
+        flows[key] = (count + width, max(largest, size))
+    return flows
+
+
+def shares(sender: StagePlace, receiver: StagePlace) -> Iterator[tuple[Replica, Replica, int]]:
+    """Yields each pair of replicas that exchange samples, and the number of these samples.
+
+    Each stage numbers the samples of a round of microbatches consecutively over its replicas. If
+    the stages have different numbers of replicas, each receiver gets its samples from the replicas
+    that computed them::
 
         3 replicas of 2 samples send    | 0 1 | 2 3 | 4 5 |
         2 replicas of 3 receive         | 0 1 2 | 3 4 5   |    the second sends one sample to each
     """
-    flows: dict[tuple[int, int, int | None], tuple[int, float]] = {}
     for i, source in enumerate(sender.replicas):
         begin, end = i * sender.micro_batch, (i + 1) * sender.micro_batch
         first = begin // receiver.micro_batch
         last = (end - 1) // receiver.micro_batch
         for j in range(first, last + 1):
-            target = receiver.replicas[j]
             low = max(begin, j * receiver.micro_batch)
             high = min(end, (j + 1) * receiver.micro_batch)
-            size = (high - low) * bytes_per_sample
-            width = max(source.tp, target.tp)
-            if sliced:
-                size /= width
-            key = source.node, target.node, _common_island(cluster, source, target)
-            count, largest = flows.get(key, (0, 0.0))
-            flows[key] = (count + width, max(largest, size))
-    return flows
+            yield source, receiver.replicas[j], high - low
 
 
 def reduce_s(
@@ -315,13 +323,13 @@ def reduction(
     crossing = Counter[int]()
     for stage_place in places:
         for first in range(stride):
-            for sender, receiver in _ring(stage_place.replicas[first::stride]):
+            for sender, receiver in ring(stage_place.replicas[first::stride]):
                 if sender.node != receiver.node:
                     crossing[sender.node] += max(sender.tp, receiver.tp)
     segments = set()
     replicas_on = Counter(replica.node for replica in places[rank].replicas)
     is_one_type = len({inputs.cluster.nodes[node].name for node in replicas_on}) == 1
-    for sender, receiver in _ring(replicas):
+    for sender, receiver in ring(replicas):
         node = inputs.cluster.nodes[sender.node]
         is_one_node = sender.node == receiver.node
         pairs = max(sender.tp, receiver.tp) if is_one_node else crossing[sender.node]
@@ -351,7 +359,8 @@ def exposed_reduce_s(whole_s: Any, backward_s: Any, layers: Any) -> Any:
     return np.maximum(whole_s - backward_s, whole_s / layers)
 
 
-def _ring(replicas: tuple[Replica, ...]) -> list[tuple[Replica, Replica]]:
+def ring(replicas: tuple[Replica, ...]) -> list[tuple[Replica, Replica]]:
+    """Returns each replica and the next one on a ring of ``replicas``."""
     return list(zip(replicas, (*replicas[1:], replicas[0]), strict=True))
 
 

@@ -252,6 +252,8 @@ class Prediction:
         tokens_per_s: Number of tokens that the whole job processes per second.
         price_per_hour: Price per hour of all nodes that the plan uses.
         estimated: Whether any of the times was estimated instead of measured.
+        limiting_node: Index of the node whose network link determines the step time, because it
+            needs the whole step to send or receive messages. ``None`` for all other plans.
     """
 
     seconds: float
@@ -260,6 +262,7 @@ class Prediction:
     tokens_per_s: float
     price_per_hour: float
     estimated: bool = False
+    limiting_node: int | None = None
 
     @property
     def fits(self) -> bool:

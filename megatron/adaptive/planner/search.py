@@ -56,7 +56,7 @@ from megatron.adaptive.planner.chunk_partition import (
     handed_over,
     scheduled,
 )
-from megatron.adaptive.planner.cost import predict
+from megatron.adaptive.planner.cost import StageSums, predict
 from megatron.adaptive.planner.layer_costs import OURS, in_flight, known_documents
 from megatron.adaptive.planner.plan import Plan, StagePlace, place_stage
 from megatron.adaptive.planner.profile import PlanInputs
@@ -666,10 +666,17 @@ class Searcher:
             classes = [shape.classes[number] for number in numbers]
             plan = self._plan(classes, shape.choice, cuts.tolist())
             key = shape.key(bounded.levels.used[level], stages)
+            ordered_s = seconds
             if self._islands:
                 # The kernel assumes that neighbours always share an island (a group of GPUs with
                 # fast links). This may be wrong, so the plan is timed again.
                 seconds = predict(plan, self.inputs).seconds
+            elif len(plan.nodes) > 1:
+                # The kernel gives every pair of stages a link of its own, but they may share one.
+                seconds = max(seconds, StageSums.of(plan, self.inputs, OURS).busy_link.seconds)
+            if seconds > ordered_s:
+                # Another pipeline of the level may now be faster than this one.
+                left_out = min(left_out, ordered_s)
             allowed = "1f1b" in self.options.schedules and plan.uniform and not plan.is_cut
             if allowed and seconds < best.most_seconds(price):
                 best.add(key, plan, float(seconds), price)
