@@ -419,11 +419,15 @@ class TestOtherLoggers:
         flags = "--wandb-project made --wandb-exp-name first --wandb-entity team"
         self.log(f"{flags} --wandb-save-dir {tmp_path}")
         (file,) = tmp_path.rglob("*.wandb")
-        # The file is written by a separate process, so wait until it contains the values.
+        # The file is written by a separate process, so wait until it contains all values.
+        expected = (b"lm loss", b"gain/slow rank 1", b"findings", b"made", b"first", b"team")
         end_s = time.monotonic() + 60
-        while b"lm loss" not in (content := file.read_bytes()) and time.monotonic() < end_s:
+        while time.monotonic() < end_s:
+            content = file.read_bytes()
+            if all(word in content for word in expected):
+                break
             time.sleep(0.1)
-        for word in (b"lm loss", b"gain/slow rank 1", b"findings", b"made", b"first", b"team"):
+        for word in expected:
             assert word in content
         assert list(tmp_path.rglob("findings*.table.json"))
         assert "receives no more values" not in capsys.readouterr().err
