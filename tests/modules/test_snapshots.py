@@ -90,7 +90,7 @@ def test_training_goes_on_bit_for_bit_from_copies(
     training.pipeline.close()
     said = capsys.readouterr().out
     assert "copies of the state are kept in memory: every step 0.0 MiB are copied" in said
-    # In fp16, the first steps overflow on purpose, which the pipeline reports when it is closed.
+    # The first steps overflow on purpose in fp16, and the pipeline reports this when it is closed.
     warnings = [line for line in said.splitlines() if line.startswith("warning: ")]
     assert [line for line in warnings if "steps were skipped" not in line] == []
     # Closing the keeper of node ``a`` loses its copies, as if the node had failed.

@@ -132,7 +132,7 @@ def _parser() -> CommandParser:
 def _check_chunks(options: argparse.Namespace, trainer_flags: Sequence[str]) -> None:
     """Checks that the schedule supports the number of chunks, unless the trainer's flags set them.
 
-    The trainer checks this too, but its message would name flags of the trainer.
+    The trainer has the same check, but its error names flags that this program does not have.
 
     Raises:
         ConfigError: The schedule requires a different number of chunks.

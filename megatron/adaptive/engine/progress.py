@@ -33,8 +33,9 @@ COMPLETE = "all iterations are done"
 
 PERIOD_S = 0.5
 _MANY_SKIPPED = 0.1
-"""Fraction of skipped steps from which on :func:`skipped_line` returns a line. Most runs in float16
-skip a few steps at the start, until the loss scale is low enough.
+"""Minimum fraction of skipped steps that is reported.
+
+Most runs in float16 skip a few steps at the start, until the loss scale fits.
 """
 
 Value = float | int | str | list[float] | list[dict[str, Any]] | None

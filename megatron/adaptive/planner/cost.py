@@ -104,8 +104,8 @@ def predict(
     jitter = _jitter_s(plan, stages, inputs.profile.action_sigma)
     seconds = float(ends[last]) + tied + beside + jitter
     if (wait_s := stages.busy_link.seconds - seconds) > 0:
-        # The pipeline is timed as if every pair of ranks had its own link. If the ranks share a
-        # network link that needs longer than that, they wait for it.
+        # The pipeline is timed as if every pair of ranks had its own link. If ranks share a network
+        # link, and this link needs more time for all messages, the step takes this time.
         times = replace(times, end_s=times.end_s + wait_s)
         seconds = stages.busy_link.seconds
     quiet = _pipeline(plan, stages.without_messages(), runtime, predictions)
