@@ -204,7 +204,8 @@ def test_a_prediction_is_the_simulation_that_the_trainer_chooses_by(
     )
     assert chosen.candidate is not None
     seconds = [step.seconds(chosen.candidate, 1 << 40) for step in pipeline.steps()]
-    step_s = float(chosen.text.split("simulated step ")[1].split()[0]) / 1e3
+    step_ms = chosen.text.split("simulated step ")[1].split()[0].replace(",", "")
+    step_s = float(step_ms) / 1e3
     assert np.mean(seconds) == pytest.approx(step_s, rel=2e-3)
     # The planner must choose the same limit on activations, or one that is as fast within the same
     # memory.

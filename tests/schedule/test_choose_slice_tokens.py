@@ -110,7 +110,10 @@ def test_the_faster_placement_is_chosen() -> None:
         choice(CostParts(1e-4, 1e-5, 0.0), replace(SETTING, placements=[placement]))
         for placement in (LOOP, IN_V)
     ]
-    simulated = [float(each.text.split("simulated step ")[1].split()[0]) for each in (both, *alone)]
+    simulated = [
+        float(each.text.split("simulated step ")[1].split()[0].replace(",", ""))
+        for each in (both, *alone)
+    ]
     assert simulated[0] == pytest.approx(min(simulated[1:]), rel=0.02)
 
 
