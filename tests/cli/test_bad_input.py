@@ -23,6 +23,7 @@ from megatron.adaptive.data.indexed import check_indexed, check_vocabulary_fits
 from megatron.adaptive.errors import AdaptiveError, DataError, TransportError
 
 from ..multiprocess.launch import Ranks, forking, has_ended, run_forked, run_ranks, tail, wait_until
+from ..support.recorded_sleeps import record_sleeps
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = str(ROOT / "pretrain_gpt.py")
@@ -93,8 +94,7 @@ def test_ranks_wait_for_rank_0_before_they_print_an_error(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    waited: list[float] = []
-    monkeypatch.setattr(pretrain_gpt.time, "sleep", waited.append)
+    waited = record_sleeps(monkeypatch)
     pretrain_gpt._wait_for_rank_0(AdaptiveError("bad"))
     assert waited == waits
     pretrain_gpt._wait_for_rank_0(TransportError("cut off"))

@@ -12,6 +12,7 @@ from megatron.adaptive.cli import pretrain_gpt
 from megatron.adaptive.engine.folder_lease import Lease
 
 from ..multiprocess.launch import run_forked, run_ranks, tail
+from ..support.recorded_sleeps import record_sleeps
 
 ROOT = Path(__file__).resolve().parents[2]
 WATCHDOG_S = 120.0
@@ -34,8 +35,7 @@ def as_rank(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_the_first_rank_complains_before_the_others(
     rank: int, as_rank: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    waited: list[float] = []
-    as_rank.setattr(pretrain_gpt.time, "sleep", waited.append)
+    waited = record_sleeps(as_rank)
     as_rank.setenv("RANK", str(rank))
     as_rank.setenv("WORLD_SIZE", "2")
     assert pretrain_gpt.run([*FLAGS.split(), "--pipeline-model-parallel-size", "3"]) == 2

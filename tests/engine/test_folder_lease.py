@@ -19,6 +19,8 @@ import pytest
 from megatron.adaptive.engine import folder_lease as module
 from megatron.adaptive.engine.folder_lease import Lease, LeaseTakenError
 
+from ..support.recorded_sleeps import record_sleeps
+
 HOLD = """
 import sys, time
 from pathlib import Path
@@ -101,9 +103,8 @@ def test_a_process_of_that_number_is_not_the_holder(tmp_path: Path) -> None:
 def test_a_restart_of_the_same_job_goes_on_at_once(tmp_path: Path) -> None:
     Lease(tmp_path).claim(job="a", restarts=1)
     change(tmp_path, boot="another")
-    looked: list[float] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(time, "sleep", looked.append)
+        looked = record_sleeps(patch)
         Lease(tmp_path).claim(job="a", restarts=2)
         assert not looked
         change(tmp_path, boot="another")

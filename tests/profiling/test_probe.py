@@ -39,6 +39,8 @@ from megatron.adaptive.profiling.probe_layout import (  # noqa: E402
     batches,
 )
 
+from ..support.recorded_sleeps import record_sleeps  # noqa: E402
+
 
 def figures(measure: str, values: Sequence[float], peers: str = "CPU") -> list[Figure]:
     return [
@@ -201,8 +203,7 @@ def test_outliers_are_repeated_after_pauses(
 ) -> None:
     """Checks a rank that is slow in all of its first ``disturbed`` measurements."""
     measured: list[int] = []
-    pauses_s: list[float] = []
-    monkeypatch.setattr("megatron.adaptive.profiling.probe.time.sleep", pauses_s.append)
+    pauses_s = record_sleeps(monkeypatch)
 
     class FewRanks(Probe):
         def __init__(self) -> None:
