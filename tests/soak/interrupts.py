@@ -62,7 +62,8 @@ _BAD = re.compile(
     r"|Exception ignored|Exception in|terminate called|Segmentation|\*\*\* "
 )
 _REASON = re.compile(
-    r"^(\[?rank ?\d+\]?:? |\[elastic\] )?(error|stopped by|fatal|complete)\b", re.IGNORECASE
+    r"^(\[?rank ?\d+\]?:? |\[elastic\] )?(error|stopped by|fatal|complete|training ends: signal)\b",
+    re.IGNORECASE,
 )
 _SHOWN_LINES = 40
 """Number of log lines that a report shows, beginning with the first line that matches ``_BAD``."""
