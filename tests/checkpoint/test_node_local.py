@@ -82,7 +82,7 @@ def test_a_rank_killed_while_it_copies_costs_nothing_and_a_node_what_was_not_cop
         shutil.rmtree(disks[1])
     status, said = ranks(2, "copy_resumed", tmp_path)
     assert status == 0, said
-    text = "iteration 2 is not uploaded, because the disks of these nodes do not contain all of it"
+    text = "iteration 2 is not uploaded, because the local disks of these nodes do not have all of"
     assert (text in said) == is_lost
     assert ("continuing the copy of iteration 2 to" in said) == (not is_lost)
     assert shared.latest() == (2 if is_lost else 3)
@@ -224,7 +224,7 @@ def test_a_disk_that_cannot_be_written_is_passed_by(
     (line,) = warned(caplog)
     assert f"{disk}: " in line
     assert "Not a directory" in line
-    assert "iteration 1 goes to" in line
+    assert "iteration 1 is written directly to" in line
     disk.unlink()
     assert run.checkpoints.save(worker.progress(2)).is_dir()
     assert list(run.local._folder.steps()) == [2]

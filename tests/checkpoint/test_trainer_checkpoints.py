@@ -389,7 +389,7 @@ def test_other_padding_of_the_vocabulary_is_told_with_the_way_to_keep_it(
         run = make(load=saved, make_vocab_size_divisible_by=128)
         run.checkpoints.load()
         assert "has 112 rows in the embedding, but this run has 128" in caplog.text
-        assert "--make-vocab-size-divisible-by can keep them" in caplog.text
+        assert "use --make-vocab-size-divisible-by to keep the number of rows" in caplog.text
         weight = worker.unwrap_model(run.chunks[0]).embedding.word_embeddings.weight
         assert not weight[112:].any()
         assert weight[100:112].any()

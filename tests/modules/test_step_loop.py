@@ -161,7 +161,7 @@ def test_a_nodes_disk_that_cannot_be_written_is_passed_by(
     training.run(3, folder, local_folder=disk)
     assert sorted(PipelineFolder(folder).steps()) == [3]
     assert f"{disk}: " in caplog.text
-    assert f"the checkpoint of iteration 3 goes to {folder} directly" in caplog.text
+    assert f"the checkpoint of iteration 3 is written directly to {folder}" in caplog.text
     with pytest.raises(
         ConfigError, match="local_folder x requires folder.* pass folder to Pipeline.loop"
     ):

@@ -4,13 +4,13 @@
 
     file          | block 0: 1 MiB | block 1: 1 MiB | ... | last |     xxh3, 64 bits, for each block
     manifest.json { ..., "files": {name: size}, "blocks": {name: "<16 digits for each block>"},
-                    "checksum": "<32 digits>" }                        xxh3, 128 bits, of all above
+                    "checksum": "<32 digits>" }           xxh3, 128 bits, of the text above it
 
-Block checksums are computed while a file is written. When the file is read, the checksum of a block
-is compared before any byte of the block is used. The manifest ends with a checksum of the rest of
-its text. The same checksums protect files in shared storage, files on the nodes' local disks,
+Block checksums are computed while a file is written. When the file is read, each block is verified
+against its checksum before any byte of the block is used. The manifest ends with a checksum of its
+preceding text. The same checksums protect files in shared storage, files on the nodes' local disks,
 uploads from local disks, and in-memory snapshots. They detect damage but not tampering, because
-anybody who can write a file can also write its checksum.
+anyone who can write a file can also write its checksum.
 
 This module does not import torch. It treats all files as bytes.
 """
@@ -32,7 +32,7 @@ from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
 BLOCK_BYTES = 1 << 20
 _LOG = logging.getLogger(__name__)
 _DIGITS = 16
-_PIECE_BYTES = 1 << 22  # A piece of this size stays in the CPU cache until its checksum is known.
+_PIECE_BYTES = 1 << 22  # Small enough that hashed data is still in the CPU cache when written.
 _SEAL = ',\n"checksum": "%s"\n}\n'
 _SEAL_BYTES = len(_SEAL % ("0" * 32))
 _SEALED = re.compile(rb',\n"checksum": "([0-9a-f]{32})"\n}\n')
@@ -94,13 +94,13 @@ def sum_of_file(path: Path) -> FileSum:
 
 
 def write_summed(file: Any, sums: Checksums, data: Any) -> int:
-    """Writes ``data`` to the unbuffered file ``file``, and adds its checksums to ``sums``.
+    """Writes ``data`` to the unbuffered file ``file``, and updates ``sums`` with the data.
 
     Returns:
         Number of bytes written.
     """
-    # Release the views even if writing fails. Otherwise, the traceback of an error would hold a
-    # view of memory that its owner frees.
+    # Release the views even if writing fails. Otherwise, the traceback of the error would keep a
+    # view of memory that the caller is about to free.
     with memoryview(data) as buffer, buffer.cast("B") as view:
         for start in range(0, len(view), _PIECE_BYTES):
             with view[start : start + _PIECE_BYTES] as piece:
@@ -135,7 +135,7 @@ class CheckedFile:
 
     @staticmethod
     def blocks_of(offset: int, length: int) -> range:
-        """Returns the indices of blocks that contain ``length`` bytes, starting at ``offset``."""
+        """Returns the indices of the blocks that contain ``length`` bytes from ``offset`` on."""
         end = -(-(offset + length) // BLOCK_BYTES) if length else 0
         return range(offset // BLOCK_BYTES, end)
 
@@ -265,8 +265,8 @@ def find_damage(
 
     Args:
         folder: Folder of the files.
-        files: Size in bytes of each file, by name.
-        blocks: Concatenated checksums of the blocks of each file, by name. Files of earlier
+        files: Size in bytes of each file, keyed by name.
+        blocks: Concatenated checksums of the blocks of each file, keyed by name. Files of earlier
             versions have no checksums, so only their sizes are compared.
         report: Function that is called with a line of text for each damaged file.
     """

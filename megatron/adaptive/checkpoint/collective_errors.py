@@ -36,7 +36,7 @@ _EXPECTED = (
 )
 
 
-# If the types of errors differ between ranks, all ranks raise the first of these types that
+# If ranks fail with errors of different types, all ranks raise the first type in this tuple that
 # occurred on any rank.
 _FIRST: tuple[type[Exception], ...] = (RuntimeError, DamagedCheckpointError)
 
@@ -117,8 +117,8 @@ class RankGroup:
             result = action()
         except Exception as error:
             failure = error
-        # Usually no rank fails, so first exchange a number, which is faster than exchanging
-        # objects.
+        # Usually no rank fails, so first exchange a single number, which is faster than gathering
+        # error objects.
         if not self.any(failure is not None):
             return cast(_Result, result)
         report = None if failure is None else (_kind(failure), _one_line(failure))
@@ -133,7 +133,7 @@ class RankGroup:
             kinds = {first}
         merged = kinds.pop()(_merged(texts, name_ranks=name_ranks))
         if failure is not None and type(failure) is type(merged) and str(failure) == str(merged):
-            raise failure  # The merged error has the same text, so raise the original error.
+            raise failure  # Prefer the original error, because the merged error has the same text.
         raise merged from failure
 
 
@@ -153,10 +153,10 @@ def _one_line(error: Exception) -> str:
 
 
 def _merged(failures: dict[int, str], *, name_ranks: bool) -> str:
-    """Returns one line of text with all error messages, in which equal messages occur only once.
+    """Returns one line of text with all error messages. Equal messages are listed only once.
 
     Args:
-        failures: Error message of each failed rank, by rank.
+        failures: Error message of each failed rank, keyed by rank.
         name_ranks: Whether to prefix each message with the ranks on which it occurred.
     """
     if dist.get_world_size() == 1 or not name_ranks:

@@ -140,7 +140,7 @@ class _HuggingFaceTensors:
 
     Args:
         reader: Reader of the checkpoint.
-        tensors: Shape and sources of each megatron-core tensor, by name.
+        tensors: Shape and sources of each megatron-core tensor, keyed by name.
         copies: Maps the name of each duplicate Hugging Face tensor to the name of the original
             tensor.
     """
@@ -324,12 +324,12 @@ def require_same(
 
     Args:
         config: Settings of the checkpoint.
-        settings: Settings from the configuration file, by field name.
+        settings: Settings from the configuration file, keyed by field name.
         where: Path of the configuration file, for the error message.
         path: Path of the checkpoint, for the error message.
 
     Raises:
-        CheckpointError: A setting differs. The message contains the setting and both values.
+        CheckpointError: If a setting differs. The message names the setting and both values.
     """
     expected_config = parse(_ANY_RUN, world_size=1, settings=settings)
     is_rotary = settings.get("position_embedding_type") == "rope"
@@ -354,11 +354,11 @@ def adapter_tensors(
 
     Args:
         config: Settings of the model and of the adapters.
-        tensors: Shape and sources of each tensor of the model, by megatron-core's name.
+        tensors: Shape and sources of each tensor of the model, keyed by megatron-core's name.
 
     Returns:
-        Shape and sources of two tensors for each weight that has an adapter, by the names of these
-        tensors in a checkpoint.
+        Shape and sources of two tensors for each weight that has an adapter, keyed by the names of
+        the two tensors in a checkpoint.
     """
     rank = config.lora.lora_rank or 0
     adapters: dict[str, CoreTensor] = {}

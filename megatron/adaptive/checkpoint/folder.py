@@ -16,7 +16,7 @@ A subfolder gets its final name only when it is complete::
 
     <folder>/                                 folder of a Pipeline: PipelineFolder
       step_00000012/
-        pipeline.json                         step, seed, loss scale, options of the optimizer by
+        pipeline.json                         step, seed, loss scale, optimizer options of each
                                               parameter, ID of the save, files as above
         index.json state.values               file and offset of each tensor, and state of the
                                               user's objects, such as a scheduler
@@ -26,7 +26,7 @@ A checkpoint is written under a hidden name, flushed to disk with ``fsync``, and
 that, its iteration is written to the tracker (``latest_checkpointed_iteration.txt``), if the folder
 has a tracker. So the tracker always refers to a complete checkpoint. A job that takes over the
 lease (``engine.folder_lease``) removes everything that earlier jobs left under hidden names. If an
-earlier job was only suspended, it can no longer rename its checkpoint afterwards.
+earlier job was only suspended and continues later, it can no longer rename its checkpoint.
 
 The names of the trainer's folders and of the tracker are the same as in Megatron-LM. ``.metadata``
 and ``common.pt`` are pickles for Megatron-LM and torch. This program does not read them if there is
@@ -71,7 +71,7 @@ PIPELINE_STATE = "state.values"  # The state of the user's objects is stored in 
 _UNSEALED = 1  # Manifests up to this format version have no checksums.
 # Only manifests that contain checksums have these entries.
 _SUMMED = frozenset({"blocks", "checksum"})
-# Files with this suffix contain tensors. Their checksums are compared when the tensors are read.
+# Files with this suffix contain tensors. Their checksums are verified when the tensors are read.
 _SHARD = ".distcp"
 _FORMAT = "megatron-adaptive-checkpoint"
 _CORE_METADATA = "metadata.json"
@@ -119,7 +119,7 @@ class StepFolders:
         return self.path / f".{self._name(step)}.replaced"
 
     def steps(self) -> dict[int, Path]:
-        """Returns the path of each complete subfolder by step, in ascending order."""
+        """Returns the path of each complete subfolder, keyed by step in ascending order."""
         manifests = self.path.glob(f"{self._prefix}*/{self.manifest_name}")
         matches = ((self._complete.fullmatch(file.parent.name), file.parent) for file in manifests)
         return dict(sorted((int(match[1]), folder) for match, folder in matches if match))
@@ -136,9 +136,9 @@ class StepFolders:
     def candidates(self) -> Iterator[int]:
         """Yields the steps from which to try to resume, best first, if the user chose no step.
 
-        The latest complete step comes first. However, if there is no tracker, a later step that
-        lacks a manifest comes before it, so that the user notices the damage. Earlier steps follow,
-        newest first.
+        The latest complete step comes first, then the earlier steps, newest first. If there is no
+        tracker, a later step without a manifest comes even before the latest complete step, so that
+        the user notices the damage.
 
         Raises:
             CheckpointError: If the path is not a folder of checkpoints.
@@ -203,7 +203,7 @@ class StepFolders:
 
         Args:
             step: Step that was passed to :meth:`begin`.
-            manifest: Entries of the manifest. ``files`` contains the size of each file by name, and
+            manifest: Entries of the manifest. ``files`` maps file names to sizes in bytes, and
                 defaults to the sizes in the partial folder. Checksums that are missing in
                 ``blocks`` are computed and added.
             check: Function that is called after the last write and before the rename. If it raises
@@ -260,7 +260,7 @@ class StepFolders:
 
         Args:
             number: Number of newest subfolders to keep.
-            also: Older steps whose subfolders are kept too.
+            also: Older steps whose subfolders are also kept.
         """
         for step in list(self.steps())[:-number]:
             if step not in also:
@@ -326,7 +326,7 @@ class StepFolders:
         return manifest
 
     def _broken_rule(self, body: Mapping[str, Any]) -> str:
-        """Returns why the manifest entries ``body`` are invalid, or ``""`` if they are valid."""
+        """Returns the reason why the entries ``body`` are invalid, or ``""`` if they are valid."""
         try:
             check_form(body, self._schema, "it")
         except ConfigError as error:
@@ -368,8 +368,8 @@ class StepFolders:
     def _read(self, path: Path, step: int, remedy: str, *, trust: bool) -> dict[str, Any]:
         """Checks the files of ``step`` in ``path``, and returns the entries of its manifest.
 
-        Verifies the sizes of all files, and the checksums of all files except for shards (files
-        with tensors). Checksums of shards are verified later, when the shards are read.
+        This method verifies the sizes of all files, and the checksums of all files except shards
+        (files with tensors). The checksums of shards are verified later, when the shards are read.
 
         Raises:
             CheckpointError: If the checkpoint was written by another program or in a newer format,
@@ -397,7 +397,7 @@ class StepFolders:
         return body
 
     def _lacks_manifest(self, path: Path, remedy: str) -> CheckpointError:
-        """Returns the error to raise if ``path`` has no manifest. Its text ends with ``remedy``."""
+        """Returns the error for a missing manifest in ``path``. Its text ends with ``remedy``."""
         return DamagedCheckpointError(
             f"{path} is incomplete ({self.manifest_name} is missing); {remedy}"
         )
@@ -445,15 +445,15 @@ class StepFolders:
 Manifest = Mapping[str, Any]
 """Manifest of a trainer checkpoint; saved as JSON next to megatron-core's files:
 
-    progress: Number of iterations and samples completed by the run, by name.
+    progress: Number of iterations and samples completed by the run, keyed by name.
     config: Settings of the run, from ``TrainerConfig.to_dict``.
-    shape: Parallel sizes of the run, and number of chunks per rank, by name.
+    shape: Parallel sizes of the run, and number of chunks per rank, keyed by name.
     padded_vocab_size: Number of rows in the embedding.
     has_optimizer: Whether the checkpoint includes optimizer state.
     has_rng: Whether the checkpoint includes random states.
-    files: Size of each file in bytes, by file name, except for the manifest.
-    blocks: Checksums of each file, by file name, except for the manifest; missing in earlier
-        versions. ``checkpoint.checksums`` describes their form.
+    files: Size of each file in bytes, keyed by file name, except for the manifest.
+    blocks: Checksums of each file, keyed by file name, except for the manifest; missing in earlier
+        versions. ``checkpoint.checksums`` describes their format.
     follows: Checksum of the previous checkpoint's manifest; empty for the first checkpoint.
     save_id: Identifier of this save, used to recognize its files on the nodes' local disks; empty
         if there are no such files.
@@ -514,9 +514,8 @@ class CheckpointFolder(StepFolders):
         """Returns the last complete step in the chain of checkpoints that starts at ``tracked``.
 
         Each manifest contains the checksum of the previous checkpoint's manifest, so the
-        checkpoints form a chain. Manifests of earlier versions do not contain this checksum. Their
-        checkpoints count as later than ``tracked`` if the file of the manifest is newer than the
-        tracker.
+        checkpoints form a chain. Manifests of earlier versions do not contain this checksum. Such a
+        checkpoint counts as later than ``tracked`` if its manifest file is newer than the tracker.
         """
         steps = self.steps()
         if tracked not in steps:
@@ -528,11 +527,11 @@ class CheckpointFolder(StepFolders):
         return last
 
     def _follows(self, path: Path, seal: str) -> bool:
-        """Returns whether the checkpoint ``path`` was saved directly after a given checkpoint.
+        """Returns whether the checkpoint ``path`` directly follows the one with checksum ``seal``.
 
         Args:
             path: Path of the checkpoint to check.
-            seal: Checksum of the given checkpoint's manifest.
+            seal: Checksum of the other checkpoint's manifest.
         """
         try:
             follows = self.read_manifest(path).get("follows")
@@ -580,8 +579,8 @@ class CheckpointFolder(StepFolders):
     def open(self, iteration: int, *, trust: bool = False) -> tuple[Path, Manifest]:
         """Checks that a checkpoint is complete, and returns its path and manifest.
 
-        Verifies the checksums of all files except for shards (files with tensors). Checksums of
-        shards are verified later, when the shards are read.
+        This method verifies the checksums of all files except shards (files with tensors). The
+        checksums of shards are verified later, when the shards are read.
 
         Args:
             iteration: Iteration of the checkpoint.
@@ -632,7 +631,7 @@ class CheckpointFolder(StepFolders):
         return has == {self.manifest_name: False, INDEX: False, _CORE_METADATA: True}
 
     def _others(self, iteration: int) -> str:
-        """Returns advice for a user if the checkpoint of ``iteration`` cannot be loaded."""
+        """Returns advice for a user whose checkpoint of ``iteration`` cannot be loaded."""
         others = sorted({*self.steps()} - {iteration})
         if not others:
             return "restore it from a copy, or start without --load"
@@ -696,7 +695,7 @@ def is_shard(name: str) -> bool:
 
 
 STEP_PREFIXES = (CheckpointFolder._prefix, PipelineFolder._prefix)
-"""Prefixes of the names of checkpoint folders: the trainer's prefix, and that of a ``Pipeline``."""
+"""Prefixes of the names of checkpoint folders, for the trainer and for a ``Pipeline``."""
 
 
 def find(path: Path, step: int | None = None) -> tuple[StepFolders, list[int]]:
@@ -737,7 +736,7 @@ def make_pipeline_manifest(
         parts: One mapping per rank, for ranks that together have all parameters. ``kind`` is the
             name of the optimizer, or ``None`` if there is no optimizer. ``groups`` lists the
             options and the parameter names of each parameter group. ``plain`` contains the
-            optimizer's non-tensor values by name.
+            optimizer's non-tensor values, keyed by name.
     """
     names = ("step", "seed", "loss_scale", "extra")
     groups = [group for part in parts for group in part["groups"]]
@@ -751,7 +750,7 @@ def make_pipeline_manifest(
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Writes ``files`` (contents by name) to ``folder``, and flushes them to disk.
+    """Writes ``files``, which maps names to contents, to ``folder`` and flushes them to disk.
 
     Raises:
         OSError: If a file cannot be written.

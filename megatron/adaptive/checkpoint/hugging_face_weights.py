@@ -67,7 +67,7 @@ COMPANION_FILES = (
 DESCRIPTION = "hugging_face"
 """Name of the subfolder that contains the model's configuration and tokenizer."""
 _SHARD = "__0_0.distcp"
-# These settings of megatron-core change the output of a model, even if its weights are the same.
+# These settings of megatron-core affect a model's output even if its weights are the same.
 CORE_MEANINGS = (
     "multi_latent_attention",
     "num_moe_experts",
@@ -93,8 +93,8 @@ class ModuleSize(NamedTuple):
     """Size of the weight of a megatron-core module.
 
     Attributes:
-        blocks: Number of rows of each matrix (block) that is stacked in the weight of the module.
-            Examples of blocks are the matrices for queries, keys and values.
+        blocks: Number of rows of each matrix (block) that is stacked in the module's weight, such
+            as the matrices for queries, keys and values.
         columns: Number of columns of the weight; 0 for a vector.
         has_bias: Whether the module has a bias.
         groups: Number of equal parts into which each block is divided. The parts are interleaved:
@@ -186,9 +186,9 @@ class CoreTensor(NamedTuple):
 
 
 def _sizes(config: TrainerConfig, layer: int | None) -> dict[str, ModuleSize]:
-    """Returns the size of each module in the layer with the index ``layer``, by name.
+    """Returns the size of each module in the layer with index ``layer``, keyed by module name.
 
-    If ``layer`` is ``None``, returns the sizes of the modules outside of layers.
+    If ``layer`` is ``None``, the result contains the modules outside of the layers.
     """
     model = config.model
     core = config.core
@@ -229,7 +229,7 @@ def _sizes(config: TrainerConfig, layer: int | None) -> dict[str, ModuleSize]:
 
 
 def _attention_sizes(config: TrainerConfig, norm: ModuleSize) -> dict[str, ModuleSize]:
-    """Returns the size of each module in a layer's attention, by name.
+    """Returns the size of each module in a layer's attention, keyed by name.
 
     Args:
         config: Settings of the model.
@@ -319,7 +319,7 @@ def _predictions(config: TrainerConfig, family: Family) -> int:
 
 
 def copies_of(config: TrainerConfig, family: Family) -> dict[str, str]:
-    """Returns a dict from the name of each duplicate Hugging Face tensor to the original's name.
+    """Returns a dict that maps each duplicate Hugging Face tensor to the name of its original.
 
     Duplicates are an output matrix (head) that is tied to the embedding, and the embedding and head
     in each multi-token prediction layer.
@@ -369,7 +369,7 @@ def _add(
     """Adds a module's weight and bias to ``tensors``.
 
     Args:
-        tensors: Shape and sources of each core tensor, by name. New entries are added.
+        tensors: Shape and sources of each core tensor, keyed by name. New entries are added.
         module: Name of the module in its layer.
         size: Size of the module's weight.
         sources: Names of the Hugging Face modules that make up the module: either one name for each
@@ -415,7 +415,7 @@ def _runs(size: ModuleSize, *, is_one: bool) -> Iterator[_Run]:
 
 
 def hugging_face_shapes(tensors: Mapping[str, CoreTensor]) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of each Hugging Face tensor that is part of ``tensors``, by name."""
+    """Returns the shape of each Hugging Face tensor that is part of ``tensors``, keyed by name."""
     heights: dict[str, int] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     order: dict[str, int] = {}
@@ -438,7 +438,7 @@ class HuggingFaceReader:
         config: Settings of the megatron-core model.
 
     Attributes:
-        tensors: Shape and sources of each core tensor, by megatron-core's name.
+        tensors: Shape and sources of each core tensor, keyed by megatron-core's name.
 
     Raises:
         ConfigError: If the trainer does not support the model.
@@ -498,7 +498,7 @@ class HuggingFaceReader:
 
     @property
     def about(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Returns the dtype and shape of each Hugging Face tensor, by name, in model order."""
+        """Returns the dtype and shape of each Hugging Face tensor by name, in model order."""
         entries = {name: self._folder.tensors[stored] for name, stored in self._names.items()}
         return {name: (DTYPES[entry.dtype], entry.shape) for name, entry in entries.items()}
 
@@ -513,13 +513,13 @@ class HuggingFaceReader:
     def _match(self, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> dict[str, str]:
         """Checks that ``folder`` has the tensors in ``shapes``, and returns their names there.
 
-        ``shapes`` contains the expected shape of each tensor by Hugging Face name. The result maps
-        each of these names to the name in the folder, which may lack a prefix.
+        ``shapes`` maps the Hugging Face name of each tensor to its expected shape. The result maps
+        each of these names to the tensor's name in the folder, which may lack a prefix.
         """
         there = self._folder.tensors
         base = next(iter(shapes)).partition(".")[0] + "."
-        # All names lack their first part (``model.``) if the folder contains a model without its
-        # head.
+        # If the folder contains a model without its head, the names in the folder lack the first
+        # part (``model.``).
         is_bare = not any(name.startswith(base) for name in there)
         names = {name: name.removeprefix(base) if is_bare else name for name in shapes}
         missing = [name for name, stored in names.items() if stored not in there]
@@ -553,7 +553,7 @@ class HuggingFaceReader:
     def _is_copy(self, name: str, names: Mapping[str, str]) -> bool:
         """Returns whether the tensor ``name`` duplicates a different tensor of the model.
 
-        ``names`` maps Hugging Face names to the names in the folder.
+        ``names`` maps the model's Hugging Face names to the names in the folder.
 
         Raises:
             CheckpointError: If the values of the two tensors differ.
@@ -603,7 +603,7 @@ def meet(tensor: CoreTensor, offset: Sequence[int], target: torch.Tensor) -> Ite
     end = start[1] + target.shape[1]
     if end > tensor.height:
         target[:, max(0, tensor.height - begin) :].zero_()
-    # tensor.rows has the same number of entries for each expert, so there is no remainder.
+    # Every expert has the same number of entries in tensor.rows, so the division is exact.
     each = len(tensor.rows) // (tensor.experts or 1)
     for run in tensor.rows[each * start[0] : each * (start[0] + target.shape[0])]:
         low = max(begin, run.row)
@@ -625,8 +625,7 @@ def check_folder(folder: Path, config: TrainerConfig) -> None:
             reader.dtype(name)
         multiple = config.model.make_vocab_size_divisible_by
         ranks = config.parallel.tensor_model_parallel_size
-        # The vocab_size of NullTokenizer does not include the end-of-document token, so add this
-        # token.
+        # The vocab_size of NullTokenizer excludes the end-of-document token, so add one.
         ids = (config.data.vocab_size or 0) + (config.data.tokenizer_type == "NullTokenizer")
         rows = padded_vocab_size(ids, multiple, ranks)
         _require_rows(rows, reader, config, folder)
@@ -635,7 +634,7 @@ def check_folder(folder: Path, config: TrainerConfig) -> None:
 def _require_rows(
     rows_here: int, reader: HuggingFaceReader, config: TrainerConfig, folder: Path
 ) -> None:
-    """Raises ConfigError if ``rows_here``, the rows of the run's embedding, are too few."""
+    """Raises ConfigError if ``rows_here``, the row count of the run's embedding, is too small."""
     if rows_here < (rows := reader.tensors[EMBEDDING].height):
         raise ConfigError(
             f"--vocab-size {config.data.vocab_size} results in {rows_here} embedding rows, but "

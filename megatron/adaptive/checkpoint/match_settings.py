@@ -39,8 +39,8 @@ def require_same_model(
         name: Name of the checkpoint, for the error message.
 
     Raises:
-        CheckpointError: The checkpoint contains a different model. The message lists the settings
-            that differ.
+        CheckpointError: If the checkpoint contains a different model. The message lists the
+            settings that differ.
     """
     saved = _saved_config(manifest, name)
     names = SHAPES if config.checkpoint.finetune else SHAPES + MEANINGS
@@ -60,7 +60,7 @@ def require_same_model(
     if not _same_vocabulary(saved, manifest["padded_vocab_size"], config, padded_vocab_size):
         different.append(
             f"padded vocabulary is {manifest['padded_vocab_size']} in the checkpoint and "
-            f"{padded_vocab_size} here, a larger difference than padding explains"
+            f"{padded_vocab_size} here, which differ by more than padding"
         )
     if different:
         raise CheckpointError(
@@ -106,7 +106,7 @@ def data_changes(manifest: Manifest, config: TrainerConfig, dataset: Any, name: 
     changes = _differences(saved.data, config.data, _OF_DATA)
     changes += _differences(saved.run, config.run, ("seed",))
     if not config.data.variable_seq_lengths:
-        # If sequences have a fixed length, samples are cut from joined documents.
+        # Samples of a fixed length are cut from concatenated documents, so the length matters.
         changes += _differences(saved.model, config.model, ("seq_length",))
     before, now = _train_samples(saved), _train_samples(config)
     if not changes and before != now and now and has_other_epochs(dataset, before, now):
@@ -118,14 +118,14 @@ def data_changes(manifest: Manifest, config: TrainerConfig, dataset: Any, name: 
 
 
 def _train_samples(config: TrainerConfig) -> int:
-    """Returns the number of training samples in all iterations of a run."""
+    """Returns the total number of training samples of a run."""
     if config.run.train_iters is None:
         return config.run.train_samples or 0
     return config.run.train_iters * config.batch.global_batch_size
 
 
 def _optimizer_of(config: TrainerConfig) -> dict[str, str]:
-    """Returns the settings in ``config`` that determine the tensors of the optimizer, by flag."""
+    """Returns the settings that determine the optimizer's tensors, keyed by flag."""
     settings = config.optimizer
     return {
         "--optimizer": settings.optimizer,
@@ -193,8 +193,8 @@ def _same_vocabulary(
 ) -> bool:
     """Returns whether two embeddings may have the same vocabulary and differ only in padding.
 
-    ``saved_rows`` and ``rows`` are the numbers of rows with padding. The number of padding rows
-    depends on the tensor parallel size.
+    ``saved_rows`` and ``rows`` count the rows including padding. The number of padding rows depends
+    on the tensor parallel size.
     """
 
     def fewest(config: TrainerConfig, rows: int) -> int:

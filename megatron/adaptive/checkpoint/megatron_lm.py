@@ -1,9 +1,9 @@
 """Builds a manifest for checkpoints that Megatron-LM wrote.
 
-Megatron-LM saves the command-line arguments of a run with the state that all ranks share. The
-manifest contains the arguments that determine the model's weights and how the weights are used. A
-run that loads the checkpoint compares these arguments with its settings. Random states are not
-read, because dropout depends only on the seed and the position of each microbatch.
+Megatron-LM saves the command-line arguments of a run together with the state that all ranks share.
+The manifest contains the arguments that determine the model's weights and how the weights are used.
+A run that loads the checkpoint compares these arguments with its own settings. Random states are
+not read, because dropout depends only on the seed and the position of each microbatch.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def make_manifest(
 
     Args:
         path: Path of the checkpoint.
-        files: Size in bytes of each file of the checkpoint, by name.
+        files: Size in bytes of each file of the checkpoint, keyed by name.
         common: State that all ranks share, as read from ``common.pt``.
         config: Settings of the run that loads the checkpoint. They are used for arguments that the
             checkpoint does not contain.
@@ -127,8 +127,8 @@ def require_reshardable(path: Path, content: Mapping[str, Any]) -> None:
         content: Content metadata of the checkpoint, from Megatron-LM.
 
     Raises:
-        CheckpointError: The state can only be loaded with the parallel sizes of the run that saved
-            it.
+        CheckpointError: If the state can be loaded only with the parallel sizes of the run that
+            saved it.
     """
     if content.get(_SHARDING, _RESHARDABLE) != _RESHARDABLE:
         raise CheckpointError(

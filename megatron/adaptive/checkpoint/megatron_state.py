@@ -1,6 +1,6 @@
 """Prepares a run's state for megatron-core's distributed checkpoints, and restores it.
 
-megatron-core's optimizers are written for the fused Adam of Transformer Engine or apex. If neither
+megatron-core's optimizers expect the fused Adam of Transformer Engine or apex. If neither package
 is installed, torch's Adam is used, and this module works around the differences. This module does
 not access files.
 """
@@ -36,9 +36,9 @@ from megatron.adaptive.checkpoint.writer import Part, Piece
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import CheckpointError
 
-# These options make megatron-core save a key per layer, so that the checkpoint can be loaded with
-# any partition of the layers. It also saves optimizer state in the shape of the parameters, so that
-# the state can be loaded with any parallel sizes.
+# These options make megatron-core save a separate key for each layer, so that the checkpoint can be
+# loaded with any partition of the layers. They also make it save optimizer state in the shape of
+# the parameters, so that the state can be loaded with any parallel sizes.
 METADATA = {
     "non_homogeneous_layers": True,
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -52,14 +52,14 @@ _GROUP_KEYS = frozenset(
 )
 
 _LOG = logging.getLogger(__name__)
-# The state of a GPU generator is smaller than this number of bytes, and the state of a CPU
-# generator is larger.
+# This size in bytes separates the states of GPU generators, which are smaller, from those of CPU
+# generators, which are larger.
 _GPU_STATE_BYTES = 64
 
 RNG = "rng_state"
 """Key of the random states in a checkpoint."""
-# The state of a second optimizer is saved under these keys. It is the optimizer for experts, or the
-# optimizer for all weights that muon does not train.
+# The state of a second optimizer is saved under one of these keys: that of the optimizer for
+# experts, or that of the optimizer for all weights that muon does not train.
 _EXPERTS = "experts"
 _SCALARS = "scalars"
 
@@ -78,12 +78,12 @@ _SCHEDULE_FLAGS = {
 
 
 def padded_vocab_size(chunks: Sequence[torch.nn.Module]) -> int:
-    """Returns the number of rows of the embedding, even if ``chunks`` do not contain it."""
+    """Returns the number of embedding rows, even if ``chunks`` do not contain the embedding."""
     return int(unwrap_model(chunks[0]).vocab_size)
 
 
 def mesh_shape(config: TrainerConfig) -> dict[str, int]:
-    """Returns the parallel sizes in ``config`` and the number of chunks per rank, by name."""
+    """Returns the parallel sizes and the number of chunks per rank, keyed by name."""
     parallel = config.parallel
     if parallel.unequal_sizes is not None:
         sizes = enumerate(parallel.unequal_sizes)
@@ -113,11 +113,11 @@ def sharded_model(
 
 
 def without_local_copies(whole: dict[str, Any]) -> dict[str, Any]:
-    """Returns ``whole``, the state to save, without duplicate tensors of this rank.
+    """Returns ``whole``, the state to save, without tensors that this rank has twice.
 
-    If the first and the last stage are on the same rank, both copies of a tied embedding, and of
-    its optimizer state, have the same name. megatron-core selects one rank to write the tensors
-    with this name, and this rank would write both copies.
+    If the first and the last stage are on the same rank, this rank has two copies of a tied
+    embedding and of its optimizer state, with the same name. megatron-core selects one rank to
+    write the tensors with this name, and that rank would write both copies.
     """
     kept: dict[tuple[str, tuple[int, ...]], ShardedTensor] = {}
     copies: set[int] = set()
@@ -136,11 +136,11 @@ def without_local_copies(whole: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_own_storage(loaded: dict[str, Any]) -> dict[str, Any]:
-    """Gives each tensor in ``loaded`` separate memory, and returns the changed state.
+    """Returns the state ``loaded``, in which no two tensors share memory.
 
     If a rank has two tensors with the same name, such as the copies of a tied embedding,
-    megatron-core's parallel load returns the same memory for both tensors. The optimizer would then
-    update this memory twice.
+    megatron-core's parallel load returns the same memory for both tensors. Without separate memory,
+    the optimizer would update both tensors twice. The state is changed in place.
     """
     seen: set[int] = set()
 
@@ -175,10 +175,10 @@ def sharded_optimizer(
 ) -> dict[str, Any]:
     """Returns the optimizer's state, with the position of each tensor in the whole model.
 
-    With expert parallelism, experts have a separate optimizer. With muon, all weights that muon
-    does not train, such as biases, have a separate optimizer. The tensors of this second optimizer
-    are saved under different names, and its parameter groups in a separate entry. The saved
-    parameter groups of experts are never read.
+    With expert parallelism, experts have a second optimizer. With muon, the weights that muon does
+    not train, such as biases, have a second optimizer. Its tensors are saved under different names,
+    and its parameter groups in a separate entry. The saved parameter groups of experts are never
+    read.
 
     Args:
         optimizer: megatron-core's optimizer.
@@ -209,9 +209,9 @@ class StateParts:
     """State of a rank, split into tensors, objects and common values.
 
     Attributes:
-        pieces: Parts of tensors, by name and offset in the whole tensor.
-        objects: Lists of non-tensor values, by name in megatron-core.
-        common: Values that all ranks share, by name.
+        pieces: Parts of tensors, keyed by name and offset in the whole tensor.
+        objects: Lists of non-tensor values, keyed by megatron-core's names.
+        common: Values that all ranks share, keyed by name.
     """
 
     pieces: dict[Part, Piece]
@@ -226,7 +226,7 @@ class StateParts:
 
         Args:
             sharded_state_dict: Nested dictionary whose leaves are shards.
-            common: Values that all ranks share, by name.
+            common: Values that all ranks share, keyed by name.
             is_whole: Whether to keep shards that are also written by another rank.
         """
         parts = cls(pieces={}, objects={}, common=common)
@@ -244,12 +244,10 @@ class StateParts:
         return parts
 
     def is_lasting(self, chunks: Any, optimizer: Any) -> bool:
-        """Returns whether these parts can be reused for saving later steps.
+        """Returns whether these parts can be reused to save later steps.
 
-        ``chunks`` are this rank's model chunks, and ``optimizer`` is the run's optimizer.
-
-        Parts can be reused if each tensor shares memory with a weight or with optimizer state, and
-        all objects except for the random states are empty.
+        Parts can be reused if each tensor shares memory with a weight of ``chunks`` or with the
+        state of ``optimizer``, and all objects except the random states are empty.
         """
         empty = (data for name, data in self.objects.items() if not name.startswith(f"{RNG}/"))
         if not all(_is_nothing(value) for data in empty for value in data):
@@ -273,7 +271,7 @@ def _is_nothing(data: Any) -> bool:
 def addresses(chunks: Any, optimizer: Any) -> list[int]:
     """Returns the memory addresses of the weights of ``chunks`` and the state of ``optimizer``.
 
-    If tensors have moved since the last call, the addresses differ.
+    If tensors have moved since the last call, the addresses differ from the previous ones.
     """
     return [tensor.data_ptr() for tensor in _state_tensors(chunks, optimizer)]
 
@@ -330,7 +328,7 @@ def _refresh(common: dict[str, Any], leaf: Any) -> None:
 
 
 def has_parameters(optimizer: Any) -> bool:
-    """Returns whether ``optimizer`` has parameters here. An empty stage has no parameters."""
+    """Returns whether ``optimizer`` has parameters on this rank. Empty stages have none."""
     return any(
         group["params"] for leaf in _leaves(optimizer) for group in leaf.optimizer.param_groups
     )
@@ -347,8 +345,8 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     _move_step_to_groups(state)  # Megatron-LM saves the step count outside of the parameter groups.
     step = _steps_of(state)
     if rest and not _has_muon(optimizer):
-        # Runs without expert parallelism do not save the groups of experts, so use the groups of
-        # this run.
+        # Runs without expert parallelism do not save the parameter groups of experts, so use this
+        # run's groups.
         (leaf,) = rest
         tree = second.setdefault("optimizer", {}) if "optimizer" in leaf.state_dict() else second
         groups = leaf.optimizer.state_dict()["param_groups"]
@@ -367,9 +365,9 @@ def _steps_of(state: Mapping[str, Any]) -> int:
 def _load(leaf: Any, state: dict[str, Any]) -> None:
     inner = leaf.optimizer
     kept = [_without(group, "params", "step") for group in inner.param_groups]
-    # Give each group a unique lr_mult. Saved and current groups have the same order on all ranks,
-    # but megatron-core matches groups by their multipliers, which are equal for groups with and
-    # without a decoupled learning rate.
+    # Give each group a unique lr_mult. megatron-core matches saved and current groups by their
+    # multipliers, which may be equal for groups with and without a decoupled learning rate. The
+    # order of the groups is a reliable key, because it is the same on all ranks.
     tree = state.get("optimizer", state)
     saved = tree["param_groups"]
     if _is_torch_adam(leaf) and not isinstance(leaf, DistributedOptimizer):
@@ -427,8 +425,8 @@ def require_same_groups(optimizer: Any, saved: Mapping[str, Any], name: str) -> 
 def _leaves(optimizer: Any) -> list[Any]:
     """Returns the list of optimizers in megatron-core's chained optimizer ``optimizer``.
 
-    Usually, there is one optimizer. With expert parallelism, a second optimizer follows, for the
-    experts. With muon, a second optimizer follows, for all weights that muon does not train.
+    Usually, there is one optimizer. With expert parallelism, a second optimizer for the experts
+    follows. With muon, a second optimizer for all weights that muon does not train follows.
     """
     return list(optimizer.chained_optimizers)
 
@@ -451,11 +449,11 @@ def _is_torch_adam(leaf: Any) -> bool:
 
 
 def fill_state(leaf: Any) -> None:
-    """Creates the state of each parameter in the optimizer ``leaf`` before the first step.
+    """Creates the optimizer state of each parameter in ``leaf`` before the first step.
 
-    A checkpoint then has the same entries before and after the first step. Otherwise, entries could
-    be missing for a dozen iterations with float16, because the optimizer skips steps in which
-    gradients overflow.
+    This makes a checkpoint have the same entries before and after the first step. Otherwise, with
+    float16, entries could be missing for a dozen iterations, because the optimizer skips steps in
+    which gradients overflow.
     """
     inner = leaf.optimizer
     if leaf.init_state_fn is not None:
@@ -491,7 +489,7 @@ def _give_steps(muon: Mapping[str, Any], scalars: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _step_for_empty_rank(leaf: Any) -> Iterator[None]:
-    """Gives the distributed optimizer ``leaf`` a step count if this rank has no parameters.
+    """Temporarily gives the optimizer ``leaf`` a step count if this rank has no parameters.
 
     With torch's Adam, megatron-core reads the step count from the state of a parameter, which fails
     on a rank without parameters. A rank has no parameters if its stage is empty, or if there are
@@ -512,10 +510,10 @@ def _step_for_empty_rank(leaf: Any) -> Iterator[None]:
 def _load_shards(leaf: Any, shards: Mapping[Any, Any]) -> None:
     """Loads ``shards``, this rank's main weights and moments, into the sharded optimizer ``leaf``.
 
-    megatron-core copies each entry of a parameter's state. With torch's Adam, this state includes
-    the step count, which is not among the saved entries. megatron-core would also use the same step
-    tensor for all parameters, and each parameter would increment it. So this function sets the step
-    counts aside, and then gives each parameter a separate copy.
+    megatron-core expects a saved value for each entry of a parameter's state. With torch's Adam,
+    this state includes the step count, which is not saved. megatron-core would also use one step
+    tensor for all parameters, so that each parameter would increment it. Therefore, this function
+    removes the step counts before loading, and then gives each parameter a separate copy.
     """
     inner = leaf.optimizer
     torch_adam = _is_torch_adam(leaf)
@@ -529,12 +527,12 @@ def load_scheduler(scheduler: Any, optimizer: Any, saved: dict[str, Any]) -> Non
     """Sets learning rate and weight decay of ``scheduler`` according to the progress in ``saved``.
 
     Raises:
-        CheckpointError: The schedule differs from the schedule in the checkpoint, and no flag
-            selects one of these two schedules.
+        CheckpointError: If the schedule differs from the schedule in the checkpoint, and no flag
+            selects one of the two schedules.
     """
     settings_here = scheduler.state_dict()
     if _constant_decay(settings_here) and _constant_decay(saved):
-        # Ignore the number of steps, because it has no effect on a constant weight decay.
+        # The number of steps has no effect on a constant weight decay, so do not compare it.
         saved = {**saved, "wd_incr_steps": settings_here["wd_incr_steps"]}
     different = [name for name in _SCHEDULE_FLAGS if saved[name] != settings_here[name]]
     free = scheduler.override_opt_param_scheduler or scheduler.use_checkpoint_opt_param_scheduler
@@ -553,7 +551,7 @@ def load_scheduler(scheduler: Any, optimizer: Any, saved: dict[str, Any]) -> Non
         if group["default_config"]:
             group["max_lr"] = scheduler.max_lr
             group["min_lr"] = scheduler.min_lr
-    # Loading does not change the weight decay of the groups, so update it with this call.
+    # Loading does not update the weight decay of the groups, but this call does.
     scheduler.step(0)
 
 
@@ -562,7 +560,7 @@ def _constant_decay(state: Mapping[str, Any]) -> bool:
 
 
 def sharded_rng(config: TrainerConfig) -> ShardedObject:
-    """Returns the random states of this rank. Runs with the same parallel sizes can load them."""
+    """Returns this rank's random states, which runs with the same parallel sizes can load."""
     shape, position = _mesh_position(config)
     state = {
         "python": random.getstate(),
@@ -577,8 +575,9 @@ def sharded_rng(config: TrainerConfig) -> ShardedObject:
 def load_rng(state: Mapping[str, Any]) -> None:
     """Restores the random states of this rank from ``state``.
 
-    If the states were saved on a different type of device, logs a warning and keeps the device's
-    current state, because CPU and GPU generators cannot load each other's states.
+    If the states were saved on a different type of device, the function logs a warning and keeps
+    the current state of the device's generator, because CPU and GPU generators cannot load each
+    other's states.
     """
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
@@ -602,8 +601,8 @@ def load_rng(state: Mapping[str, Any]) -> None:
 def _mesh_position(config: TrainerConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the pipeline, tensor and data-parallel sizes, and this rank's index in each group."""
     if config.parallel.unequal_sizes is not None:
-        # Stages with different numbers of ranks do not form a grid, so use the global rank as the
-        # only index.
+        # Stages with different numbers of ranks do not form a grid, so the global rank is the only
+        # index.
         return (dist.get_world_size(), 1, 1), (dist.get_rank(), 0, 0)
     shape = (
         parallel_state.get_pipeline_model_parallel_world_size(),

@@ -3,7 +3,7 @@
 ::
 
     training ─ copy in memory ─> <local>/iter_0000100/ of each node ─ Upload ─> <save>/iter_0000100/
-               training waits    written during training              then uploaded, one at a time
+               training waits    written during training          one checkpoint at a time
 
     node a   <local>/iter_0000100/  common.pt .metadata __0_0.distcp __1_0.distcp ──┐
     node b   <local>/iter_0000100/  common.pt .metadata __2_0.distcp __3_0.distcp ──┤
@@ -13,10 +13,11 @@
     <local> is DIR/<name of --save>-<hash>/<node>, because several jobs and nodes may share a disk
     <local>/iter_0000100/local.json     manifest of the whole checkpoint, which lists all files
 
-A checkpoint can be loaded once it is complete in shared storage. After that, the node's local disk
-is a faster source of the same files. The local disk also allows a new run to finish an upload that
-the previous run did not finish. Each rank uploads some of the files on its node. About once per
-second, all ranks exchange whether an error occurred, and whether they have more files to upload.
+A checkpoint can be loaded once it is complete in shared storage. From then on, the nodes' local
+disks are a faster source of the same files. With the files on the local disks, a new run can also
+finish an upload that the previous run did not finish. Each rank uploads some of the files on its
+node. About once per second, the ranks exchange whether an error occurred and whether any rank has
+more files to upload.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ from megatron.adaptive.errors import CheckpointError
 
 _LOG = logging.getLogger(__name__)
 _MANIFEST = "local.json"
-# Two checkpoints are kept by default, because the previous checkpoint is needed until the newest
-# checkpoint is complete.
+# Keep two checkpoints by default, because the previous one is needed until the newest one is
+# complete.
 _KEPT = 2
 _LOOK_S = 10.0
 _END_S = 5.0  # An aborted upload must stop within this number of seconds.
@@ -118,8 +119,8 @@ class LocalDisk:
             ranks: Group of all ranks. No other communication may use it during the call.
 
         Returns:
-            True if the checkpoint is on the local disks. If False, no upload is running, and the
-            caller can write the checkpoint directly to shared storage.
+            True if the checkpoint is on the local disks. False if it could not be written there. No
+            upload is running then, and the caller can write directly to shared storage.
 
         Raises:
             CheckpointError: If an earlier upload does not finish within the job's timeout.
@@ -128,7 +129,7 @@ class LocalDisk:
             newest, shares = self._newest = self._write(step, state, save_id, ranks)
         except CheckpointError as error:
             self._warn(
-                "%s: %s; the checkpoint of iteration %d goes to %s directly",
+                "%s: %s; the checkpoint of iteration %d is written directly to %s",
                 self._base,
                 error,
                 step,
@@ -146,8 +147,8 @@ class LocalDisk:
         else:
             self._warn(
                 "the checkpoint of iteration %d stays only on the nodes' local disks, because "
-                "an earlier checkpoint is still being copied to %s; the next checkpoint is "
-                "copied",
+                "an earlier checkpoint is still being copied to %s; later checkpoints are "
+                "copied once that copy is complete",
                 step,
                 self.shared.path,
             )
@@ -195,8 +196,8 @@ class LocalDisk:
             shares = share_out([files for files, _ in parts], stored["files"])
             if shares is None:
                 self._warn(
-                    "the checkpoint of iteration %d is not uploaded, because the disks of "
-                    "these nodes do not contain all of it",
+                    "the checkpoint of iteration %d is not uploaded, because the local disks "
+                    "of these nodes do not have all of its files",
                     step,
                 )
                 continue
@@ -210,21 +211,21 @@ class LocalDisk:
                 self._warn("%s; resuming from iteration %d", error, newest)
                 return
             if upload.failure is None:
-                # Remove the checkpoint from the queue, because this run did not write it.
+                # Do not report this checkpoint as completed, because this run did not write it.
                 self.done.get()
                 return
 
     def near(self, step: int, save_id: str, files: Mapping[str, int]) -> dict[str, Path]:
-        """Returns the paths of a checkpoint's files that are on this node's local disk, by name.
+        """Returns the paths of a checkpoint's files on this node's local disk, keyed by file name.
 
         Args:
             step: Step of the checkpoint.
             save_id: Identifier of the save, or empty if local disks have no files of the save.
-            files: Size in bytes of each file of the checkpoint, by name.
+            files: Size in bytes of each file of the checkpoint, keyed by name.
         """
         sizes: dict[str, int] = {}
         folder = self._folder.complete_path(step)
-        # If an error occurs here, all files are read from shared storage.
+        # Ignore errors. All files are then read from shared storage.
         with contextlib.suppress(OSError):
             manifest = self._stored().get(step)
             if save_id and manifest is not None and manifest["save_id"] == save_id:
@@ -313,7 +314,7 @@ class LocalDisk:
         return ranks.any(self._upload is not None and self._upload.is_alive())
 
     def _wait(self, ranks: RankGroup, until_s: float) -> None:
-        """Waits until the running upload has succeeded or failed, or until the time ``until_s``.
+        """Waits until the running upload has ended, but no longer than the time ``until_s``.
 
         Raises:
             CheckpointError: If the upload does not stop in time.
@@ -340,9 +341,9 @@ class LocalDisk:
     def _held(self, latest: int) -> dict[tuple[int, str], tuple[dict[str, int], Stored | None]]:
         """Returns the checkpoint files on this disk whose steps are later than ``latest``.
 
-        Each key consists of the step and the identifier of the save. Each value consists of the
-        sizes of the files by name, and the manifest. The manifest is ``None`` except on one rank
-        per node.
+        Each key is the pair of the step and the identifier of the save. Each value is a pair: the
+        sizes of the files, keyed by name, and the manifest. On all ranks of a node except one,
+        ``None`` replaces the manifest.
         """
         return {
             (step, manifest["save_id"]): (
@@ -354,7 +355,7 @@ class LocalDisk:
         }
 
     def _stored(self) -> dict[int, Stored]:
-        """Returns all readable manifests on this node's disk, by step."""
+        """Returns all readable manifests on this node's disk, keyed by step."""
         manifests: dict[int, Stored] = {}
         for step, path in self._folder.steps().items():
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError, CheckpointError):
@@ -386,7 +387,7 @@ class BackgroundWrite(threading.Thread):
     Attributes:
         step: Step of the checkpoint.
         path: Path of the checkpoint, or ``None`` until the checkpoint is complete.
-        failure: Error that made the write fail, or ``None`` if there was no error.
+        failure: Error that ended the write, or ``None`` if there was no error.
     """
 
     def __init__(self, write: Callable[[], Path | None], step: int, done: Done) -> None:
@@ -415,10 +416,10 @@ def hold(
         folder: Folder of checkpoints.
         job: Rank, process groups and environment of this process.
         ranks: Group of all ranks, used for communication.
-        remedy: Advice at the end of the error message if the folder cannot be written. If empty,
-            the OSError is raised unchanged, so that the caller can add advice.
-        has_local: Whether checkpoints are first written to local disks. If so, this function does
-            not fail if shared storage cannot be written, because it may become available later.
+        remedy: Advice to append to the error message if the folder cannot be written. If empty, the
+            OSError is raised unchanged, so that the caller can add advice.
+        has_local: Whether checkpoints are first written to local disks. In this case, it is not an
+            error if shared storage cannot be written, because it may become available later.
 
     Raises:
         CheckpointError: If another job has reserved the folder, or the folder cannot be written.
@@ -482,8 +483,7 @@ def writing(
         def clear(text: str = str(error)) -> str:
             """Removes the partial folder, and returns the cause of the failure.
 
-            If another job has taken over the folder, this is the cause. Otherwise, the cause is
-            ``text``.
+            The cause is ``text``, unless another job has taken over the folder.
             """
             if folder.lease is not None:  # Without a lease, the folder may belong to another job.
                 folder.abandon(step)
@@ -495,7 +495,7 @@ def writing(
                     return text
             return text
 
-        # All ranks raise CheckpointError together, so all of them can call on_first().
+        # All ranks raise a CheckpointError together, so all of them reach this call of on_first().
         if isinstance(error, CheckpointError):
             text = ranks.on_first(clear)
             raise CheckpointError(message.replace("{}", text)) from error
@@ -519,7 +519,7 @@ def prepare(
     Args:
         shared: Folder of checkpoints in shared storage.
         job: Rank, process groups and environment of this process.
-        remedy: Advice at the end of the error message if the folder cannot be written.
+        remedy: Advice to append to the error message if the folder cannot be written.
         base: Folder on the local disk of each node, or ``None`` to write directly to ``shared``.
         latest: Function that returns the newest step in ``shared``, 0 if there is no checkpoint, or
             ``None`` if the run does not resume from ``shared``.
@@ -552,8 +552,8 @@ class Upload(BackgroundWrite):
         names: Names of the files that this rank uploads.
 
     Attributes:
-        is_given_up: Set to True by a caller to abort the upload within about a second. This has no
-            effect while a rank hangs in a write to shared storage.
+        is_given_up: Flag that a caller sets to abort the upload within about a second. The flag has
+            no effect while a rank hangs in a write to shared storage.
     """
 
     def __init__(self, disk: LocalDisk, stored: Stored, names: Sequence[str]) -> None:
@@ -629,9 +629,9 @@ def share_out(
     """Divides the files to upload among the ranks whose nodes have the files.
 
     Args:
-        held: For each rank, the size in bytes of each file on the local disk of the rank's node, by
-            name.
-        files: Size in bytes of each file of the checkpoint, by name.
+        held: One mapping per rank. It maps each file on the local disk of the rank's node to its
+            size in bytes.
+        files: Size in bytes of each file of the checkpoint, keyed by name.
 
     Returns:
         Names of the files that each rank has to upload. The files are divided evenly among the
@@ -672,6 +672,6 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _some(pieces: Iterator[None]) -> bool:
-    """Continues the copy ``pieces`` for about a second. Returns whether it may be unfinished."""
+    """Continues the copy ``pieces`` for about a second. Returns whether more may be left."""
     until_s = time.monotonic() + _ROUND_S
     return any(time.monotonic() >= until_s for _ in pieces)

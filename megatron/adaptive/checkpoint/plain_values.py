@@ -3,8 +3,8 @@ r"""Serializes state other than the model's tensors in a format that is safe to 
 ::
 
     {"progress": {"iteration": 100}, "scale": {"!": "tensor", "type": "float32", ...}}   \\n
-    bytes of the tensors, arrays and long lists of numbers that the line refers to, each at a
-    multiple of 64 after the line
+    bytes of the tensors, arrays and long lists of integers that the line refers to, each aligned
+    to 64 bytes after the line
 
 The first line is JSON. Values that JSON cannot express are JSON objects whose entry ``!`` is the
 type of the value. Unlike a pickle, such data cannot run code when it is read.
@@ -30,7 +30,7 @@ _ALIGN = 64
 # The JSON line is padded to a multiple of this number of bytes, so that the position of the data
 # after the line rarely changes.
 _LINE = 256
-_LONG = 16  # Shorter lists of integers are written as JSON.
+_LONG = 16  # Shorter lists of integers are written in the JSON line.
 _PLAIN = (bool, int, float, str, type(None))
 _ARRAYS = "biufc"  # These NumPy kinds (dtype.kind) contain only numbers, and no Python objects.
 _INT64 = range(-(1 << 63), 1 << 63)
@@ -44,7 +44,7 @@ def dumps(value: Any) -> bytes:
             strings, bytes, tensors, arrays, :class:`io.BytesIO`, and torch types and devices.
 
     Raises:
-        TypeError: ``value`` contains an object of any other type. The message contains the position
+        TypeError: If ``value`` contains an object of another type. The message names the position
             of this object.
     """
     writer = _Writer()

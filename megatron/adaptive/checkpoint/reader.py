@@ -9,11 +9,11 @@ Each part of a tensor starts at the offset ``at`` in its file, and is read direc
 tensor. Objects are serialized by :mod:`megatron.adaptive.checkpoint.plain_values`. The checksum of
 each block is verified before the block is used. Reading never runs code from the checkpoint.
 
-Checkpoints of earlier versions and of Megatron-LM have ``.metadata`` instead of an index.
-``torch.save`` wrote their tensors and objects. Such checkpoints are opened only if the caller
-trusts them. Even then, they are read by restricted unpicklers, which only create tensors, plain
-values and the classes of an index. Objects of other classes, such as enumerations in Megatron-LM's
-arguments, are replaced by placeholders.
+Checkpoints of earlier versions and of Megatron-LM have the pickle ``.metadata`` instead of an
+index, and their tensors and objects were written by ``torch.save``. Such checkpoints are opened
+only if the caller trusts them. Even then, they are read with restricted unpicklers, which create
+only tensors, plain values and the classes that ``.metadata`` needs. Objects of other classes, such
+as enumerations in Megatron-LM's arguments, are replaced by placeholders.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron.adaptive.config.input_files import parse_json
 from megatron.adaptive.errors import DamagedCheckpointError
 
 _Result = TypeVar("_Result")
-# The pickle ``.metadata`` may refer to these classes and functions, listed by module.
+# The pickle ``.metadata`` may refer to these classes and functions, keyed by module.
 _KNOWN = {
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
@@ -123,14 +123,14 @@ class CheckpointReader:
         path: Path of the checkpoint.
         files: Size in bytes of each file, from the manifest.
         blocks: Checksums of each file's blocks, from the manifest.
-        near: Paths of copies of the files on the local disk, by file name. These copies are read
-            first.
+        near: Paths of copies of the files on the local disk, keyed by file name. These copies are
+            tried first.
 
     Attributes:
         path: Path of the checkpoint.
-        tensors: Dtype, shape and saved parts of each tensor, by name.
-        objects: File, offset and length of each non-tensor object, by name. The value is ``None``
-            for an empty object.
+        tensors: Dtype, shape and saved parts of each tensor, keyed by name.
+        objects: File, offset and length of each non-tensor object, keyed by name. The value of an
+            empty object is ``None``.
 
     Raises:
         DamagedCheckpointError: If the index is damaged.
@@ -235,8 +235,8 @@ class CheckpointReader:
     def check_rest(self, share: int, shares: int) -> None:
         """Verifies the checksums of this rank's share of the blocks that contain no tensor data.
 
-        Blocks with tensor data are verified when the tensors are read. So together, the ranks
-        verify all blocks of a checkpoint.
+        Blocks with tensor data are verified when the tensors are read. After this call, the ranks
+        together have verified all blocks of the files with tensors.
 
         Args:
             share: Index of this rank's share of the blocks, from 0.
@@ -411,8 +411,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        # The objects of this module record which rank wrote which data, which a reader does not
-        # need.
+        # Objects of this module record which rank wrote which data. A reader does not need them.
         if module == _PLANS:
             return UnreadObject
         if not is_dtype and name not in _KNOWN.get(module, ()):
@@ -421,7 +420,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _unpickled(data: bytearray) -> Any:
-    """Returns the value in ``data``, which ``torch.save`` wrote, using a restricted unpickler.
+    """Returns the value in ``data``, the output of ``torch.save``, using a restricted unpickler.
 
     Objects of classes that are not allowed become :class:`UnreadObject`.
     """

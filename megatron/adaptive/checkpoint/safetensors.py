@@ -6,10 +6,10 @@
     model-00001-of-00002.safetensors  the same, for a model in several files, and
     model.safetensors.index.json      {"metadata": {...}, "weight_map": {name: file}}
 
-The ``safetensors`` package would need more memory. It maps files into memory, so all pages that it
-has read count as memory of the process. To write a file, it needs all tensors of the file at the
-same time. This module reads parts of tensors directly into their targets, and writes one tensor
-after the other.
+The ``safetensors`` package would need more memory. The package maps files into memory, so all pages
+that have been read count as memory of the process. To write a file, it needs all tensors of the
+file at the same time. This module reads parts of tensors directly into their targets, and writes
+one tensor at a time.
 
 A weight with 8-bit elements has a second tensor, ``NAME_scale_inv``, with a scale factor for each
 block of 128 x 128 elements. When such a weight is read, its elements are multiplied by their scale
@@ -49,7 +49,7 @@ ALL_DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Dtypes that parameters and buffers of a module may have, by their codes in the files."""
+"""Dtypes that parameters and buffers of a module may have, keyed by their codes in the files."""
 _CODES = {dtype: code for code, dtype in ALL_DTYPES.items()}
 _PICKLED = (".bin", ".pt", ".pth")
 _BLOCK_BYTES = 1 << 23
@@ -79,13 +79,13 @@ class TensorFolder:
     Args:
         folder: Folder of the model.
         only: Name of the only file to read, or ``None`` to read all files of the model.
-        dtypes: Dtypes that the folder's tensors may have, by their codes in the files.
+        dtypes: Dtypes that the folder's tensors may have, keyed by their codes in the files.
 
     Attributes:
-        tensors: Position of each tensor, by name.
+        tensors: Position of each tensor, keyed by name.
 
     Raises:
-        CheckpointError: The folder has no ``safetensors`` files, or only pickles.
+        CheckpointError: If the folder has no ``safetensors`` files, but for example only pickles.
         DamagedCheckpointError: If a file is missing or truncated, or has an invalid header.
     """
 
@@ -273,7 +273,7 @@ def write_folder(
 
     Args:
         folder: Folder to write to.
-        tensors: Dtype and shape of each tensor by name, in the model's order.
+        tensors: Dtype and shape of each tensor, keyed by name, in the order of the model.
         read: Function that takes the name of a tensor and returns the tensor, which must be
             contiguous and in host memory. It is called once per tensor.
         shard_bytes: Maximum size of a file in bytes. A larger tensor gets a separate file.
@@ -299,14 +299,14 @@ def split_shards(
     """Divides tensors among files, and returns the names of the tensors in each file.
 
     Args:
-        tensors: Dtype and shape of each tensor by name, in the model's order.
+        tensors: Dtype and shape of each tensor, keyed by name, in the order of the model.
         shard_bytes: Maximum size of a file in bytes. A larger tensor gets a separate file.
     """
     shards: list[list[str]] = [[]]
     filled = 0
     for name, (dtype, shape) in tensors.items():
         size = math.prod(shape) * dtype.itemsize
-        # If a tensor exceeds the limit, insert its file before the file that is being filled.
+        # If a tensor exceeds shard_bytes, insert its file before the file that is being filled.
         if size > shard_bytes:
             shards.insert(len(shards) - 1, [name])
             continue
@@ -335,8 +335,8 @@ def write_index(
 
     Args:
         folder: Folder to write to.
-        files: Name of the file that contains each tensor, by name of the tensor.
-        tensors: Dtype and shape of each tensor, by name.
+        files: Name of the file that contains each tensor, keyed by the tensor's name.
+        tensors: Dtype and shape of each tensor, keyed by name.
 
     Raises:
         OSError: If the index cannot be written.
@@ -360,7 +360,7 @@ def write_shard(
 
     Args:
         path: Path of the file.
-        tensors: Dtype and shape of each tensor of the file, by name.
+        tensors: Dtype and shape of each tensor of the file, keyed by name.
         read: Function that takes the name of a tensor and returns the tensor, which must be
             contiguous and in host memory.
 

@@ -78,16 +78,17 @@ class CheckpointSaver:
     ) -> Path | None:
         """Writes a checkpoint, and returns its path if it is complete.
 
-        Blocks until the checkpoint is complete and flushed to disk. With ``behind``, blocks only
-        until the previous checkpoint is complete and the state is copied to host memory. If the
-        previous checkpoint could not be written, logs a warning, and blocks until the new
-        checkpoint is complete. So a disk that is temporarily full does not stop the run.
+        Without ``behind``, this method blocks until the checkpoint is complete and flushed to disk.
+        With ``behind``, it blocks only until the previous checkpoint is complete and the state is
+        copied to host memory. If the previous checkpoint could not be written, the method logs a
+        warning, and blocks until the new checkpoint is complete. A disk that is temporarily full
+        therefore does not stop the run.
 
         Args:
             folder: Folder of checkpoints.
             step: Step of the checkpoint.
             take: Function that returns the state of this rank to save. All ranks call it together.
-            remedy: Advice at the end of the error message if the folder cannot be written.
+            remedy: Advice to append to the error message if the folder cannot be written.
             keep: Number of newest complete checkpoints to keep, or ``None`` to keep all.
             behind: Whether to write in a background thread while training continues.
 
@@ -135,10 +136,10 @@ class CheckpointSaver:
         Args:
             path: Path of the checkpoint.
             step: Step of the checkpoint.
-            save_id: Identifier of the save, by which its files on local disks are recognized. Empty
-                if local disks have no such files.
-            files: Size in bytes of each file of the checkpoint, by name.
-            sums: Checksums of each file's blocks, by name.
+            save_id: Identifier of the save, used to recognize its files on local disks. Empty if
+                local disks have no files of this save.
+            files: Size in bytes of each file of the checkpoint, keyed by name.
+            sums: Checksums of each file's blocks, keyed by name.
 
         Raises:
             DamagedCheckpointError: If the checkpoint is damaged.
@@ -152,8 +153,7 @@ class CheckpointSaver:
     def completed(self) -> tuple[int, Path] | None:
         """Returns (step, path) of a checkpoint that was completed in the background, or ``None``.
 
-        Each completed checkpoint is returned once. The result is ``None`` after all of them were
-        returned.
+        Each completed checkpoint is returned once. The result is ``None`` if there are no more.
         """
         queues = [self._done] if self.local is None else [self._done, self.local.done]
         for queue in queues:
@@ -238,9 +238,9 @@ class CheckpointSaver:
     ) -> Path | None:
         """Writes ``state`` to ``folder`` as the checkpoint of ``step``. All ranks must call this.
 
-        Only the newest ``keep`` checkpoints are kept, or all if ``keep`` is ``None``. An error has
-        the text ``message``, in which ``{}`` stands for the cause. Returns the path of the
-        checkpoint, or ``None`` if it is only on local disks.
+        Only the newest ``keep`` checkpoints are kept, or all if ``keep`` is ``None``. ``message``
+        is the text of the error to raise on failure, in which ``{}`` stands for the cause. Returns
+        the path of the checkpoint, or ``None`` if it is only on local disks.
         """
         local = self.local
         if (
@@ -279,8 +279,8 @@ def load_first_whole(
         ranks: Group of all ranks, used for communication.
 
     Raises:
-        CheckpointError: No checkpoint could be loaded. The error is about the first checkpoint in
-            ``steps``.
+        CheckpointError: If no checkpoint could be loaded. The message describes the failure of the
+            first checkpoint in ``steps``.
     """
     first: DamagedCheckpointError | None = None
     for step in steps:
@@ -305,7 +305,7 @@ def require_seen(path: Path, job: Job) -> None:
     """Checks that this rank can see the folder ``path``, which another rank has created.
 
     Raises:
-        CheckpointError: The folder does not exist on this node, because the nodes do not share it.
+        CheckpointError: If the folder does not exist on this node, because nodes do not share it.
     """
     if not path.is_dir():
         host = job.places[job.rank]["host"]

@@ -1,23 +1,23 @@
-"""Stores snapshots of the state of ranks in memory that outlives the processes of the ranks.
+"""Stores snapshots of the ranks' state in memory that outlives the processes of the ranks.
 
 ::
 
     rank ── descriptor, "taken" ──> SnapshotKeeper ── head, steps ──> the buddy's SnapshotKeeper
          <── "kept" ──                             <── step ──
 
-    [ lengths ][ head: JSON ] | [ slot 0 ] | [ slot 1 ]          each begins on a page
+    [ lengths ][ head: JSON ] | [ slot 0 ] | [ slot 1 ]          each starts at a page boundary
                                     |
                      [ marks ][ extra ][ tensors to be sent ][ tensors with a replica elsewhere ]
 
 The snapshots of each rank are stored in an anonymous memory file. The system frees the file when
 the last process that has it open exits for any reason. The rank writes steps into the two slots
-alternately. A slot is valid only if both of its marks contain the same step. So if the rank is
-killed at any moment, the older step is still complete. Another node, the buddy, also stores this
-node's snapshots. The buddy's copy of the file lacks the last part.
+alternately. A slot is valid only if both of its marks contain the same step. If the rank is killed
+at any moment, the older step is therefore still complete. Another node, the buddy, also stores this
+node's snapshots, but without the tensors that have a replica elsewhere.
 
 While training continues, one thread per rank sends each copied step to the buddy, in messages with
-an authentication code (MAC). The rank gets an answer once the buddy has received the whole step.
-Both nodes store a checksum of the sent bytes with the step, and a restore compares these checksums.
+an authentication code (MAC). The rank gets a reply once the buddy has received the whole step. Both
+nodes store a checksum of the sent bytes with the step, and a restore verifies this checksum.
 Ranks connect over a Unix socket, which only accepts connections of the same user. Buddies connect
 over TCP, and must prove that they know the job's secret. A restore opens the files through the file
 descriptors of this process (``/proc/<pid>/fd``). Snapshots are lost when this process exits.
@@ -52,12 +52,12 @@ _PURPOSE = "snapshots"
 SLOTS = 2
 ALIGN = 64
 _PAGE = 4096
-# The two numbers are the size of the head and the size of a slot in bytes.
+# Size of the head and size of a slot, in bytes.
 _LENGTHS = struct.Struct("<QQ")
-# The first number is the step, and is written when a write begins. The second number is the step
-# again, and is written when the write ends. The third number is the size of the extra bytes.
+# Marks of a slot: the step, set when a write begins; the same step, set when the write ends; and
+# the size of the extra bytes.
 _MARKS = struct.Struct("<QQQ")
-# The step and the checksum of its sent bytes are stored after the marks.
+# Step, and checksum of its sent bytes. Both are stored after the marks.
 _SENT = struct.Struct("<QQ")
 _MARKS_BYTES = ALIGN
 _STEP_S = 30.0  # Maximum time in seconds for a buddy to receive a message.
@@ -65,9 +65,9 @@ _RUN_S = 30.0  # Maximum time in seconds for the agent of the buddy to start its
 _AGAIN_S = 0.5
 _MESSAGE = 1 << 16
 _MOST_HEAD = 1 << 28
-# The three numbers are the step, the slot and the size of the extra bytes.
+# Header of a message to the buddy: step, slot, and size of the extra bytes.
 _FRAME = struct.Struct("<QQQ")
-_KEPT = struct.Struct("<Q")  # This number is the step that the buddy has stored.
+_KEPT = struct.Struct("<Q")  # Reply of the buddy: the step that it has stored.
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -120,8 +120,8 @@ class SnapshotFile:
         descriptor = os.memfd_create("megatron-adaptive-copies", os.MFD_CLOEXEC)
         try:
             first = _rounded(_LENGTHS.size + len(head), _PAGE)
-            # Allocate all memory now. Otherwise, the system would kill the process at a later write
-            # if no memory were left.
+            # Allocate all memory now. Otherwise, if the memory ran out later, the system would kill
+            # the process at a write.
             os.posix_fallocate(descriptor, 0, first + SLOTS * size)
             os.pwrite(descriptor, _LENGTHS.pack(len(head), size) + head, 0)
             return cls(descriptor)
@@ -150,7 +150,7 @@ class SnapshotFile:
         self._mark(slot, step, step, extra_bytes)
 
     def steps(self) -> dict[int, int]:
-        """Returns the index of the slot of each complete snapshot, by step."""
+        """Returns the slot index of each complete snapshot, keyed by step."""
         slots = {}
         for slot in range(SLOTS):
             begun, done, _ = self._marks(slot)
@@ -165,7 +165,7 @@ class SnapshotFile:
         _SENT.pack_into(self.memory, offset, step, self._sum(slot))
 
     def is_whole(self, slot: int) -> bool:
-        """Returns whether the data in ``slot`` match their checksum, or have no checksum yet."""
+        """Returns whether the data in ``slot`` are intact or do not have a checksum yet."""
         step, expected = _SENT.unpack_from(self.memory, self._marks_offset(slot) + _MARKS.size)
         is_known = step == self._marks(slot)[1]
         return not is_known or self._sum(slot) == expected
@@ -186,7 +186,7 @@ class SnapshotFile:
         return memoryview(self.memory)[start : start + self.head["sent_bytes"]]
 
     def close(self) -> None:
-        """Closes the file. Its memory is freed when no process has the file open."""
+        """Closes the file. Its memory is freed once no process has the file open."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -267,10 +267,10 @@ class SnapshotKeeper:
         self.port = self._gate.port
 
     def prepare(self, run: str, secret: str, buddy: Buddy | None) -> None:
-        """Discards all snapshots, and prepares for a new start of the ranks.
+        """Discards all snapshots, and prepares for the next start of the ranks.
 
         Args:
-            run: Identifier of this start of the ranks, which is the same on all nodes.
+            run: Identifier of the next start of the ranks, which is the same on all nodes.
             secret: Secret with which the keepers of a job authenticate each other.
             buddy: Node that also stores this node's snapshots, or ``None`` if there is no such
                 node.
@@ -375,9 +375,9 @@ class SnapshotKeeper:
     def _serve_rank(
         self, connection: socket.socket, about: Mapping[str, Any], file: SnapshotFile
     ) -> None:
-        """Sends each snapshot in ``file`` to the buddy, and confirms the step over ``connection``.
+        """Sends each snapshot in ``file`` to the buddy, and confirms each step to the rank.
 
-        The snapshots are those of the rank that ``about`` describes.
+        ``about`` describes the rank that writes ``file``, and ``connection`` leads to this rank.
         """
         store = _Store.of(about, "own", file)
         with self._changed:
@@ -448,7 +448,7 @@ class SnapshotKeeper:
             return True
 
     def _count(self, store: _Store) -> None:
-        """Counts a snapshot. After the second snapshot, discards the file that ``store`` replaced.
+        """Counts a snapshot in ``store``. After the second one, discards the file that it replaced.
 
         A rank creates a new file if the number or the shapes of its tensors have changed, for
         example because stages have moved to another rank.

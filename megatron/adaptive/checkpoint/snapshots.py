@@ -6,12 +6,12 @@
                                                            └── copying 7 ─────────────┘
                                                                keeper sends 7 ...............┘
 
-Only the optimizer's update changes the state. So the snapshot of a step can be copied during the
-next forward and backward passes. A step is reported as done once the snapshot of the previous step
-is complete on every node. So if ranks fail at any moment, all other nodes have snapshots of the
-same step, and at most one reported step is lost. The node's agent runs a keeper
-(``checkpoint.snapshot_keeper``), which stores the snapshots and sends them to another node, the
-buddy.
+Only the optimizer's update changes the state, which allows the snapshot of a step to be copied
+during the next forward and backward passes. A step is reported as done only after the snapshot of
+the previous step is complete on every node. If ranks fail at any moment, all other nodes therefore
+have snapshots of the same step, and at most one reported step is lost. The node's agent runs a
+keeper (``checkpoint.snapshot_keeper``), which stores the snapshots and sends them to another node,
+the buddy.
 
 The training program provides its state through a subclass of :class:`SnapshotState`.
 """
@@ -42,7 +42,7 @@ from megatron.adaptive.profiling.free_memory import available_host_bytes
 _SHARE = 0.8  # Snapshots may use at most this fraction of the machine's available memory.
 _GIB = 1024**3
 _KEPT_S = 60.0
-_ROOM_BYTES = 1 << 16  # This number of bytes is reserved in case state other than tensors grows.
+_ROOM_BYTES = 1 << 16  # Additional space, in case state other than tensors grows.
 _MIB = 1024**2
 _MESSAGE = 1 << 16
 _FAILED = 2
@@ -93,7 +93,7 @@ class SnapshotState(ABC):
 
     @abstractmethod
     def head(self) -> Mapping[str, Any]:
-        """Returns the values that a restore needs and that are equal for all steps.
+        """Returns the values that a restore needs and that do not change between steps.
 
         ``has_common`` is True if this rank's extra bytes include the values that all ranks share.
         The trainer adds ``manifest``, the manifest for a checkpoint of the state.
@@ -311,7 +311,7 @@ class Snapshots(NoSnapshots):
         socket.send_fds(self._socket, [json.dumps(message).encode()], [self._file.descriptor])
 
     def _place(self, tensors: list[torch.Tensor], entries: list[dict[str, Any]]) -> None:
-        """Creates the tensors into which ``tensors`` are copied, in the memory of the slots.
+        """Creates tensors in the memory of the slots, as targets for the copies of ``tensors``.
 
         ``entries`` contains the position of each tensor within a slot.
         """
@@ -388,7 +388,7 @@ class Snapshots(NoSnapshots):
         except OSError as error:
             return f"rank {rank}: {error}"
         if not data:
-            return f"rank {rank}: the node's agent does not keep copies"
+            return f"rank {rank}: the node's agent has closed the connection for copies"
         return str(parse_json(data).get("failed", ""))
 
     def _announce(self, sent: int, copied: int) -> None:
@@ -401,8 +401,8 @@ class Snapshots(NoSnapshots):
         self._is_off = True
         self._report(f"off: {why}")
         self._say(
-            f"warning: no copies of the state are kept in memory: {why}; after a loss without"
-            " notice training resumes from the last checkpoint"
+            f"warning: no copies of the state are kept in memory: {why}; if a node fails without"
+            " notice, training resumes from the last checkpoint"
         )
 
 
@@ -457,9 +457,9 @@ class Need:
     """Describes which ranks copy a part of the state, and whether the copy is sent to a buddy node.
 
     Attributes:
-        ranks: Ranks that copy the part: one rank on each node that has the part.
-        is_sent: Whether the copy is also sent to the buddy, which is necessary if no other node has
-            the part.
+        ranks: Ranks that copy the part: one rank in each failure domain that has the part.
+        is_sent: Whether the copy is also sent to the buddy, because no other failure domain has the
+            part.
     """
 
     ranks: tuple[int, ...]
@@ -470,15 +470,15 @@ class Need:
 class SnapshotPlan:
     """Assignment of the parts of the state to the ranks that copy them.
 
-    Some parts of the state, such as data-parallel replicas and tied embeddings, exist on several
-    nodes. One rank on each of these nodes copies such a part, and no rank sends it. A part that
-    exists on a single node is copied by one rank, and sent to the node's buddy. All ranks compute
-    the same plan.
+    Some parts of the state, such as data-parallel replicas and tied embeddings, exist in several
+    failure domains. One rank in each of these domains copies such a part, and no rank sends it. A
+    part that exists in a single domain is copied by one rank, and sent to the buddy of its node, if
+    there is a buddy. All ranks compute the same plan.
 
     Attributes:
-        needs: Ranks that copy each part, and whether the copy is sent, by part.
-        sent_bytes: Size of the tensors that each rank sends per snapshot, in bytes, by rank.
-        tensor_bytes: Size of the tensors that each rank copies per snapshot, in bytes, by rank.
+        needs: Ranks that copy each part, and whether the copy is sent, keyed by part.
+        sent_bytes: Number of bytes of tensors that each rank sends per snapshot.
+        tensor_bytes: Number of bytes of tensors that each rank copies per snapshot.
     """
 
     needs: dict[Part, Need] = field(default_factory=dict)
@@ -500,7 +500,7 @@ def _within_slot(size: int) -> int:
 
 
 def make_plan(ranks: Sequence[RankParts]) -> SnapshotPlan:
-    """Assigns parts to ranks so that all ranks copy about the same number of bytes.
+    """Assigns the parts so that all ranks copy about the same number of bytes.
 
     Args:
         ranks: State and node of each rank, ordered by rank.
@@ -557,8 +557,8 @@ def why_not(plan: SnapshotPlan, ranks: Sequence[RankParts], limit_bytes: int | N
         size = sum(taken[node] for node, machine in nodes.items() if machine == parts.machine)
         if size > _SHARE * parts.available_bytes:
             return (
-                f"they need {size / _GIB:.3g} GiB on the machine of node {parts.node}, but of "
-                f"its {parts.available_bytes / _GIB:.3g} GiB of available memory a fifth must "
-                "stay free; use more nodes, or less memory for other purposes"
+                f"they need {size / _GIB:.3g} GiB on the machine of node {parts.node}, but may use "
+                f"only four fifths of its {parts.available_bytes / _GIB:.3g} GiB of available "
+                "memory; use more nodes, or free memory that is used for other purposes"
             )
     return None

@@ -1,9 +1,9 @@
 """Saves and loads the checkpoints of a training run.
 
-All ranks save and load together. A checkpoint appears under its final name only once it is
-complete. It has megatron-core's ``torch_dist`` format, which can be loaded with any parallel sizes
-and any partition of the layers, and a manifest (``checkpoint.folder``). If a checkpoint does not
-match a run, the error lists each difference with both values and a remedy.
+All ranks save and load together. A checkpoint gets its final name only when it is complete. It
+consists of a manifest (``checkpoint.folder``) and files in megatron-core's ``torch_dist`` format,
+which can be loaded with any parallel sizes and any partition of the layers. If a checkpoint does
+not match a run, the error message lists each difference with both values and a remedy.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class Checkpoints:
             them directly to ``--save``.
         config: Settings to use, or ``None`` for the settings of the run. ``config.checkpoint``
             determines which state is saved and loaded.
-        saver: Existing saver of the same job, for example after layers have moved between ranks. It
-            may still be writing a checkpoint. ``None`` to create a saver.
+        saver: Existing saver of the same job, or ``None`` to create one. After layers have moved
+            between ranks, for example, the existing saver may still be writing a checkpoint.
 
     Attributes:
         saver: Object that writes the checkpoints and reads them back.
@@ -181,7 +181,7 @@ class Checkpoints:
             self._state_to_save(progress),
             # All checkpoints of a run have the same parts, so check them only once.
             validate_access_integrity=not (is_whole or self._is_checked),
-            # Do not compare the common values of the ranks, because these differ between stages.
+            # Skip the comparison of common values between ranks, because they differ by stage.
             preprocess_common_before_consistancy_check=lambda common: {},
         )
         self._is_checked = True
@@ -223,9 +223,9 @@ class Checkpoints:
             Progress of the run, or ``None`` if there is no checkpoint to load.
 
         Raises:
-            CheckpointError: A required checkpoint is missing, or the checkpoint is damaged, has a
-                newer format or does not match this run. The weights of the model may already have
-                changed.
+            CheckpointError: If a required checkpoint is missing, or if the checkpoint is damaged,
+                has a newer format or does not match this run. The weights of the model may already
+                have changed.
         """
         steps: list[int] = []
         if self._settings.load is not None:
@@ -374,10 +374,9 @@ class Checkpoints:
         require_same_model(manifest, self._config, rows, f"--load {path}")
         if rows != manifest["padded_vocab_size"]:
             _LOG.warning(
-                "WARNING: --load %s has %d rows in the embedding, but this run has %d; rows that "
-                "only pad the vocabulary start at zero and count in the softmax as in "
-                "Megatron-LM, so the loss will differ; --make-vocab-size-divisible-by can keep "
-                "them",
+                "WARNING: --load %s has %d rows in the embedding, but this run has %d; padding "
+                "rows start at zero and count in the softmax, as in Megatron-LM, so the loss will "
+                "differ; use --make-vocab-size-divisible-by to keep the number of rows",
                 path,
                 manifest["padded_vocab_size"],
                 rows,
@@ -464,8 +463,7 @@ class Checkpoints:
             lambda: _present(extract_sharded_base(shards)[0], reader), name_ranks=False
         )
         if self._settings.ckpt_fully_parallel_load and self._replicas() > 1:
-            # The wrapper only calls the ``load`` method of the strategy, so this object needs no
-            # other methods.
+            # The wrapper calls only the ``load`` method of the strategy, so no other is needed.
             strategy = SimpleNamespace(load=read)
             sharing = FullyParallelLoadStrategyWrapper(strategy, _replica_group())
             loaded = sharing.load(shards, reader.path)
@@ -487,8 +485,8 @@ class _Content(NamedTuple):
     """The part of a checkpoint that one rank needs.
 
     Attributes:
-        common: Values that all ranks share, by name.
-        loaded: State of this rank, by name.
+        common: Values that all ranks share, keyed by name.
+        loaded: State of this rank, keyed by name.
         has_all: Whether the checkpoint contains all weights of the run.
         has_adapters: Whether the checkpoint contains adapter weights (LoRA).
     """
@@ -503,7 +501,7 @@ def _only(weights: dict[str, dict[str, Any]], *, adapters: bool, base: bool) -> 
     """Returns the adapter weights of each chunk, all other weights, or both.
 
     Args:
-        weights: Weights of each chunk, by name.
+        weights: Weights of each chunk, keyed by name.
         adapters: Whether to include the weights of adapters.
         base: Whether to include all other weights.
     """
@@ -597,7 +595,7 @@ def _replica_group() -> dist.ProcessGroup:
 def prepare_folder(job: Job, config: TrainerConfig) -> LocalDisk | None:
     """Reserves the folder ``--save`` for this job, and finishes an earlier run's upload to it.
 
-    The upload is only finished if this run resumes from the newest checkpoint in ``--save``.
+    The upload is finished only if this run resumes from the newest checkpoint in ``--save``.
     Without ``--save``, this function does nothing.
 
     Returns:
@@ -624,7 +622,7 @@ def check_model_folder(job: Job, config: TrainerConfig) -> None:
     from a checkpoint skips the check, because it does not need the weights in this folder.
 
     Raises:
-        AdaptiveError: Names, shapes or types of the folder's tensors do not match the model.
+        AdaptiveError: If names, shapes or types of the folder's tensors do not match the model.
     """
     settings = config.checkpoint
     if (folder := settings.load_hf) is None:

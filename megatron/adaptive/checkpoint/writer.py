@@ -2,11 +2,11 @@
 
 ::
 
-    __<rank>_0.distcp    file of a rank: its tensors, then its objects, each as torch.save does
+    __<rank>_0.distcp    file of a rank: its tensors, then its objects, as torch.save writes them
                          [ head of torch.save | bytes of the tensor | end of torch.save ] ...
                          [ pickled object | the same as plain values ] ...
     .metadata            name, offset in the whole tensor, file and position of each part or object
-    index.json           the same as JSON, with the positions of the raw bytes and plain values
+    index.json           the same data as JSON, but with positions of raw bytes and plain values
 
 This module writes all checkpoints: those of the trainer, which megatron-core reads as
 ``torch_dist``, those of a ``Pipeline``, and those that are made from in-memory snapshots. Torch and
@@ -15,9 +15,9 @@ Megatron-LM find the tensors of a checkpoint through ``.metadata``; this program
 start processes by ``spawn`` and ``fork`` for each save, which takes seconds, and copies the sockets
 and memory mappings of the pipeline's channels into the child processes.
 
-Parts are reassigned to ranks only if the layout of a rank's state has changed. Otherwise, a
-checkpoint takes one write per rank, and ranks exchange only a few numbers. This matters for
-background writes, because each line of Python then delays the training thread.
+Parts are reassigned to ranks only if the layout of a rank's state has changed. Otherwise, each rank
+writes its file immediately, and ranks exchange only a few numbers. This matters for background
+writes, because all Python code in the background thread delays the training thread.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ if TYPE_CHECKING:
 
 METADATA = ".metadata"
 COMMON, PICKLED_COMMON = "common.values", "common.pt"
-"""Names of the two files with values that all trainer ranks share: plain and pickled."""
+"""Names of the two files with the values that all trainer ranks share, as plain values and pickled.
+"""
 _LARGE_BYTES = 1 << 16
-"""Size in bytes from which a piece of output of ``torch.save`` is written immediately.
+"""Minimum size in bytes of a piece of ``torch.save``'s output that is written immediately.
 
 Smaller pieces are collected and written together.
 """
@@ -71,7 +72,7 @@ Part = tuple[str, tuple[int, ...]]
 Entry = dict[str, Any]
 """Entry of a checkpoint's index for a part of a tensor, or for an object.
 
-The entry of a part has the keys that :func:`entry_of` sets. The entry of an object has only
+The entry of a part has the keys that :func:`entry_of` sets. The entry of an object has only the key
 ``name``. :class:`ShardWriter` adds ``path``, the name of the file, and ``place``, a :class:`Place`.
 """
 
@@ -84,8 +85,8 @@ class Place(NamedTuple):
         length: Length of the output of ``torch.save``, in bytes.
         content: Offset of the raw bytes of the tensor, or of the plain values of the object, in
             bytes.
-        content_length: Length of the raw bytes or of the plain values, in bytes. If it is 0,
-            ``content`` is 0, too.
+        content_length: Length of the raw bytes or of the plain values, in bytes. If an object has
+            no plain values, both ``content`` and ``content_length`` are 0.
     """
 
     begin: int
@@ -95,7 +96,8 @@ class Place(NamedTuple):
 
 
 Heads = dict[tuple[torch.dtype, torch.Size], int]
-"""Number of bytes that ``torch.save`` writes before a tensor's raw bytes, by type and shape."""
+"""Number of bytes before a tensor's raw bytes in ``torch.save``'s output, keyed by dtype and shape.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,10 +147,10 @@ class TakenState:
     Attributes:
         pieces: Parts of tensors. If several ranks have the same part, the first of these ranks
             writes it.
-        objects: Other values, by name. If several ranks have the same name, the first of these
-            ranks writes the value.
-        once: Contents, by file name, of the files that exist once per checkpoint instead of once
-            per rank. Only the contents on rank 0 are written.
+        objects: Other values, keyed by name. If several ranks have the same name, the first of
+            these ranks writes the value.
+        once: Contents of the files that exist once per checkpoint instead of once per rank, keyed
+            by file name. Only the contents on rank 0 are written.
         manifest: Function that returns the entries of the manifest, except ``files`` and
             ``blocks``. Its arguments are the identifier of the save, which is empty if local disks
             are not used, and the group of all ranks. All ranks must call the function together; the
@@ -196,10 +198,10 @@ class ShardWriter:
             ranks: Group of all ranks, used for communication.
 
         Returns:
-            Two mappings. The first contains the files that exist once per checkpoint, by name. The
-            caller must write these files; the mapping is empty except on rank 0. The second
-            contains the manifest's entries ``files`` and ``blocks``: sizes and checksums by file
-            name.
+            Two mappings. The first maps the names of the files that exist once per checkpoint to
+            their contents. It is empty on all ranks except rank 0, and the caller must write these
+            files. The second contains the manifest's entries ``files`` and ``blocks``, which are
+            the sizes and the checksums of all files, keyed by file name.
 
         Raises:
             CheckpointError: If a rank could not write a file.
@@ -227,9 +229,9 @@ class ShardWriter:
         return once, {"files": files, "blocks": blocks}
 
     def _place(self, written: list[Place], ranks: RankGroup) -> None:
-        """Updates the index with the positions in ``written`` that have changed.
+        """Updates the index with the places in ``written`` that have changed.
 
-        A position is the place of a part within its file. All ranks must call this.
+        ``written`` contains the place of each part in this rank's file. All ranks must call this.
         """
         is_new = len(written) != len(self._written)
         changed = {
@@ -265,7 +267,7 @@ class ShardWriter:
 
 
 def indices_of(entries: Sequence[Entry]) -> dict[str, bytes]:
-    """Returns the contents of the index files of torch and of this program, by file name."""
+    """Returns the contents of the index files of torch and of this program, keyed by file name."""
     return {METADATA: _torch_index(entries), INDEX: _plain_index(entries)}
 
 
@@ -343,7 +345,7 @@ def write_file(
                     heads[form] = stream.head_bytes(tensor)
                 length = sums.size - begin
                 places.append(Place(begin, length, begin + heads[form], tensor.nbytes))
-        # Flush the file on this rank, because other nodes cannot flush writes of this node.
+        # Flush the file on the rank that wrote it, because other nodes cannot do that.
         sync(path)
         sync(path.parent)
     except OSError as error:
@@ -354,9 +356,9 @@ def write_file(
 class _Stream:
     """Writes the output of ``torch.save`` for one tensor to a file, without a copy of the tensor.
 
-    ``torch.save`` passes on the memory of the tensor, and here it is written in pieces. Hashing and
-    writing a piece release the GIL. Copying a large tensor to a buffer would hold the GIL, so that
-    the training thread would wait for a checkpoint that is written in the background.
+    ``torch.save`` passes the tensor's memory to :meth:`write`, which hashes and writes it in
+    pieces. Both operations release the GIL. Copying a large tensor to a buffer would hold the GIL,
+    so that the training thread would have to wait for a checkpoint in the background.
 
     Args:
         file: Unbuffered file.
@@ -383,7 +385,7 @@ class _Stream:
             raise self._error
 
     def head_bytes(self, tensor: torch.Tensor) -> int:
-        """Returns the number of bytes before the raw bytes of ``tensor``, which was saved."""
+        """Returns the number of bytes before the raw bytes of the saved ``tensor``."""
         if (position := self._large.get(tensor.nbytes)) is not None:
             return position
         saved = _buffered(tensor)
@@ -394,21 +396,21 @@ class _Stream:
     def write(self, data: Any) -> int:
         """Writes ``data``, or keeps it for the next write if it is small.
 
-        ``torch.save`` calls this method. :meth:`save` raises errors, because ``torch.save`` would
-        hide their cause.
+        ``torch.save`` calls this method. Errors are stored and raised later by :meth:`save`,
+        because ``torch.save`` would hide their cause.
         """
         with memoryview(data) as view:
             if view.nbytes < _LARGE_BYTES:
                 self._small += view
             else:
                 self.flush()
-                # Only the raw bytes are this large, because the rest of the output is short.
+                # The rest of the output is short, so a piece of this size contains the raw bytes.
                 self._large[view.nbytes] = self._sums.size - self._begin
                 self._write(view)
             return view.nbytes
 
     def flush(self) -> None:
-        """Writes small data that was kept. ``torch.save`` calls this at the end."""
+        """Writes the small pieces that were kept. ``torch.save`` calls this at the end."""
         if small := bytes(self._small):
             self._small.clear()
             self._write(small)
@@ -418,15 +420,15 @@ class _Stream:
             try:
                 write_summed(self._file, self._sums, data)
             except OSError as error:
-                # The frames of the traceback would keep views of memory that torch frees.
+                # Remove the traceback, whose frames would keep views of memory that torch frees.
                 self._error = error.with_traceback(None)
 
 
 def common_files(common: Any) -> dict[str, bytes]:
-    """Returns the contents of the files with ``common``, values that all ranks share, by file name.
+    """Returns the contents of the files that store ``common``, keyed by file name.
 
-    The values are written twice: as a pickle for megatron-core, and as plain values for this
-    program.
+    ``common`` contains the values that all ranks share. They are stored twice: as a pickle for
+    megatron-core, and as plain values for this program.
 
     Raises:
         TypeError: If a value cannot be expressed as plain values.
@@ -461,8 +463,8 @@ def overlay(memory: Any, offset: int, dtype: torch.dtype, size: Sequence[int]) -
 def pickled(value: Any) -> bytes:
     """Returns the bytes that ``torch.save`` would write for ``value``.
 
-    Callers write these bytes to a file. If ``torch.save`` wrote the file, the cause of a write
-    error would not be visible.
+    Callers write these bytes to a file themselves, because ``torch.save`` would hide the cause of a
+    write error.
     """
     return _buffered(value).getvalue()
 
