@@ -262,7 +262,7 @@ def test_memory_counts_for_who_keeps_the_copies() -> None:
     short = [ranks[0], dataclasses.replace(ranks[1], available_bytes=5 * MIB)]
     why = why_not(plan, short, None)
     assert why is not None
-    assert "on the machine of node z, but may use only four fifths of its 0.00488 GiB of available" in why
+    assert "the machine of node z, but may use only four fifths of its 0.00488 GiB of" in why
     # The memory would be large enough for one node, but both nodes run on the same machine.
     both = [dataclasses.replace(rank, machine="m", available_bytes=8 * MIB) for rank in ranks]
     assert why_not(plan, both, None) is not None

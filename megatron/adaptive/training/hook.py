@@ -18,7 +18,7 @@ from megatron.adaptive.training.logging import TrainedStep
 class Hook:
     """Handles one task of the training loop, such as checkpoints.
 
-    Every rank must have the same hooks, called in the same order.
+    All ranks must have the same hooks, and call them in the same order.
     """
 
     def before_step(self, iteration: int) -> None:
@@ -59,7 +59,7 @@ def make_profiler(cfg: TrainerConfig, rank: int, output_dir: Path | str | None) 
     for_nsys = not (run.use_pytorch_profiler or run.profile_execution) and (
         torch.profiler.ProfilerActivity.CUDA in torch.profiler.supported_activities()
     )
-    # Check on all ranks. Otherwise only some ranks would stop, and the other ranks would wait.
+    # Check on all ranks. Otherwise, only some ranks would stop, and the others would wait for them.
     if output_dir is None and not for_nsys:
         flag = "--profile-execution True" if run.profile_execution else "--profile"
         raise ConfigError(f"{flag} writes to TensorBoard's folder; add --tensorboard-dir")
@@ -86,7 +86,7 @@ class ProfiledWindow(Hook):
 
     def __init__(self, run: RunConfig, recording: Any) -> None:
         self._iterations = range(run.profile_step_start, run.profile_step_end)
-        self._recording = recording  # This is the profiler, or None after the profiler has stopped.
+        self._recording = recording  # Profiler, or None once it has stopped.
         self._is_running = False
 
     def before_step(self, iteration: int) -> None:
@@ -107,7 +107,7 @@ class ProfiledWindow(Hook):
             self._is_running = False
             try:
                 recording.stop()
-            # torch raises these errors if it cannot write the profile.
+            # These are the errors that torch raises if it cannot write the profile.
             except (OSError, RuntimeError) as error:
                 Outage("the profile", "profiles").begins(error)
 

@@ -1,8 +1,7 @@
-"""Tests between training steps whether ranks, links or groups are slow, for ``--probe-interval``.
+"""Tests whether ranks, links or groups are slow, between training steps (``--probe-interval``).
 
-Such a test is called a probe. In an elastic job, the first probe runs before the first step, and
-the names of failed nodes are written to ``progress.jsonl``, from which the job's manager reads
-them.
+Such a test is called a probe. In an elastic job, the first probe runs before the first step. The
+names of failed nodes are written to ``progress.jsonl``, which the job's manager reads.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from megatron.adaptive.profiling.probe import Probe, ProbedGroup
 from megatron.adaptive.profiling.probe_layout import CONTEXT, DATA, EXPERT, TENSOR
 
 _MOST_SHARE = 0.01
-"""Maximum fraction of the training time that probes take, beginning with the second probe."""
+"""Maximum fraction of the training time that probes may take. The first probe always runs."""
 _SECONDS = 0.02
 
 
@@ -33,7 +32,7 @@ class Report(Protocol):
 
 
 class IntervalProbe:
-    """Probes a run after every ``interval`` iterations. All ranks must call the same methods.
+    """Probes a run every ``interval`` iterations. All ranks must call the same methods.
 
     A probe is skipped if it would take more than 1% of the time since the previous probe.
 
@@ -52,11 +51,11 @@ class IntervalProbe:
         self._end_s = time.perf_counter()
 
     def is_due(self, iteration: int) -> bool:
-        """Returns whether to call :meth:`run` after ``iteration``; equal on all ranks."""
+        """Returns whether to call :meth:`run` after ``iteration``; the same on all ranks."""
         return self._interval > 0 and iteration % self._interval == 0
 
     def is_due_at_start(self, run: Run) -> bool:
-        """Returns whether to call :meth:`run` before the first step, as only elastic jobs do."""
+        """Returns whether to call :meth:`run` before the first step. Only elastic jobs do this."""
         return self._interval > 0 and run.job.environment.lease is not None
 
     def run(self, run: Run) -> None:
@@ -70,7 +69,7 @@ class IntervalProbe:
         self._count += 1
         locations = run.job.places
         hosts = [str(location["host"]) for location in locations]
-        # Nodes of an elastic job that share a machine have the same host name.
+        # Use node names in an elastic job, because its nodes may share a machine and its host name.
         nodes = run.job.gather(run.job.environment.node or hosts[run.job.rank])
         with run.tracing.host_span("probe"):
             probe = Probe(
@@ -105,7 +104,7 @@ def _message(run: Run) -> torch.Tensor:
 
 
 def _groups() -> dict[str, ProbedGroup]:
-    """Returns this rank's process groups of megatron-core that have several members, by kind."""
+    """Returns megatron-core's groups of this rank with at least two ranks, keyed by kind."""
     present = {
         TENSOR: parallel_state.get_tensor_model_parallel_group(check_initialized=False),
         CONTEXT: parallel_state.get_context_parallel_group(check_initialized=False),

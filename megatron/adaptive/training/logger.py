@@ -61,7 +61,7 @@ class Logger:
 
 
 def built_in_loggers() -> dict[str, type[Logger]]:
-    """Returns the loggers defined in the folder ``loggers``, by name."""
+    """Returns the loggers that are defined in the folder ``loggers``, keyed by name."""
     from megatron.adaptive.training import loggers
 
     values = [value for module in modules_in(loggers) for value in vars(module).values()]

@@ -4,7 +4,7 @@ The training loop measures each iteration and passes an :class:`IterationReport`
 decides when and how to report, and computes averages. It converts the report to a list of values,
 and writes each value to the log line, to a curve and to ``progress.jsonl``. Loggers such as
 TensorBoard, Weights & Biases and MLflow (``logger.py``, ``loggers``) receive the curves, an image
-of a step and the findings of the diagnosis.
+of a pipeline step and the findings of the diagnosis.
 
 A single rank writes everything: the last of the ranks that compute the loss. If stages are placed
 round-robin, this is the last rank of the job, as in Megatron-LM.
@@ -38,20 +38,20 @@ from megatron.adaptive.trace.trace_format import SLICES
 from megatron.adaptive.training.logger import Logger, find_loggers, make_logger
 
 _MAIN_LOSS = "lm loss"
-_SIZES = (  # These are the names of the parallel sizes that progress.jsonl contains.
+_SIZES = (  # Names of the parallel sizes to write to progress.jsonl.
     "world_size",
     "data_parallel_size",
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
 )
-_MAX_EXPONENT = 20.0  # Megatron-LM also shows a perplexity above exp(20) as exp(20).
+_MAX_EXPONENT = 20.0  # Perplexities above exp(20) are shown as exp(20), as in Megatron-LM.
 
 
 def startup_line(cfg: TrainerConfig) -> str:
     """Returns the line about the parallel sizes in ``cfg``, in the format of Megatron-LM.
 
-    The numbers of ranks of unequal stages, and a context-parallel size above 1, come last.
-    Therefore the beginning of the line always has the same format.
+    The number of ranks of each stage, if stages are unequal, and a context-parallel size above 1
+    come last, so that the beginning of the line always has the same format.
     """
     parallel = cfg.parallel
     line = (
@@ -159,12 +159,12 @@ class TrainingLog:
         self._begun_at = start_iteration
         self._stream = sys.stdout if stream is None else stream
         self._flops_per_token: float | None = None
-        self._reports: list[IterationReport] = []  # These are the reports since the last log line.
+        self._reports: list[IterationReport] = []  # Reports since the last log line.
         self._iteration = start_iteration
         self._gains: tuple[str, ...] = ()
         self._bar: tqdm[Any] | None = None
         self._curves: _Curves | None = None
-        # Look up the loggers on every rank, so that all ranks raise an error for a wrong name.
+        # Look up the loggers on every rank, so that a wrong name raises an error on all ranks.
         self._loggers = find_loggers(cfg)
         self._progress = ProgressFile(None)
         if is_writer:
@@ -214,15 +214,15 @@ class TrainingLog:
 
     @property
     def tensorboard(self) -> Any:
-        """Returns an object with TensorBoard's ``add_scalar`` method; ``None`` without metrics."""
+        """Returns an object with TensorBoard's ``add_scalar``, or ``None`` without loggers."""
         return self._curves
 
     def iteration(self, report: IterationReport) -> None:
         """Logs the iteration in ``report``. Prints a line every ``--log-interval`` iterations.
 
-        The line contains the means of the time, the losses and the pipeline bubble over the
-        iterations since the last line, and the latest value of all other quantities. The mean of
-        the losses excludes skipped iterations.
+        The time, the losses and the pipeline bubble in the line are means over the iterations since
+        the last line. All other values are the latest ones. The means of the losses exclude skipped
+        iterations.
         """
         if not self._is_writer:
             return
@@ -252,7 +252,7 @@ class TrainingLog:
             iteration: Iteration after which the losses were computed.
             prefix: Beginning of the line. If it contains the word ``test``, the losses are added to
                 the curves for test, otherwise to the curves for validation.
-            losses: Mean of each loss, by name.
+            losses: Mean of each loss, keyed by name.
         """
         if not self._is_writer:
             return
@@ -281,8 +281,8 @@ class TrainingLog:
     def report(self, **values: Value) -> None:
         """Writes values to ``progress.jsonl``.
 
-        If the values include findings of the diagnosis, the loggers receive the possible gain from
-        fixing each finding.
+        If the values include findings of the diagnosis, the loggers receive the gain that fixing
+        each finding would bring.
         """
         self._progress.report(values)
         findings = values.get("findings")
@@ -298,7 +298,7 @@ class TrainingLog:
         self._curves.note("findings", findings)
 
     def message(self, text: str) -> None:
-        """Prints ``text`` immediately, above the progress bar if there is a progress bar."""
+        """Prints ``text`` immediately, above the progress bar if there is one."""
         if not self._is_writer:
             return
         if self._bar is None:
@@ -308,10 +308,7 @@ class TrainingLog:
             self._stream.flush()
 
     def close(self) -> None:
-        """Removes the progress bar, and writes pending points of curves.
-
-        Safe to call more than once.
-        """
+        """Removes the progress bar, and closes the loggers. Safe to call more than once."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -336,7 +333,7 @@ class TrainingLog:
         ]
         elapsed_s = sum(report.elapsed_s for report in reports)
         tokens = sum(each) / self._cfg.world_size
-        # A tiny model may take no measurable time, so avoid a division by 0.
+        # Avoid a division by 0, because an iteration of a tiny model may take no measurable time.
         tokens_per_s = tokens / elapsed_s if elapsed_s > 0 else 0.0
         if self._flops_per_token is None:
             return _Throughput(tokens_per_s)
@@ -353,9 +350,9 @@ class TrainingLog:
 
         ``now`` is the throughput of the iteration.
 
-        Source: ``training_log`` of Megatron-LM, which defines the names, the order and the widths
-        up to the number of NaN iterations, and the tags for TensorBoard. Megatron-LM does not
-        report the remaining values.
+        Names, order and widths of the values up to the number of NaN iterations, and their tags for
+        TensorBoard, are those of ``training_log`` in Megatron-LM. Megatron-LM does not report the
+        remaining values.
         """
         reports = self._reports
         mean = self._throughput(self._reports)
@@ -452,7 +449,7 @@ class _Figure(NamedTuple):
 
 
 def _perplexity(loss: float) -> float:
-    # Keep this order of arguments, because min() returns a NaN only if it is the first argument.
+    # Pass the loss first, because min() returns a NaN only if it is the first argument.
     return math.exp(min(loss, _MAX_EXPONENT))
 
 
@@ -480,15 +477,15 @@ class _Curves:
         self._loggers = [make_logger(logger, cfg) for logger in loggers]
 
     def add(self, figure: _Figure, iteration: int) -> None:
-        """Adds the value of ``figure`` to its curve for ``iteration``, unless flags exclude it."""
+        """Adds the value of ``figure`` at ``iteration`` to its curve, unless flags exclude it."""
         if figure.curve and figure.value is not None and figure.curve not in self._left_out:
             self.add_scalar(figure.curve, figure.value, iteration)
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
         """Adds the point (``step``, ``value``) to the curve ``tag``.
 
-        The arguments are those of PyTorch's ``SummaryWriter``, because megatron-core's timers call
-        this method.
+        The arguments are the same as for PyTorch's ``SummaryWriter``, because megatron-core's
+        timers call this method.
         """
         self._each(lambda logger: logger.scalar(tag, float(value), step))
 
@@ -507,7 +504,7 @@ class _Curves:
             iteration: Index of the iteration under which the loggers store the image.
         """
         if all(type(logger).picture is Logger.picture for logger in self._loggers):
-            return  # Do not draw the image, because no logger stores images.
+            return  # No logger stores images.
         from megatron.adaptive.trace.read import read_run
         from megatron.adaptive.trace.step_view import pipeline_step
         from megatron.adaptive.trace.views.picture import write_picture

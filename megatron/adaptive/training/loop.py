@@ -129,13 +129,13 @@ class Trainer:
             num_microbatches = len(dealt.numbers)
         elif live.loader is not None:
             microbatches = live.loader.step(num_microbatches)
-            # Count again, because packing may have reduced the number of microbatches.
+            # Update the count, because packing may have reduced the number of microbatches.
             num_microbatches = len(microbatches)
         lengths = getattr(microbatches, "contents", ())
         slices: tuple[int, ...] = ()
         if live.config.slice_tokens is not None and run.slices is not None:
             run.slices.plan(lengths)
-            if live.config.constant_slices == 1:  # The number of slices may differ between steps.
+            if live.config.constant_slices == 1:  # Here, the number of slices varies between steps.
                 slices = each_count(num_microbatches, run.slices.count)
         run.tracing.begin_iteration(
             iteration, num_microbatches, is_traced=is_traced, lengths=lengths, slices=slices
@@ -175,7 +175,7 @@ class Trainer:
             self._live.log.message(line)
 
     def _early_end(self) -> str | None:
-        """Returns the reason to end training early, equal on all ranks, or ``None``."""
+        """Returns the reason to end training early, or ``None``. All ranks get the same result."""
         if self._stop.agreed(self._live.run.job.stop_group):
             return self._stop.reason
         interval = self._live.config.run.exit_interval
@@ -204,7 +204,7 @@ class TrainingRun:
             checkpoint was loaded.
         report_position: Function that takes a description of the rank's current activity, for error
             messages about lost peers.
-        connect: Function that makes the watcher of processes notify a run's channels about lost
+        connect: Function that makes the process watcher notify the channels of a run about lost
             ranks. Its argument is the run, or ``None`` while there are no channels.
         local: Local disk of this node, to which checkpoints are written first, or ``None`` if there
             is no such disk.
@@ -216,7 +216,7 @@ class TrainingRun:
         progress: Number of completed iterations and consumed samples.
         is_loaded: Whether training began from a checkpoint.
         weights_iteration: Iteration of the checkpoint from which the weights were loaded, even if
-            the run starts at iteration 0 with them; 0 without a checkpoint.
+            the run itself starts at iteration 0; 0 without a checkpoint.
         step: Object that runs training and validation steps.
         dealing: Object that distributes microbatches over replicas, or ``None`` if they are
             distributed round-robin.
@@ -250,8 +250,8 @@ class TrainingRun:
         """Makes ``run`` the current run, and creates the objects that belong to it."""
         self.run = run
         self.config = run.job.config
-        # Keep the saver when stages move, because it may still have to report a checkpoint that it
-        # saved, or failed to save, in the background.
+        # Keep the saver when stages move, because it may not have reported the result of the last
+        # save in the background yet.
         self.checkpoints = Checkpoints(run, self._local, saver=self._saver)
         self._saver = self.checkpoints.saver
         self.step = Step(run)
@@ -284,10 +284,10 @@ class TrainingRun:
         slices: int | None = None,
         tokens: int | None = None,
     ) -> Run:
-        """Replaces the current run by a run with the same state but other stages or slices.
+        """Replaces the current run with a run that has the same state but other stages or slices.
 
-        All ranks must call this. The data loader is connected to the new trace. The rank that now
-        computes the loss writes the log.
+        All ranks must call this. The data loader is connected to the trace of the new run. The rank
+        that computes the loss in the new run writes the log from then on.
 
         Args:
             iteration: Index of the last iteration.
@@ -298,8 +298,8 @@ class TrainingRun:
             tokens: New number of tokens per slice, or ``None`` for the current number.
 
         Raises:
-            DeviceMemoryError: If a rank has too little memory. If the run still exists, it is
-                unchanged.
+            DeviceMemoryError: If a rank has too little memory. If the current run was not released
+                before the error, it still exists and is unchanged.
         """
         self.checkpoints.saver.wait()
         self.report_position(f"the move of layers after iteration {iteration}")
@@ -316,7 +316,7 @@ class TrainingRun:
 
     @property
     def is_finished(self) -> bool:
-        """Returns whether all training steps are completed, or training is skipped."""
+        """Returns whether all training steps are completed or training is skipped."""
         return self.config.run.skip_train or self.progress.iteration >= self.run.samples.iterations
 
     def advance(self, **changes: int) -> None:
@@ -336,7 +336,7 @@ class TrainingRun:
         return parallel.microbatches_of(pp_rank, num_microbatches)
 
     def open_loader(self) -> None:
-        """Creates a loader that starts at the first training sample that was not used yet."""
+        """Creates a loader that starts at the first unused training sample."""
         run = self.run
         self.loader = make_loader(
             run,
@@ -383,13 +383,13 @@ def shares_gpus(job: Job) -> bool:
 class Rebalancing(RunHook):
     """Measures steps, and changes the schedule or the stages if this makes steps faster.
 
-    With ``--pipeline-schedule auto``, this hook decides once, after the first steps. It also
-    chooses the number of layers of each stage, unless ``--partition`` sets it. After layers have
-    moved, it measures again from time to time, because a rank may have been slow only temporarily.
-    With ``--repartition auto``, it chooses the number of layers again after each interval. If
-    microbatches are divided into slices, it passes the measured times to the schedule ``hinted``,
-    which chooses the order of actions at run time. All ranks make the same decisions. A decision
-    takes effect before the next step.
+    With ``--pipeline-schedule auto``, this hook chooses the schedule once, after the first steps,
+    and also the number of layers of each stage, unless ``--partition`` sets it. After layers have
+    moved, the hook measures again from time to time, because a rank may have been slow only
+    temporarily. With ``--repartition auto``, the hook chooses the number of layers again after each
+    interval. If microbatches are divided into slices, the hook passes the measured times to the
+    schedule ``hinted``, which chooses the order of actions at run time. All ranks make the same
+    decisions. A decision takes effect before the next step.
     """
 
     def __init__(self, live: TrainingRun) -> None:
@@ -397,7 +397,7 @@ class Rebalancing(RunHook):
         self._log = live.log
         self._settings = settings = live.config.schedule
         self._repartitioner: Repartitioner | None = None
-        # If --slice-tokens is set, the hook SliceLengths chooses the schedule and the length.
+        # If --slice-tokens is set, the hook SliceLengths chooses the schedule and the slice length.
         is_tuned = settings.pipeline_schedule == "auto" and settings.slice_tokens is None
         moves = settings.repartition != "off" or (is_tuned and live.run.placement.num_ranks > 1)
         if moves and shares_gpus(live.run.job):
@@ -405,8 +405,8 @@ class Rebalancing(RunHook):
         elif moves:
             self._repartitioner = Repartitioner(live.run, live.log.message)
         self._numbers = live.config.slices_to_choose
-        # Compare orders only with slices. Without slices, the usual order is best for most
-        # pipelines.
+        # Compare orders of actions only if there are slices. Without slices, the usual order is
+        # best for most pipelines.
         self._only_pace = (
             settings.pipeline_schedule == "hinted"
             and settings.replay_schedule is None
@@ -430,7 +430,7 @@ class Rebalancing(RunHook):
         times = self._live.step.times
         if self._repartitioner is not None:
             assert times is not None
-            # The tuner measures the run as it is now, so layers must not move before it decides.
+            # Layers must not move before the tuner decides, because it measures the current run.
             self._due = self._repartitioner.after_step(
                 times, step.num_microbatches, may_decide=self._tuner is None
             )
@@ -508,9 +508,9 @@ class Rebalancing(RunHook):
         self._live.release()
 
     def _stay(self, due: Decision | Move | NextTrial, error: DeviceMemoryError) -> None:
-        """Reports that the change ``due`` needs too much memory, and keeps the current stages.
+        """Keeps the current stages, and reports ``error``, which the change ``due`` caused.
 
-        ``error`` is the error that the change caused.
+        The change needs too much memory.
         """
         if isinstance(due, NextTrial):
             self._log.message(f"  the number of slices does not change: {error}")
@@ -525,10 +525,10 @@ class Rebalancing(RunHook):
 
 
 def _other_slices(due: Decision | Move | NextTrial, present: int) -> int | None:
-    """Returns the number of slices after the change ``due``, or ``None`` if it does not change.
+    """Returns the number of slices after the change ``due``, or ``None`` if it stays the same.
 
     Args:
-        due: Change to make.
+        due: Change to apply.
         present: Current number of slices per sequence.
     """
     if isinstance(due, NextTrial):
@@ -546,7 +546,7 @@ def _engine_of(run: Run) -> ForwardBackward:
 class Reporting(RunHook):
     """Logs each step, and logs megatron-core's timers every ``--log-interval`` iterations.
 
-    Before it logs a step, this hook waits until all nodes have stored the snapshot of the previous
+    Before logging a step, this hook waits until all nodes have stored the snapshot of the previous
     step.
     """
 
@@ -571,7 +571,7 @@ class Reporting(RunHook):
             self._report_timers(step.iteration)
 
     def _report_timers(self, iteration: int) -> None:
-        """Logs megatron-core's timers for ``iteration``, if any. All ranks must call this."""
+        """Logs megatron-core's timers, if there are any. All ranks must call this."""
         timers = self._live.run.core.timers
         settings = self._live.config.logging
         if timers is None:
@@ -607,7 +607,7 @@ class Probing(RunHook):
 
 
 class Diagnosing(Hook):
-    """Searches the traces for causes of lost time, on the rank that writes the log."""
+    """Searches the traces for causes of lost time. Only the rank that writes the log does this."""
 
     def __init__(self, live: TrainingRun) -> None:
         run = live.run
@@ -663,7 +663,8 @@ class Validation(RunHook):
         settings = self._live.config.run
         data = self._live.config.data
         if settings.eval_iters:
-            # --finetune starts the progress at 0, but without training, the weights are unchanged.
+            # Show the iteration of the weights if training is skipped, because --finetune resets
+            # the progress to 0.
             live = self._live
             iteration = live.weights_iteration if settings.skip_train else live.progress.iteration
             prefix = f"iteration {iteration}"
@@ -710,8 +711,8 @@ class Validation(RunHook):
                     loader,
                     config.run.eval_iters,
                     self._live.own_microbatches(config.num_microbatches),
-                    # This call contains an all-reduce, which also keeps the first stage from
-                    # running ahead of the other stages.
+                    # The all-reduce in this call also prevents the first stage from running ahead
+                    # of the other stages.
                     until=lambda: self._stop.agreed(run.job.stop_group),
                 )
         finally:
@@ -726,7 +727,7 @@ class Saving(RunHook):
         super().__init__(live)
         self._recorder = recorder
         self._saved_at = live.progress.iteration if live.is_loaded else -1
-        # This is the time in seconds for which training waited for the last checkpoint.
+        # Time in seconds for which training waited for the last checkpoint.
         self._waited_s = 0.0
 
     def after_step(self, step: TrainedStep) -> None:
@@ -756,7 +757,7 @@ class Saving(RunHook):
         self._saved_at = live.progress.iteration
         waited_s = time.perf_counter() - begin_s
         # The background thread may have completed the previous checkpoint in the meantime. Report
-        # that checkpoint before its waiting time is replaced.
+        # that checkpoint before overwriting its waiting time.
         self._report_completed()
         self._waited_s = waited_s
         if path is not None:

@@ -43,14 +43,14 @@ EXIT_BUG = 1
 _TOO_MUCH = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
 _WORKER = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: ([^.]*)")
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
-# A rank with a broken connection waits for this time in seconds, so that the watcher can determine
-# which rank failed.
+# Time in seconds that a rank with a broken connection waits for the watcher to determine which rank
+# failed.
 _VERDICT_S = 2.0
-# Other ranks have this time in seconds to print their messages and exit by themselves.
+# Time in seconds that other ranks have to print their messages and exit by themselves.
 _GRACE_S = 2.0
 _SILENCE = "--transport-silence-s"
-# The rank that serves the store waits for this time in seconds, so that other ranks can read it.
-# The time is two polling intervals of the watchers.
+# Time in seconds that the rank that serves the store waits, so that other ranks can read from the
+# store. It is two polling intervals of the watchers.
 _PART_S = 4.0
 _POLL_S = 0.05
 
@@ -58,8 +58,8 @@ _POLL_S = 0.05
 def pretrain(config: TrainerConfig, environment: Environment) -> None:
     """Trains a model with the settings ``config``, as one process of a job.
 
-    If an error occurs in a job with several processes, this function does not return. It reports
-    the error and exits the process, because other threads may be waiting for peers that have
+    If an error occurs in a job with several processes, this function reports the error and exits
+    the process instead of returning, because other threads may be waiting for peers that have
     exited.
 
     Raises:
@@ -182,7 +182,8 @@ def device_lines(config: TrainerConfig, accelerator: device.Accelerator) -> list
 def _load(run: Any, local: Any) -> tuple[Any, int]:
     """Loads the checkpoint of ``run``, and returns its progress and the iteration of its weights.
 
-    The object that loads is not kept, because the trainer must be able to free the model.
+    The ``Checkpoints`` object is not kept, because it would prevent the trainer from freeing the
+    model.
     """
     from megatron.adaptive.checkpoint.trainer_checkpoints import Checkpoints
 
@@ -193,7 +194,8 @@ def _load(run: Any, local: Any) -> tuple[Any, int]:
 def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGuard) -> None:
     from megatron.adaptive.engine import core_version
 
-    # Check before the imports below, which fail with a traceback if megatron-core lacks a name.
+    # Check before the imports below, which would fail with a traceback if a name is missing in the
+    # installed megatron-core.
     core_version.check(oldest=(0, 16, 1), remedy="the trainer needs megatron-core 0.16.1 to 0.20")
     from megatron.adaptive.checkpoint.trainer_checkpoints import check_model_folder, prepare_folder
     from megatron.adaptive.engine.stop import StopRequest
@@ -203,7 +205,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
     from megatron.adaptive.training.logging import TrainingLog, startup_line
     from megatron.adaptive.training.loop import Trainer, TrainingRun
 
-    gc.freeze()  # Later collections then skip the imported objects, which are never freed.
+    gc.freeze()  # Makes later collections skip the imported objects, which are never freed.
     config = job.config
     with StopRequest(config.run.exit_duration_in_mins) as stop:
         if job.is_first:
@@ -239,7 +241,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
                 run, log, progress, report_position=report_position, connect=connect, local=local
             )
             live.weights_iteration = weights_iteration
-            del run  # The trainer can free the run only if no other reference to it exists.
+            del run  # Otherwise, this reference would prevent the trainer from freeing the run.
             guard.snapshot = partial(_evidence, live)
             Trainer(live, profiler, stop).train()
         finally:
@@ -291,8 +293,8 @@ def expected_error(error: BaseException, rank: int) -> BaseException:
             f"rank {rank} ran out of memory when it requested {int(asked[1]) / (1 << 30):,.0f} "
             "GiB; make the model, its sequences or --micro-batch-size smaller"
         )
-    # torch raises the error about a lost data worker in a signal handler, so it may occur anywhere
-    # in the rank's code.
+    # torch raises the error about a lost data worker in a signal handler, so the error may occur
+    # anywhere in the rank's code.
     if isinstance(error, RuntimeError) and (worker := _WORKER.search(str(error))) is not None:
         return DataError(
             f"rank {rank}: the process that loads its data (pid {worker[1]}) was killed "
@@ -359,15 +361,15 @@ def _follow_reported_error(environment: Environment) -> None:
 
 
 def _job_store() -> dist.Store:
-    """Returns the store with the keys of this program, which all ranks of the job use."""
+    """Returns the job's store, shared by all ranks, with a prefix for the keys of this program."""
     return dist.PrefixStore("megatron-adaptive", dist.distributed_c10d._get_default_store())
 
 
 def _part(store: dist.Store, environment: Environment) -> None:
     """Waits until all other ranks have read the reported error, if this rank serves ``store``.
 
-    Other ranks write to the store when they have read the error. Without this wait, the store would
-    disappear too early, and the other ranks would also report a lost connection.
+    The other ranks confirm in the store that they have read the error. Without this wait, the store
+    would disappear too early, and the other ranks would also report a lost connection.
     """
     if environment.has_agent_store:
         return
@@ -387,5 +389,5 @@ def _is_first(store: dist.Store) -> bool:
     try:
         return store.add("error", 1) == 1
     except RuntimeError:
-        # The store no longer exists. Printing an error twice is better than not printing it.
+        # The store no longer exists. It is better to print the error twice than not at all.
         return True

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from megatron.adaptive import accelerator as device
 
-# install() lets megatron-core run without CUDA, so call it before the modules below import
+# install() lets megatron-core run without CUDA. Call it before the modules below import
 # megatron-core.
 device.install()
 with device.quiet_imports():
@@ -76,13 +76,13 @@ with device.quiet_imports():
 
 STAGES = 3
 FEW, MANY = 1, 3
-"""Numbers of layers of the middle stage in two measurements. They differ by 2 layers."""
-# The cost of a layer is at least this fraction of the mean cost of its stage's layers.
+"""Numbers of layers of the middle stage in the two measurements."""
+# Minimum cost of a layer, as a fraction of the mean cost of the stage's layers.
 _LEAST_SHARE = 0.5
 _FIGURES = ("forward_s", "backward_input_s", "backward_weight_s", "kept_bytes", "parameters")
 
 Figures = dict[str, float]
-"""Measurements of a stage or layer on this rank, by the column names of the profile.
+"""Measurements of a stage or layer on this rank, keyed by the column names of the profile.
 
 Times in seconds are medians over microbatches. ``forward_s`` is the duration of the forward pass.
 ``backward_input_s`` and ``backward_weight_s`` are the durations of the backward passes for input
@@ -102,9 +102,9 @@ class ProfileOptions:
             vocabulary size.
         kinds: Kinds of layers to measure, including ``embedding`` and ``head``, named as in
             ``planner.model_description``.
-        last: Kind of the last layer. Multi-token prediction layers are of the same kind.
-        widths: Tensor-parallel sizes to measure. Empty for all powers of two that are possible with
-            the nodes and the model.
+        last: Kind of the last layer. Multi-token prediction layers have the same kind.
+        widths: Tensor-parallel sizes to measure. If empty, all powers of two that the nodes and the
+            model allow are measured.
         widest: Common multiple of all possible tensor-parallel sizes, computed from the model's
             dimensions.
         micro_batches: Microbatch sizes to measure, in samples.
@@ -215,7 +215,7 @@ def _measure_layers(
 
     Returns:
         Tuple of the job, set up for the last tensor-parallel size, and the measurements of all
-        ranks by the name of their GPU.
+        ranks, keyed by the name of the rank's GPU.
     """
     samples: list[dict[str, Any]] = []
     for tp in widths:
@@ -242,9 +242,8 @@ def _medians(measured: dict[str, list[dict[str, Any]]], name: str) -> dict[str, 
 def _rows(gpu: str, samples: Sequence[dict[str, Any]], *, alone: bool) -> Iterator[dict[str, Any]]:
     """Yields the rows of the profile for the GPU type ``gpu``, with means over ``samples``.
 
-    If ``alone`` is true, the samples do not include tensor-parallel communication.
-
     There is one row for each combination of layer kind, tensor-parallel size and microbatch size.
+    If ``alone`` is true, the samples do not include tensor-parallel communication.
     """
     alike: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
     for sample in samples:
@@ -289,9 +288,9 @@ def _config(
 def _alone(kind: str, layers: int, core: CoreConfig) -> str:
     """Returns command-line arguments for a model like ``core``, with ``layers`` layers of ``kind``.
 
-    The kind ``experts/4`` means a layer whose experts are distributed over 4 ranks. Each rank then
-    does the same work as a single rank that has a quarter of the experts, so such a smaller layer
-    is measured. Communication between the ranks is not measured.
+    The kind ``experts/4`` is a layer whose experts are distributed over 4 ranks. Each of these
+    ranks does the same work as a single rank with a quarter of the experts, so a layer with a
+    quarter of the experts is measured. Communication between the ranks is not measured.
     """
     name, _, spread = kind.partition("/")
     more = f" --num-layers {layers}"
@@ -341,7 +340,7 @@ def _measure(
                 figures = layer_sample(few, stage(1, kind, MANY))
                 measures_optimizer = False
         except torch.OutOfMemoryError:
-            pass  # Free memory below, because the traceback still refers to the tensors here.
+            pass  # Memory is freed below, because here the traceback still refers to the tensors.
         if figures is None:
             job.accelerator.free_unused_memory()
         if _is_skipped(job, tp, fits=figures is not None):
@@ -354,10 +353,10 @@ def _measure(
 
 
 def _is_skipped(job: Any, tp: int, *, fits: bool) -> bool:
-    """Returns whether a measurement did not fit on some rank of the tensor-parallel group.
+    """Returns whether a measurement did not fit on any one rank of the tensor-parallel group.
 
-    All ranks must call this if ``tp``, the tensor-parallel size, is above 1. ``fits`` says whether
-    the measurement fitted into the memory of this rank.
+    All ranks must call this if ``tp``, the tensor-parallel size, is above 1. ``fits`` states
+    whether the measurement fitted into the memory of this rank.
     """
     if tp == 1:
         return not fits
@@ -370,9 +369,9 @@ def _is_skipped(job: Any, tp: int, *, fits: bool) -> bool:
 def _equal_memory(job: Any, tp: int) -> Iterator[None]:
     """Limits the GPU memory of all ranks of a tensor-parallel group to the same size.
 
-    Otherwise, if one rank had less memory than the others, only this rank would run out of memory,
-    and the others would wait for it in a collective until the timeout. All ranks must call this if
-    ``tp``, the tensor-parallel size, is above 1.
+    Without this limit, only the rank with the least memory would run out of memory, and the other
+    ranks would wait for it in a collective until the timeout. All ranks must call this if ``tp``,
+    the tensor-parallel size, is above 1.
     """
     device = job.accelerator.device
     if tp == 1 or not job.accelerator.is_cuda:
@@ -391,7 +390,7 @@ def _equal_memory(job: Any, tp: int) -> Iterator[None]:
 
 
 def _report(job: Any, text: str) -> None:
-    """Prints ``text``, which names the current measurement, because measuring takes minutes."""
+    """Prints ``text`` as progress, because measuring takes minutes."""
     if job.is_first:
         say(f"profile: {text}")
 
@@ -408,8 +407,8 @@ def layer_sample(few: Figures, many: Figures) -> Figures:
         that does not depend on the number of layers.
     """
     layer = {
-        # Use a lower limit, because noise may make the difference too small. The cost of a layer is
-        # never far from the mean over the stage's layers.
+        # Noise may make the difference too small, so enforce a minimum. The cost of a layer is
+        # never far below the mean over the stage's layers.
         name: max((many[name] - few[name]) / (MANY - FEW), _LEAST_SHARE * many[name] / MANY)
         for name in _FIGURES
     }

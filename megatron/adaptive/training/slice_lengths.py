@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 class SliceLengths(Hook):
     """Measures the first steps with two slice lengths, and then uses the better length.
 
-    Does nothing unless ``--pipeline-schedule`` is ``auto`` and ``--slice-tokens`` is set. If
-    ``--slice-tokens`` is a number, only this length is measured, and the limit on kept activations
-    and the placement of stages are chosen for it. All ranks make the same decisions. A decision
-    takes effect before the next step.
+    This hook does nothing unless ``--pipeline-schedule`` is ``auto`` and ``--slice-tokens`` is set.
+    If ``--slice-tokens`` is a number, only this slice length is measured, and the hook chooses only
+    the limit on kept activations and the placement of stages. All ranks make the same decisions. A
+    decision takes effect before the next step.
     """
 
     def __init__(self, live: TrainingRun) -> None:
@@ -32,7 +32,7 @@ class SliceLengths(Hook):
         self._trials: list[LengthTrial] = []
         config = live.config
         is_auto = config.schedule.pipeline_schedule == "auto" and config.slice_tokens is not None
-        # Slices only help if ranks wait for each other, so more than one rank is needed.
+        # Slices only help if ranks wait for each other, which requires more than one rank.
         if is_auto and live.run.placement.num_ranks > 1 and not config.run.skip_train:
             self._tuner = self._make_tuner(None)
 

@@ -3,10 +3,10 @@
 ``plan --try`` runs this module in a separate process (``cli.try_rank``), so that the process uses
 only the memory of the rank.
 
-The trainer's own functions set up the rank. The other ranks of the job do not exist. Instead,
-torch's fake backend replaces the process groups, and ``transport.stand_in`` creates the inputs from
-other stages. The rank runs whole steps in the order of the plan's schedule. It never waits, because
-every input is available immediately. The planner adds the waiting times.
+The trainer's own functions set up the rank. The other ranks of the job do not exist. Torch's fake
+backend replaces the process groups, and ``transport.stand_in`` creates the inputs that would come
+from other stages. The rank runs whole steps in the order of the plan's schedule. It never waits,
+because every input is available immediately. The planner adds the waiting times.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def try_rank(request: TrialRequest) -> tuple[TriedRank, dict[str, Any]]:
         DeviceMemoryError: If the device has too little memory.
     """
     run_flags = "--mock-data --tokenizer-type NullTokenizer --eval-iters 0 --lr 1e-4"
-    # A NaN in a sum over ranks means nothing, because the contributions of other ranks are missing.
+    # Do not check for NaN, because sums over ranks are meaningless without the other ranks.
     run_flags += f" --train-iters {WARM_UP + MEASURED} --no-check-for-nan-in-loss-and-grad"
     config = parse(
         [*request.model_arguments, *request.plan_arguments, *run_flags.split()],
@@ -99,7 +99,8 @@ def try_rank(request: TrialRequest) -> tuple[TriedRank, dict[str, Any]]:
     try:
         tried = _run_steps(start_alone(config, environment, accelerator), request)
         end_job()
-        # Free the rank's model and optimizer, so that layers are measured as in a new process.
+        # Free the rank's model and optimizer, so that the layers have as much memory as in a new
+        # process.
         accelerator.free_unused_memory()
         return tried, _measure_layers(request, config)
     except BaseException as error:
@@ -114,7 +115,7 @@ def try_rank(request: TrialRequest) -> tuple[TriedRank, dict[str, Any]]:
 def _require_memory(request: TrialRequest, accelerator: device.Accelerator) -> None:
     """Checks that ``accelerator`` has the memory that the rank in ``request`` needs.
 
-    The planner has estimated the needed memory.
+    The needed memory is the planner's estimate.
     """
     if accelerator.is_cuda:
         whole_bytes = torch.cuda.get_device_properties(accelerator.device).total_memory
@@ -160,11 +161,11 @@ class _Samples:
         step_s: Time of each step.
         optimizer_s: Time of the optimizer update in each step.
         busy_s: Total time of the actions in each step.
-        means_s: Mean time of the actions of each step for a microbatch, by kind and chunk.
-        equal_s: Times of equal actions: one list for each step, kind and chunk. The parts of a
-            weight gradient, and the slices of a microbatch, are added up.
+        means_s: Mean time per microbatch in each step, keyed by kind and chunk of the actions.
+        equal_s: Times of equal actions: one list for each step, kind and chunk. The times of the
+            parts of a weight gradient, and of the slices of a microbatch, are added up.
         largest_bytes: Size of the largest tensor that an operation of a step allocates from the
-            heap of the C library, which does not contain tensors of 32 MiB and more.
+            heap of the C library. Tensors of 32 MiB and more are not allocated from the heap.
     """
 
     num_slices: int = 1
@@ -187,16 +188,16 @@ class _Samples:
             self.means_s.setdefault(key, []).append(statistics.fmean(of_kind.values()))
 
     def typical(self, kind: ActionKind, num_chunks: int) -> tuple[float, ...]:
-        """Returns the typical time of an action of ``kind`` in seconds, by chunk.
+        """Returns the typical time of an action of ``kind`` in seconds, for each chunk.
 
-        The result is the median over all steps of the mean time in a step, or 0 if there are no
-        times. The mean includes actions that were delayed, because they also make a step longer.
+        The typical time is the median of the steps' mean times, or 0 if there are no times. The
+        means include actions that were delayed, because they also make a step longer.
         """
         lanes = [self.means_s.get((kind, chunk), [0.0]) for chunk in range(num_chunks)]
         return tuple(map(statistics.median, lanes))
 
     def beside_s(self) -> float:
-        """Returns the median time in seconds that steps spend outside of actions and optimizer."""
+        """Returns the median time in seconds of a step outside of actions and optimizer."""
         parts = zip(self.step_s, self.optimizer_s, self.busy_s, strict=True)
         return statistics.median(max(0.0, step - more - busy) for step, more, busy in parts)
 
@@ -207,17 +208,17 @@ def _run_steps(job: Any, request: TrialRequest) -> TriedRank:
 
     from megatron.adaptive.gpt.setup import build_run, require_room
 
-    # Import the training loop, because its code takes memory on a real rank too.
+    # Import the training loop, because its code also takes memory on a real rank.
     importlib.import_module("megatron.adaptive.training.loop")
-    gc.freeze()  # The trainer makes the same call, which affects when memory is freed.
+    gc.freeze()  # Affects when memory is freed. The trainer makes the same call.
     accelerator = job.accelerator
     context_bytes = process_bytes(accelerator) if accelerator.is_cuda else 0
     require_room(job.config, accelerator)
     run = build_run(job)
     if run.wiring is None:
         raise ConfigError(
-            "schedule megatron cannot be tried, because a tried rank runs the orders of this "
-            "project; try the plan with schedule 1f1b or interleaved, which are equal"
+            "schedule megatron cannot be tried, because a trial runs the orders of this project; "
+            "try the plan with schedule 1f1b or interleaved, which has the same order"
         )
     samples = _measured_steps(run, _set_order(run, job.config.num_microbatches, request))
     num_chunks = run.placement.num_chunks
@@ -257,7 +258,7 @@ def _measured_steps(run: Any, order: Sequence[Action]) -> _Samples:
         def mark(marks_s: list[float] = marks_s) -> None:
             marks_s.append(_now(job.accelerator))
 
-        # _LargestTensor makes operations slower, so use it in a step that is not measured.
+        # Use _LargestTensor in a step that is not measured, because it makes operations slower.
         is_watched = iteration == WARM_UP and not job.accelerator.is_cuda
         watch = _LargestTensor() if is_watched else None
         with watch or contextlib.nullcontext():
@@ -313,9 +314,9 @@ def _gaps(accelerator: device.Accelerator, samples: _Samples) -> int:
     """Estimates how many bytes a rank loses to gaps in the heap in a job, but not in a trial.
 
     In a job, received messages lie between other tensors, at different positions in each step.
-    According to measurements, a rank needs memory for about one more tensor of the largest size in
-    a job of many steps than in a trial. On a GPU there are no such gaps, because torch counts the
-    memory of tensors.
+    According to measurements, a job of many steps therefore needs memory for about one more tensor
+    of the largest size than a trial. On a GPU, gaps do not matter, because torch counts the memory
+    of tensors.
     """
     return 0 if accelerator.is_cuda else samples.largest_bytes
 
@@ -345,8 +346,8 @@ class _FixedOrder:
 def _set_order(run: Any, num_microbatches: int, request: TrialRequest) -> tuple[Action, ...]:
     """Makes ``run`` follow a fixed order of the rank's actions, and returns this order.
 
-    Some schedules choose actions at run time, by the inputs that have arrived. In a trial, no other
-    rank sends inputs, so the order is taken from a simulated step.
+    Some schedules choose actions at run time, depending on the inputs that have arrived. In a
+    trial, no other rank sends inputs, so the order is taken from a simulated step.
     """
     orders = run.forward_backward.orders
     policy = orders.policy(num_microbatches, forward_only=False)

@@ -36,7 +36,7 @@ _VISITOR_S = 5.0
 
 
 class _Gauges:
-    """Prometheus gauges that contain the last value of each curve.
+    """Prometheus gauges with the last value of each curve.
 
     Args:
         flag: Flag that selected the logger, for the error message about a missing package.
@@ -57,7 +57,7 @@ class _Gauges:
             self._by_name[name].set(number)
 
     def write(self, path: Path) -> None:
-        """Replaces the file ``path`` atomically by a file with the current values."""
+        """Atomically replaces the file ``path`` with a file that contains the current values."""
         self._package.write_to_textfile(str(path), self.registry)
 
     def application(self) -> Callable[..., Iterable[bytes]]:
@@ -139,7 +139,7 @@ class PrometheusFile(Logger):
 
 
 class _Visitor(WSGIRequestHandler):
-    """Reads a client's request within a time limit, and does not log it."""
+    """Reads a client's request within a time limit, without logging the request."""
 
     timeout = _VISITOR_S
 

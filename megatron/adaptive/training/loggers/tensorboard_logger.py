@@ -21,8 +21,8 @@ _CURVES_S = 5.0
 class TensorBoard(Logger):
     """Writes scalars to an event file for TensorBoard.
 
-    Write errors are tolerated, whereas TensorBoard's own writer would stop permanently once the
-    disk is full.
+    This class tolerates write errors, whereas TensorBoard's own writer would stop permanently once
+    the disk is full.
     """
 
     name = "tensorboard"
@@ -44,8 +44,8 @@ class TensorBoard(Logger):
         folder = settings.tensorboard_dir
         assert folder is not None
         begin_s = time.time()
-        # Begin the name with the time, because TensorBoard reads a folder's files in the order of
-        # their names.
+        # Start the name with the time, because TensorBoard reads the files of a folder in the order
+        # of their names.
         name = f"events.out.tfevents.{begin_s:017.6f}.{socket.gethostname()}.{os.getpid()}"
         try:
             self._file = BestEffortFile(Path(folder, name), "points", self._head)
