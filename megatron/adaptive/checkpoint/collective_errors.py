@@ -104,12 +104,12 @@ class RankGroup:
             name_ranks: Whether the error message contains the ranks that failed.
 
         Raises:
-            CheckpointError: ``action`` failed on any rank, for example because the disk is full or
-                permissions are missing.
-            DamagedCheckpointError: ``action`` detected damaged data on any rank.
-            ConfigError: All ranks on which ``action`` failed raised ConfigError.
-            RuntimeError: ``action`` failed on another rank because of a bug. That rank raises the
-                original error.
+            CheckpointError: If ``action`` failed on any rank, for example because the disk is full
+                or permissions are missing.
+            DamagedCheckpointError: If ``action`` detected damaged data on any rank.
+            ConfigError: If ``action`` raised ConfigError on all ranks on which it failed.
+            RuntimeError: If ``action`` failed on another rank because of a bug. That rank raises
+                the original error.
         """
         failure: Exception | None = None
         result: _Result | None = None

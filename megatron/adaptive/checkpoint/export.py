@@ -387,7 +387,7 @@ def load_adapters(chunks: Sequence[torch.nn.Module], folder: Path, config: Train
     """Loads adapters from the PEFT folder ``folder`` into this rank's model ``chunks``.
 
     Raises:
-        AdaptiveError: The adapters in the folder belong to a different base model or different
+        AdaptiveError: If the adapters in the folder belong to a different base model or different
             layers, or have a different rank (``--lora-rank``).
     """
     adapters = adapter_tensors(config, core_tensors(config, peft.base_of(config).family))

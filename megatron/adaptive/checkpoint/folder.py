@@ -283,8 +283,8 @@ class StepFolders:
 
         Raises:
             CheckpointError: If the manifest was written by another program or in a newer format.
-            DamagedCheckpointError: The manifest has changed since it was written. The error message
-                ends with ``remedy``.
+            DamagedCheckpointError: If the manifest has changed since it was written. The error
+                message ends with ``remedy``.
         """
         file = path / self.manifest_name
         try:

@@ -442,8 +442,8 @@ class HuggingFaceReader:
 
     Raises:
         ConfigError: If the trainer does not support the model.
-        CheckpointError: The folder lacks tensors of the model, or has tensors that the model does
-            not have.
+        CheckpointError: If the folder does not contain all tensors of the model, or has tensors
+            that the model does not have.
     """
 
     def __init__(self, folder: Path, config: TrainerConfig) -> None:
@@ -617,7 +617,7 @@ def check_folder(folder: Path, config: TrainerConfig) -> None:
     """Checks that ``folder`` contains the tensors of a model. Reads only the headers of the files.
 
     Raises:
-        AdaptiveError: :class:`HuggingFaceReader` rejects the folder, or the run's embedding has
+        AdaptiveError: If :class:`HuggingFaceReader` rejects the folder, or the run's embedding has
             fewer rows than the embedding in the folder.
     """
     with HuggingFaceReader(folder, config) as reader:
@@ -646,7 +646,7 @@ def load_weights(chunks: Sequence[torch.nn.Module], folder: Path, config: Traine
     """Loads weights from the Hugging Face folder ``folder`` into this rank's model ``chunks``.
 
     Raises:
-        AdaptiveError: :class:`HuggingFaceReader` rejects the folder, or the run's embedding has
+        AdaptiveError: If :class:`HuggingFaceReader` rejects the folder, or the run's embedding has
             fewer rows than the embedding in the folder.
     """
     weights = megatron_state.sharded_model(chunks, megatron_state.METADATA)

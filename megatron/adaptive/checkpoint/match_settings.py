@@ -75,7 +75,7 @@ def require_same_optimizer(manifest: Manifest, config: TrainerConfig, name: str)
     ``manifest`` describes the checkpoint, and ``config`` contains the settings of the run.
 
     Raises:
-        CheckpointError: There is no optimizer state, or it belongs to a different type of
+        CheckpointError: If there is no optimizer state, or it belongs to a different type of
             optimizer.
     """
     remedy = "load only the weights with --no-load-optim or --finetune"
@@ -100,7 +100,7 @@ def data_changes(manifest: Manifest, config: TrainerConfig, dataset: Any, name: 
         name: Name of the checkpoint, for error messages.
 
     Raises:
-        CheckpointError: The settings in the manifest are invalid.
+        CheckpointError: If the settings in the manifest are invalid.
     """
     saved = _saved_config(manifest, name)
     changes = _differences(saved.data, config.data, _OF_DATA)

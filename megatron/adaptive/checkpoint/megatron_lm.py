@@ -85,7 +85,8 @@ def make_manifest(
             checkpoint does not contain.
 
     Raises:
-        CheckpointError: ``common`` lacks a value that every checkpoint of Megatron-LM contains.
+        CheckpointError: If ``common`` does not contain a value that every checkpoint of Megatron-LM
+            contains.
     """
     try:
         arguments = vars(common["args"])

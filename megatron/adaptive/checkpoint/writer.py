@@ -52,8 +52,7 @@ if TYPE_CHECKING:
 
 METADATA = ".metadata"
 COMMON, PICKLED_COMMON = "common.values", "common.pt"
-"""Names of the two files with the values that all trainer ranks share, as plain values and pickled.
-"""
+"""Names of the files with the values that all trainer ranks share: as plain values, and pickled."""
 _LARGE_BYTES = 1 << 16
 """Minimum size in bytes of a piece of ``torch.save``'s output that is written immediately.
 
@@ -96,8 +95,7 @@ class Place(NamedTuple):
 
 
 Heads = dict[tuple[torch.dtype, torch.Size], int]
-"""Number of bytes before a tensor's raw bytes in ``torch.save``'s output, keyed by dtype and shape.
-"""
+"""Number of bytes that ``torch.save`` writes before a tensor's raw bytes, by dtype and shape."""
 
 
 @dataclass(frozen=True, kw_only=True)

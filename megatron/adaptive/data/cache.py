@@ -5,10 +5,10 @@ checksum::
 
     NAME.npy   | header | data | MAIDXSUM | 16 bytes: xxh3 of NAME.npy, header and data |
 
-A file is renamed to its final name only after its bytes are on the disk. Before an array is used,
-the whole file is read and its checksum is verified. A correct checksum only proves that the bytes
-have not changed, not that the array was built from the current data. Therefore the caller also
-checks the arrays against each other and against the data.
+A file gets its final name only after its bytes are on the disk. Before an array is used, the whole
+file is read and its checksum is verified. A correct checksum proves only that the bytes have not
+changed, not that the array was built from the current data. Therefore, the caller also provides a
+function that checks the arrays against each other and against the data.
 
 This module imports neither torch nor megatron-core.
 """
@@ -34,13 +34,12 @@ from megatron.adaptive.errors import DataError
 
 Arrays = list[npt.NDArray[Any]]
 Check = Callable[[Arrays], str]
-"""Function that returns what is wrong with the arrays, or an empty string if they are valid.
-"""
+"""Function that describes what is wrong with the arrays. Its result is empty if they are valid."""
 
 _LOG = logging.getLogger(__name__)
 _MARK = b"MAIDXSUM"
 _TAIL_BYTES = len(_MARK) + 16
-# A piece of this size is hashed while it is still in the CPU's cache.
+# Small enough that a piece is hashed while it is still in the CPU cache.
 _PIECE_BYTES = 1 << 22
 
 
@@ -68,7 +67,7 @@ def cached_arrays(
         check: Function that checks the arrays against each other and against the data they index.
 
     Raises:
-        DataError: The folder cannot be written, or ``make`` has raised this error.
+        DataError: If the folder cannot be written, or if ``make`` raises this error.
     """
     folder = Path(cache)
     paths = [folder / f"{name}.npy" for name in names]
@@ -119,8 +118,8 @@ def _map(path: Path) -> npt.NDArray[Any]:
     """Verifies the checksum of the file ``path`` and maps its array into memory.
 
     Raises:
-        FileNotFoundError: The file does not exist.
-        _DamageError: The file differs from what was written.
+        FileNotFoundError: If the file does not exist.
+        _DamageError: If the file differs from what was written.
     """
     try:
         # If the path is a named pipe, open() without O_NONBLOCK would wait for a writer.
@@ -165,9 +164,9 @@ def _check_sum(stream: Any, name: str, size: int) -> None:
 
 
 def _write(paths: Sequence[Path], arrays: Sequence[npt.NDArray[Any]]) -> None:
-    """Writes each array to its file in ``paths``, at first under a temporary name.
+    """Writes each array to its file in ``paths``, first under a temporary name.
 
-    The file gets its final name only when it is on the disk.
+    A file gets its final name only after its bytes are on the disk.
     """
     for path, array in zip(paths, arrays, strict=True):
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")

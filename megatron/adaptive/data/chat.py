@@ -1,20 +1,20 @@
 """Renders conversations with a chat template, and finds the text on which the loss is computed.
 
 A template is a jinja program. It runs in a sandbox with the names that ``transformers`` defines for
-templates. The loss is computed only on the text of the assistant's messages (answers), which is
+templates. The loss is computed only on the text of the assistant's messages (answers). This text is
 called *taught*. If the template marks the taught text with ``{% generation %}``, these marks are
-used. Otherwise the conversation is rendered with and without each answer, and the answer is the
-difference::
+used. Otherwise, the conversation is rendered with and without each answer, and the difference is
+the answer::
 
     messages[:i] with the generation prompt   [user] hi [end] [assistant]
     messages[:i + 1]                          [user] hi [end] [assistant] yo [end]
     taught                                                               ^^^^^^^^^
 
-This fails if a template renders an answer differently when more messages follow. It also fails if
-an answer does not begin with the generation prompt, for example because the prompt ends with
-``<think>``. In these cases the conversation is rendered twice, with two different placeholder words
-(probes) instead of the answer. The text that both renderings share is the text before and after the
-answer.
+This method fails if a template renders an answer differently when more messages follow. It also
+fails if an answer does not begin with the generation prompt, for example because the prompt ends
+with ``<think>``. In these cases, the conversation is rendered twice, with two different placeholder
+words (probes) instead of the answer. The beginning and the end that both renderings share are the
+text before and after the answer.
 
 This module imports neither torch nor megatron-core, and imports jinja only when a template is
 compiled.
@@ -43,8 +43,8 @@ _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names that the message field for reasoning may have. Most templates read the first name."""
 _BEGUN_TAG = re.compile(r"[<\[(#|][^\s>\])]*$")
-# Placeholder words that replace an answer. They differ in their first and last letters, so that the
-# text that two renderings share never includes part of a probe.
+# Placeholder words that replace an answer. Their first letters and their last letters differ, so
+# that the text that two renderings share never includes part of a placeholder word.
 _PROBES = ("Bqjx", "Wzkv")
 _THIRD_PROBE = "Fhnd"
 _common_start = os.path.commonprefix
@@ -84,9 +84,9 @@ class ChatTemplate:
     """Renders conversations with a tokenizer's chat templates.
 
     Args:
-        templates: Source text of each template, by name. Conversations with tools use the template
-            ``tool_use`` if it exists. All other conversations use ``default``.
-        tokens: Text of each special token, by its name in templates, such as ``eos_token``.
+        templates: Source text of each template, keyed by name. Conversations with tools use the
+            template ``tool_use`` if it exists. All other conversations use ``default``.
+        tokens: Text of each special token, keyed by its name in templates, such as ``eos_token``.
         folder: Folder that contains the templates, for error messages.
     """
 
@@ -101,7 +101,7 @@ class ChatTemplate:
         """Renders ``conversation`` and finds the ranges on which the loss is computed.
 
         Raises:
-            DataError: The template raises an error, or omits a message of the assistant.
+            DataError: If the template raises an error, or omits a message of the assistant.
         """
         template = self._templates["default"]
         if conversation.tools is not None:
@@ -138,7 +138,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True, kw_only=True)
 class _Around:
-    """Rendered text around an answer. It does not depend on the answer's text.
+    """Rendered text around an answer, which does not depend on the answer's text.
 
     Attributes:
         before: Rendered text from the start up to the answer.
@@ -197,7 +197,7 @@ class _Renderer:
                 messages=[*self.messages], add_generation_prompt=False, **self._options
             )
             for block in generated:
-                blocks.append(block)  # The offset of a mark is the total length of these blocks.
+                blocks.append(block)  # mark() adds up the lengths of these blocks.
         return "".join(blocks), spans
 
     def answer(self, number: int, text: str) -> Span | None:
@@ -221,8 +221,8 @@ class _Renderer:
     def _probed(self, number: int, text: str, *, plain: bool) -> Span | None:
         """Finds an answer's range by rendering two placeholder words instead of the answer.
 
-        The text that both renderings share is the text before and after the answer. Returns
-        ``None`` if the range is not found.
+        The beginning and the end that both renderings share are the text before and after the
+        answer. Returns ``None`` if the range is not found.
 
         Args:
             number: Index of the assistant's message in the conversation, from 0.
@@ -242,12 +242,12 @@ class _Renderer:
         if whole is None or ended is None:
             return None
         prompt = self._prompt(before, ended.before)
-        # The model must also learn the text that the template adds after the prompt, such as an
-        # empty <think> block. So the range on which the loss is computed includes this text.
+        # Include the text that the template adds after the prompt, such as an empty <think> block,
+        # because the model must also learn this text.
         is_added = bool(prompt.added) and whole.before.endswith(prompt.added)
         start = len(whole.before) - (len(prompt.added) if is_added else 0)
         if prompt.opened and text.startswith(prompt.opened, start):
-            # The model need not learn this text, because the prompt already contains it.
+            # Exclude text that the prompt already contains, because the model need not learn it.
             start += len(prompt.opened)
         stop = len(text) - len(whole.behind)
         stop += len(self._end_mark(whole.behind, ended, probes, before, prompt.asked))
@@ -289,8 +289,8 @@ class _Renderer:
             mark = between.removesuffix(head)
             if head and between.endswith(head) and behind.startswith(mark):
                 return mark
-        # Drop an incomplete tag at the end of the shared text. Two different tags begin there, so
-        # this part does not belong to the end mark.
+        # Drop an incomplete tag at the end of the shared text. It is the common beginning of two
+        # different tags, so it does not belong to the end mark.
         return _BEGUN_TAG.sub("", _common_start([behind, ended.behind]))
 
     def _prompt(self, before: Sequence[Message], rendered: str) -> _Prompt:
@@ -309,7 +309,7 @@ class _Renderer:
             return _Prompt(asked="", added=rendered[agreed:], opened=prompt[agreed:])
         asked = prompt[len(so_far) :]
         tail = rendered[len(_common_start([rendered, so_far])) :]
-        # Ignore the whitespace that separates the prompt from earlier messages.
+        # Ignore whitespace between the earlier messages and the prompt.
         searched = asked.lstrip()
         if not searched:
             return _Prompt(asked=asked, added=tail, opened="")
@@ -324,9 +324,8 @@ class _Renderer:
     ) -> _Around | None:
         """Returns the beginning and the end that the texts of two ``conversations`` share.
 
-        If ``asks`` is true, the texts end with a generation prompt.
-
-        Returns ``None`` if a rendering fails, or if the shared texts overlap.
+        If ``asks`` is true, the texts end with a generation prompt. The result is ``None`` if a
+        rendering fails, or if the shared beginning and end overlap.
         """
         first, second = (self._try(messages, asks=asks) for messages in conversations)
         if first is None or second is None:
@@ -360,7 +359,7 @@ def _normalized(message: Message) -> dict[str, Any]:
 
 
 def _clean(value: Any) -> Any:
-    """Returns nested data ``value`` without lone surrogates, which UTF-8 cannot encode."""
+    """Returns the nested data ``value`` without lone surrogates, which UTF-8 cannot encode."""
     if isinstance(value, str):
         return without_surrogates(value)
     if isinstance(value, Mapping):
@@ -380,7 +379,7 @@ def without_surrogates(text: str) -> str:
 
 
 def _refusals() -> tuple[type[Exception], ...]:
-    """Returns the types of exceptions with which a template may reject a conversation."""
+    """Returns the exception types that a template may raise to reject a conversation."""
     from jinja2 import TemplateError
 
     return (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)

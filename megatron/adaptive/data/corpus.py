@@ -1,4 +1,4 @@
-"""Makes the default corpus from the source files of Python's standard library, without a download.
+"""Makes the default corpus from the source files of Python's standard library, without downloads.
 
 This module selects source files, trains a vocabulary on them, tokenizes them, and writes this
 folder::
@@ -35,7 +35,7 @@ from megatron.adaptive.errors import ConfigError, DataError
 _FORMAT = 1
 _MANIFEST = "corpus.json"
 _LOCK = ".lock"
-# A killed process leaves these temporary files behind.
+# Temporary files that a killed process leaves behind.
 _LEFT_BEHIND = ".corpus_text_document.*.tmp.*"
 _FILES = (
     "corpus.jsonl",
@@ -107,8 +107,8 @@ def make_corpus(spec: CorpusSpec, *, progress: Progress | None = None) -> Corpus
             and the number of input bytes so far.
 
     Raises:
-        ConfigError: ``vocab_size``, ``max_bytes`` or ``workers`` is too small.
-        DataError: There are no source files, the output folder is not writable, or it contains
+        ConfigError: If ``vocab_size``, ``max_bytes`` or ``workers`` is too small.
+        DataError: If there are no source files, the output folder is not writable, or it contains
             other files or a corpus of a newer format.
     """
     if spec.vocab_size < _SMALLEST_VOCABULARY:
@@ -147,9 +147,9 @@ def make_corpus(spec: CorpusSpec, *, progress: Progress | None = None) -> Corpus
 def source_files(source_dir: Path) -> list[Path]:
     """Returns the ``.py`` files below ``source_dir``, except test, cache and package folders.
 
-    Files are sorted by a hash of their relative path, so the order is the same on every machine.
-    This also spreads the files of a folder over the whole corpus. The last part of the corpus,
-    which is used for validation, is therefore similar to the rest.
+    Files are sorted by a hash of their relative path, so their order is the same on every machine.
+    This order also spreads the files of a folder over the whole corpus, so that the last part,
+    which is used for validation, is similar to the rest.
     """
     files = []
     for parent, folders, names in os.walk(source_dir):
@@ -235,7 +235,7 @@ def _is_whole(folder: Path, spec: CorpusSpec) -> bool:
     """Returns whether ``folder`` contains a complete corpus with the settings in ``spec``.
 
     Raises:
-        DataError: The corpus has a newer format.
+        DataError: If the corpus has a newer format.
     """
     try:
         manifest = parse_json(read_whole(folder / _MANIFEST))

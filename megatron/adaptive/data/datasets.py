@@ -5,8 +5,8 @@ shuffling indices. Samples come from megatron-core's ``GPTDataset``, or from a b
 several datasets by weight. :mod:`megatron.adaptive.data.loader` groups samples into microbatches.
 
 In megatron-core, only global rank 0 writes the shuffling indices of a corpus, and all other ranks
-read them. That fails on a node that does not share a disk with rank 0. Also, a killed process
-leaves a partial cache, and megatron-core does not notice if a corpus is replaced by a different
+read them, which fails on a node that does not share a disk with rank 0. Also, a killed process
+leaves a partial cache behind, and megatron-core does not notice if a corpus is replaced by another
 corpus with the same name. With this module, one process per node writes the cache under a file
 lock. Files get their final names only when they are complete. The cache key includes the size and
 the modification time of the corpus.
@@ -43,7 +43,7 @@ from megatron.adaptive.errors import ConfigError, DataError
 
 _SPLIT_NAMES = ("train", "valid", "test")
 _PARTS = ("document", "sample", "shuffle")
-_CHECK_WHOLE_BYTES = 64 << 20  # Index arrays with more bytes are checked only in part.
+_CHECK_WHOLE_BYTES = 64 << 20  # Larger index arrays are checked only in part.
 
 Samples = Sequence[dict[str, Any]]
 Indices = tuple[npt.NDArray[np.generic], npt.NDArray[np.generic], npt.NDArray[np.generic]]
@@ -75,8 +75,8 @@ def build_datasets(
     read them.
 
     The order of samples depends on the seed, the sequence length and the split. As in Megatron-LM,
-    it also depends on the number of epochs that ``train_samples`` needs, so it changes if a run is
-    extended by an epoch.
+    it also depends on the number of epochs that ``train_samples`` needs, so the order changes if a
+    run is extended by an epoch.
 
     Args:
         data: Settings of the data, from the command line.
@@ -100,9 +100,9 @@ def build_datasets(
         document, truncated after ``seq_length`` tokens.
 
     Raises:
-        ConfigError: A list of datasets and weights is malformed, or --split leaves no data for
+        ConfigError: If a list of datasets and weights is malformed, or --split leaves no data for
             training.
-        DataError: A file is missing or broken, does not fit the vocabulary, or is too small.
+        DataError: If a file is missing or broken, does not fit the vocabulary, or is too small.
     """
     counts = (train_samples, valid_samples, test_samples)
     if not any(counts):
@@ -157,7 +157,7 @@ def _built(
     ``counts`` contains the number of samples of each dataset.
 
     Raises:
-        DataError: The shuffling index does not fit into memory.
+        DataError: If the shuffling index does not fit into memory.
     """
     cls: Any = MockGPTDataset if data.mock_data else CachedGPTDataset
     if data.variable_seq_lengths:
@@ -189,7 +189,7 @@ def _quiet_megatron_core() -> Iterator[None]:
 
 
 def _is_too_much(error: BaseException | None) -> bool:
-    """Returns whether ``error``, or one of its causes, is about an array that is too large."""
+    """Returns whether ``error`` or one of its causes reports an array that is too large."""
     while error is not None:
         text = str(error).lower()
         if isinstance(error, MemoryError | OverflowError) or "array is too big" in text:
@@ -244,7 +244,7 @@ def _check(
             f"--split {data.split} leaves no data for training; give training a share above 0"
         )
     if data.sft:
-        return  # Files of conversations are checked when they are read.
+        return  # Conversations are checked when their files are read.
     infos = {}
     for prefix in dict.fromkeys(prefix for blend in blends if blend for prefix in blend[0]):
         infos[prefix] = check_indexed(prefix)
@@ -276,7 +276,7 @@ def parse_blend(values: Sequence[str], flag: str = "--data-path") -> Blend:
     ``values`` is the list of words. ``flag`` is the name of the flag, for error messages.
 
     Raises:
-        ConfigError: Weights and prefixes do not alternate, or a weight is not positive.
+        ConfigError: If weights and prefixes do not alternate, or a weight is not positive.
     """
     if not values:
         raise ConfigError(f"{flag} is empty; give at least one prefix")
@@ -349,7 +349,7 @@ class CachedGPTDataset(GPTDataset):
         return documents, samples, shuffle
 
     def epochs(self, samples: int) -> tuple[int, bool]:
-        """Returns the number of epochs, and whether the last epoch is shuffled separately.
+        """Returns the number of epochs of a run, and whether the last one is shuffled separately.
 
         Args:
             samples: Number of samples that a run needs.
@@ -358,14 +358,14 @@ class CachedGPTDataset(GPTDataset):
         tokens = self._get_num_tokens_per_epoch()
         epochs = max(1, -(-(samples * length + extra) // tokens))
         in_last = samples - ((epochs - 1) * tokens - extra) // length
-        # megatron-core uses the same condition to shuffle the last epoch separately.
+        # This is megatron-core's condition for shuffling the last epoch separately.
         is_separate = in_last < int(0.8 * ((tokens - extra) // length))
         return epochs, epochs > 1 and is_separate
 
     def _broken_rule(
         self, documents: npt.NDArray[Any], samples: npt.NDArray[Any], shuffle: npt.NDArray[Any]
     ) -> str:
-        """Returns what is wrong with the index arrays, or an empty string if they are valid.
+        """Describes what is wrong with the index arrays. The result is empty if they are valid.
 
         Args:
             documents: Indices of the documents in shuffled order, ``[epochs * documents]``.
@@ -412,8 +412,8 @@ class CachedGPTDataset(GPTDataset):
 def has_other_epochs(dataset: Any, before: int, now: int) -> bool:
     """Returns whether runs with ``now`` and ``before`` samples read samples in different orders.
 
-    The number of samples can change the order, because the samples of several epochs are shuffled
-    together, except for the samples of a short last epoch.
+    The number of samples affects the order, because the samples of all epochs are shuffled
+    together, except those of a short last epoch.
 
     Args:
         dataset: Training dataset from :func:`build_datasets` for ``now`` samples, or ``None``.
@@ -434,8 +434,8 @@ def has_other_epochs(dataset: Any, before: int, now: int) -> bool:
 def _spread(array: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
     """Yields a small ``array`` as a whole, or evenly spaced parts of a large ``array``.
 
-    The checksum has already excluded damaged bytes. But the index may have been built from
-    different data, and a few parts are enough to detect this.
+    The bytes are not damaged, because their checksum has been verified. A few parts are enough to
+    detect an index that was built from different data.
     """
     for start, stop in pieces(len(array), array[0].nbytes, _CHECK_WHOLE_BYTES):
         yield array[start:stop]

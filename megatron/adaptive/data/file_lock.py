@@ -24,18 +24,16 @@ _FIRST_LINE_S = 60.0
 def locked(path: Path, *, wait_s: float = _WAIT_S) -> Iterator[None]:
     """Locks the file ``path`` exclusively during the ``with`` block.
 
-    The kernel unlocks the file if the process exits.
-
-    While a different process holds the lock, this function waits. If the wait is long, it logs a
-    warning.
+    While a different process holds the lock, this function waits, and logs a warning if the wait is
+    long. If the process that holds the lock exits, the kernel releases the lock.
 
     Args:
         path: Path of the file, which is created if it does not exist.
         wait_s: Maximum time to wait for the lock, in seconds.
 
     Raises:
-        DataError: Another process still holds the lock after ``wait_s`` seconds.
-        OSError: The file cannot be created.
+        DataError: If another process still holds the lock after ``wait_s`` seconds.
+        OSError: If the file cannot be created.
     """
     # If the path is a named pipe, opening it only for writing would block until there is a reader.
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "rb") as stream:
@@ -51,7 +49,8 @@ def _lock(descriptor: int, path: Path, wait_s: float) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EWOULDBLOCK, errno.EINTR):
-                # The file system does not support locks, so two processes may do the same work.
+                # The file system does not support locks. Continue, although two processes may then
+                # do the same work.
                 return
         else:
             return

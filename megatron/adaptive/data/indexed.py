@@ -1,10 +1,10 @@
 r"""Checks ``.bin/.idx`` token files before training uses them.
 
-megatron-core maps both files into memory without checking them. So an index in a different format
-fails an assertion, a truncated index is read past its end, and an id outside the vocabulary crashes
-a later step in the embedding. The checks in this module run before training, and their error
-messages state the file and its fault. The module imports neither torch nor megatron-core. The index
-has this layout::
+megatron-core maps both files into memory without checking them. As a result, an index in a
+different format fails an assertion, a truncated index is read past its end, and an id outside of
+the vocabulary crashes the embedding in a later step. The checks in this module run before training,
+and their error messages state the file and its fault. The module imports neither torch nor
+megatron-core. The index has this layout::
 
     bytes  0..8    magic  MMIDIDX\\0\\0
            9..16   version, u64            always 1
@@ -73,7 +73,7 @@ def check_indexed(prefix: str | Path) -> IndexedInfo:
         Integer type, number of tokens and number of sequences.
 
     Raises:
-        DataError: A file is missing or truncated, has a different format or version, or the two
+        DataError: If a file is missing or truncated, has a different format or version, or the two
             files do not match. The message states the file and the fault.
     """
     idx_path = Path(f"{prefix}.idx")
@@ -101,9 +101,9 @@ def sequence_lengths(prefix: str | Path) -> npt.NDArray[np.int32]:
 
 
 def _checked(prefix: str, idx_path: Path, bin_path: Path) -> IndexedInfo:
-    """Returns the properties of the token index ``prefix``.
+    """Checks that the files ``idx_path`` and ``bin_path`` match, and returns their properties.
 
-    Checks that the files ``idx_path`` and ``bin_path`` match.
+    ``prefix`` is their path without suffix.
     """
     with open_file(idx_path) as stream:
         header = stream.read(_HEADER.size)
@@ -124,7 +124,7 @@ def _checked(prefix: str, idx_path: Path, bin_path: Path) -> IndexedInfo:
     dtype = np.dtype(_DTYPES[code])
     size = idx_path.stat().st_size
     expected = _HEADER.size + 12 * sequences + 8 * marks
-    # The index of multimodal data has one more byte per sequence (its mode). Accept such an index,
+    # The index of multimodal data has one more byte per sequence (the mode). Accept such an index,
     # because text can be read without the modes.
     if size not in (expected, expected + sequences):
         fault = "is truncated" if size < expected else "has too many bytes"
@@ -180,8 +180,8 @@ def check_vocabulary_fits(info: IndexedInfo, vocab_size: int) -> None:
         vocab_size: Number of token ids of the tokenizer, without padding.
 
     Raises:
-        DataError: A token id is out of range. The message states the vocabulary size that the data
-            needs.
+        DataError: If a token id is out of range. The message states the vocabulary size that the
+            data needs.
     """
     path = f"{info.prefix}.bin"
     try:
@@ -227,8 +227,8 @@ def pieces(
     Args:
         count: Number of elements of the array.
         itemsize: Size of an element in bytes.
-        whole_bytes: Maximum size in bytes of an array that is covered completely. The parts of a
-            larger array have this total size.
+        whole_bytes: Maximum size in bytes of an array that is covered completely. For a larger
+            array, this is the total size of the parts.
     """
     piece = _PIECE_BYTES // itemsize
     if count * itemsize <= whole_bytes:

@@ -24,11 +24,11 @@ from megatron.adaptive.errors import DataError
 
 _MOCK_DOCUMENTS = 100_000
 _MOCK_SIGMA = 0.8
-"""Standard deviation of the logarithm of mock documents' lengths, as is typical for web corpora."""
+"""Standard deviation of the logarithm of mock documents' lengths; typical for web corpora."""
 _MOCK_MEDIAN = 0.25
 """Median length of a mock document, as a fraction of ``--seq-length``."""
 _MOST_ORDERS = 2
-"""Maximum number of epochs whose order of documents is kept in memory at the same time."""
+"""Maximum number of epochs whose order of documents is kept in memory."""
 
 
 class DocumentDataset(MegatronDataset):
@@ -37,8 +37,8 @@ class DocumentDataset(MegatronDataset):
     Attributes:
         num_cut: Number of documents that are truncated because they are longer than
             ``--seq-length``.
-        num_empty: Number of documents that are skipped because they have fewer than two tokens, and
-            so no token to predict.
+        num_empty: Number of documents that are skipped because they have fewer than two tokens, so
+            that there is no token to predict.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -112,7 +112,7 @@ def left_out(datasets: Sequence[Any]) -> str:
     ]
     cut, empty = (sum(getattr(p, n, 0) for p in parts) for n in ("num_cut", "num_empty"))
     clauses = [f"{cut} documents are cut at --seq-length"] * bool(cut)
-    clauses += [f"{empty} without a token to predict are left out"] * bool(empty)
+    clauses += [f"{empty} are skipped because they have no token to predict"] * bool(empty)
     return ", ".join(clauses)
 
 
@@ -158,7 +158,7 @@ class Conversations:
         return self._ids[start : start + length]
 
     def is_taught(self, index: int, length: int) -> npt.NDArray[Any]:
-        """Returns for each of the first ``length`` tokens whether the loss is computed on it.
+        """Returns whether each of the first ``length`` tokens of a conversation is taught.
 
         ``index`` is the index of the conversation.
         """
@@ -167,7 +167,7 @@ class Conversations:
 
     @staticmethod
     def broken_rule(arrays: Sequence[npt.NDArray[Any]], vocab_size: int) -> str:
-        """Returns what is wrong with ``arrays``, or an empty string if they are valid.
+        """Describes what is wrong with ``arrays``. The result is empty if they are valid.
 
         ``vocab_size`` is the number of tokens in the vocabulary.
         """
@@ -196,7 +196,7 @@ class Conversations:
             tokens.
 
         Raises:
-            DataError: A line is not a conversation, or the file cannot be read.
+            DataError: If a line is not a conversation, or the file cannot be read.
         """
         ids: list[int] = []
         taught: list[bool] = []
@@ -228,7 +228,7 @@ def _conversation(line: str, where: str) -> Conversation:
     ``where`` contains the path of the file and the number of the line.
 
     Raises:
-        DataError: The line is not a conversation. The message states the file and the line.
+        DataError: If the line is not a conversation. The message states the file and the line.
     """
     try:
         # Parse leniently, because ignored fields may contain numbers of any size.

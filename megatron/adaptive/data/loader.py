@@ -1,4 +1,4 @@
-"""Provides microbatches, which depend only on the number of samples consumed so far.
+"""Provides microbatches. Their content depends only on the number of samples consumed so far.
 
 Samples are read in the order of the dataset, in blocks of ``micro_batch_size * dp_size``. Each
 data-parallel rank gets its part of every block, as in Megatron-LM. With micro-batch size 2 and two
@@ -11,8 +11,8 @@ data-parallel ranks::
 A step always consists of complete blocks. A job that resumes with a different data-parallel size,
 micro-batch size or global batch size therefore continues at exactly the next sample.
 
-If samples differ in length, a step uses the same samples, but their lengths determine which samples
-share a microbatch. Every rank knows all lengths without reading tokens. So all ranks of a pipeline
+If samples differ in length, a step uses the same samples, but their lengths determine which of them
+share a microbatch. Every rank knows all lengths without reading tokens, so all ranks of a pipeline
 agree on the number and sizes of the microbatches without exchanging messages::
 
     samples of a step    7 3 9 2 5 4        --pack-to 10, two replicas
@@ -20,10 +20,10 @@ agree on the number and sizes of the microbatches without exchanging messages::
     replica 0            [9]       [5 4]
     replica 1                [7 3]       [2]
 
-With ``--slice-tokens`` T, a packed row is divided into slices of T tokens. The number of slices of
-a row is the number that its longest sample needs, so most rows consist of one slice. If all rows of
-a step must have the same number of slices, this number depends on the longest sample of the step.
-The number may be up to a quarter larger than that sample needs, if this reduces padding.
+With ``--slice-tokens`` T, a packed row is divided into slices of T tokens. A row has as few slices
+as its longest sample allows, so most rows consist of one slice. If all rows of a step must have the
+same number of slices, this number depends on the longest sample of the step. It may be up to a
+quarter larger than necessary for that sample if this reduces padding.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Deal = Callable[[Sequence[Size]], Sequence[Sequence[int]]]
 """Function that distributes a step's microbatches over data-parallel replicas. Given the sizes of
 the microbatches, it returns the indices of each replica's microbatches."""
 
-# Data workers send microbatches in these types. Token ids need only 32 bits, which halves the size.
+# Data workers send microbatches in these types. Sending 32 bits per token id halves the size.
 _WIRE_DTYPES: dict[str, Any] = {
     "tokens": np.int32,
     "labels": np.int32,
@@ -65,14 +65,14 @@ _WIRE_DTYPES: dict[str, Any] = {
     "position_ids": np.int32,
     "attention_mask": np.bool_,
 }
-_PREFETCH = 4  # Each worker prefetches this number of microbatches.
+_PREFETCH = 4  # Number of microbatches that each worker prefetches.
 _INTEGER = ("tokens", "labels", "position_ids")
 _KEYS = (*_INTEGER, "loss_mask")
-"""Entries of each sample, if samples differ in length."""
+"""Entries of each sample that are used if samples differ in length."""
 
 
 class BatchSizes:
-    """Computes the global batch size and the number of microbatches at any point of a run.
+    """Computes the global batch size and the number of microbatches for any step of a run.
 
     With ``--rampup-batch-size START INCREMENT SAMPLES``, the batch size begins at START and grows
     by INCREMENT at regular intervals until SAMPLES samples have been consumed::
@@ -104,9 +104,9 @@ class BatchSizes:
         ramp_samples = self._config.rampup_batch_size[2]
         if consumed_samples > ramp_samples:
             return self._config.global_batch_size
-        # This floating-point division rounds as in megatron-core. Exact arithmetic would sometimes
-        # grow the batch one step earlier. A run that was started with Megatron-LM and continues
-        # here would then get different batches.
+        # Use floating-point division, which rounds as in megatron-core. With exact arithmetic, the
+        # batch would sometimes grow one step earlier, and a run that was started with Megatron-LM
+        # would get different batches here.
         samples_per_increment = ramp_samples / (len(self._sizes) - 1)
         return self._sizes[int(consumed_samples / samples_per_increment)]
 
@@ -115,7 +115,7 @@ class BatchSizes:
         return self.global_batch_size_at(consumed_samples) // self._samples_per_microbatch
 
     def iterations_for(self, train_samples: int) -> int:
-        """Returns the number of iterations of a run, not counting an incomplete last batch.
+        """Returns the number of iterations of a run, without an incomplete last batch.
 
         Unlike Megatron-LM, this method also supports runs that end before the batch size reaches
         its final value.
@@ -171,15 +171,15 @@ class MicrobatchLoader:
     """Provides the microbatches of one data-parallel rank, step by step.
 
     Without workers, a microbatch is read when it is requested. With workers, this rank's part of
-    each block is prefetched in order, also for later steps. The loader is not thread-safe.
+    each block is prefetched in order, even beyond the current step. The loader is not thread-safe.
 
     Args:
         dataset: Samples as dicts, from :func:`megatron.adaptive.data.datasets.build_datasets`.
         consumed_samples: Number of samples that all ranks together have consumed so far in the run.
         batching: Object that determines which samples share a microbatch.
         dp_rank: Index of this rank among the data-parallel ranks.
-        reads: Whether this rank needs the tokens. A rank without tokens uses only the lengths of
-            samples.
+        reads: Whether this rank needs the tokens. A rank that does not need them uses only the
+            lengths of the samples.
         num_workers: Number of processes that prefetch, or 0 to read in this process. Samples of
             different lengths are always read in this process.
         pin_memory: Whether tensors are page-locked, for asynchronous copies to a GPU.
@@ -224,8 +224,8 @@ class MicrobatchLoader:
                     prefetch_factor=_PREFETCH,
                     collate_fn=_collate,
                     worker_init_fn=functools.partial(_start_worker, os.getpid()),
-                    # A forked worker inherits mapped files and indices. A spawned worker would have
-                    # to read them again.
+                    # A forked worker inherits mapped files and indices, which a spawned worker
+                    # would have to read again.
                     multiprocessing_context="fork",
                 )
             )
@@ -242,10 +242,10 @@ class MicrobatchLoader:
                 round-robin.
 
         Returns:
-            Microbatches of this rank, which can be read until the next call of this method.
+            Microbatches of this rank. They can be read until this method is called again.
 
         Raises:
-            DataError: The dataset ends within the step.
+            DataError: If the dataset ends within the step.
         """
         batching = self._batching
         first = self.consumed_samples
@@ -305,10 +305,10 @@ class MicrobatchLoader:
         return tensors
 
     def _draw(self, read_ahead: Iterator[Arrays], block: int) -> Arrays:
-        """Advances the iterator ``read_ahead`` to ``block``, and returns the microbatch there.
+        """Advances the iterator ``read_ahead`` to ``block``, and returns the block's microbatch.
 
-        The iterator yields this rank's microbatch of each block. A block contains one microbatch
-        per data-parallel rank.
+        The iterator yields this rank's microbatch of each block, in order. A block contains one
+        microbatch per data-parallel rank.
         """
         try:
             while self._read_block < block:
@@ -465,8 +465,8 @@ class LengthMicrobatches(StepMicrobatches):
 
 
 def _collate(samples: list[dict[str, Any]]) -> Arrays:
-    # Return arrays, because workers would send tensors through /dev/shm, which is small in
-    # containers.
+    # Return arrays instead of tensors, which workers would send through /dev/shm. In containers,
+    # /dev/shm is often small.
     return {
         key: np.stack([np.asarray(sample[key], dtype=dtype) for sample in samples])
         for key, dtype in _WIRE_DTYPES.items()
@@ -475,13 +475,13 @@ def _collate(samples: list[dict[str, Any]]) -> Arrays:
 
 
 def _start_worker(rank_pid: int, _worker_id: int) -> None:
-    # Make this worker exit with its rank. A worker inherits the rank's connections. If the worker
-    # outlived a killed rank, the connections would stay open, and other ranks would keep waiting
-    # for that rank.
+    # Make this worker exit together with its rank. A worker inherits the rank's connections. If it
+    # outlived a killed rank, these connections would stay open, and other ranks would keep waiting
+    # for the killed rank.
     end_with_parent()
     if os.getppid() != rank_pid:
         os._exit(1)
-    # Ignore signals to the whole process group, because the trainer handles them. If a worker died,
-    # the trainer could not finish its step. Workers exit when the trainer exits.
+    # Ignore signals that are sent to the whole process group, because the trainer handles them. If
+    # a worker exited, the trainer could not finish its step. Workers exit when the trainer exits.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -8,7 +8,7 @@
 The output files appear only after all input has been converted. The parent process reads and writes
 files, and worker processes parse and tokenize. Only a few batches are in progress at a time, so
 memory use does not grow with the input. The output does not depend on the number of workers. The
-parent imports torch and megatron-core only when it writes the first result. So workers start
+parent imports torch and megatron-core only when it writes the first result, so that workers start
 without these packages, and tokenize while the parent imports them.
 """
 
@@ -52,8 +52,8 @@ class PreprocessSpec(TokenizerConfig):
     """Settings of a conversion to token files: input, keys, tokenizer and output.
 
     Attributes:
-        inputs: Paths of the input files, which have one JSON object per line. The output has the
-            same order.
+        inputs: Paths of the input files, which have one JSON object per line. Documents keep the
+            order of the input.
         output_prefix: Prefix of the output files, ``<output_prefix>_<key>_document.bin`` and
             ``.idx``.
         json_keys: Keys of a JSON object whose values become documents. Each key gets a separate
@@ -122,7 +122,7 @@ def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
     The files that match a glob are sorted by name.
 
     Raises:
-        DataError: A file name or pattern matches no readable file.
+        DataError: If a file name or pattern matches no readable file.
     """
     files: dict[Path, None] = {}
     for pattern in patterns:
@@ -154,9 +154,10 @@ def preprocess(spec: PreprocessSpec, *, progress: Progress | None = None) -> Pre
         Paths of the output files, and the numbers of documents, tokens and bytes.
 
     Raises:
-        ConfigError: A setting is invalid.
-        DataError: A line is not JSON or lacks a key (the message states the file and the line), the
-            input contains no documents, a vocabulary is damaged, or the output cannot be written.
+        ConfigError: If a setting is invalid.
+        DataError: If a line is not JSON or does not contain a key (the message states the file and
+            the line), the input contains no documents, a vocabulary is damaged, or the output
+            cannot be written.
     """
     _check(spec)
     try:
@@ -236,8 +237,8 @@ class _Encoder:
     """Parses and tokenizes batches of lines, in a worker process or in the parent process."""
 
     def __init__(self, spec: PreprocessSpec) -> None:
-        # Disable the threads of the tokenizers library, because it would start one thread per core
-        # in each worker process.
+        # Disable the threads of the tokenizers library, which would start one thread per core in
+        # each worker process.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self._tokenizer = build_tokenizer(spec)
         self._keys = spec.json_keys
@@ -351,7 +352,7 @@ class _Output:
         self._temporary = str(path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp"))
         self._builder: Any = None
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Create the file now, so that an unwritable folder is detected before text is tokenized.
+        # Create the file now to detect an unwritable folder before text is tokenized.
         Path(f"{self._temporary}.bin").touch()
 
     def __enter__(self) -> _Output:

@@ -9,7 +9,7 @@ configuration reads (``vocab_size``, ``eod``, ``unique_identifiers``, ``tokenize
 
 megatron-core's GPT-2 tokenizer is not used, because it needs ``transformers`` and may download
 files. megatron-core's ``NullTokenizer`` is not used, because its identifiers do not contain the
-vocabulary size, so caches of different vocabularies would be confused.
+vocabulary size, so the caches of different vocabularies would have the same keys.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _TEMPLATE_TOKENS = tuple(
 _CHAT_VERSION = 2
 """Version of the code that selects the tokens on which the loss is computed.
 
-The version is part of the key of cached tokens. Increase it when that code changes.
+The version is part of the cache key of tokenized conversations. Increase it if that code changes.
 """
 _MODEL = "check --tokenizer-model"
 _IDS_OF_TIKTOKEN = 1 << 17
@@ -99,8 +99,8 @@ class Tokenizer(ABC):
         the end-of-document id.
 
         Raises:
-            DataError: The chat template raises an error. Without a template, a message is not text
-                or has an unknown role.
+            DataError: If the chat template raises an error or, without a template, a message is not
+                text or has an unknown role.
         """
         ids: list[int] = []
         taught: list[bool] = []
@@ -167,7 +167,7 @@ class GPT2BPETokenizer(_LibraryTokenizer):
             rule is two tokens separated by a space.
 
     Raises:
-        DataError: A file is missing or malformed, or the two files do not belong together.
+        DataError: If a file is missing or malformed, or the two files do not belong together.
     """
 
     def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
@@ -202,17 +202,17 @@ _MOSTLY = 0.9
 def _check_merges(
     vocab: dict[str, int], merges: list[tuple[str, str]], vocab_file: Path, merge_file: Path
 ) -> None:
-    """Checks that the vocabulary ``vocab`` and its rules ``merges`` belong together.
+    """Checks that the vocabulary ``vocab`` and its merge rules ``merges`` belong together.
 
-    Error messages contain ``vocab_file`` or ``merge_file``.
+    Error messages contain the path ``vocab_file`` or ``merge_file``.
 
-    Every token of several bytes is the result of a merge rule. So if a token or a rule was changed,
-    some token has no rule. In most vocabularies, ids are in the order of the rules. For these
-    vocabularies, the check also detects rules that are out of order.
+    Every token of several bytes is the result of a merge rule. If a token or a rule was changed,
+    there is therefore a token without a rule. In most vocabularies, ids have the same order as the
+    rules. For these vocabularies, the check also detects rules that are out of order.
 
     Raises:
-        DataError: An id or a rule is duplicated, ids have gaps, a token has no rule, or a few rules
-            are out of order.
+        DataError: If an id or a rule is duplicated, ids have gaps, a token has no rule, or a few
+            rules are out of order.
     """
     ids = sorted(vocab.values())
     if len(set(ids)) != len(ids):
@@ -223,7 +223,7 @@ def _check_merges(
             f"{vocab_file}: no token has the id {lacking}, but other tokens have larger ids"
         )
     merged_ids = [vocab.get(left + right, -1) for left, right in merges]
-    # Compare rules instead of tokens, because two rules may produce the same token.
+    # Compare the rules instead of their tokens, because two rules may produce the same token.
     if len(set(merges)) != len(merges):
         raise DataError(f"{merge_file}: a rule is duplicated; the files are damaged")
     has_rule = set(merged_ids)
@@ -257,7 +257,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         folder: Path of the folder with ``tokenizer.json``, the value of ``--tokenizer-model``.
 
     Raises:
-        DataError: A file is missing or damaged, or no file sets the end-of-document token.
+        DataError: If a file is missing or damaged, or no file sets the end-of-document token.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -298,7 +298,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         return list(encoding.ids), taught
 
     def _find_templates(self) -> dict[str, str]:
-        """Returns the text of each chat template in the folder, by the template's name."""
+        """Returns the text of each chat template in the folder, keyed by the template's name."""
         value = self._json("tokenizer_config.json").get("chat_template")
         if isinstance(value, list):
             value = {
@@ -350,8 +350,8 @@ class SentencePieceTokenizer(Tokenizer):
             ``Llama2Tokenizer``.
 
     Raises:
-        ConfigError: The package sentencepiece is missing.
-        DataError: The file is missing or damaged, or has no end-of-sequence token.
+        ConfigError: If the package sentencepiece is missing.
+        DataError: If the file is missing or damaged, or has no end-of-sequence token.
     """
 
     def __init__(self, file: str | Path, *, begins: bool = False) -> None:
@@ -391,9 +391,9 @@ class TikTokenizer(Tokenizer):
             Names such as ``<SPECIAL_7>`` are added if there are fewer than ``num_special`` tokens.
 
     Raises:
-        ConfigError: The package tiktoken is missing, or ``special`` lacks a required token or
-            repeats a token.
-        DataError: The file is missing or damaged, or the sizes do not match.
+        ConfigError: If the package tiktoken is missing, or ``special`` does not contain a required
+            token or repeats a token.
+        DataError: If the file is missing or damaged, or the sizes do not match.
     """
 
     def __init__(
@@ -472,7 +472,7 @@ class NullTokenizer(Tokenizer):
         vocab_size: Number of ordinary token ids, the value of ``--vocab-size``.
 
     Raises:
-        ConfigError: ``vocab_size`` is not positive.
+        ConfigError: If ``vocab_size`` is not positive.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -508,9 +508,9 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """Returns the tokenizer that ``config`` (``--tokenizer-type``) selects.
 
     Raises:
-        ConfigError: A required flag or package is missing, or ``--vocab-size`` is less than the
+        ConfigError: If a required flag or package is missing, or ``--vocab-size`` is less than the
             tokenizer's number of ids.
-        DataError: A file is missing or damaged.
+        DataError: If a file is missing or damaged.
     """
     kind = config.tokenizer_type
     size = config.vocab_size
@@ -561,7 +561,7 @@ def need_package(name: str, flag: str, extra: str) -> Any:
         extra: Name of this project's pip extra that installs the package.
 
     Raises:
-        ConfigError: The package is missing.
+        ConfigError: If the package is missing.
     """
     try:
         return importlib.import_module(name)
@@ -573,14 +573,14 @@ def need_package(name: str, flag: str, extra: str) -> Any:
 
 
 def _teach(taught: list[bool], encoding: Any, start: int, stop: int, *, are_marked: bool) -> None:
-    """Marks all tokens that overlap a range of characters as taught.
+    """Marks as taught all tokens that overlap a range of characters.
 
     Args:
         taught: Whether the loss is computed on each token. The list is changed in place.
         encoding: Tokens of the text with their offsets, from the ``tokenizers`` library.
         start: Offset of the first taught character in the text.
         stop: Offset after the last taught character.
-        are_marked: Whether the chat template marks the taught text. If it does, and if the last
+        are_marked: Whether the chat template marks the taught text. In this case, if the last
             character consists of several tokens, only the first of these tokens is taught, as with
             ``return_assistant_tokens_mask`` of ``transformers``.
     """
