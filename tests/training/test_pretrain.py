@@ -152,7 +152,9 @@ def test_experts_that_overlap_need_more_than_one_hardware_queue() -> None:
 
 def test_overlap_on_a_shared_gpu_is_told_to_gain_nothing() -> None:
     lines = device_lines(settings(overlap_grad_reduce=True), GPU)
-    assert lines[0] == "2 ranks share a GPU: busy and bubble are time slices of a shared GPU"
+    assert lines[0] == (
+        "2 ranks share a GPU, so busy times and bubbles reflect time slices of a shared GPU"
+    )
     assert lines[1].startswith("warning: --overlap-grad-reduce: ")
     assert "remove the flag" in lines[1]
     assert len(device_lines(settings(), GPU)) == 1
@@ -172,7 +174,9 @@ def test_layers_do_not_move_by_times_of_a_shared_gpu() -> None:
     hook = Rebalancing(live)
     hook.after_step(types.SimpleNamespace(num_microbatches=4))  # type: ignore[arg-type]
     hook.before_step(2)
-    assert said == ["  layers do not move, because ranks measure time slices of a shared GPU"]
+    assert said == [
+        "  layers do not move, because measured times reflect time slices of a shared GPU"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -193,7 +197,7 @@ def test_examples_use_more_than_one_hardware_queue(name: str, flag: str, queues:
 def test_first_weights_that_depend_on_the_layout_are_told() -> None:
     alone = dataclasses.replace(GPU, shares=1)
     (line,) = device_lines(settings(use_cpu_initialization=False), alone)
-    assert "--use-cpu-initialization draws the same weights in every layout" in line
+    assert "use --use-cpu-initialization to draw the same weights in every layout" in line
     on_cpu = dataclasses.replace(alone, device=torch.device("cpu"))
     assert device_lines(settings(use_cpu_initialization=False), on_cpu) == []
 

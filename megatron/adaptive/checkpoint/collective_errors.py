@@ -101,7 +101,7 @@ class RankGroup:
 
         Args:
             action: Function to run on this rank.
-            name_ranks: Whether the error message contains the ranks that failed.
+            name_ranks: Whether the error message names the ranks that failed.
 
         Raises:
             CheckpointError: If ``action`` failed on any rank, for example because the disk is full

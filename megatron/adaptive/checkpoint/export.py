@@ -150,8 +150,8 @@ class _HuggingFaceTensors:
     ) -> None:
         if absent := [name for name in tensors if name not in reader.tensors]:
             raise CheckpointError(
-                f"{reader.path} does not contain {absent[0]}, so it does not belong to the model "
-                "of its configuration"
+                f"{reader.path} does not contain {absent[0]}, so it does not match the "
+                "configuration of its model"
             )
         self._reader = reader
         self._tensors = tensors

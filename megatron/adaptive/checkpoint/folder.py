@@ -24,9 +24,9 @@ A subfolder gets its final name only when it is complete::
 
 A checkpoint is written under a hidden name, flushed to disk with ``fsync``, and then renamed. After
 that, its iteration is written to the tracker (``latest_checkpointed_iteration.txt``), if the folder
-has a tracker. So the tracker always refers to a complete checkpoint. A job that takes over the
-lease (``engine.folder_lease``) removes everything that earlier jobs left under hidden names. If an
-earlier job was only suspended and continues later, it can no longer rename its checkpoint.
+has a tracker. The tracker therefore always refers to a complete checkpoint. A job that takes over
+the lease (``engine.folder_lease``) removes everything that earlier jobs left under hidden names. If
+an earlier job was only suspended and continues later, it can no longer rename its checkpoint.
 
 The names of the trainer's folders and of the tracker are the same as in Megatron-LM. ``.metadata``
 and ``common.pt`` are pickles for Megatron-LM and torch. This program does not read them if there is
@@ -67,7 +67,7 @@ _LOG = logging.getLogger(__name__)
 FORMAT_VERSION = 2
 PIPELINE_FORMAT = 2
 INDEX = "index.json"
-PIPELINE_STATE = "state.values"  # The state of the user's objects is stored in this file.
+PIPELINE_STATE = "state.values"  # File with the state of the user's objects.
 _UNSEALED = 1  # Manifests up to this format version have no checksums.
 # Only manifests that contain checksums have these entries.
 _SUMMED = frozenset({"blocks", "checksum"})
@@ -92,12 +92,12 @@ class StepFolders:
     """
 
     manifest_name: ClassVar[str]
-    _prefix: ClassVar[str] = "iter_"  # The names of all subfolders begin with this prefix.
-    _digits: ClassVar[int] = 7  # The names of subfolders contain at least this number of digits.
-    # Each manifest starts with these entries. They contain the name of the format, if it has one,
-    # and the newest version of the format that can be read.
+    _prefix: ClassVar[str] = "iter_"  # Prefix of the names of all subfolders.
+    _digits: ClassVar[int] = 7  # Minimum number of digits in the names of subfolders.
+    # First entries of each manifest: the name of the format, if it has one, and the newest version
+    # of the format that can be read.
     _form: ClassVar[Mapping[str, Any]] = {}
-    _needed = frozenset({"files"})  # Each manifest must have at least these entries.
+    _needed = frozenset({"files"})  # Entries that each manifest must have.
     _schema: ClassVar[str] = "manifest"  # Name of the JSON schema for manifests.
     _trust = "--trust-checkpoint"
 

@@ -58,8 +58,8 @@ _GPU_STATE_BYTES = 64
 
 RNG = "rng_state"
 """Key of the random states in a checkpoint."""
-# The state of a second optimizer is saved under one of these keys: that of the optimizer for
-# experts, or that of the optimizer for all weights that muon does not train.
+# Keys for the state of a second optimizer: one for the optimizer of experts, and one for the
+# optimizer of all weights that muon does not train.
 _EXPERTS = "experts"
 _SCALARS = "scalars"
 
@@ -425,8 +425,8 @@ def require_same_groups(optimizer: Any, saved: Mapping[str, Any], name: str) -> 
 def _leaves(optimizer: Any) -> list[Any]:
     """Returns the list of optimizers in megatron-core's chained optimizer ``optimizer``.
 
-    Usually, there is one optimizer. With expert parallelism, a second optimizer for the experts
-    follows. With muon, a second optimizer for all weights that muon does not train follows.
+    Usually, there is one optimizer. Expert parallelism adds a second optimizer for the experts.
+    Muon adds a second optimizer for all weights that muon does not train.
     """
     return list(optimizer.chained_optimizers)
 
@@ -451,7 +451,7 @@ def _is_torch_adam(leaf: Any) -> bool:
 def fill_state(leaf: Any) -> None:
     """Creates the optimizer state of each parameter in ``leaf`` before the first step.
 
-    This makes a checkpoint have the same entries before and after the first step. Otherwise, with
+    As a result, checkpoints have the same entries before and after the first step. Otherwise, with
     float16, entries could be missing for a dozen iterations, because the optimizer skips steps in
     which gradients overflow.
     """

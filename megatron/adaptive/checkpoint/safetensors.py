@@ -85,7 +85,7 @@ class TensorFolder:
         tensors: Position of each tensor, keyed by name.
 
     Raises:
-        CheckpointError: If the folder has no ``safetensors`` files, but for example only pickles.
+        CheckpointError: If the folder has no ``safetensors`` files. It may have only pickles.
         DamagedCheckpointError: If a file is missing or truncated, or has an invalid header.
     """
 

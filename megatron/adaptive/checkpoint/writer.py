@@ -315,8 +315,8 @@ def write_file(
     Args:
         path: Path of the file.
         data: Tensors and objects to write.
-        heads: Number of bytes before the raw bytes of a tensor in the output of ``torch.save``, by
-            type and shape. Missing entries are added.
+        heads: Number of bytes that ``torch.save`` writes before a tensor's raw bytes, keyed by
+            dtype and shape. Missing entries are added.
 
     Returns:
         Position of each tensor and object in the file, and the size and checksums of the file.
@@ -377,7 +377,7 @@ class _Stream:
         Raises:
             OSError: If the tensor could not be written.
         """
-        file: Any = self  # torch declares more methods than torch.save calls.
+        file: Any = self  # The declared type has more methods than torch.save calls.
         torch.save(tensor, file)
         if self._error is not None:
             raise self._error

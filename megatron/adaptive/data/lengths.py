@@ -158,7 +158,7 @@ class Conversations:
         return self._ids[start : start + length]
 
     def is_taught(self, index: int, length: int) -> npt.NDArray[Any]:
-        """Returns whether each of the first ``length`` tokens of a conversation is taught.
+        """Returns an array that states which of the first ``length`` tokens are taught.
 
         ``index`` is the index of the conversation.
         """

@@ -20,10 +20,10 @@ agree on the number and sizes of the microbatches without exchanging messages::
     replica 0            [9]       [5 4]
     replica 1                [7 3]       [2]
 
-With ``--slice-tokens`` T, a packed row is divided into slices of T tokens. A row has as few slices
-as its longest sample allows, so most rows consist of one slice. If all rows of a step must have the
-same number of slices, this number depends on the longest sample of the step. It may be up to a
-quarter larger than necessary for that sample if this reduces padding.
+With ``--slice-tokens`` T, a packed row is divided into slices of T tokens. A row has only as many
+slices as its longest sample needs, so most rows consist of one slice. If all rows of a step must
+have the same number of slices, this number depends on the longest sample of the step. It may be up
+to a quarter larger than necessary for that sample if this reduces padding.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ class GPT2BPETokenizer(_LibraryTokenizer):
         try:
             vocab, merges = models.BPE.read_file(str(vocab_file), str(merge_file))
             encoder = FastTokenizer(models.BPE(vocab=vocab, merges=merges))
-        except Exception as error:  # The library raises plain Exception.
+        except Exception as error:  # The library raises only the base class Exception.
             raise DataError(
                 f"{vocab_file} and {merge_file} do not belong together ({error}); --vocab-file "
                 "must be a GPT-2 vocab.json, and --merge-file its merges.txt"
@@ -265,7 +265,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         text = read_text(self._folder / "tokenizer.json", _MODEL, DataError)
         try:
             encoder = FastTokenizer.from_str(text)
-        except Exception as error:  # The library raises plain Exception.
+        except Exception as error:  # The library raises only the base class Exception.
             raise DataError(
                 f"{folder}/tokenizer.json is not a tokenizer of the tokenizers library ({error})"
             ) from None

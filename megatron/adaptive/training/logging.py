@@ -288,7 +288,7 @@ class TrainingLog:
         findings = values.get("findings")
         if self._curves is None or not isinstance(findings, list):
             return
-        # If a finding is no longer reported, set its gain to 0, because it has been fixed.
+        # Set the gain of findings that are no longer reported to 0, because they have been fixed.
         gains = dict.fromkeys(self._gains, 0.0)
         entries = [finding for finding in findings if isinstance(finding, dict)]
         gains |= {f"gain/{entry['name']}": entry["gain"] for entry in entries}

@@ -135,7 +135,7 @@ class Trainer:
         slices: tuple[int, ...] = ()
         if live.config.slice_tokens is not None and run.slices is not None:
             run.slices.plan(lengths)
-            if live.config.constant_slices == 1:  # Here, the number of slices varies between steps.
+            if live.config.constant_slices == 1:  # The number of slices varies between steps.
                 slices = each_count(num_microbatches, run.slices.count)
         run.tracing.begin_iteration(
             iteration, num_microbatches, is_traced=is_traced, lengths=lengths, slices=slices
@@ -401,7 +401,7 @@ class Rebalancing(RunHook):
         is_tuned = settings.pipeline_schedule == "auto" and settings.slice_tokens is None
         moves = settings.repartition != "off" or (is_tuned and live.run.placement.num_ranks > 1)
         if moves and shares_gpus(live.run.job):
-            live.log.message(f"  layers do not move, because ranks measure {SLICES}")
+            live.log.message(f"  layers do not move, because measured times reflect {SLICES}")
         elif moves:
             self._repartitioner = Repartitioner(live.run, live.log.message)
         self._numbers = live.config.slices_to_choose
@@ -508,9 +508,9 @@ class Rebalancing(RunHook):
         self._live.release()
 
     def _stay(self, due: Decision | Move | NextTrial, error: DeviceMemoryError) -> None:
-        """Keeps the current stages, and reports ``error``, which the change ``due`` caused.
+        """Keeps the current stages, because the change ``due`` needs too much memory.
 
-        The change needs too much memory.
+        This method reports ``error``, which the change raised.
         """
         if isinstance(due, NextTrial):
             self._log.message(f"  the number of slices does not change: {error}")

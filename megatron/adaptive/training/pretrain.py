@@ -161,11 +161,11 @@ def device_lines(config: TrainerConfig, accelerator: device.Accelerator) -> list
     ):
         lines.append(
             "initial weights are drawn on GPUs and differ between layouts of stages and tensor "
-            "parallelism; --use-cpu-initialization draws the same weights in every layout"
+            "parallelism; use --use-cpu-initialization to draw the same weights in every layout"
         )
     if not accelerator.is_shared:
         return lines
-    lines += [f"{accelerator.shares} ranks share a GPU: busy and bubble are {SLICES}"]
+    lines += [f"{accelerator.shares} ranks share a GPU, so busy times and bubbles reflect {SLICES}"]
     overlaps = {
         "--overlap-grad-reduce": config.parallel.overlap_grad_reduce,
         "--overlap-param-gather": config.parallel.overlap_param_gather,
