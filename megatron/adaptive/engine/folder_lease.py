@@ -12,8 +12,8 @@ A claim is created as a hard link to a complete file, which succeeds in only one
 system. A job that wants to take over watches the counter for some time, measured by its own clock,
 so the clocks of machines may differ. If the counter does not increase, the job removes the
 counter's file, which ends the right of the previous holder. If the previous holder was only
-suspended, it later notices that the file is missing. To check this, the holder opens the file,
-because NFS caches listings and attributes, but contacts the server for each open.
+suspended, it later notices that the file is missing. The holder checks this by opening the file,
+because NFS caches listings and attributes, but contacts the server on each open.
 
 A checkpoint is first written under a name that contains the claim's number, and published by
 renaming. A new holder first removes all files and folders whose names contain lower numbers. So a
@@ -138,7 +138,7 @@ class Lease:
     def join_manager(self, number: int | None, job: str) -> bool:
         """Shares the right of this process's manager, if the manager holds the right to the folder.
 
-        Returns whether the manager holds the folder.
+        Returns whether the manager holds the right.
 
         Args:
             number: Number of the manager's claim, or ``None`` if there is no manager.
@@ -151,7 +151,7 @@ class Lease:
         return True
 
     def advance(self) -> bool:
-        """Replaces this job's claim by a new claim with the next number.
+        """Replaces this job's claim with a new claim that has the next number.
 
         Processes that joined the old claim lose the right.
 
@@ -159,7 +159,7 @@ class Lease:
             True if this process still held the right, and therefore got the next number.
 
         Raises:
-            OSError: The folder is not writable. The number is unchanged.
+            OSError: The folder is not writable. The claim's number does not change.
         """
         if not self._take(self.number + 1):
             return False
@@ -247,7 +247,7 @@ class Lease:
                 raise self.taken(over=True) from None
 
     def end(self) -> None:
-        """Releases the right if this process made the claim, so that other jobs need not wait."""
+        """Releases the right if this process made the claim, so that other jobs do not wait."""
         self._over.set()
         if self._claimed and self.number:
             with contextlib.suppress(OSError):  # Writing fails if another job has taken over.

@@ -167,9 +167,8 @@ class Lanes:
     def _watching_exchanges(self) -> Iterator[None]:
         """Replaces torch's all-to-all while the context is open, so that exchanges switch lanes.
 
-        Exchanges of forward and backward passes are replaced. A lane only lets the other lane
-        compute during exchanges of rows (tokens), because exchanges of one number per row do not
-        take long.
+        This affects the exchanges of forward and backward passes. The other lane only computes
+        during exchanges of rows (tokens), because exchanges of one number per row do not take long.
         """
         plain = dist.all_to_all_single
 

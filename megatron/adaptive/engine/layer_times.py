@@ -93,7 +93,7 @@ class LayerSums:
         ]
 
     def passes(self) -> list[tuple[int, int, int, int]]:
-        """Returns the first passes of each layer in the step that :meth:`rows` ended last.
+        """Returns the first passes of each layer in the step that :meth:`rows` ended most recently.
 
         If the rank has more than ``MOST_DRAWN`` layers, only evenly spaced layers are returned.
 

@@ -29,8 +29,8 @@ from megatron.adaptive.schedule.unequal_widths import Widths
 class Orders:
     """Creates the policy and the state with which one rank runs each step.
 
-    The policy depends on the number of microbatches. It is used again in later steps that have the
-    same number of microbatches.
+    The policy depends on the number of microbatches, and is reused in later steps with the same
+    number.
 
     Args:
         schedule: Name of a static schedule or run-time scheduling rule. With ``auto``, ``adaptive``
@@ -117,8 +117,8 @@ class Orders:
     def num_slices(self) -> int:
         """Returns the number of slices of each microbatch, or 1 for whole microbatches.
 
-        If this number differs between microbatches, the result is the largest number in the last
-        step.
+        If this number differs between microbatches, the result is the largest number of slices of
+        any microbatch in the last step.
         """
         return most_slices_of(self._counts)
 
@@ -190,9 +190,9 @@ class Orders:
             num_microbatches: Number of microbatches that this rank runs in the step.
             forward_only: Whether the step is an evaluation, which has only forward passes.
             sizes: Number of token positions in each microbatch or in each slice, or ``None`` if all
-                are equal. The size of the activations is proportional to this number. The limit on
-                activations is then relative to the mean size, and is raised to the largest size if
-                necessary, so that every microbatch can start.
+                are equal. The size of the activations is proportional to this number. If sizes are
+                passed, the limit on activations is relative to the mean size, and is raised to the
+                largest size if necessary, so that every microbatch can start.
             frozen_stages: Number of leading stages through which no gradient flows.
         """
         cap = None if forward_only else self._cap_for(num_microbatches)
@@ -253,16 +253,15 @@ class Orders:
         """Returns the maximum number of received inputs that a rank keeps at the same time.
 
         Each slice of a microbatch is a separate input. The result determines the size of the
-        receive buffers, which does not change when ``auto`` chooses a schedule. So for ``auto``
-        without a cap, the result is the number of all microbatches, because no schedule keeps more
-        inputs.
+        receive buffers, which cannot change later when ``auto`` chooses a schedule. For ``auto``
+        without a cap, the result therefore counts the inputs of all microbatches, because no
+        schedule keeps more.
 
         Args:
             num_microbatches: Number of microbatches per step of this rank, or of the whole job if
                 stages have different numbers of ranks.
-            smallest: Size of the smallest microbatch, relative to the mean size. If all
-                microbatches have this size, the limit on activations allows the largest number of
-                them.
+            smallest: Size of the smallest microbatch, relative to the mean size. The limit on
+                activations allows the most microbatches if all of them have this size.
         """
         keeps_all = self._spec is not None and (
             self._spec.keeps_all
@@ -323,8 +322,10 @@ class Orders:
 
 
 _MOST_POLICIES = 64
-"""Maximum number of cached policies. Without this limit, memory usage would grow if the numbers of
-slices differ in each step."""
+"""Maximum number of cached policies.
+
+Without this limit, memory usage would grow if every step had different numbers of slices.
+"""
 
 
 def _load_schedule(path: str, placement: Placement, *, splits: bool, num_slices: int) -> Schedule:

@@ -27,7 +27,7 @@ _AGAIN_S = 0.2
 _LOOK_S = 0.02
 _CONNECT_S = 5.0
 _ANSWER_S = 10.0
-"""Minimum of the time limit for a reply from the store, in seconds.
+"""Shortest time limit in seconds for a reply from the store.
 
 A store replies within milliseconds on an idle machine. If many ranks start on few processors, a
 reply may take longer.

@@ -1,4 +1,4 @@
-"""Records the order in which each rank ran its actions to a file, and replays this order.
+"""Records in a file the order in which each rank ran its actions, and replays this order.
 
 A run-time scheduling rule chooses actions depending on when inputs arrive, so two runs rarely have
 the same order of actions. A record makes the order reproducible for debugging, comparisons, or
@@ -9,7 +9,7 @@ this record, losses and gradients are bitwise equal to those of the recorded run
 
 Only training steps are recorded, because an evaluation always has the same order. The file is JSON.
 ``orders`` lists each distinct order once, as codes of actions (see ``schedule.policy.codes_of``).
-In ``steps``, each step has the index of one order per rank::
+``steps`` contains the index of each rank's order in each step::
 
     {"format": "megatron-adaptive schedule", "version": 1,
      "shape": {"ranks": 2, "chunks": 1, "placement": "loop", "weight_pieces": 0, "replicas": 0},
@@ -58,7 +58,7 @@ Shares = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class RecordShape:
-    """Sizes that must be equal in the recorded run and in a run that replays the record.
+    """Sizes that, except for ``slices``, a run must have in common with the run that it replays.
 
     The number of microbatches is not included, because it may differ between steps, and can be
     derived from the length of an order.

@@ -22,8 +22,7 @@ _SEEN = _REASON["seen"]
 _FOUND = _REASON["found"]
 
 SHORT_NS = 20_000
-"""Minimum duration of a follower's wait for the leader's decision that is traced, in nanoseconds.
-"""
+"""Shortest wait of a follower for the leader's decision that is traced, in nanoseconds."""
 
 
 class ActionInput(NamedTuple):
@@ -51,8 +50,8 @@ class LaunchedAction(NamedTuple):
 
     Attributes:
         action: Action that was run or launched.
-        start: Time mark of the device before the action, which is an event on a GPU.
-        end: Time mark of the device after the action, which is an event on a GPU.
+        start: Time mark of the device before the action. On a GPU, this is an event.
+        end: Time mark of the device after the action. On a GPU, this is an event.
         nbytes: Number of bytes that the action received from and sent to other ranks.
         held_bytes: Size in bytes of the activations that the rank held during the action.
         queue_depth: Number of inputs that had arrived but were not used yet when the action began.
@@ -98,7 +97,7 @@ class StepLog:
     def arrival(self, item: Arrival, *, is_awaited: bool) -> tuple[int, bool]:
         """Returns the arrival time of ``item`` in nanoseconds, and whether it is exact.
 
-        If the transport does not report the arrival time, the result is the current time. This is
+        If the transport does not report the arrival time, the result is the current time, which is
         exact only if the executor was waiting for the input (``is_awaited``).
         """
         reported_ns = item.arrived_ns

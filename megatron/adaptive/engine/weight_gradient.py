@@ -1,4 +1,4 @@
-"""Splits backward passes into input (B) and weight gradients (W), and defers the weight gradients.
+"""Splits backward passes into input gradients (B) and weight gradients (W), and defers the latter.
 
 A layer that defers its weight gradient describes its computation as a :class:`LayerCall` and runs
 the call through :func:`defer`, which hides the weight from autograd. The backward pass then
@@ -45,7 +45,7 @@ class LayerCall:
 
     Attributes:
         weight: Weight that the call uses. If several calls share the weight, their gradients are
-            summed before they are accumulated, because autograd does the same.
+            summed before they are accumulated, as in autograd.
     """
 
     __slots__ = ()
@@ -62,7 +62,7 @@ class LayerCall:
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> Iterable[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Returns (parameter, gradient) pairs, without gradients that the call itself accumulates.
+        """Returns (parameter, gradient) pairs, except those that the call itself accumulates.
 
         ``inputs`` are the layer's inputs, and ``gradient`` is the gradient of the layer's output.
         Autograd does not record the operations of this method, because neither argument requires a
@@ -285,7 +285,7 @@ def uneven_pieces(
 
 
 class WeightGradientStore:
-    """Keeps the tensors for the deferred weight gradients of a model chunk, and runs them later.
+    """Keeps the tensors for a chunk's deferred weight gradients, and computes the gradients later.
 
     Layers read :attr:`active` in their forward pass, and only defer weight gradients if it is true.
     A store must not be used by several threads at the same time. Autograd's device threads count as
@@ -403,7 +403,7 @@ class WeightGradientStore:
         self._collected.append(_Task(call, inputs, gradient))
 
     def call_after_backward(self, function: Callable[[], None]) -> None:
-        """Calls ``function`` when the context of :meth:`collect` exits, also after an error."""
+        """Calls ``function`` when the context of :meth:`collect` exits, even after an error."""
         self._after_backward.append(function)
 
     def run(self, microbatch: int, piece: int, pieces: int) -> None:
@@ -446,8 +446,8 @@ class WeightGradientStore:
 
         A unit contains all work for the gradient of one weight.
 
-        The last result is used again if the number of units and the shape of the first gradient
-        have not changed.
+        The last result is reused if the number of units and the shape of the first gradient have
+        not changed.
         """
         if not units:
             return [0] * pieces
@@ -494,7 +494,7 @@ class _Collecting:
 
 
 class SplitStages:
-    """Computes the deferred weight gradients of a step, for classes that implement a rank's stages.
+    """Base class of a rank's stages, which computes the deferred weight gradients of a step.
 
     Implementations of ``executor.Stages`` derive from this class.
 

@@ -48,7 +48,7 @@ from megatron.adaptive.schedule.workload import Workload
 VISITS = 500_000_000
 """Maximum number of action times to compute in all attempts together.
 
-Computing this many times takes about a second.
+Computing this many action times takes about a second.
 """
 LEAST_ORDERS = 40_000
 """Minimum number of random changes to attempt.
@@ -58,8 +58,9 @@ If ``VISITS`` allows fewer attempts, the schedule is not annealed.
 MOST_ORDERS = 200_000
 """Maximum number of random changes to attempt."""
 COMPILE_S = 25.0
-"""Upper bound on the time to compile the annealing functions in seconds, unless the processors are
-overloaded.
+"""Upper bound in seconds on the time to compile the annealing functions.
+
+Compilation may take longer if the processors are overloaded.
 """
 HEAT = 2
 """Largest increase in step time that may be accepted in the first attempts, as a multiple of the
@@ -169,7 +170,8 @@ def finish(o: OrderGraph) -> int:
 def trace(o: OrderGraph, step: int) -> int:
     """Finds the critical path of a step that ends at the time ``step``, in picoseconds.
 
-    Writes the actions of the path to ``o.path``, last action first, and returns their number.
+    Writes the actions of the path to ``o.path``, last action first, and returns the number of
+    actions.
     """
     action = -1
     for rank in range(len(o.lengths)):
@@ -201,7 +203,7 @@ def shift(o: OrderGraph, rank: int, index: int, to: int) -> None:
 
 
 def reach(o: OrderGraph, rank: int, index: int, to: int) -> int:
-    """Returns the index nearest to ``to`` to which the action at ``index`` of ``rank`` can move.
+    """Returns the index closest to ``to`` that the action at ``index`` of ``rank`` can reach.
 
     The action must not pass an action of the same kind and chunk, because each stage runs its
     microbatches in ascending order.
@@ -402,7 +404,7 @@ def _gaps(work: Workload, ranks: Any, *, kind: int, way: int) -> Any:
 
 
 def _rows(schedule: Schedule, num_cells: int) -> Any:
-    """Returns the indices of the actions of each rank of ``schedule``, in execution order.
+    """Returns the indices of each rank's actions in ``schedule``, in execution order.
 
     ``num_cells`` is the number of pairs of a stage and a microbatch or slice, which is needed to
     compute the indices.

@@ -1,8 +1,9 @@
 """Looks up schedules and run-time rules by name, and chooses their settings.
 
-This module checks what all schedules require. It chooses the settings with which a schedule runs on
-a pipeline: the placement of stages, the number of W actions per weight gradient, and the limit on
-activations (cap). It also chooses the schedule that the rule ``hinted`` follows (its hint).
+This module checks the requirements that all schedules share. It chooses the settings with which a
+schedule runs on a pipeline: the placement of stages, the number of W actions per weight gradient,
+and the limit on activations (cap). It also chooses the schedule that the rule ``hinted`` follows
+(its hint).
 The functions of schedules (see ``config.schedule_specs``) are of two kinds:
 
 - The function of a static schedule takes the placement of the stages and the number of
@@ -53,17 +54,17 @@ number of microbatches run ``hinted`` instead. Users cannot select this name.
 Pace = tuple[float, float, float]
 """Durations of a message, a B (backward) and a W (weight gradients), relative to a forward pass."""
 EQUAL: Pace = (0.0, 1.0, 1.0)
-"""Durations for ``Pace`` if messages take no time, and F, B and W take equally long."""
+"""Value of ``Pace`` if messages take no time, and F, B and W take equally long."""
 DEFAULT_PIECES = 4
 """Default number of W actions per weight gradient under a run-time rule.
 
-Each W is then short enough to run while the rank waits for a message.
+With this number, each W is short enough to run while the rank waits for a message.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A schedule or run-time rule, with the settings with which it runs.
+    """A schedule or run-time rule, together with its settings.
 
     Attributes:
         name: Name of the static schedule or run-time rule.
@@ -78,10 +79,11 @@ class Candidate:
         pace: Relative durations of messages, B and W (see ``Pace``), used by ``hinted`` to choose
             the schedule that it follows (its hint).
         hint: Schedule that ``hinted`` or ``annealed`` follows in steps with the same number of
-            microbatches. In other steps, and if this is ``None``, ``hint_for`` chooses a schedule.
+            microbatches. In other steps, or if ``hint`` is ``None``, ``hint_for`` chooses a
+            schedule.
         num_slices: Number of slices into which each microbatch is cut, or 1 for whole microbatches.
-        frozen_stages: Number of leading pipeline stages through which no gradient flows. Run-time
-            rules of this project run no backward passes on these stages. Static schedules run these
+        frozen_stages: Number of leading pipeline stages through which no gradient flows. Built-in
+            run-time rules run no backward passes on these stages. Static schedules run these
             backward passes, which compute nothing, to limit the number of outputs that wait for the
             next stage.
     """
@@ -416,10 +418,11 @@ def make_policies(
         pace: Relative durations of messages, B and W (see ``Pace``), used by ``hinted`` to choose
             the schedule that it follows (its hint).
         hint: Schedule that ``hinted`` or ``annealed`` follows in steps with the same number of
-            microbatches. In other steps, and if this is ``None``, ``hint_for`` chooses a schedule.
+            microbatches. In other steps, or if ``hint`` is ``None``, ``hint_for`` chooses a
+            schedule.
         num_slices: Number of slices into which each microbatch is cut, or 1 for whole microbatches.
-        frozen_stages: Number of leading pipeline stages through which no gradient flows. Run-time
-            rules of this project run no backward passes on these stages. Static schedules run these
+        frozen_stages: Number of leading pipeline stages through which no gradient flows. Built-in
+            run-time rules run no backward passes on these stages. Static schedules run these
             backward passes, which compute nothing, to limit the number of outputs that wait for the
             next stage.
 
@@ -479,9 +482,10 @@ def hint_for(
 ) -> Schedule:
     """Returns the schedule that ``hinted`` follows on a pipeline, within a memory limit (cap).
 
-    If the usual static schedule stays within the cap and is known to be the best, it is returned.
-    With one chunk per rank, it is always the best. With several chunks, this is not known for few
-    microbatches, or for the loop placement with a tight cap. With slices, this is never known.
+    If the usual static schedule stays within the cap and is known to be the best, this function
+    returns it. With whole microbatches and one chunk per rank, it is always the best. With several
+    chunks, it is known to be the best only for enough microbatches and, in the loop placement, for
+    a cap that is not tight. With slices, no schedule is known to be the best.
 
     Otherwise, this function simulates steps under ``hinted`` with different schedules to follow,
     which are called hints. It returns the hint with the shortest step. The simulated stages are

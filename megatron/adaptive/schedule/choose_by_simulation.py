@@ -338,8 +338,8 @@ def _is_fixed(name: str) -> bool:
 def pace_of(profile: StageProfile, num_slices: int = 1) -> Pace:
     """Returns the relative durations of messages, backward passes (B) and weight gradients (W).
 
-    The durations are relative to a forward pass (F). Those of actions are means over the stages,
-    and that of a message is the duration on the slowest link.
+    The durations are relative to a forward pass (F). Durations of actions are means over the
+    stages. The duration of a message is the one on the slowest link.
 
     Args:
         profile: Durations for whole microbatches.
@@ -377,7 +377,7 @@ def _annealed(
     Annealing uses mean durations, and starts from the candidate in ``outcomes`` that is fastest
     with mean durations. The memory of the result stays within ``limit`` microbatches. ``planned``
     maps each compiled loop (see :func:`loop_of`) to the number of actions that it simulates. This
-    function adds the actions that it simulates itself.
+    function adds its own simulated actions to these numbers.
     """
     quiet = replace(
         profile, action_sigma=0.0, microbatch_sigma=0.0, latency_sigma=0.0, microbatch_factors=()

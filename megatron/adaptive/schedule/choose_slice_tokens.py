@@ -180,10 +180,10 @@ def choose_tokens(
     equally fast, the longest of them is chosen.
 
     Args:
-        lengths: Numbers of tokens to simulate. The first length is simulated even after
+        lengths: Slice lengths to simulate, in tokens. The first length is simulated even after
             ``until_s``.
         lanes: Measured actions, keyed by kind and pipeline stage.
-        cuts_of: Function that takes a number of tokens and returns the microbatches of each
+        cuts_of: Function that takes a slice length in tokens and returns the microbatches of each
             simulated step, in execution order.
         setting: Description of the pipeline.
         until_s: Value of ``time.monotonic`` after which no more steps are simulated.
@@ -284,7 +284,7 @@ class SlicedStep(NamedTuple):
         Args:
             placement: Assignment of pipeline stages to ranks.
             cap: Limit in microbatches of mean size, or ``None`` for the default limit. A limit
-                below :attr:`least` is raised to :attr:`least`, because real steps raise it, too.
+                below :attr:`least` is raised to :attr:`least`, as in a real step.
         """
         usual = default_cap(placement, self.num_microbatches, mean_slices(self.counts))
         return max(usual if cap is None else cap, self.least)

@@ -38,7 +38,7 @@ class SliceTrial:
 
     Attributes:
         num_slices: Number of slices of each microbatch.
-        times: Times of a whole microbatch on each stage, which are sums over its slices.
+        times: Times of a whole microbatch on each stage, summed over its slices.
     """
 
     num_slices: int

@@ -9,7 +9,8 @@ each multiplied by a non-negative factor::
 
 The factors of each stage are fitted by least squares. Ranks exchange sums instead of single times,
 so the size of an exchange does not depend on the number of microbatches. All ranks compute the same
-factors, because they use the same sums, and Python floats in a fixed order of operations.
+factors, because they compute with the same sums, in the same order of operations, and with Python
+floats.
 """
 
 from __future__ import annotations
@@ -109,8 +110,8 @@ class StageFit:
         for first in range(count):
             for second in range(first, count):
                 matrix[first][second] = matrix[second][first] = next(sums)
-        # The numbers differ by many orders of magnitude. So each number is scaled to a root mean
-        # square of 1.
+        # Scale each number to a root mean square of 1, because the numbers differ by many orders of
+        # magnitude.
         scales = [math.sqrt(matrix[index][index]) for index in range(count)]
         used = [index for index in range(count) if scales[index] > 0]
         rows = [[matrix[a][b] / (scales[a] * scales[b]) for b in used] for a in used]
@@ -226,7 +227,8 @@ class ContentCosts:
         """Adds the sums of all ranks for a step.
 
         Args:
-            sums_at: Result of :meth:`measured` on each rank, by replica index and pipeline rank.
+            sums_at: Result of :meth:`measured` on each rank, keyed by (replica index, pipeline
+                rank).
         """
         replicas = sorted({replica for replica, _ in sums_at})
         for stage, fit in enumerate(self.stages):

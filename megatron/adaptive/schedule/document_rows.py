@@ -112,7 +112,7 @@ class Batching:
 def most_slices(needed: int) -> int:
     """Returns the maximum number of slices per row.
 
-    The longest sample needs ``needed`` slices.
+    ``needed`` is the number of slices that the longest sample needs.
     """
     return needed + needed // _LONGER
 

@@ -26,13 +26,13 @@ microbatch in every later chunk. This is the largest microbatch from that chunk'
 to j. The blocked microbatch in the proof above is among these, because it has passed chunk c. The
 minimum cap is the size of the largest microbatch.
 
-**Slices.** Microbatches may be cut into slices (see ``rank_kernel``), each into a different number.
-Then no backward pass of a microbatch starts before all of its slices have run forward, so only the
-first slice of a microbatch is checked. It starts if the cap has room for the held slices, the
-remaining slices of microbatches that have begun on the rank's chunks, and all slices of this
-microbatch. The cap must also have room for one whole microbatch in every later chunk: the largest
-microbatch up to this microbatch that has not begun in that chunk. Later slices always start. The
-minimum cap is the size of the largest microbatch.
+**Slices.** Microbatches may be cut into slices (see ``rank_kernel``), and the number of slices may
+differ between microbatches. With slices, no backward pass of a microbatch starts before all of its
+slices have run forward, so only the first slice of a microbatch is checked. It starts if the cap
+has room for the held slices, the remaining slices of microbatches that have begun on the rank's
+chunks, and all slices of this microbatch. The cap must also have room for one whole microbatch in
+every later chunk: the largest microbatch up to this microbatch that has not begun in that chunk.
+Later slices always start. The minimum cap is the size of the largest microbatch.
 
 The proof with slices: Suppose every rank waits. Take the deepest stage s that holds slices, and the
 first microbatch m whose backward passes are not complete there. m has begun on all stages up to s.
@@ -60,10 +60,10 @@ above, the chunk of stage s+1 holds nothing, and its share is at least 1.
 whose parameters are not trained. Their forward passes keep no activations, so the cap does not
 count them, and a whole microbatch of a rank consists of its other chunks. Only their outputs use
 memory, while they wait until the next stage takes them. A frozen stage may have C waiting outputs,
-but at least 2, so that the next stage need not wait for a message. This cannot deadlock: If a
-frozen stage must wait, the next stage already has an output to take. A frozen next stage may in
-turn wait for the stage behind it. The proof above shows that the first stage that is not frozen can
-take its input.
+and always at least 2, so that the next stage does not have to wait for a message. This cannot
+deadlock: If a frozen stage must wait, the next stage already has an output to take. If the next
+stage is also frozen, it may be waiting for the stage behind it. The proof above shows that the
+first stage that is not frozen can take its input.
 
 This module computes these limits. ``RankState`` counts the memory that a rank holds at run time.
 """
@@ -134,7 +134,7 @@ def chunk_shares(
             the rank.
         num_slices: Number of slices of each microbatch. If there are several, shares count slices.
         frozen_stages: Number of leading stages through which no gradient flows. Their chunks have
-            no share, which the number -1 represents.
+            no share, which is represented by -1.
 
     Raises:
         ScheduleError: No order of actions stays within the cap.

@@ -37,8 +37,8 @@ EQUAL: Size = (1.0, 1.0)
 Measured = tuple[float, float, float]
 """Three sums over the microbatches that a rank processed in a step.
 
-The first sum is that of the times in seconds. For the second sum, each time is multiplied by the
-number of tokens, and for the third, by the sum of the squared lengths (see :data:`Size`).
+The first is the sum of the times in seconds. In the second sum, each time is multiplied by the
+microbatch's number of tokens, and in the third, by its sum of squared lengths (see :data:`Size`).
 """
 
 _LEAST_SIZES = 4
@@ -169,7 +169,7 @@ class CostFit:
                 self._squares[part][other] += sum(row[part] * row[other] for row in rows)
 
     def fit(self) -> None:
-        """Replaces the parts of the cost by the non-negative values that best fit the times."""
+        """Replaces the parts of the cost with the non-negative values that best fit the times."""
         best = 0.0
         sizes = [self._squares[n][n] ** 0.5 or 1.0 for n in range(3)]
         totals = self._squares[0]
@@ -371,7 +371,7 @@ class Dealer:
         return max(times)
 
     def _follow(self) -> str | None:
-        """Uses the paces of recent steps from now on, if they differ enough from the paces in use.
+        """Switches to the paces of recent steps if they differ enough from the paces in use.
 
         Returns:
             Line for the log if the change is large, otherwise ``None``.

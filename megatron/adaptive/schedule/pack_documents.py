@@ -21,8 +21,8 @@ def first_fit(lengths: Sequence[int], room: int, unit: int = 1, least: int = 1) 
 
     Args:
         lengths: Number of tokens of each sample.
-        room: Maximum number of tokens per row. If a sample is longer, the limit of its row is the
-            next multiple of ``room``.
+        room: Maximum number of tokens per row. The row of a longer sample has room for the next
+            multiple of ``room``.
         unit: Number by which the number of rows must be divisible.
         least: Minimum number of rows.
 

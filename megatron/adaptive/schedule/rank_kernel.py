@@ -126,7 +126,7 @@ State = list[int]
 def lanes(s: State) -> int:
     """Returns the number of distinct codes ``kind * chunks + chunk`` on the rank of ``s``.
 
-    If a list contains a code that is increased by this number, its action starts together with the
+    Adding this number to a code in a list of actions means that the action starts together with the
     next action in the list.
     """
     return 3 * s[CHUNKS]

@@ -286,7 +286,8 @@ class RankState:
         """Returns the rank and chunk of the frozen stage whose output ``action`` acknowledges.
 
         Returns ``None`` if ``action`` is not an F after a frozen stage. The last outputs of a
-        frozen stage are not acknowledged either, because it runs no F after them.
+        frozen stage are not acknowledged either, because the stage runs no later F that would wait
+        for them.
         """
         if action.kind is not ActionKind.F or not self._frozen_stages:
             return None
@@ -325,11 +326,11 @@ class RankState:
         The action is the F or B (``kind``) of ``chunk`` for ``microbatch``.
 
         Inputs may arrive in any order, and earlier than they are needed. A frozen chunk has no B.
-        An arrival for its B is the acknowledgment that the next stage has taken the chunk's output.
+        If an arrival is reported for its B, the next stage has taken an output of the chunk.
 
         Do not call this for forward passes of the first stage, whose input is the data, or for
         backward passes of the last stage, which start from the loss. If the neighbouring stage is
-        on the same rank, the caller must report its result as an arrival, too.
+        on the same rank, the caller must also report that stage's result as an arrival.
 
         Raises:
             ScheduleError: The action has no input from another stage, or its input has already

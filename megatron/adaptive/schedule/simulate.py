@@ -167,7 +167,7 @@ def simulate(
     Args:
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step, at least 1.
-        policies: Policy of each rank. Several ranks may share an object.
+        policies: Policy of each rank. Several ranks may share a policy object.
         times: Durations per stage, or durations of all actions in the step, as returned by
             ``workload.draw``.
         seed: Random seed for drawing durations, if ``times`` contains durations per stage.
@@ -250,7 +250,7 @@ def run_states(
         rule, hints = compiled_rule
         loop = compiled_loop(rule)
         if loop(world._replace(hints=_padded(hints))) != simulator.DONE_ALL:
-            # The compiled loop failed. So run the step again in plain Python, which raises an error
+            # The compiled loop failed. Run the step again in plain Python, which raises an error
             # with the reason.
             world = _run_plain(_world(states, workload, widths), states, policies)
     totals = [state.num_actions for state in states]

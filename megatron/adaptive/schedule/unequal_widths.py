@@ -11,7 +11,7 @@ The microbatches of a step are numbered from 0 for the whole job, and microbatch
              rank 4                                     0        1
              rank 5                                        0        1
 
-So a rank may exchange messages with several ranks of a neighbouring stage, but it sends each
+A rank may therefore exchange messages with several ranks of a neighbouring stage, but it sends each
 microbatch to only one of these ranks. Every rank has one chunk.
 
 **Order of actions.** A rank orders its microbatches as in a pipeline of equal stages, except for
@@ -127,8 +127,8 @@ class Widths:
     def pipeline_of(self, replica: int) -> list[int]:
         """Returns the global ranks that form a pipeline, one per stage.
 
-        The rank of a stage is the rank of its replica ``replica`` modulo the number of its
-        replicas.
+        On each stage, this is the rank of the replica with the index ``replica`` modulo the stage's
+        number of replicas.
         """
         return [self.rank_of(stage, replica % size) for stage, size in enumerate(self.sizes)]
 

@@ -89,8 +89,8 @@ def render_schedule(schedule: Schedule, *, mark: tuple[int, int] | None = None) 
 
     Args:
         schedule: Schedule to draw. It may be invalid.
-        mark: Rank and position of an action to put in brackets. Only the columns around it are
-            drawn. The position after a rank's last action denotes a missing action.
+        mark: Rank and position of an action to put in brackets. Only the columns around this action
+            are drawn. The position after a rank's last action denotes a missing action.
 
     Returns:
         Text with one line per rank, without a trailing newline.

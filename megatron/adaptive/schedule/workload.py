@@ -1,9 +1,9 @@
 """Defines the durations of all actions and messages of a simulated step.
 
 The durations are mean durations of stages and links from a profile, multiplied by random factors.
-The factors are drawn before the step, for each pipeline stage and microbatch. So with the same
-seed, every schedule gets the same durations. Times are integers in picoseconds, so that sums do not
-depend on the order of addition.
+The factors are drawn before the step, for each pipeline stage and microbatch. With the same seed,
+every schedule therefore gets the same durations. Times are integers in picoseconds, so that sums do
+not depend on the order of addition.
 
 ``docs/reference/schedules.md`` describes the JSON file of a profile. The fields ``latency_s`` and
 ``occupancy_s`` apply to every link that is not in ``links`` (see :class:`Link`).
@@ -45,7 +45,7 @@ class StageTimes:
         backward_s: Duration of a backward pass (B) without weight gradients, per stage. It includes
             weight gradients if ``weight_s`` is empty.
         weight_s: Duration of the weight gradients (W), per stage, or empty if ``backward_s``
-            includes them. If B computes weight gradients, it takes ``backward_s`` plus
+            includes them. Under a schedule without W actions, B takes ``backward_s`` plus
             ``weight_s``.
         recompute_s: Time for recomputing activations in each backward pass, per stage, or empty if
             there is no recomputation.
@@ -398,7 +398,7 @@ def order_by_cost(costs: Sequence[float], num_ranks: int) -> list[int]:
     work::
 
         costs        5 1 4 2 3 6
-        taken as     1 3 5 6 4 2        more microbatches than ranks
+        order        1 3 5 6 4 2        more microbatches than ranks
                      1 2 3 4 5 6        no more than ranks: the pipeline only fills and drains
 
     Microbatches of equal cost keep their order. The order depends only on costs and is fixed before
