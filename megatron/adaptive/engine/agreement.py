@@ -3,10 +3,10 @@
 A decision group consists of the ranks that communicate with each other during forward and backward
 passes: the tensor- and context-parallel ranks of a stage. With experts, it also contains the
 replicas of the stage that exchange tokens (see ``executor_setup.decision_group``). If two of these
-ranks ran different actions, they would sum values or exchange tokens of different microbatches,
-without any error. So the first rank of the group (the leader) chooses each action and publishes its
-choice. The other ranks (followers) read the choice and run the same action. No collective operation
-is needed for this.
+ranks ran different actions, they would silently sum values or exchange tokens of different
+microbatches. To prevent this, the first rank of the group (the leader) chooses each action and
+publishes its choice. The other ranks (followers) read the choice and run the same action. No
+collective operation is needed for this.
 
 Each member of a group receives its inputs separately; a replica receives them from a replica of the
 previous stage. An input counts as arrived once every member has received it. A group therefore acts
@@ -110,10 +110,8 @@ class Agreement:
             state: Current state of this rank in the step, which the policy reads.
             timeout_s: Maximum time to wait for the leader's decision, in seconds.
             may_pass: Whether the rank may continue an action that is communicating instead of
-            starting
-                a new one. If so, the leader may decide that no new action starts, and all members
-                get
-                ``None``.
+                starting a new one. If so, the leader may decide that no new action starts, and all
+                members get ``None``.
 
         Raises:
             DeadlineError: The leader did not choose within ``timeout_s``.

@@ -28,7 +28,7 @@ from megatron.adaptive.engine.process_context import gather
 from megatron.adaptive.errors import DeadlineError, PeerLostError, TransportError
 
 Describe = Callable[[int], str]
-"""Function that takes a global rank and returns a name of this rank for error messages.
+"""Function that takes a global rank and returns a name for that rank in error messages.
 
 An example of such a name is ``rank 4 (stage 1, pid 17 on node-2)``.
 """

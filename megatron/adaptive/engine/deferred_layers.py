@@ -517,7 +517,7 @@ def _why_whole(layer: Any) -> str | None:
     """Returns the reason why ``layer`` cannot defer its weight gradient, or ``None`` if it can."""
     config = getattr(layer, "config", None)
     if getattr(config, "cpu_offloading", False):
-        return "with CPU offloading, which takes away what its weight gradient needs"
+        return "with CPU offloading, which moves the tensors for the weight gradient to the CPU"
     if getattr(layer, "gtp_remat_size", 1) > 1:
         return "whose weight is gathered from several ranks for each use"
     engine = _engine_class(type(layer))
@@ -525,7 +525,7 @@ def _why_whole(layer: Any) -> str | None:
         return None if type(layer) in _DEFERRING else _IN_ITS_BACKWARD
     store = getattr(layer, "wgrad_store", None)
     if not hasattr(engine, "backward_dw") or not hasattr(store, "delay_wgrad_compute"):
-        return "of a Transformer Engine without backward_dw (before 2.3)"
+        return "from a Transformer Engine release without backward_dw (before 2.3)"
     if getattr(config, "tp_comm_overlap", False):
         return "with tp_comm_overlap, which computes the weight gradient while it communicates"
     return None
@@ -543,7 +543,7 @@ def delays_by_itself(chunks: Sequence[torch.nn.Module]) -> bool:
 
 
 def why_not_split(chunks: Sequence[torch.nn.Module]) -> str | None:
-    """Prepares the layers of ``chunks`` to defer weight gradients, or returns why it cannot.
+    """Prepares the layers of ``chunks`` to defer weight gradients, or returns why they cannot.
 
     See :func:`defer_layers`.
 

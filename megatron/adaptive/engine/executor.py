@@ -76,7 +76,8 @@ class Stages(Protocol):
 
         Args:
             chunk: Index of the chunk on this rank, from 0.
-            microbatch: Index of the microbatch, in ascending order for each chunk.
+            microbatch: Index of the microbatch. Each chunk runs its microbatches in ascending
+                order.
             received: Output of the previous stage, or ``None`` on the first stage.
 
         Returns:
@@ -84,7 +85,7 @@ class Stages(Protocol):
         """
 
     def release(self, chunk: int, microbatch: int) -> None:
-        """Allows the output of ``chunk`` for ``microbatch``, which has been sent, to be freed."""
+        """Releases the output of ``chunk`` for ``microbatch`` after it has been sent."""
 
     def activation_bytes(self, chunk: int, microbatch: int) -> int:
         """Returns the size in bytes of the activations of ``microbatch`` that ``chunk`` keeps."""
@@ -101,7 +102,8 @@ class Stages(Protocol):
 
         Args:
             chunk: Index of the chunk on this rank, from 0.
-            microbatch: Index of the microbatch, in ascending order for each chunk.
+            microbatch: Index of the microbatch. Each chunk runs its microbatches in ascending
+                order.
             gradient: Gradient of the chunk's output, or ``None`` on the last stage, where the
                 output is the loss.
 
@@ -120,8 +122,10 @@ class Stages(Protocol):
 
         Args:
             chunk: Index of the chunk on this rank, from 0.
-            microbatch: Index of the microbatch, in ascending order for each chunk.
-            piece: Index of the part to compute, in ascending order from 0 for each microbatch.
+            microbatch: Index of the microbatch. Each chunk runs its microbatches in ascending
+                order.
+            piece: Index of the part to compute. The parts of a microbatch are computed in ascending
+                order from 0.
             pieces: Number of parts into which the microbatch's weight gradients are split.
         """
 
@@ -150,7 +154,7 @@ class _Progress:
         started: Number of actions that have started.
         finished: Number of actions that the device has finished, keyed by code.
         present: Code of the action that the rank is running, or ``None`` if the rank is waiting.
-        is_behind: Whether the device has not finished some of the launched actions.
+        is_behind: Whether some of the launched actions are still unfinished on the device.
     """
 
     started: int
@@ -399,7 +403,7 @@ class Executor:
     def _run_actions(self, stages: Stages, policy: Policy, state: RankState) -> None:
         """Runs the actions that the policy chooses, until all actions of the step have finished.
 
-        :meth:`run` describes the arguments.
+        See :meth:`run` for the arguments.
         """
         if state.beside:
             self._run_in_lanes(stages, policy, state)
@@ -414,7 +418,7 @@ class Executor:
     def _run_in_lanes(self, stages: Stages, policy: Policy, state: RankState) -> None:
         """Runs a step in which an action can compute while another action communicates.
 
-        :meth:`run` describes the arguments.
+        See :meth:`run` for the arguments.
         """
         lanes = Lanes(
             functools.partial(self._decide, policy, state),

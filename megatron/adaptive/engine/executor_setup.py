@@ -95,7 +95,7 @@ class _Neighbourhood:
     ) -> _Neighbourhood:
         """Returns the ranks with which this rank communicates.
 
-        :func:`build_executor` describes the arguments.
+        See :func:`build_executor` for the arguments.
         """
         rank = dist.get_rank()
         if widths is not None:
@@ -420,7 +420,7 @@ def _build_agreement(
     """Connects this rank to its decision group, and returns the rank's ``Agreement``.
 
     ``places`` contains the host and process of every rank, and ``timeout_s`` limits the time for
-    sending a report. :func:`decision_group` describes ``model`` and ``model_groups``. Without a
+    sending a report. See :func:`decision_group` for ``model`` and ``model_groups``. Without a
     ``transport``, no agreement is needed.
 
     All ranks must call this function.

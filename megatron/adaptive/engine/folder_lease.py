@@ -16,8 +16,9 @@ suspended, it later notices that the file is missing. The holder checks this by 
 because NFS caches listings and attributes, but contacts the server on each open.
 
 A checkpoint is first written under a name that contains the claim's number, and published by
-renaming. A new holder first removes all files and folders whose names contain lower numbers. So a
-previous holder cannot publish anything, even if it was suspended between its check and its rename.
+renaming. A new holder first removes all files and folders whose names contain lower numbers. A
+previous holder therefore cannot publish anything, even if it was suspended between its check and
+its rename.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ _ENDED = "ended"
 _FOLDER = ".lease"
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EINVAL)
 _GONE = (errno.ENOENT, errno.ESTALE)
-# This is the key of the checksum over all other keys of a claim. Claims written by earlier versions
-# lack this key.
+# Key of the checksum over all other keys of a claim. Claims written by earlier versions lack this
+# key.
 _SUM = "sum"
 _YEAR_3000_S = 32_503_680_000
 _TYPES: Mapping[str, tuple[type, ...]] = {
@@ -86,7 +87,7 @@ class Lease:
         self._files = folder / _FOLDER
         self.number = 0
         self.former: Mapping[str, Any] = {}
-        # This is the content of the claim, or empty if another process made the claim.
+        # Content of the claim, or empty if another process made the claim.
         self._claimed: dict[str, Any] = {}
         self._private: Mapping[str, Any] = {}
         self._count = 0

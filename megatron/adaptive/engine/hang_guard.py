@@ -3,8 +3,8 @@
 A thread writes the rank's activity to a file every second. When the process gets a signal,
 ``faulthandler`` writes the rank's stack traces, even while C code holds the GIL. The first rank of
 a machine also starts the detector's process. Machines exchange the reports of their detectors
-through the job's key-value store. The reporting threads of a machine's ranks take turns in doing
-this, so that the exchange continues if one rank hangs. None of this delays a step.
+through the job's key-value store. The reporting threads of a machine's ranks take turns in
+exchanging them, so that the exchange continues if one rank hangs. None of this delays a step.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class HangGuard:
 
     Args:
         job: Job of this process, with the rank of the process and the host and process of every
-        rank.
+            rank.
         after_s: Time in seconds without progress after which the job is considered hanging
             (``--hang-after-s``). 0 turns the detector off; ``None`` derives the time from the
             duration of steps.

@@ -43,7 +43,7 @@ def is_alone() -> bool:
 def gather(value: T, group: Any = None) -> list[T]:
     """Gathers ``value`` from each rank of ``group``, and returns all values, ordered by rank.
 
-    All ranks of the group must call this function. ``None`` is the group of all ranks.
+    All ranks of the group must call this function. A ``group`` of ``None`` means all ranks.
     """
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
@@ -53,7 +53,7 @@ def gather(value: T, group: Any = None) -> list[T]:
 def from_first(value: T, group: Any = None) -> T:
     """Broadcasts ``value`` from the first rank of ``group``, and returns the value of that rank.
 
-    All ranks of the group must call this function. ``None`` is the group of all ranks.
+    All ranks of the group must call this function. A ``group`` of ``None`` means all ranks.
     """
     if is_alone():
         return value

@@ -55,7 +55,7 @@ def saved_line(iteration: int, path: Path, seconds: float, *, is_behind: bool = 
 
 
 def skipped_line(skipped: int, steps: int, remedy: str) -> str | None:
-    """Returns a warning about skipped steps of a run in float16, or ``None`` if they are few.
+    """Returns a warning about skipped steps of a run in float16, or ``None`` if there are few.
 
     Args:
         skipped: Number of steps whose update was skipped because gradients were not finite.

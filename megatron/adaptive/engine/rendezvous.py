@@ -83,9 +83,9 @@ def meet(environment: Environment, timeout: datetime.timedelta) -> Any:
 
 
 def no_rendezvous(environment: Environment, error: Exception) -> Exception:
-    """Converts an error about connecting the ranks into an error with a single line of text.
+    """Converts an error about connecting the ranks into an error with a one-line message.
 
-    The text names the address from ``environment``. Returns ``error`` unchanged if it has a
+    The message contains the address from ``environment``. Returns ``error`` unchanged if it has a
     different cause.
     """
     reason = (str(error).splitlines() or [type(error).__name__])[0]

@@ -503,10 +503,9 @@ class ForwardBackward:
         self._span = span or (lambda kind: contextlib.nullcontext())
         self._meter = ActivationMeter()
         self._measured: dict[int, int] = {}
-        # This is the number of token positions in the microbatch whose activations were measured.
+        # Number of token positions in the microbatch whose activations were measured.
         self._measured_size = 0.0
-        # This is the mean size of the microbatches in the last step, relative to the measured
-        # microbatch.
+        # Mean size of the microbatches in the last step, relative to the measured microbatch.
         self._mean_size = 1.0
 
     def __call__(

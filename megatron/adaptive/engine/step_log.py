@@ -33,8 +33,8 @@ class ActionInput(NamedTuple):
         nbytes: Size of the tensor in bytes, or 0 if another stage on this rank computed it.
         peer: Global rank of the sender, or -1 if another stage on this rank computed the tensor.
         arrived_ns: Time when the input arrived, in nanoseconds on the host's monotonic clock. If
-            the transport does not report this time, it is the time when the executor first saw the
-            input. It is 0 if the step is not traced.
+            the transport does not report this time, the value is the time when the executor first
+            saw the input. The value is 0 if the step is not traced.
         is_exact: Whether ``arrived_ns`` is the actual time of the arrival.
     """
 
@@ -83,7 +83,7 @@ class StepLog:
         self._policy = policy
         self._num_chunks = num_chunks
         self._rows: list[SpanRow] = []
-        # This is the start of the current wait, or 0 if the rank is not waiting.
+        # Start of the current wait, or 0 if the rank is not waiting.
         self._since_ns = 0
         self._until_ns = 0
         self._cause = _INPUT

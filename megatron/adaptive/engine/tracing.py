@@ -112,9 +112,9 @@ class Tracing:
         self.layers: LayerSums | None = None
         self.collectives: CollectiveMeter | None = None
         self.kernels: KernelRecorder | None = None
-        # This is the current iteration, or ``None`` if it is not traced.
+        # Current iteration, or ``None`` if it is not traced.
         self._traced: _Iteration | None = None
-        # This is the current or the last iteration, even if it is not traced.
+        # Current or most recent iteration, even if it is not traced.
         self._iteration = _Iteration()
         self._doing = ""
         self._in_step = False
@@ -128,8 +128,7 @@ class Tracing:
 
         Args:
             snapshot: Function that returns this rank's activity in the pipeline's step, as fields
-            of
-                ``trace.status_files.Now``. It is called from another thread.
+                of ``trace.status_files.Now``. It is called from another thread.
         """
         self._snapshot = snapshot
         if self.recorder is not None:
@@ -276,7 +275,7 @@ class Tracing:
 
     @contextlib.contextmanager
     def host_span(self, kind: str) -> Iterator[None]:
-        """Returns a context manager that traces the host's time inside it as a span of ``kind``.
+        """Returns a context manager that traces the host time spent in it as a span of ``kind``.
 
         The context manager can also be used between two iterations.
         """

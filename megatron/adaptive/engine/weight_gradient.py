@@ -254,8 +254,9 @@ def uneven_pieces(
     """Splits ``units`` into ``pieces`` groups, for layers whose cost differs between ranks.
 
     A unit contains all work for the gradient of one weight, and a group is called a piece. Units
-    that communicate must be in the same piece on all ranks. So these units are assigned to pieces
-    first, by their costs, which are equal on all ranks. Then the other units fill up the pieces.
+    that communicate must be in the same piece on all ranks. These units are therefore assigned to
+    pieces first, by their costs, which are equal on all ranks. The other units then fill up the
+    pieces.
 
     Returns:
         Units in order of pieces, and the number of units in each piece.
@@ -307,9 +308,9 @@ class WeightGradientStore:
         self._backlog: deque[_Backlog] = deque()
         self._microbatch_bytes = 0
         self._anchors: dict[torch.device, torch.Tensor] = {}
-        # This is the key and the result of the last split into pieces. The key consists of the
-        # number of units, the number of pieces and a shape. The result is the number of units in
-        # each piece. Later microbatches with an equal key are split in the same way.
+        # Key and result of the last split into pieces. The key consists of the number of units, the
+        # number of pieces and a shape. The result is the number of units in each piece. Later
+        # microbatches with an equal key are split in the same way.
         self._cut: tuple[tuple[int, int, torch.Size], list[int]] | None = None
 
     @property
@@ -520,7 +521,7 @@ class SplitStages:
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
         """Computes one part of the weight gradients that the backward pass (B) has deferred.
 
-        ``executor.Stages`` describes the arguments.
+        See ``executor.Stages`` for the arguments.
 
         Raises:
             ScheduleError: Another part must be computed first, or the backward passes of this step

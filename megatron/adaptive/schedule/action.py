@@ -93,7 +93,7 @@ class Action:
 
 
 SliceCounts: TypeAlias = int | tuple[int, ...]
-"""Number of slices per microbatch: an integer if all microbatches have the same, else a tuple.
+"""Number of slices per microbatch: an integer if it is the same for all, otherwise a tuple.
 
 Microbatches that are not cut have one slice.
 """

@@ -10,12 +10,12 @@ example, the path visits ranks 1, 0 and 1, and its blocks are in brackets:
     rank 0 |      F0 F1 F2  B1 W1 [B0 W0]          W0 after B0 delays nothing;
     rank 1 | [F0 F1 B1]               [...]        with B1 before F1, B1 starts earlier
 
-Only a move of an action within its block can shorten the step. Each attempt chooses a random action
-of the path, and either moves the action to one end of its block or swaps it with a neighbour. The
-change is kept if the step does not become longer. Otherwise, the change is kept with a probability
-that decreases with the increase in step time and with the number of attempts so far. The result is
-the best order encountered in tens of thousands of attempts. Schedules of large pipelines are not
-annealed, because this would take too long and gain less.
+The step can only become shorter if an action moves within its block. Each attempt chooses a random
+action of the path, and either moves the action to one end of its block or swaps it with a
+neighbour. The change is kept if the step does not become longer. Otherwise, it is kept with a
+probability that is smaller for larger increases in step time, and that falls with each attempt. The
+result is the best order encountered in tens of thousands of attempts. Schedules of large pipelines
+are not annealed, because this would take too long and gain less.
 
 Each stage runs its microbatches in ascending order, and memory stays within the limit (cap), as
 everywhere in this package. All numbers are integers and the random sequence is fixed, so equal
@@ -46,7 +46,7 @@ from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.workload import Workload
 
 VISITS = 500_000_000
-"""Maximum number of action times to compute in all attempts together.
+"""Maximum number of action times that all attempts together may compute.
 
 Computing this many action times takes about a second.
 """
@@ -97,7 +97,8 @@ class OrderGraph(NamedTuple):
         position: Scratch array of ``finish`` with the index in ``rows`` of each rank's next action.
         now: Scratch array of ``finish`` with the end time of each rank's latest action, in
             picoseconds.
-        stack: Scratch array of ``finish`` with the ranks whose next action may have its input.
+        stack: Scratch array of ``finish`` with the ranks whose next action may have received its
+            input.
         waiting: Scratch array of ``finish`` with the rank that waits for the result of each action,
             or -1 if no rank waits.
     """
@@ -292,8 +293,8 @@ def improve(schedule: Schedule, work: Workload, cap: float) -> Schedule | None:
     Args:
         schedule: Valid schedule whose memory is within the cap.
         work: Durations of all actions and messages in the step.
-        cap: Limit on the activations that a rank holds. The unit is the activations of one
-            microbatch in all chunks of the rank.
+        cap: Limit on the activations that a rank holds. A value of 1 is the activation memory of
+            one microbatch in all chunks of the rank.
 
     Returns:
         Schedule with the best order of actions, which is at least as fast as ``schedule``, or
@@ -325,13 +326,13 @@ def improve(schedule: Schedule, work: Workload, cap: float) -> Schedule | None:
 def _graph(schedule: Schedule, work: Workload, cap: float) -> OrderGraph:
     """Builds the graph of the actions in ``schedule`` and of their inputs.
 
-    The actions take as long as in ``work``, and the memory of a rank is limited to ``cap``.
+    The durations come from ``work``, and ``cap`` limits the memory of each rank.
 
     The index of an F or B is ``kind * cells + cell``, and the index of a W is ``2 * cells + cell *
     pieces + piece``. Here ``cell`` is ``stage * num_microbatches + microbatch``, and ``cells`` is
-    the number of cells. With slices, items replace microbatches (see ``rank_kernel``). A B of the
-    last stage needs only the F with the same index, because the first B of a microbatch belongs to
-    its last slice, whose F runs after all other slices.
+    the total number of cells. With slices, items replace microbatches (see ``rank_kernel``). A B of
+    the last stage needs only the F with the same index, because the first B of a microbatch belongs
+    to its last slice, whose F runs after all other slices.
     """
     placement = schedule.placement
     pieces = schedule.weight_pieces
@@ -406,8 +407,8 @@ def _gaps(work: Workload, ranks: Any, *, kind: int, way: int) -> Any:
 def _rows(schedule: Schedule, num_cells: int) -> Any:
     """Returns the indices of each rank's actions in ``schedule``, in execution order.
 
-    ``num_cells`` is the number of pairs of a stage and a microbatch or slice, which is needed to
-    compute the indices.
+    ``num_cells`` is the number of (stage, microbatch) or (stage, slice) pairs, which determines the
+    indices (see :func:`_graph`).
 
     The array has the shape ``[ranks, longest order]`` and is padded with -1.
     """

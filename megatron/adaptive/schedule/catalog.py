@@ -1,10 +1,9 @@
 """Looks up schedules and run-time rules by name, and chooses their settings.
 
-This module checks the requirements that all schedules share. It chooses the settings with which a
-schedule runs on a pipeline: the placement of stages, the number of W actions per weight gradient,
-and the limit on activations (cap). It also chooses the schedule that the rule ``hinted`` follows
-(its hint).
-The functions of schedules (see ``config.schedule_specs``) are of two kinds:
+This module checks the requirements that all schedules share. It chooses the settings of a schedule
+for a pipeline: the placement of stages, the number of W actions per weight gradient, and the limit
+on activations (cap). It also chooses the schedule that the rule ``hinted`` follows (its hint).
+There are two kinds of schedule functions (see ``config.schedule_specs``):
 
 - The function of a static schedule takes the placement of the stages and the number of
   microbatches. It returns the list of actions of each rank.
@@ -48,8 +47,8 @@ from megatron.adaptive.schedule.workload import Link, StageTimes, Workload, draw
 ANNEALED = "annealed"
 """Name of the schedules that ``auto`` creates by simulated annealing (see ``anneal``).
 
-Such a schedule is valid for one pipeline and one number of microbatches. Steps with a different
-number of microbatches run ``hinted`` instead. Users cannot select this name.
+Such a schedule is only valid for one pipeline and one number of microbatches. Steps with a
+different number of microbatches run ``hinted`` instead. Users cannot select this name.
 """
 Pace = tuple[float, float, float]
 """Durations of a message, a B (backward) and a W (weight gradients), relative to a forward pass."""
@@ -71,9 +70,9 @@ class Candidate:
         placement: Assignment of pipeline stages to ranks.
         weight_pieces: Number of W actions per weight gradient, or 0 if the backward pass computes
             weight gradients.
-        cap: Limit on the activations that each rank holds under a run-time rule. The unit is the
-            activations of one microbatch in all chunks of the rank. The value is ``None`` if there
-            is no limit, and for static schedules, whose order determines the memory.
+        cap: Limit on the activations that each rank holds under a run-time rule. A value of 1 is
+            the activation memory of one microbatch in all chunks of the rank. ``None`` means no
+            limit, and is also used for static schedules, whose order determines the memory.
         shares: Whether ``adaptive`` also limits each chunk to its share of the cap (see
             ``memory_caps``).
         pace: Relative durations of messages, B and W (see ``Pace``), used by ``hinted`` to choose
@@ -226,8 +225,8 @@ def make_candidate(
         placement_kind: ``loop`` or ``v`` for a run-time rule, or ``None`` for the default of
             ``placement_for``.
         cap: Limit on activations under a run-time rule, or ``None`` for
-            ``memory_caps.default_cap``. The unit is the activations of one microbatch in all chunks
-            of the rank.
+            ``memory_caps.default_cap``. A value of 1 is the activation memory of one microbatch in
+            all chunks of the rank.
         weight_pieces: Number of W actions per weight gradient under a run-time rule, 0 if the
             backward pass computes weight gradients, or ``None`` for ``DEFAULT_PIECES``.
         num_slices: Number of slices into which each microbatch is cut, or 1 for whole microbatches.
@@ -277,7 +276,7 @@ def is_rule(name: str) -> bool:
 
 
 def _spec_of(name: str) -> ScheduleSpec:
-    """Returns the specification of the static schedule or run-time rule with the name ``name``."""
+    """Returns the specification of the static schedule or run-time rule called ``name``."""
     spec = _find_spec(name)
     choices = f"choose one of {', '.join(policy_names())}"
     if spec is None:
@@ -410,9 +409,9 @@ def make_policies(
         num_microbatches: Number of microbatches per step, at least 1.
         weight_pieces: Number of W actions per weight gradient, or 0 if the backward pass computes
             weight gradients.
-        cap: Limit on the activations that each rank holds under a run-time rule. The unit is the
-            activations of one microbatch in all chunks of the rank. The value is ``None`` if there
-            is no limit, and for static schedules, whose order determines the memory.
+        cap: Limit on the activations that each rank holds under a run-time rule. A value of 1 is
+            the activation memory of one microbatch in all chunks of the rank. ``None`` means no
+            limit, and is also used for static schedules, whose order determines the memory.
         shares: Whether ``adaptive`` also limits each chunk to its share of the cap (see
             ``memory_caps``).
         pace: Relative durations of messages, B and W (see ``Pace``), used by ``hinted`` to choose
@@ -490,14 +489,14 @@ def hint_for(
     Otherwise, this function simulates steps under ``hinted`` with different schedules to follow,
     which are called hints. It returns the hint with the shortest step. The simulated stages are
     equal and have the durations in ``pace``. The hints are all static schedules within the cap, and
-    the orders that ``adaptive`` produces with and without limits for single chunks. All slices are
-    assumed to have the same duration.
+    the orders that ``adaptive`` produces with and without limits for individual chunks. All slices
+    are assumed to have the same duration.
 
     Args:
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
-        cap: Limit on the activations that a rank holds, or ``None`` for no limit. The unit is the
-            activations of one microbatch in all chunks of the rank.
+        cap: Limit on the activations that a rank holds, or ``None`` for no limit. A value of 1 is
+            the activation memory of one microbatch in all chunks of the rank.
         pace: Relative durations of messages, B and W.
         weight_pieces: Number of W actions per weight gradient, or 0 if the backward pass computes
             weight gradients.

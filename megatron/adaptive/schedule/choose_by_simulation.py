@@ -67,8 +67,8 @@ class CandidateOutcome:
         makespans_s: Duration of each simulated step, in seconds.
         bubble_fraction: Fraction of time that ranks are idle, from 0 to 1, averaged over ranks and
             simulated steps.
-        peak_units: Maximum activations that any rank held in any step. The unit is the activations
-            of one microbatch in all chunks of the rank.
+        peak_units: Maximum activation memory that any rank held in any step. A value of 1 is the
+            activation memory of one microbatch in all chunks of the rank.
         example: Result of the first simulated step.
     """
 

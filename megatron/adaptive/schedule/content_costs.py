@@ -35,7 +35,7 @@ def squares_of(rows: Sequence[Numbers]) -> list[float]:
     """Returns the product of each pair of numbers in a row, summed over all rows.
 
     Args:
-        rows: Numbers of each microbatch. There must be at least one microbatch.
+        rows: Numbers that describe each microbatch. There must be at least one microbatch.
 
     Returns:
         Upper triangle of a symmetric matrix, row by row.
@@ -94,8 +94,8 @@ class StageFit:
     def fit(self, start: Collection[int] = ()) -> None:
         """Fits non-negative factors to the sums by least squares.
 
-        The fit starts with the cost divided equally among the numbers in ``start``. Then coordinate
-        descent sets the factors one by one to their best values. So numbers that always grow
+        At the start, the cost is divided equally among the numbers in ``start``. Coordinate descent
+        then sets the factors one by one to their best values. As a result, numbers that always grow
         together, such as the sizes of ``input_ids`` and ``labels``, share the cost. After a single
         microbatch, the numbers in ``start`` share its cost.
 
@@ -166,7 +166,8 @@ class ContentCosts:
     Args:
         placement: Assignment of stages to ranks.
         partition: Number of segments (parts of the model) in each stage.
-        segments: Cost function of each segment, in counted operations instead of measured time.
+        segments: Cost of each segment as a function of these numbers, in counted operations instead
+            of measured time.
 
     Attributes:
         stages: Fit of each stage to measured times.
@@ -212,7 +213,7 @@ class ContentCosts:
         """Returns the sums that describe a step on one rank, in the format that :meth:`add` takes.
 
         Args:
-            rows: Numbers of each microbatch of the rank, in execution order.
+            rows: Numbers that describe each microbatch of the rank, in execution order.
             actions: Actions of the rank, each with its duration in nanoseconds.
         """
         seconds = [[0.0] * len(rows) for _ in range(self._placement.num_chunks)]

@@ -46,7 +46,7 @@ of the step. The example has four ranks and six microbatches::
 
 On rank r, the W of a microbatch runs r backward passes later than its B, so no W delays a gradient
 on its way back through the ranks. Each rank holds at most ``num_ranks`` microbatches between the
-start of F and the end of W, as many as the first rank of 1F1B. Without latency, a step of m
+start of F and the end of W, as many as the first rank under 1F1B. Without latency, a step of m
 microbatches on p equal stages, with m at least p, takes ``m * (F + B + W) + (p - 1) * (F + B -
 min(F, B, W))``. The paper states ``F + B - W``, which is the same if W is the shortest of the
 three.
@@ -82,8 +82,8 @@ ranks, two chunks and three microbatches::
     rank 0 | F0-0 F0-1 F0-2 F1-0 F1-1 F1-2 B1-0 B1-1 B1-2 B0-0 B0-1 B0-2
     rank 1 | F0-0 F0-1 F0-2 F1-0 F1-1 F1-2 B1-0 B1-1 B1-2 B0-0 B0-1 B0-2
 
-All forward passes of a chunk are adjacent, and so are all its backward passes. So the chunk's
-weights are gathered, and their gradients reduced, once per step, while other chunks compute. The
+All forward passes of a chunk are adjacent, and so are all its backward passes. The chunk's weights
+are therefore gathered, and their gradients reduced, once per step, while other chunks compute. The
 drawback is memory: every rank holds all microbatches. The idle time is the same as that of
 interleaved 1F1B. Without latency, a step of m microbatches on p ranks with v chunks, with m at
 least p, takes ``(m * v + p - 1) * (t_F + t_B)``, where t_F and t_B are the times of one stage.
@@ -101,7 +101,7 @@ keep every rank busy, and at most one group of stage inputs must be stored betwe
 The papers on GPipe and breadth-first run backward passes in descending order of microbatches. This
 package always runs them in ascending order.
 
-**varuna**: Every rank prefers backward passes, and runs forward passes while it would otherwise
+**varuna**: Every rank prefers backward passes, and runs forward passes when it would otherwise
 wait. It is designed for training with activation recomputation. The example has three ranks and six
 microbatches::
 

@@ -17,8 +17,8 @@ A rank holds at most ``2 * p`` microbatches, each in one chunk. This takes the m
 microbatches in both chunks, as in 1F1B. If F, B and W of one chunk take time 1 each, without
 latency, a step of m microbatches takes ``6 * m + (p - 1) + max(0, 3 * p - 2 * m - 1)``. Each rank
 works for ``6 * m``, and is idle because rank r cannot start before time r. If F and B take equally
-long, and W at least half as long but not longer, the idle time is ``(p - 1) * F``. With other times
-it is larger.
+long, and W takes between half as long and equally long, the idle time is ``(p - 1) * F``. With
+other times it is larger.
 
 **dualpipe-v**: Forward and backward passes run in pairs. The example has two ranks and four
 microbatches. ``F0-3+`` runs together with the B after it, so that one action computes while the

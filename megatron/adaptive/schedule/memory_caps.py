@@ -6,14 +6,14 @@ one chunk takes ``1 / num_chunks``. The minimum cap is 1.
 The main rule (graded rule): A forward pass of chunk c may only start if one microbatch in every
 later chunk of the same rank still fits afterwards.
 
-Why it cannot deadlock: Suppose every rank waits. Take the deepest stage s that holds a microbatch
-whose forward pass ran and whose backward pass did not. If s is the last stage, that backward pass
-is ready. Otherwise the forward pass of stage s+1 has its input, so only the cap can block it. Its
-rank holds nothing at s+1 or deeper, only microbatches of earlier chunks. When the last forward pass
-of those chunks started, it left enough memory for one microbatch of every later chunk, including
-the chunk at s+1. So the forward pass of s+1 fits. If no stage holds anything, the first forward
-pass fits because the cap is at least 1. A flat cap, which only requires that the microbatch itself
-fits, does not keep this memory free:
+Why this rule cannot deadlock: Suppose every rank waits. Take the deepest stage s that holds a
+microbatch whose forward pass ran and whose backward pass did not. If s is the last stage, that
+backward pass is ready. Otherwise the forward pass of stage s+1 has its input, so only the cap can
+block it. The rank of stage s+1 holds nothing at s+1 or deeper, only microbatches of earlier chunks.
+When the last forward pass of those chunks started, it left enough memory for one microbatch of
+every later chunk, including the chunk at s+1. So the forward pass of s+1 fits. If no stage holds
+anything, the first forward pass fits because the cap is at least 1. A flat cap, which only requires
+that the microbatch itself fits, does not keep this memory free:
 
 ::
 
@@ -130,8 +130,8 @@ def chunk_shares(
     Args:
         placement: Assignment of pipeline stages to ranks.
         rank: Pipeline rank.
-        cap: Limit on activations. The unit is the activations of one microbatch in all chunks of
-            the rank.
+        cap: Limit on activations. A value of 1 is the activation memory of one microbatch in all
+            chunks of the rank.
         num_slices: Number of slices of each microbatch. If there are several, shares count slices.
         frozen_stages: Number of leading stages through which no gradient flows. Their chunks have
             no share, which is represented by -1.
@@ -153,8 +153,8 @@ def lead_of(cap: float | None, num_items: int, num_slices: SliceCounts = 1) -> i
     """Returns how many microbatches or slices a frozen stage may be ahead of the next stage.
 
     Args:
-        cap: Limit on activations, or ``None`` for no limit. The unit is the activations of one
-            microbatch in all chunks of the rank.
+        cap: Limit on activations, or ``None`` for no limit. A value of 1 is the activation memory
+            of one microbatch in all chunks of the rank.
         num_items: Total number of slices of all microbatches in the step.
         num_slices: Number of slices of each microbatch.
     """
@@ -166,7 +166,7 @@ def lead_of(cap: float | None, num_items: int, num_slices: SliceCounts = 1) -> i
 def default_cap(placement: Placement, num_microbatches: int, num_slices: float = 1) -> float:
     """Returns the default limit (cap) on the activations that a rank holds.
 
-    The unit is the activations of one microbatch in all chunks of the rank.
+    A value of 1 is the activation memory of one microbatch in all chunks of the rank.
 
     The default is 1.5 times the result of :func:`static_cap`, rounded up to a whole chunk. The
     additional memory lets a rank run another forward pass while the input of its next backward pass
@@ -197,9 +197,9 @@ def default_cap(placement: Placement, num_microbatches: int, num_slices: float =
 def static_cap(placement: Placement) -> float:
     """Returns the activations that the best static schedule holds on its first rank.
 
-    The unit is the activations of one microbatch in all chunks of the rank. The best static
-    schedule is 1F1B with one chunk, interleaved 1F1B with several chunks in a loop, and ZB-V in a
-    V.
+    A value of 1 is the activation memory of one microbatch in all chunks of the rank. The best
+    static schedule is 1F1B with one chunk, interleaved 1F1B with several chunks in a loop, and ZB-V
+    in a V.
     """
     ranks, chunks = placement.num_ranks, placement.num_chunks
     if chunks == 1 or placement.kind == "v":

@@ -91,8 +91,8 @@ def deal(
 
     Args:
         costs: Cost of each microbatch on each replica, ``[replica][microbatch]``.
-        group: Number by which each replica's number of microbatches must be divisible. The number
-            of microbatches in the step is also divisible by ``group``.
+        group: Each replica's number of microbatches must be a multiple of this number. The number
+            of microbatches in the step is also a multiple of ``group``.
         least: Minimum number of microbatches per replica.
 
     Returns:
@@ -226,7 +226,7 @@ class Dealer:
             differences in the speed of replicas, ``both`` to balance both.
         replicas: Number of data-parallel replicas.
         ranks: Number of pipeline ranks of each replica.
-        group: Number by which each replica's number of microbatches must be divisible.
+        group: Each replica's number of microbatches must be a multiple of this number.
         least: Minimum number of microbatches per replica.
         pair: Number of multiplications per pair of tokens that attend to each other, divided by the
             number of multiplications per token. This ratio determines the order of a replica's

@@ -23,7 +23,7 @@ def first_fit(lengths: Sequence[int], room: int, unit: int = 1, least: int = 1) 
         lengths: Number of tokens of each sample.
         room: Maximum number of tokens per row. The row of a longer sample has room for the next
             multiple of ``room``.
-        unit: Number by which the number of rows must be divisible.
+        unit: The number of rows must be a multiple of this number.
         least: Minimum number of rows.
 
     Returns:

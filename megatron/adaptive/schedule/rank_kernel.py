@@ -247,9 +247,9 @@ def fits(s: State, chunk: int) -> bool:
 
 
 def arrive(s: State, kind: int, chunk: int, item: int) -> None:
-    """Records the arrival of the input of an action, which processes ``item`` in ``chunk``.
+    """Records that the input of an action on ``item`` in ``chunk`` has arrived.
 
-    The kind of the action, ``kind``, is F or B.
+    The action has the kind ``kind``, which is F or B.
 
     For the B of a frozen chunk, the arrival means that the next stage has taken the chunk's output.
     """

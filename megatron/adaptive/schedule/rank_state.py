@@ -59,8 +59,8 @@ class RankState:
         placement: Assignment of pipeline stages to ranks.
         rank: Pipeline rank, from 0.
         num_microbatches: Number of microbatches per step, at least 1.
-        cap: Maximum activation memory that ``fits`` allows, or ``None`` for no limit. The unit is
-            the activations of one microbatch in all chunks of the rank.
+        cap: Maximum activation memory that ``fits`` allows, or ``None`` for no limit. A value of 1
+            is the activation memory of one microbatch in all chunks of the rank.
         sizes: Activation memory of each microbatch relative to the mean, or ``None`` if all
             microbatches are equal. With slices, these are the sizes of slices relative to the mean
             slice.
@@ -340,7 +340,7 @@ class RankState:
         number = NUMBER[kind]
         chunks = self.placement.num_chunks
         if not (0 <= chunk < chunks and self._takes[number * chunks + chunk]):
-            problem = "was reported, which takes no input from another stage"
+            problem = "was reported, but this action takes no input from another stage"
         elif not 0 <= microbatch < self.num_items:
             problem = f"arrived, but the step has {self._count()}"
         elif s[
@@ -394,7 +394,7 @@ class RankState:
         rank_kernel.finish(s, number, chunk)
 
     def why_not(self, action: Action) -> str:
-        """Returns the reason why ``action`` is not ready, for error messages.
+        """Returns text for error messages that says why ``action`` is not ready.
 
         Returns ``it is ready`` if the action is ready.
         """
@@ -435,7 +435,7 @@ class RankState:
         return f"its input from {self._sender(action)} is not here"
 
     def missing(self) -> str:
-        """Describes what this rank is waiting for, for error messages after a timeout.
+        """Returns text for timeout errors, with everything that this rank is waiting for.
 
         For each chunk, the text lists the next inputs that have not arrived, with the rank and
         stage that send them. It also lists actions whose input has arrived but which would exceed
@@ -516,8 +516,7 @@ class RankState:
     def _needed(self, action: Action) -> int:
         """Returns the number of actions that must finish before ``action``.
 
-        For a B, this is a number of F actions, and for a W, a number of B actions of the same
-        chunk.
+        Only actions of the same chunk count: F actions for a B, and B actions for a W.
 
         The result is 0 for an F.
         """

@@ -16,8 +16,8 @@ sequences are cut into slices, orders and shares count slices.
 RRFP, arXiv 2605.18750, with the groups of microbatches of interleaved 1F1B, arXiv 2104.04473,
 section 2.2.
 
-No backward pass follows the F of a frozen chunk (see ``rank_kernel``), so such an F can run while
-the rank would otherwise wait, like a W. ``adaptive`` starts such an F only if no other F and no B
+No backward pass follows the F of a frozen chunk (see ``rank_kernel``), so such an F, like a W, can
+run while the rank would otherwise wait. ``adaptive`` starts such an F only if no other F and no B
 can start, because other ranks wait for those actions. The F of a frozen chunk has priority over W,
 because the next stages need its output, except if an F needs the memory that a W frees.
 
@@ -134,8 +134,8 @@ def next_forward(s: State, hint: Sequence[int]) -> int:
 
     Frozen chunks are skipped, because :func:`filler` handles them.
 
-    In a loop, microbatches form groups, each with as many microbatches as there are ranks. An F of
-    the earliest group is chosen, on the shallowest chunk. In a V, the F that is farthest from the
+    In a loop, microbatches form groups, each with as many microbatches as there are ranks. The F of
+    the earliest group on the shallowest chunk is chosen. In a V, the F that is farthest from the
     end of the step is chosen.
     """
     best = -1

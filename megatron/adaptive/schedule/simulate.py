@@ -54,8 +54,8 @@ class SimResult:
         starts_ps: Start time of each action in ``codes``, in picoseconds, ``[actions] int64`` per
             rank.
         ends_ps: End time of each action in ``codes``, in picoseconds, ``[actions] int64`` per rank.
-        peak_units: Maximum activations that each rank held. The unit is the activations of one
-            microbatch in all chunks of the rank.
+        peak_units: Maximum activation memory that each rank held. A value of 1 is the activation
+            memory of one microbatch in all chunks of the rank.
     """
 
     placement: Placement
@@ -110,8 +110,7 @@ class SimResult:
     def orders(self) -> tuple[Order, ...]:
         """Returns the actions of each rank in execution order.
 
-        The microbatch index of an action is the index among the microbatches that the rank
-        processes.
+        The microbatch of an action is its index among the microbatches that the rank processes.
         """
         chunks = self.placement.num_chunks
         pieces = self.weight_pieces
@@ -175,7 +174,7 @@ def simulate(
             This requires a rule of ``runtime_rules``. In plain Python, the loop is about 50 times
             slower.
         cap: Maximum activation memory of each rank under a run-time rule, or ``None`` for no limit.
-            The unit is the activations of one microbatch in all chunks of the rank.
+            A value of 1 is the activation memory of one microbatch in all chunks of the rank.
         sizes: Activation memory of each microbatch or slice relative to the mean. If ``None``, the
             sizes in ``times`` are used, or equal sizes if ``times`` contains no sizes.
         forward_only: Whether the step is an evaluation, which has no backward passes and keeps no
@@ -316,7 +315,7 @@ _PER_SLOT = ("works", "exchanged", "counts", "steps", "due", "indices")
 def _world(states: Sequence[RankState], workload: Workload, widths: Sequence[int] | None) -> Any:
     """Returns the state of a simulation at the start of a step, with an empty hint for each rank.
 
-    :func:`run_states` describes the arguments.
+    See :func:`run_states` for the arguments.
     """
     placement = states[0].placement
     longest = max(state.num_actions for state in states)

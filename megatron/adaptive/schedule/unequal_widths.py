@@ -19,8 +19,8 @@ the warm-up. In the warm-up, a replica runs as many forward passes as the ranks 
 need for their warm-up and one more forward pass each. ``docs/reference/schedules.md`` contains a
 drawing.
 
-1F1B cannot deadlock, because on every earlier stage, the forward passes that the backward pass of
-microbatch m needs only run after backward passes of microbatches below m.
+1F1B cannot deadlock: The backward pass of microbatch m needs forward passes on every earlier stage,
+and these wait only for backward passes of microbatches below m.
 
 A run-time rule with a limit on activations cannot deadlock either. The first unfinished microbatch
 is the next microbatch of every rank that still has to process it, and none of these ranks holds

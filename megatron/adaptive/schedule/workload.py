@@ -42,8 +42,8 @@ class StageTimes:
 
     Attributes:
         forward_s: Duration of a forward pass (F), per stage in pipeline order.
-        backward_s: Duration of a backward pass (B) without weight gradients, per stage. It includes
-            weight gradients if ``weight_s`` is empty.
+        backward_s: Duration of a backward pass (B) without weight gradients, per stage. This
+            includes weight gradients if ``weight_s`` is empty.
         weight_s: Duration of the weight gradients (W), per stage, or empty if ``backward_s``
             includes them. Under a schedule without W actions, B takes ``backward_s`` plus
             ``weight_s``.
@@ -477,8 +477,8 @@ def _check_times(placement: Placement, times: StageTimes) -> None:
         whole_s = min(times.forward_s[stage], times.backward_s[stage])
         if exchange_s > whole_s or not times.exchanges:
             raise ScheduleError(
-                f"stage {stage} communicates {exchange_s} s in {times.exchanges} exchanges: it must"
-                f" be part of its forward and its backward (at most {whole_s}), in 1 or more"
+                f"stage {stage} communicates for {exchange_s} s in {times.exchanges} exchanges; "
+                f"use at least 1 exchange, and at most the {whole_s} s of the shorter pass"
             )
 
 
