@@ -361,7 +361,7 @@ def require_equal_settings(settings: Mapping[str, str], group: Any = None) -> No
     )
     for rank, pair in enumerate(pairs):
         if pair is not None:
-            here_text, first_text = (text or "nothing in its place" for text in pair)
+            here_text, first_text = (text or "no such setting" for text in pair)
             raise ConfigError(
                 f"{here_text} on rank {rank}, but {first_text} on rank 0; start all ranks of a "
                 "job with the same settings"

@@ -111,7 +111,7 @@ class HangGuard:
             if rank == local[0]:
                 self._process = self._start(places, local, after_s, on_hang, page_folder)
         except OSError as error:
-            say(f"warning: the hang detector does not run: {error}")
+            say(f"warning: cannot start the hang detector: {error}")
             return
         faulthandler.register(SIGNAL, self._stacks, all_threads=True)
         self._file = NowFile(self._folder, rank)

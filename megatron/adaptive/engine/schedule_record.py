@@ -48,7 +48,7 @@ from megatron.adaptive.trace.read import describe_numbers
 
 _FORMAT = "megatron-adaptive schedule"
 _VERSION = 1
-_HINT = "give a file that --record-schedule wrote"
+_HINT = "pass a file that --record-schedule wrote"
 
 Codes = tuple[int, ...]
 """Codes of the actions of one rank in a step, in execution order."""

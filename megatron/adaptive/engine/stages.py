@@ -653,7 +653,8 @@ class ForwardBackward:
         if candidate.placement != placement or (candidate.weight_pieces and not self._stores):
             raise ConfigError(
                 f"{candidate} cannot run on chunks placed in a {placement.kind} with "
-                f"{'split' if self._stores else 'whole'} backwards; build the model for it"
+                f"{'split' if self._stores else 'whole'} backwards; build the model for "
+                "this schedule"
             )
         self.orders.use(candidate)
 

@@ -230,9 +230,9 @@ def choose(
         )
     if not outcomes:
         raise ScheduleError(
-            f"no schedule of {placement.num_ranks} ranks with {placement.num_chunks} chunks fits "
-            f"into memory for {most:g} microbatches; lower --micro-batch-size or recompute "
-            "activations"
+            f"no schedule for {placement.num_ranks} ranks with {placement.num_chunks} chunks each "
+            f"fits into memory, which has room for {most:g} microbatches; lower --micro-batch-size "
+            "or recompute activations"
         )
     choice = _fastest(outcomes, profile, most)
     if is_late:

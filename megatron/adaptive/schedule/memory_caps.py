@@ -113,8 +113,8 @@ def scaled_cap(cap: float, num_chunks: int, largest: float = 1.0) -> int:
     """
     if math.isnan(cap) or with_rounding(cap) < largest:
         raise ScheduleError(
-            f"activation cap must be at least {largest:.3g} (one microbatch, the largest, in "
-            f"each of {num_chunks} chunks), got {cap:g}"
+            f"activation cap must be at least {largest:.3g} (the largest microbatch in each "
+            f"of {num_chunks} chunks), got {cap:g}"
         )
     return round(min(with_rounding(cap), 1e9) * MEMORY_SCALE)
 

@@ -329,7 +329,7 @@ class Dealer:
                     fit.fit()
             elif self._steps == _REFIT_STEPS:
                 text = (
-                    "microbatches are distributed over replicas by tokens: "
+                    "microbatches are distributed over replicas by tokens, because "
                     f"{len(self._different)} different lengths in {self._steps} steps are too "
                     "few to fit costs"
                 )
@@ -395,8 +395,8 @@ class Dealer:
             return None
         shown = ", ".join(f"{slowness:.2f}" for slowness in now)
         return (
-            f"replicas take {shown} times as long for the same work: microbatches are "
-            "distributed accordingly"
+            f"for the same work, replicas take {shown} times as long as the fastest; microbatches "
+            "are distributed accordingly"
         )
 
     def _measured_paces(self, steps: int) -> dict[tuple[int, int], float]:

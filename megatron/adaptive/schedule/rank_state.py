@@ -417,7 +417,7 @@ class RankState:
             return "no gradient flows through its stage"
         started = lane_count(s, number, chunk)
         if self._index(action) < started:
-            return "it was started before"
+            return "it has already started"
         if self._index(action) > started:
             return f"{self._name(self.next_action(number, chunk))} comes before it"
         if number and self._needed(action) > lane_count(s, number - 1 + rank_kernel.DONE, chunk):
@@ -426,13 +426,13 @@ class RankState:
             whose = "its own" if before.microbatch == action.microbatch else "its last slice's"
             return f"{whose} {kind} {self._name(before)} has not finished"
         if s[rank_kernel.BUSY + number]:
-            return f"another {action.kind} is under way"
+            return f"another {action.kind} is running"
         if rank_kernel.is_ready(s, number, chunk):
             return "it is ready"
         if (untaken := self.untaken(action)) is not None:
             stage = self.placement.stage_of(self.rank, chunk) + 1
             return f"stage {stage} has not taken the output of {self._name(untaken)}"
-        return f"its input from {self._sender(action)} is not here"
+        return f"its input from {self._sender(action)} has not arrived"
 
     def missing(self) -> str:
         """Returns text for timeout errors, with everything that this rank is waiting for.

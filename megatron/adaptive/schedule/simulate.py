@@ -291,7 +291,7 @@ def _run_plain(world: Any, states: Sequence[RankState], policies: Sequence[Polic
             return -1
         if not state.is_ready(action):
             raise ScheduleError(
-                f"policy {policy.name} broke the rules: rank {rank}:"
+                f"policy {policy.name} chose an action that is not ready: rank {rank}:"
                 f" {action.label(state.num_slices)} cannot start:"
                 f" {state.why_not(action)}; {state.describe()}"
             )

@@ -568,6 +568,6 @@ def check_attention_share(share: float) -> None:
     """
     if not 0 <= share <= 1:
         raise ScheduleError(
-            "the attention share must be attention's part of the time of a whole forward pass, "
-            f"from 0 to 1, got {share:g}"
+            "the attention share must be the fraction of a whole forward pass that attention "
+            f"takes, from 0 to 1, got {share:g}"
         )
