@@ -362,8 +362,7 @@ def _chosen(count: int, iteration: int) -> list[int]:
     """
 
     def key(number: int) -> int:
-        # Odd constants are used, because the top bits of the products then depend on all bits of
-        # ``number``.
+        # Use odd constants, so that the top bits of the products depend on all bits of ``number``.
         mixed = number * 0x9E3779B97F4A7C15 + iteration * 0xD1B54A32D192ED03
         return (mixed & (1 << 64) - 1) >> 20
 

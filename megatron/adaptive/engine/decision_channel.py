@@ -37,7 +37,7 @@ _CLOSE_S = 30.0
 # Number of integers that fit into the shared memory. The writer waits while the slowest reader has
 # this many integers left to read.
 _CAPACITY = 256
-# The writer waits while more than this many messages per reader are in flight on average.
+# Maximum average number of messages in flight per reader. Above it, the writer waits.
 _BEHIND = 8
 _CLOSED = -1
 # Limit timeouts to this range, because gloo counts whole milliseconds, treats 0 as no limit, and

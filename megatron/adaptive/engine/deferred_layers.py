@@ -187,7 +187,7 @@ class GroupedCall(LayerCall):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class DelayedCall(LayerCall):
-    """Call of a Transformer Engine layer, which itself keeps the tensors that W needs.
+    """Call of a Transformer Engine layer. The layer itself keeps the tensors that W needs.
 
     Attributes:
         layer: Transformer Engine layer that is called.

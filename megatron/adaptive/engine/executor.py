@@ -707,8 +707,8 @@ def _mean_by_chunk(actions: Iterable[tuple[Action, int]]) -> dict[tuple[ActionKi
 class ActivationMeter:
     """Measures the size of the activations that each chunk keeps for the backward pass.
 
-    The size is the sum over all distinct storages that autograd saves during the first forward pass
-    of a chunk, without the storages of parameters. Later forward passes are not measured.
+    This is the total size of the distinct storages that autograd saves in a chunk's first forward
+    pass, except those of parameters. Later forward passes are not measured.
     """
 
     def __init__(self) -> None:

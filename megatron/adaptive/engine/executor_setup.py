@@ -339,7 +339,7 @@ def _begin_trace(
 
 
 def require_equal_settings(settings: Mapping[str, str], group: Any = None) -> None:
-    """Raises an error on all ranks unless all ranks have equal ``settings``.
+    """Raises an error on all ranks if the ``settings`` differ between ranks.
 
     All ranks must call this function.
 

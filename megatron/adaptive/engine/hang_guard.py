@@ -166,7 +166,8 @@ class HangGuard:
             stdout=subprocess.DEVNULL,
             env={"PATH": os.environ.get("PATH", "")},
             # Start the detector in a separate session, so that a signal to the process group of the
-            # rank does not end it. It must remove the folder after the rank has exited.
+            # rank does not end the detector. The detector must remove the folder after the rank has
+            # exited.
             start_new_session=True,
         )
 

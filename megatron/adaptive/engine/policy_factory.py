@@ -42,8 +42,9 @@ class Orders:
             rank.
         splits: Whether weight gradients are separate actions (W) instead of part of the backward
             pass.
-        pieces: Number of W actions into which a weight gradient is split under a run-time rule,
-            which fills short waits with W actions. Under a static schedule, there is always one W.
+        pieces: Number of W actions into which a weight gradient is split under a run-time rule. The
+            rule fills short waits with these actions. Under a static schedule, each weight gradient
+            is a single W.
         schedule_file: Path of the schedule file if ``schedule`` is ``file``, else ``None``.
         group_size: Number of consecutive microbatches that a chunk runs under ``interleaved``, or
             ``None`` for the number of ranks of the pipeline.
@@ -364,6 +365,6 @@ def _slices(num_slices: int) -> str:
 def _simulated_name(schedule: str) -> str:
     """Returns the name of the schedule to use until times have been measured.
 
-    The result is ``adaptive`` for ``auto``, and ``schedule`` for all other schedules.
+    For ``auto``, this is ``adaptive``. All other names are returned unchanged.
     """
     return "adaptive" if schedule == "auto" else schedule

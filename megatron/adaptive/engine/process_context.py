@@ -66,8 +66,8 @@ def from_first(value: T, group: Any = None) -> T:
 def device_in_groups(accelerator: Accelerator, group: Any = None) -> Accelerator:
     """Completes the description of this rank's device in a job that already has process groups.
 
-    All ranks must call this function. It counts the ranks that use the same GPU, even if each rank
-    sees only one GPU. The backend is that of the default process group.
+    All ranks must call this function. For a GPU, the result contains the number of ranks that share
+    it, even if each rank sees only one GPU, and the backend of the default process group.
 
     Args:
         accelerator: Device of this rank.

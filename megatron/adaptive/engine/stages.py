@@ -538,7 +538,7 @@ class ForwardBackward:
                 equal.
 
         Returns:
-            Values for the log that ``loss_func`` returned, one per microbatch in ascending order,
+            Values that ``loss_func`` returned for the log, one per microbatch in ascending order,
             or an empty list unless this is the last stage.
 
         Raises:

@@ -160,7 +160,8 @@ class Tracing:
             iteration: Index of the iteration.
             num_microbatches: Number of microbatches in the iteration.
             is_traced: Whether to trace this iteration.
-            lengths: Length of each microbatch in tokens, or empty if all microbatches are equal.
+            lengths: Length of each microbatch in tokens, or empty if all microbatches have the same
+                length.
             slices: Number of slices of each microbatch, or empty if the trace's header contains the
                 number.
             sizes: Approximate size in bytes of the activations of each microbatch, or empty if all
@@ -288,7 +289,7 @@ class Tracing:
             self._add(self._traced, [_row(KINDS.index(kind), start_ns, time.monotonic_ns())])
 
     def data_read(self, microbatch: int, start_ns: int, end_ns: int) -> None:
-        """Traces that the host read the data of ``microbatch`` from ``start_ns`` to ``end_ns``."""
+        """Records that the host read the data of ``microbatch`` from ``start_ns`` to ``end_ns``."""
         if self.recorder is not None:
             self.recorder.extend([_row(_DATA, start_ns, end_ns, microbatch)])
 

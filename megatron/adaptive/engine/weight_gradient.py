@@ -410,7 +410,7 @@ class WeightGradientStore:
     def run(self, microbatch: int, piece: int, pieces: int) -> None:
         """Computes one part (piece) of a microbatch's weight gradients.
 
-        All pieces take about equally long. The tensors of a piece are freed after its computation.
+        All pieces take about the same time. The tensors of a piece are freed after its computation.
         All ranks of the tensor-parallel group must call this method if layers are
         sequence-parallel.
 

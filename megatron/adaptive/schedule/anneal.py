@@ -17,8 +17,8 @@ probability that is smaller for larger increases in step time, and that falls wi
 result is the best order encountered in tens of thousands of attempts. Schedules of large pipelines
 are not annealed, because this would take too long and gain less.
 
-Each stage runs its microbatches in ascending order, and memory stays within the limit (cap), as
-everywhere in this package. All numbers are integers and the random sequence is fixed, so equal
+As everywhere in this package, each stage runs its microbatches in ascending order, and memory stays
+within the limit (cap). All numbers are integers and the random sequence is fixed, so equal
 arguments give the same order on every machine.
 
 The functions up to ``anneal`` use only numbers, like the functions of ``rank_kernel``, so that
@@ -298,7 +298,7 @@ def improve(schedule: Schedule, work: Workload, cap: float) -> Schedule | None:
 
     Returns:
         Schedule with the best order of actions, which is at least as fast as ``schedule``, or
-        ``None`` if the step has too many actions to attempt enough changes.
+        ``None`` if the step has so many actions that too few changes could be attempted.
     """
     orders = min(MOST_ORDERS, VISITS // sum(map(len, schedule.orders)))
     if orders < LEAST_ORDERS:

@@ -53,7 +53,7 @@ different number of microbatches run ``hinted`` instead. Users cannot select thi
 Pace = tuple[float, float, float]
 """Durations of a message, a B (backward) and a W (weight gradients), relative to a forward pass."""
 EQUAL: Pace = (0.0, 1.0, 1.0)
-"""Value of ``Pace`` if messages take no time, and F, B and W take equally long."""
+"""Value of ``Pace`` if messages take no time, and F, B and W take the same time."""
 DEFAULT_PIECES = 4
 """Default number of W actions per weight gradient under a run-time rule.
 
@@ -444,7 +444,7 @@ def make_policies(
 
 
 def _unequal(name: str) -> str:
-    """Returns an error message for schedule ``name``, which requires equal numbers of slices."""
+    """Returns an error message that schedule ``name`` requires equal numbers of slices."""
     return (
         f"schedule {name} requires the same number of slices for all microbatches; use adaptive, "
         "dfc or bfc"

@@ -52,7 +52,7 @@ _MANY = 20_000
 Random differences between actions average out above this number.
 """
 GAIN = 0.005
-"""Minimum gain for choosing a run-time rule, relative to the best static schedule.
+"""Minimum relative gain over the best static schedule for choosing a run-time rule.
 
 A smaller gain could be an error of the simulation.
 """

@@ -9,8 +9,8 @@ each multiplied by a non-negative factor::
 
 The factors of each stage are fitted by least squares. Ranks exchange sums instead of single times,
 so the size of an exchange does not depend on the number of microbatches. All ranks compute the same
-factors, because they compute with the same sums, in the same order of operations, and with Python
-floats.
+factors, because they apply the same operations, in the same order, to the same sums (Python
+floats).
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class StageFit:
             self.factors[index] = value / scales[index]
 
     def is_used(self, index: int) -> bool:
-        """Returns whether the number at ``index`` was positive in any added microbatch.
+        """Returns whether the number at ``index`` was positive in at least one added microbatch.
 
         Args:
             index: Index of the number in the tuple that describes the content of a microbatch.

@@ -16,7 +16,7 @@ from megatron.adaptive.schedule.microbatch_assignment import Dealer, Size
 from megatron.adaptive.schedule.pack_documents import first_fit
 
 _LONGER = 4  # Rows that are cut into slices are at most 1/4 longer than the longest sample.
-_TRIES = 4  # This many row lengths are tried in addition to the shortest.
+_TRIES = 4  # Number of row lengths to try in addition to the shortest.
 _TOKEN_PER_PAIR = 12
 """Cost of a token in pairs of tokens, divided by the hidden size.
 

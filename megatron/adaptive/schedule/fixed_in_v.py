@@ -16,9 +16,9 @@ of the missing microbatches.
 A rank holds at most ``2 * p`` microbatches, each in one chunk. This takes the memory of p
 microbatches in both chunks, as in 1F1B. If F, B and W of one chunk take time 1 each, without
 latency, a step of m microbatches takes ``6 * m + (p - 1) + max(0, 3 * p - 2 * m - 1)``. Each rank
-works for ``6 * m``, and is idle because rank r cannot start before time r. If F and B take equally
-long, and W takes between half as long and equally long, the idle time is ``(p - 1) * F``. With
-other times it is larger.
+works for ``6 * m``, and is idle because rank r cannot start before time r. If F and B take the same
+time, and W takes between half and all of that time, the idle time is ``(p - 1) * F``. With other
+times it is larger.
 
 **dualpipe-v**: Forward and backward passes run in pairs. The example has two ranks and four
 microbatches. ``F0-3+`` runs together with the B after it, so that one action computes while the

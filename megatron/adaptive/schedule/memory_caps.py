@@ -22,9 +22,9 @@ that the microbatch itself fits, does not keep this memory free:
 
 **Unequal microbatches.** If microbatches differ in size, sizes are relative to the mean microbatch,
 so that a cap limits bytes. A forward pass of chunk c and microbatch j must leave memory for one
-microbatch in every later chunk. This is the largest microbatch from that chunk's next microbatch up
-to j. The blocked microbatch in the proof above is among these, because it has passed chunk c. The
-minimum cap is the size of the largest microbatch.
+microbatch in every later chunk: the largest microbatch from that chunk's next microbatch up to j.
+The blocked microbatch in the proof above is among these, because it has passed chunk c. The minimum
+cap is the size of the largest microbatch.
 
 **Slices.** Microbatches may be cut into slices (see ``rank_kernel``), and the number of slices may
 differ between microbatches. With slices, no backward pass of a microbatch starts before all of its
@@ -77,13 +77,13 @@ from megatron.adaptive.schedule.action import SliceCounts, mean_slices, most_sli
 from megatron.adaptive.schedule.rank_kernel import MEMORY_SCALE
 from megatron.adaptive.schedule.stage_placement import Placement
 
-# Comparisons with the cap use this relative tolerance. It exceeds the rounding error of sums of
-# fractions such as 1/3.
+# Relative tolerance in comparisons with the cap. It exceeds the rounding error of sums of fractions
+# such as 1/3.
 _ROUNDING = 1e-9
-# Comparisons with the cap also allow this many millionths of a microbatch, which covers 1,000 sizes
-# that are each rounded by up to half a millionth.
+# Absolute tolerance in comparisons with the cap, in millionths of a microbatch. It covers 1,000
+# sizes that are each rounded by up to half a millionth.
 _ROUNDING_PER_SUM = 500
-# The default cap is this multiple of the memory that a static schedule needs. In measurements (see
+# Ratio of the default cap to the memory that a static schedule needs. In measurements (see
 # ``runtime_rules``) with a ratio of 1.25, message latency made a step up to 7% longer than with
 # static schedules. With 1.5, a latency of up to one forward pass of a stage cost nothing.
 _SLACK = 1.5

@@ -1,4 +1,4 @@
-"""Assigns microbatches to data-parallel replicas so that all replicas take equally long.
+"""Assigns microbatches to data-parallel replicas so that all replicas take the same time.
 
 Only the replicas that process the microbatches change, not the microbatches themselves::
 
@@ -32,7 +32,7 @@ Size = tuple[float, float]
 """
 
 EQUAL: Size = (1.0, 1.0)
-"""Size that every microbatch has if all microbatches are equally long."""
+"""Size to use for every microbatch if all microbatches have the same length."""
 
 Measured = tuple[float, float, float]
 """Three sums over the microbatches that a rank processed in a step.
@@ -51,14 +51,14 @@ _REFIT_STEPS = 8
 After these steps, the costs are fitted once every ``_REFIT_STEPS`` steps.
 """
 _STEPS = 16
-"""Number of recent steps from which the pace of each rank (its time per unit of cost) is computed.
+"""Number of recent steps over which each rank's pace (its time per unit of cost) is computed.
 """
 _FEW = 3
-"""Number of recent steps in which a sudden change of a rank's pace is detected."""
+"""Number of recent steps over which a sudden change of a rank's pace is detected."""
 _CHANGED = 0.10
-"""Minimum relative change of a rank's pace in ``_FEW`` steps that changes the assignment."""
+"""Minimum relative change of a rank's pace over ``_FEW`` steps for a new assignment."""
 _DRIFTED = 0.03
-"""Minimum relative change of a rank's pace in ``_STEPS`` steps that changes the assignment."""
+"""Minimum relative change of a rank's pace over ``_STEPS`` steps for a new assignment."""
 _SINGULAR = 1e-7
 """Relative tolerance of the least-squares fit.
 
@@ -234,8 +234,8 @@ class Dealer:
             order.
         slice_tokens: Number of tokens of a slice if microbatches are cut into different numbers of
             slices, otherwise ``None``. If set, a replica runs its microbatches in descending order
-            of cost in steps in which the longest microbatch has more slices than the pipeline has
-            ranks. In all other cases, the order of :func:`order_by_cost` is used.
+            of cost whenever the longest microbatch of the step has more slices than the pipeline
+            has ranks. In all other cases, the order of :func:`order_by_cost` is used.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ def first_fit(lengths: Sequence[int], room: int, unit: int = 1, least: int = 1) 
         by their first index.
 
     Raises:
-        ConfigError: There are fewer samples than required rows.
+        ConfigError: There are not enough samples for the required number of rows.
     """
     rows: list[list[int]] = []
     left: list[int] = []

@@ -249,7 +249,7 @@ def fits(s: State, chunk: int) -> bool:
 def arrive(s: State, kind: int, chunk: int, item: int) -> None:
     """Records that the input of an action on ``item`` in ``chunk`` has arrived.
 
-    The action has the kind ``kind``, which is F or B.
+    ``kind`` is the kind of the action, F or B.
 
     For the B of a frozen chunk, the arrival means that the next stage has taken the chunk's output.
     """

@@ -145,7 +145,7 @@ class RankState:
         )
 
     def _first_numbers(self, stages: Sequence[int], sizes: Sequence[float]) -> list[int]:
-        """Returns the list ``numbers`` for the start of a step, without BESIDE, CAP and LEAD.
+        """Returns the initial list ``numbers`` of a step. BESIDE, CAP and LEAD are not set yet.
 
         Args:
             stages: Stage of each chunk.

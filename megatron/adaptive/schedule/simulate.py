@@ -134,7 +134,7 @@ class SimResult:
         The schedule is called ``name``.
         """
         slices = self.workload.num_slices
-        # No caller converts a step whose microbatches differ in their numbers of slices.
+        # Callers only convert steps in which all microbatches have the same number of slices.
         assert isinstance(slices, int)
         return Schedule(
             name=name,

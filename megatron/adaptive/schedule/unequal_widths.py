@@ -95,7 +95,7 @@ class Widths:
     def round_size(self) -> int:
         """Returns the smallest number of microbatches that every stage can divide equally.
 
-        With this number, all replicas of a stage process equally many microbatches.
+        With this number, all replicas of a stage process the same number of microbatches.
         """
         return math.lcm(*self.sizes)
 
