@@ -383,7 +383,7 @@ class MegatronStages(SplitStages):
         return model_input
 
     def release(self, chunk: int, microbatch: int) -> None:
-        """Frees an output that the transport has copied or to which it holds a reference.
+        """Frees an output after the transport has copied it or taken a reference to it.
 
         The backward pass only needs the autograd graph of the output. The transport holds a
         reference to the memory until the message has been sent.
@@ -602,7 +602,7 @@ class ForwardBackward:
             )
 
     def _reduce_gradients(self, stages: MegatronStages, *, force_all_reduce: bool) -> None:
-        """Reduces the gradients of the step over ranks, with megatron-core's function."""
+        """Reduces the step's gradients over ranks by calling megatron-core's function."""
         with self._span("reduce"):
             stages.config.finalize_model_grads_func(
                 stages.chunks,

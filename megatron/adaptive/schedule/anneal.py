@@ -21,8 +21,8 @@ As everywhere in this package, each stage runs its microbatches in ascending ord
 within the limit (cap). All numbers are integers and the random sequence is fixed, so equal
 arguments give the same order on every machine.
 
-The functions up to ``anneal`` use only numbers, like the functions of ``rank_kernel``, so that
-``numba_kernels`` can compile them.
+The functions up to and including ``anneal`` use only numbers, like the functions of
+``rank_kernel``, so that ``numba_kernels`` can compile them.
 
 Source: Moves within blocks of the critical path are from van Laarhoven, Aarts and Lenstra 1992,
 "Job shop scheduling by simulated annealing". Moves to the ends of a block are from Brucker, Jurisch

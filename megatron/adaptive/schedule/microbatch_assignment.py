@@ -13,8 +13,8 @@ that attend to each other. These parts are fitted to the measured times of recen
 a rank is its computing time (excluding waits) divided by the cost of its microbatches. A replica is
 as fast as its slowest rank.
 
-Every rank computes the assignment from the same numbers, with Python floats in a fixed order of
-operations. So ranks on different machines reach the same decision without communication.
+Every rank applies the same operations, in the same order, to the same numbers (Python floats).
+Ranks on different machines therefore reach the same decision without communication.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ class Dealer:
     def _in_order(
         self, numbers: Sequence[int], work: Sequence[float], longest_first: bool
     ) -> tuple[int, ...]:
-        """Returns the microbatches of a replica, with the indices ``numbers``, in execution order.
+        """Returns the microbatch indices ``numbers`` of a replica, sorted into execution order.
 
         ``work`` is the cost of each microbatch of the step. The costliest microbatch runs first if
         ``longest_first`` is true.

@@ -23,7 +23,7 @@ because the next stages need its output, except if an F needs the memory that a 
 
 ``hinted`` follows a static order (the hint), which is the best order within the limit on
 activations (``catalog.hint_for``). An action runs earlier than in the hint only if the rest of the
-hint then still fits within that limit. This condition is not from a paper. ``hinted`` cannot
+hint then still fits within that limit. This condition does not come from a paper. ``hinted`` cannot
 deadlock, because the remaining actions can always run in the hint's order, whichever actions have
 already run. If microbatches differ in size, the hint does not bound the memory in bytes. Every
 forward pass must then also fit by the graded rule of ``memory_caps``. If no action of the hint can
