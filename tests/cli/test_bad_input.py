@@ -223,7 +223,7 @@ sys.exit(pretrain_gpt.run())
     ("of_rank_1", "error"),
     [
         ("--seed 7", "--seed 7 on rank 1, but --seed 1234 on rank 0; start all ranks of a job"),
-        ("--save saved --save-interval 2", "--save on rank 1, but nothing in its place on rank 0"),
+        ("--save saved --save-interval 2", "--save on rank 1, but no such setting on rank 0"),
     ],
 )
 def test_flags_that_differ_between_ranks_are_named(

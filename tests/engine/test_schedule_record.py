@@ -175,16 +175,16 @@ def test_a_damaged_file_is_one_line(text: str, reason: str, tmp_path: Path) -> N
 
 def test_what_is_not_there_or_newer_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "f"
-    with pytest.raises(ConfigError, match="f: No such file .*; give a file that --record-schedule"):
+    with pytest.raises(ConfigError, match="f: No such file .*; pass a file that --record-schedule"):
         ScheduleRecord.load(path)
     path.write_text(damaged(lambda c: c.update(version=2)))
     with pytest.raises(ConfigError, match="must have version 1 of the format, got 2"):
         ScheduleRecord.load(path)
     path.write_text("")
-    with pytest.raises(ConfigError, match="f is not valid JSON .*; give a file that --record"):
+    with pytest.raises(ConfigError, match="f is not valid JSON .*; pass a file that --record"):
         ScheduleRecord.load(path)
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="is not valid UTF-8; give a file"):
+    with pytest.raises(ConfigError, match="is not valid UTF-8; pass a file"):
         ScheduleRecord.load(path)
     (tmp_path / "folder").mkdir()
     with pytest.raises(TraceError, match="cannot write"):

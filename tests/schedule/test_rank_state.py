@@ -117,12 +117,12 @@ def test_forward_only_holds_nothing_and_ends_after_the_forwards() -> None:
 @pytest.mark.parametrize(
     ("action", "reason"),
     [
-        (Action(F, 0, 0), "it was started before"),
+        (Action(F, 0, 0), "it has already started"),
         (Action(F, 0, 2), "F0-1 comes before it"),
         (Action(F, 0, 4), "no such action with 1 chunks and 4 microbatches"),
         (Action(F, 1, 0), "no such action"),
         (Action(F, 0, -1), "no such action"),
-        (Action(B, 0, 0), r"its input from rank 1 \(stage 1\) is not here"),
+        (Action(B, 0, 0), r"its input from rank 1 \(stage 1\) has not arrived"),
         (Action(B, 0, 1), "B0-0 comes before it"),
         (Action(W, 0, 0), "this step has no W"),
     ],
@@ -187,7 +187,7 @@ def test_missing_names_memory_running_work_and_the_end() -> None:
     state = make_state(microbatches=2, cap=1.0)
     state.start(Action(F, 0, 0))
     assert state.missing() == "the end of a running action"
-    assert state.why_not(Action(F, 0, 1)) == "another F is under way"
+    assert state.why_not(Action(F, 0, 1)) == "another F is running"
     state.finish(Action(F, 0, 0))
     assert "memory for F0-1 (holds 1, cap 1)" in state.missing()
     assert "input of B0-0 from rank 1 (stage 1)" in state.missing()

@@ -49,7 +49,7 @@ HALVES = "F0-0 B0-0 W0-0 F0-1 B0-1 W0-0.1 W0-1 W0-1.1"
         ),
         (
             (GOOD, "F0-0 B0-0 F0-0 F0-1 B0-1"),
-            "rank 1, position 2: F0-0 cannot be here: it was started before",
+            "rank 1, position 2: F0-0 cannot be here: it has already started",
             "rank 1 | F0-0 B0-0 [F0-0] F0-1 B0-1",
         ),
         (
@@ -108,7 +108,7 @@ def test_ranks_that_wait_for_each_other() -> None:
     lines = str(caught.value).splitlines()
     assert lines[0] == (
         "schedule mine, rank 1, position 0: deadlock: F1-0 never starts: its input from rank 0"
-        " (stage 2) is not here"
+        " (stage 2) has not arrived"
     )
     assert "[F1-0]" in lines[2]
 
@@ -128,7 +128,7 @@ def test_only_the_columns_around_the_cell_are_drawn() -> None:
     lines = str(caught.value).splitlines()
     assert (
         lines[0]
-        == "schedule gpipe, rank 0, position 50: B0-9 cannot be here: it was started before"
+        == "schedule gpipe, rank 0, position 50: B0-9 cannot be here: it has already started"
     )
     assert lines[1].split()[3] == "..."
     assert lines[1].split()[-1] == "..."

@@ -3,15 +3,15 @@
 A decision group consists of the ranks that communicate with each other during forward and backward
 passes: the tensor- and context-parallel ranks of a stage. With experts, it also contains the
 replicas of the stage that exchange tokens (see ``executor_setup.decision_group``). If two of these
-ranks ran different actions, they would sum values or exchange tokens of different microbatches,
-without any error. So the first rank of the group (the leader) chooses each action and publishes its
-choice. The other ranks (followers) read the choice and run the same action. No collective operation
-is needed for this.
+ranks ran different actions, they would silently sum values or exchange tokens of different
+microbatches. To prevent this, the first rank of the group (the leader) chooses each action and
+publishes its choice. The other ranks (followers) read the choice and run the same action. No
+collective operation is needed for this.
 
-Each member of a group receives its inputs separately, and a replica receives them from a replica of
-the previous stage. An input counts as arrived when it has arrived on every member. So a group acts
-like a single rank of a pipeline, and a slow member delays the whole group. The groups can only
-deadlock if a pipeline of single ranks could deadlock, too.
+Each member of a group receives its inputs separately; a replica receives them from a replica of the
+previous stage. An input counts as arrived once every member has received it. A group therefore acts
+like a single rank of a pipeline, and a slow member delays the whole group. Groups can only deadlock
+where a pipeline of single ranks could also deadlock.
 
 The leader chooses among the actions whose input has arrived on all members. Followers report their
 inputs to the leader from the thread that received them, even while their executor is running an
@@ -27,8 +27,8 @@ other actions were ready.
 
 An input from another stage on the same rank is not reported, because all members run the action
 that produces this input. Under a static order, no reports and no decisions are sent, because all
-ranks know the order. A pipeline with one rank needs no reports and decisions either, because no
-inputs arrive from other ranks.
+ranks know the order. A pipeline with one rank also needs neither, because no inputs arrive from
+other ranks.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.transport.interface import Arrival, Completions, Item, Label, Notice
 
-# A follower sends this message to report that it cannot continue. The label of an input is never
-# encoded as this number.
+# A follower sends this message to report that it cannot continue. No label of an input is encoded
+# as this number.
 _LOST = (1 << 63) - 1
 # The leader sends this message to announce that no new action starts while the current action
 # communicates. No action is encoded as this number, because there is no kind 3.
@@ -109,8 +109,9 @@ class Agreement:
                 order.
             state: Current state of this rank in the step, which the policy reads.
             timeout_s: Maximum time to wait for the leader's decision, in seconds.
-            may_pass: Whether an action that is communicating can continue instead. If so, the
-                leader may decide that no new action starts, and all members get ``None``.
+            may_pass: Whether the rank may continue an action that is communicating instead of
+                starting a new one. If so, the leader may decide that no new action starts, and all
+                members get ``None``.
 
         Raises:
             DeadlineError: The leader did not choose within ``timeout_s``.
@@ -119,9 +120,9 @@ class Agreement:
         return policy.pick(state)
 
     def missing(self) -> str:
-        """Lists the inputs that have not arrived on all members, for error messages.
+        """Returns text for error messages that lists the inputs not yet received by all members.
 
-        The result also names the members on which each input is missing. It is empty if no input is
+        The text also names the members on which each input is missing. It is empty if no input is
         missing.
         """
         return ""
@@ -133,13 +134,13 @@ class Agreement:
 class Leader(Agreement):
     """Runs on the first rank of a decision group, and decides which actions the group executes.
 
-    One thread per follower reads the reports of this follower, and adds a notice for each report to
-    the completion queue.
+    One thread per follower reads this follower's reports, and adds a notice for each report to the
+    completion queue.
 
     Args:
         decisions: Channel to which this rank writes its decisions.
-        reports: Channels from which this rank reads the followers' reports, by global rank of the
-            follower.
+        reports: Channels from which this rank reads the followers' reports, keyed by the follower's
+            global rank.
         completions: Queue of arrived inputs and notices, on which the executor waits.
         describe: Function that returns the name of a global rank for error messages.
     """
@@ -341,7 +342,7 @@ class Follower(Agreement):
                 raise
 
     def _report_loss(self) -> None:
-        """Reports to the leader that this rank cannot continue, and gives up after 1 s."""
+        """Tries for up to 1 s to report to the leader that this rank cannot continue."""
         if not self._lock.acquire(timeout=_REPORT_S):
             return
         try:
@@ -373,7 +374,7 @@ def connect(
         completions: Queue of this rank's arrived inputs.
         timeout_s: Maximum time in seconds for sending a report.
         describe: Function that returns the name of a global rank for error messages.
-        module: C++ extension, which is used for shared memory, if all members are on one node;
+        module: C++ extension that provides the shared memory if all members are on one node,
             otherwise ``None``.
     """
     writer, readers = make_channels(group, members, rank, describe, module)
@@ -384,10 +385,10 @@ def connect(
 
 
 def encode(action: Action, extra: int) -> int:
-    """Packs ``action`` and the integer ``extra`` into 63 bits. Readers call :func:`decode`.
+    """Packs ``action`` and the integer ``extra`` into 63 bits, which :func:`decode` unpacks.
 
-    In a decision, ``extra`` is the index of the action's piece. In a report, it is the index of the
-    step.
+    In a decision, ``extra`` is the index of the action's piece. In a report, ``extra`` is the index
+    of the step.
 
     Raises:
         ScheduleError: The chunk, microbatch, piece or step is too large to be encoded.

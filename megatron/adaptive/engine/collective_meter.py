@@ -15,8 +15,8 @@ removes the patch. Collectives on tensors in host memory are timed with the host
 collectives on device tensors with device events.
 
 A rank counts all collectives of a step, but keeps the times of at most :data:`MOST_KEPT` per group.
-The choice depends only on the iteration and on the index of a collective. So all members keep the
-times of the same collectives, and over many steps every collective is kept about equally often.
+The choice depends only on the iteration and on the index of a collective, so all members keep the
+times of the same collectives. Over many steps, every collective is kept about equally often.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ _OPERATIONS = {
     "all_to_all_single": "all-to-all",
     "broadcast": "broadcast",
 }
-"""Name of the collective that each method of a process group starts, in all releases of torch."""
+"""Name of the collective that each method of a process group starts.
+
+The methods of all supported releases of torch are listed.
+"""
 
 
 @dataclass(slots=True)
@@ -100,7 +103,7 @@ class CollectiveMeter:
     All methods must be called from the same thread.
 
     Args:
-        groups: Process groups of this rank to measure, by kind, such as ``tensor``.
+        groups: Process groups of this rank to measure, keyed by kind, such as ``tensor``.
         clock: Clock that records time marks on the device.
     """
 
@@ -136,14 +139,15 @@ class CollectiveMeter:
     def rows(self) -> list[GroupCollectives]:
         """Waits for the step's collectives to finish, and returns one summary per process group.
 
-        Stops measuring first. Collectives that have not ended are counted, but have no times.
+        This method first stops measuring. Collectives that have not ended are counted without
+        times.
         """
         self.close()
         measured = (group for group in self._groups.values() if group.calls)
         return [_summary(group, self._iteration) for group in measured]
 
     def call(self, operation: str, group: Any, arguments: Sequence[Any]) -> _Call | None:
-        """Creates a record of a collective that begins, and returns the record.
+        """Creates a record of a collective that is about to start, and returns the record.
 
         The caller must store the end of the collective in the record. Returns ``None`` if this rank
         does not measure ``group``.
@@ -160,8 +164,9 @@ class CollectiveMeter:
         gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         clock = self._host_clock if gpu is None else self._clock
         size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        # gloo runs callbacks in its own threads, whose current stream is not the caller's stream.
-        # So a callback can use the host's clock, but cannot record an event.
+        # gloo runs callbacks in its own threads, whose current stream is not the caller's stream. A
+        # callback can therefore read the host's clock, but cannot record an event on the caller's
+        # stream.
         takes_callback = gpu is None or group._get_backend(gpu).name() == "nccl"
         call = _Call(operation, size_bytes, clock, clock.mark(), takes_callback)
         own_group.calls.append(call)
@@ -172,7 +177,7 @@ class _Replacement:
     """Patches a method of ``ProcessGroup`` while at least one :class:`CollectiveMeter` measures.
 
     Args:
-        method: Name of the method. Nothing is patched if this release of torch lacks the method.
+        method: Name of the method. Nothing is patched if this release of torch does not have it.
     """
 
     def __init__(self, method: str) -> None:
@@ -203,7 +208,7 @@ class _Replacement:
             setattr(dist.ProcessGroup, self._method, self._attribute)
 
     def _measured(self) -> Callable[..., Any]:
-        """Returns a wrapper of the patched method, which records each call in all added meters.
+        """Returns a wrapper of the patched method, which records each call in all joined meters.
 
         The wrapper does not record calls that another measured method makes. On GPUs that several
         ranks share, such calls replace a collective that gloo does not support (see
@@ -291,7 +296,7 @@ def _is_async(arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
 
 
 def model_parallel_groups(model_groups: ModelGroups | None = None) -> dict[str, Any]:
-    """Returns this rank's process groups with more than one member, by kind.
+    """Returns this rank's process groups with more than one member, keyed by kind.
 
     Args:
         model_groups: Process groups of the model, or ``None`` to use the groups of
@@ -352,14 +357,12 @@ def _summary(group: _Group, iteration: int) -> GroupCollectives:
 def _chosen(count: int, iteration: int) -> list[int]:
     """Chooses the collectives of a step whose times are kept, and returns their indices.
 
-    The step has ``count`` collectives, and ``iteration`` is its number.
-
-    All ranks choose the same indices, because the choice only depends on the arguments.
+    Step ``iteration`` has ``count`` collectives. All ranks choose the same indices, because the
+    choice only depends on the arguments.
     """
 
     def key(number: int) -> int:
-        # Odd constants are used, because the top bits of the products then depend on all bits of
-        # ``number``.
+        # Use odd constants, so that the top bits of the products depend on all bits of ``number``.
         mixed = number * 0x9E3779B97F4A7C15 + iteration * 0xD1B54A32D192ED03
         return (mixed & (1 << 64) - 1) >> 20
 

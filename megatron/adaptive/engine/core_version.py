@@ -92,8 +92,7 @@ def why_not(functions: Mapping[str, Callable[..., Any] | None], *, has_groups: b
     """Returns the reason why the engine cannot use this megatron-core, or ``None`` if it can.
 
     Args:
-        functions: Functions of megatron-core by name. The value is ``None`` if a function is
-            missing.
+        functions: Functions of megatron-core, keyed by name, with ``None`` for missing functions.
         has_groups: Whether megatron-core has ``ProcessGroupCollection``.
     """
     if not has_groups:

@@ -28,16 +28,16 @@ from megatron.adaptive.engine.process_context import gather
 from megatron.adaptive.errors import DeadlineError, PeerLostError, TransportError
 
 Describe = Callable[[int], str]
-"""Function that takes a global rank and returns a name of this rank for error messages.
+"""Function that takes a global rank and returns a name for that rank in error messages.
 
 An example of such a name is ``rank 4 (stage 1, pid 17 on node-2)``.
 """
 
 _CLOSE_S = 30.0
-# The shared memory has room for this many integers. The writer waits while the slowest reader still
-# has to read this many integers.
+# Number of integers that fit into the shared memory. The writer waits while the slowest reader has
+# this many integers left to read.
 _CAPACITY = 256
-# The writer waits while more than this many messages per reader are in flight on average.
+# Maximum average number of messages in flight per reader. Above it, the writer waits.
 _BEHIND = 8
 _CLOSED = -1
 # Limit timeouts to this range, because gloo counts whole milliseconds, treats 0 as no limit, and
@@ -118,10 +118,8 @@ class Reader:
     def next(self, timeout_s: float) -> int | None:
         """Returns the next number, or ``None`` if the writer has closed the channel.
 
-        This method must not be called by several threads at the same time. It releases the GIL
-        while it waits, so that other threads can run.
-
-        Blocks until a number arrives.
+        Blocks until a number arrives. This method releases the GIL while it waits, so that other
+        threads can run. It must not be called by several threads at the same time.
 
         Returns:
             The number, or ``None`` after the last number.
@@ -238,12 +236,11 @@ def make_channels(
         members: Global ranks of the members, in ascending order.
         rank: Global rank of this process.
         describe: Function that returns the name of a global rank for error messages.
-        module: C++ extension, which is used for shared memory, if all members are on one node;
+        module: C++ extension that provides the shared memory if all members are on one node,
             otherwise ``None``.
 
     Returns:
-        Writer of this member, and a dictionary of its readers. The key of a reader is the global
-        rank of the member that writes.
+        Writer of this member, and its readers, keyed by the global rank of the member that writes.
 
     Raises:
         TransportError: The shared memory of another member cannot be opened.

@@ -1,25 +1,26 @@
-"""Splits the backward passes of megatron-core layers into input (B) and weight gradients (W).
+"""Splits backward passes of megatron-core layers into input gradients (B) and weight gradients (W).
 
 A model is built without changes. Then :func:`attach_stores` changes the class of each layer.
-Parameters, names and checkpoints do not change. A changed layer adds its weight gradient to a
-store, and W later computes the gradient from the store. Without an active store, a layer runs
-megatron-core's code, for example in an evaluation, under schedules without W, and in the first
-forward pass of a recomputed layer. A layer that cannot defer its weight gradient computes it in B.
+Parameters, names and checkpoints do not change. A changed layer saves the tensors that its weight
+gradient needs in a store, from which W later computes the gradient. Without an active store, a
+layer runs megatron-core's code. This happens, for example, in an evaluation, under schedules
+without W, and in the first forward pass of a recomputed layer. A layer that cannot defer its weight
+gradient computes it in B.
 
 Layers of Transformer Engine can delay their weight gradients themselves: B puts the tensors of a
-call into a ``wgrad_store``, and ``backward_dw()`` takes them out again. The forward pass of a call
-determines which store the call uses. So each call gets a new store if weight gradients are
-deferred. Otherwise, it uses the store with which the layer was built.
+call into a ``wgrad_store``, and ``backward_dw()`` takes them out. A call uses the ``wgrad_store``
+that the layer has during the call's forward pass. If weight gradients are deferred, each call
+therefore gets a new one. Otherwise, it uses the one with which the layer was built.
 
 The output layer computes its weight gradient in B, because W would otherwise keep the gradients of
 the logits. They need far more memory than the tensors of any other layer: 1 GiB per microbatch for
 4,096 tokens, a vocabulary of 128,000 tokens and 16 bits. An exception is an output layer that uses
-the weight of an embedding in the same chunk. It is deferred like the embedding, so that both
-gradients are summed first, as autograd does.
+the weight of an embedding in the same chunk. Its weight gradient is deferred together with the
+gradient of the embedding, so that the two are added to each other first, as in autograd.
 
-If a layer adds its bias itself, the gradient of the bias is deferred, too. The gradients of all
-other parameters are computed in B: biases that are added by the next operation (fused), norms
-(including those in a ``LayerNormLinear``) and position embeddings.
+If a layer adds its bias itself, the gradient of the bias is also deferred. B computes the gradients
+of all other parameters: biases that are added by the next operation (fused), norms (including those
+in a ``LayerNormLinear``) and position embeddings.
 """
 
 from __future__ import annotations
@@ -61,15 +62,15 @@ except ImportError:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParallelLinearCall(LayerCall):
-    """Computes a call of a megatron-core linear layer, with the same operations as the layer.
+    """A call of a megatron-core linear layer, computed with the same operations as in the layer.
 
     Attributes:
         weight: This rank's shard of the weight, ``[out, in]``.
         bias: Bias ``[out]`` if the call adds a bias, else ``None``.
         fuses: Whether a fused kernel computes the weight gradient and adds it directly to
             ``main_grad``.
-        all_reduce_group: Group of tensor-parallel ranks to all-reduce input gradients over, or
-            ``None``.
+        all_reduce_group: Group of tensor-parallel ranks over which input gradients are
+            all-reduced, or ``None``.
         sequence_group: Group of ranks that each have a part of the sequence (sequence parallelism),
             or ``None``.
     """
@@ -101,7 +102,7 @@ class ParallelLinearCall(LayerCall):
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Yields (parameter, gradient) pairs, without gradients that a fused kernel accumulates.
+        """Yields (parameter, gradient) pairs, except for gradients that a fused kernel accumulates.
 
         ``inputs`` are the layer's inputs, and ``gradient`` is the gradient of the layer's output.
         """
@@ -136,7 +137,7 @@ class ParallelLinearCall(LayerCall):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupedCall(LayerCall):
-    """Multiplies the rows of each expert by the weight of this expert, in one grouped matmul.
+    """Multiplies the rows of each expert by that expert's weight, in one grouped matmul.
 
     Attributes:
         weight: Weights of all experts on this rank, in one parameter.
@@ -186,7 +187,7 @@ class GroupedCall(LayerCall):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class DelayedCall(LayerCall):
-    """Call of a Transformer Engine layer, which itself keeps the tensors that W needs.
+    """Call of a Transformer Engine layer. The layer itself keeps the tensors that W needs.
 
     Attributes:
         layer: Transformer Engine layer that is called.
@@ -199,7 +200,7 @@ class DelayedCall(LayerCall):
     delayed: Any
 
     def begin(self, gradient: torch.Tensor, store: WeightGradientStore) -> None:
-        """Adds the weight gradient of the call to ``store``, directly before its backward pass (B).
+        """Adds the call's weight gradient to ``store``, directly before the call's B.
 
         Only tensors on the meta device are added, because the layer keeps the real tensors itself.
         If megatron-core's data-parallel wrapper overlaps reductions, its hook requires every weight
@@ -264,11 +265,11 @@ class DelayedCall(LayerCall):
 def _discard_gradients(weights: Sequence[torch.nn.Parameter], store: WeightGradientStore) -> None:
     """Discards the gradients that B accumulates for the ``weights`` of a grouped layer.
 
-    Since Transformer Engine 2.8, B returns the memory in which W will compute the gradients. Until
-    then, its contents are arbitrary. Before, B returned no gradients. In both cases, the hook of
-    megatron-core's data-parallel wrapper needs a tensor, so all weights of the same shape share
-    one. Autograd adds to this tensor in place, so it must not be an expanded one. ``store`` puts
-    the gradients of earlier microbatches back at the end of B.
+    Since Transformer Engine 2.8, B returns the memory into which W later writes the gradients, and
+    whose contents are arbitrary before W. In earlier releases, B returns no gradients. In both
+    cases, the hook of megatron-core's data-parallel wrapper needs a tensor, so all weights of the
+    same shape share one. Autograd adds to this tensor in place, so it must not be an expanded
+    tensor. At the end of B, ``store`` restores the gradients of earlier microbatches.
     """
     former = [weight.grad for weight in weights]
     shared: dict[tuple[torch.Size, torch.dtype, torch.device], torch.Tensor] = {}
@@ -289,7 +290,7 @@ def _discard_gradients(weights: Sequence[torch.nn.Parameter], store: WeightGradi
 
 
 def _is_absent(gradients: Any) -> bool:
-    """Returns whether the result of a delayed weight gradient contains no gradients of biases.
+    """Returns whether the result of a delayed weight gradient contains no bias gradients.
 
     A grouped layer has a list with a tensor for each bias. The tensors are empty if B has already
     computed the gradients, or if the layer does not add its biases itself.
@@ -480,9 +481,9 @@ def defer_layers(chunk: torch.nn.Module) -> list[str]:
     (see :func:`attach_store`).
 
     Returns:
-        A text for each layer that has a weight matrix but cannot defer its gradient, with the
-        reason, such as ``"layers.0.linear is a Linear, which computes its weight gradient in its
-        backward"``.
+        Text for each layer that has a weight matrix but cannot defer its gradient. The text names
+        the layer and the reason, for example ``"layers.0.linear is a Linear, which computes its
+        weight gradient in its backward"``.
     """
     whole: list[str] = []
     captured: tuple[str, ...] = ()
@@ -516,7 +517,7 @@ def _why_whole(layer: Any) -> str | None:
     """Returns the reason why ``layer`` cannot defer its weight gradient, or ``None`` if it can."""
     config = getattr(layer, "config", None)
     if getattr(config, "cpu_offloading", False):
-        return "with CPU offloading, which takes away what its weight gradient needs"
+        return "with CPU offloading, which moves the tensors for the weight gradient to the CPU"
     if getattr(layer, "gtp_remat_size", 1) > 1:
         return "whose weight is gathered from several ranks for each use"
     engine = _engine_class(type(layer))
@@ -524,7 +525,7 @@ def _why_whole(layer: Any) -> str | None:
         return None if type(layer) in _DEFERRING else _IN_ITS_BACKWARD
     store = getattr(layer, "wgrad_store", None)
     if not hasattr(engine, "backward_dw") or not hasattr(store, "delay_wgrad_compute"):
-        return "of a Transformer Engine without backward_dw (before 2.3)"
+        return "from a Transformer Engine release without backward_dw (before 2.3)"
     if getattr(config, "tp_comm_overlap", False):
         return "with tp_comm_overlap, which computes the weight gradient while it communicates"
     return None
@@ -536,13 +537,13 @@ _IN_ITS_BACKWARD = "which computes its weight gradient in its backward"
 def delays_by_itself(chunks: Sequence[torch.nn.Module]) -> bool:
     """Returns whether ``chunks`` contain layers that can delay weight gradients by themselves.
 
-    This is only true for layers of Transformer Engine.
+    Only layers of Transformer Engine can do this.
     """
     return any(_engine_class(type(layer)) for chunk in chunks for layer in chunk.modules())
 
 
 def why_not_split(chunks: Sequence[torch.nn.Module]) -> str | None:
-    """Makes layers of ``chunks`` able to defer weight gradients, or returns why this is impossible.
+    """Prepares the layers of ``chunks`` to defer weight gradients, or returns why they cannot.
 
     See :func:`defer_layers`.
 

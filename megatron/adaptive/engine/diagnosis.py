@@ -1,8 +1,8 @@
 """Diagnoses performance problems of a run during training, in a separate process.
 
 The training process starts a diagnosing process every few iterations, and checks between iterations
-whether it has exited. The training process does not read traces itself, and only waits for a
-diagnosis at the end of the run. If the diagnosing process fails, training continues without a
+whether that process has exited. The training process does not read traces itself, and waits for a
+diagnosis only at the end of the run. If the diagnosing process fails, training continues without a
 diagnosis. The diagnosing process runs for a few seconds, at the lowest priority.
 """
 
@@ -37,9 +37,9 @@ class RunningDiagnosis:
         start_iteration: Number of iterations completed before this process started. The first
             iteration after the start is not diagnosed.
         report: Function that prints the text of a finding.
-        note: Function that records results, which are passed as keyword arguments. For findings,
-            the argument ``findings`` has the ``headline`` of each finding, its ``gain`` (the
-            fraction of a step that could be saved) and ``do`` (the advice). There is also a call
+        note: Function that records results, which are passed as keyword arguments. One call passes
+            ``findings``, with the keys ``headline``, ``name``, ``gain`` (the fraction of a step
+            that could be saved) and ``do`` (the advice) for each finding. There is also one call
             for each rank that is still slow in the last iteration. Its arguments are ``slow_rank``
             (the rank), ``times`` (the number of consecutive diagnoses in which this rank was slow),
             ``factor`` and ``cost_fraction`` (see ``Finding``), and ``pace_ns`` of all ranks (see

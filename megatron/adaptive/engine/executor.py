@@ -6,9 +6,9 @@ Static schedules and run-time scheduling rules use the same loop::
          ^                                                    │
          └── arrivals of other ranks <── completion queue <───┘
 
-A device executes work some time after the process has launched it. A run-time rule should choose as
-late as possible, because more inputs have arrived by then. So it only chooses when all but the last
-few launched actions have finished.
+The device executes work some time after the process has launched it. A run-time rule should choose
+as late as possible, because more inputs have arrived by then. It therefore chooses only when all
+but the last few launched actions have finished.
 
 The executor owns the state of the step, the tensors passed between stages, and the clock. It does
 not use megatron-core or process groups: a :class:`Stages` object computes the chunks, and an
@@ -55,7 +55,7 @@ With 0, the device would be idle while the rule chooses.
 _AHEAD_NS = 300_000
 """Minimum remaining work of the device, in nanoseconds, when a rule chooses the next action.
 
-With less remaining work, the device would become idle if this thread wakes up some tens of
+With less remaining work, the device would become idle if this thread woke up a few tens of
 microseconds late.
 """
 _MOST_AHEAD = 8
@@ -76,7 +76,8 @@ class Stages(Protocol):
 
         Args:
             chunk: Index of the chunk on this rank, from 0.
-            microbatch: Index of the microbatch, in ascending order for each chunk.
+            microbatch: Index of the microbatch. Each chunk runs its microbatches in ascending
+                order.
             received: Output of the previous stage, or ``None`` on the first stage.
 
         Returns:
@@ -84,7 +85,7 @@ class Stages(Protocol):
         """
 
     def release(self, chunk: int, microbatch: int) -> None:
-        """Allows the output of ``chunk`` for ``microbatch`` to be freed after it was sent."""
+        """Releases the output of ``chunk`` for ``microbatch`` after it has been sent."""
 
     def activation_bytes(self, chunk: int, microbatch: int) -> int:
         """Returns the size in bytes of the activations of ``microbatch`` that ``chunk`` keeps."""
@@ -101,7 +102,8 @@ class Stages(Protocol):
 
         Args:
             chunk: Index of the chunk on this rank, from 0.
-            microbatch: Index of the microbatch, in ascending order for each chunk.
+            microbatch: Index of the microbatch. Each chunk runs its microbatches in ascending
+                order.
             gradient: Gradient of the chunk's output, or ``None`` on the last stage, where the
                 output is the loss.
 
@@ -110,9 +112,9 @@ class Stages(Protocol):
         """
 
     def after_backward(self, chunk: int, microbatch: int) -> None:
-        """Does the work that follows a backward pass, after its input gradient has been sent.
+        """Runs the remaining work of a backward pass after its input gradient has been sent.
 
-        The previous stage does not have to wait for this work. It belongs to the action (B).
+        This work is part of the action (B), but the previous stage does not have to wait for it.
         """
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
@@ -120,8 +122,10 @@ class Stages(Protocol):
 
         Args:
             chunk: Index of the chunk on this rank, from 0.
-            microbatch: Index of the microbatch, in ascending order for each chunk.
-            piece: Index of the part to compute, in ascending order from 0 for each microbatch.
+            microbatch: Index of the microbatch. Each chunk runs its microbatches in ascending
+                order.
+            piece: Index of the part to compute. The parts of a microbatch are computed in ascending
+                order from 0.
             pieces: Number of parts into which the microbatch's weight gradients are split.
         """
 
@@ -144,13 +148,13 @@ class RankTimes:
 
 @dataclass(frozen=True, slots=True)
 class _Progress:
-    """Progress of a rank in a step. Codes are as in :attr:`Executor.last_codes`.
+    """Progress of a rank in a step. Codes have the same meaning as in :attr:`Executor.last_codes`.
 
     Attributes:
         started: Number of actions that have started.
-        finished: Number of actions that the device has finished, by code.
-        present: Code of the action that the rank is running, or ``None`` if it waits.
-        is_behind: Whether the device has not finished some of the launched actions.
+        finished: Number of actions that the device has finished, keyed by code.
+        present: Code of the action that the rank is running, or ``None`` if the rank is waiting.
+        is_behind: Whether some of the launched actions are still unfinished on the device.
     """
 
     started: int
@@ -172,10 +176,10 @@ class Executor:
             for a rank without a group.
         clock: Clock that times actions on the device, or ``None`` for the clock of the host.
         recorder: Recorder that stores traced spans, or ``None`` if tracing is off.
-        route: Function that takes a pipeline rank and the index that a microbatch has on this rank.
-            It returns the global rank at that pipeline rank, and the index of the same microbatch
-            there. ``None`` if microbatches have the same index everywhere and pipeline ranks equal
-            global ranks.
+        route: Function that takes a pipeline rank and a microbatch's index on this rank. It returns
+            the global rank at that pipeline rank, and the index of the same microbatch on it.
+            ``None`` means that microbatches have the same index on all ranks, and that pipeline
+            ranks equal global ranks.
     """
 
     def __init__(
@@ -227,17 +231,17 @@ class Executor:
         """Returns the codes of the last step's actions, in the order in which the actions started.
 
         A code is the number of the action's kind times the number of chunks, plus the index of the
-        chunk (see ``codes_of``). It does not contain the microbatch and the piece, because these
-        are in ascending order within each kind and chunk.
+        chunk (see ``codes_of``). The microbatch and the piece are not encoded, because they are in
+        ascending order within each kind and chunk.
         """
         return tuple(self._codes)
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns what this rank is currently doing, for status displays.
+        """Returns the current activity of this rank for status displays.
 
         This method can be called from any thread, and does not delay the step. If the device has
-        not finished some of the launched actions, the rank is doing the oldest of them, even if
-        the program already waits for an input.
+        not finished some of the launched actions, the result describes the oldest of them, even if
+        the program is already waiting for an input.
 
         Returns:
             Fields of ``trace.status_files.Now``, or an empty dictionary between two steps.
@@ -254,8 +258,8 @@ class Executor:
         if code is not None:
             number, chunk = divmod(code, chunks)
             fields |= {"doing": kinds[number].value, "chunk": chunk}
-            # The count of a W is not the index of a microbatch, because a microbatch may have
-            # several W actions.
+            # The number of finished W actions is not the index of a microbatch, because a
+            # microbatch may have several W actions.
             if kinds[number] is not ActionKind.W:
                 fields |= self._item_of(kinds[number], progress.finished[code])
         else:
@@ -274,8 +278,8 @@ class Executor:
         running = Counter(codes)
         running.subtract(finished)
         finished.subtract(unfinished)
-        # The device runs actions in the order of their launch. An action that has been started but
-        # not launched is only the present one if the device has finished all others.
+        # The device runs actions in launch order. An action that has started but is not launched
+        # yet is the current one only if the device has finished all others.
         being_launched = (code for code, count in running.items() if count > 0)
         present = unfinished[0] if unfinished else next(being_launched, None)
         return _Progress(len(codes), finished, present, bool(unfinished))
@@ -312,13 +316,13 @@ class Executor:
 
         Returns:
             All fields of :meth:`snapshot`, and three more. ``step`` is the index of the step.
-            ``finished`` is the number of finished actions by kind and chunk. ``needs`` lists the
-            messages for which this rank waits. Each entry has the global rank of the sender, then
-            the kind and chunk of the action that produces the message. The entry also has the index
-            of this action among the sender's actions of this kind and chunk, and the microbatch as
-            text. Between two steps, the only field is ``step``, the index of the next step. If the
-            device has not finished the previous step, the fields are ``step`` and ``finished`` of
-            that step.
+            ``finished`` is the number of finished actions, keyed by kind and chunk. ``needs`` lists
+            the messages for which this rank waits. Each entry has the global rank of the sender,
+            then the kind and chunk of the action that produces the message. The entry also has the
+            index of this action among the sender's actions of this kind and chunk, and the
+            microbatch as text. Between two steps, the fields are ``step`` and ``finished`` of the
+            previous step as long as the device has not finished that step. After that, the only
+            field is ``step``, the index of the next step.
         """
         progress = self._progress()
         step = self._step
@@ -358,8 +362,8 @@ class Executor:
 
         Args:
             stages: Object that computes the model chunks of the rank.
-            policy: Policy that chooses the order of actions, which must be the same on all ranks of
-                a decision group.
+            policy: Policy that chooses the actions. All ranks of a decision group must use the same
+                policy.
             state: State of this rank at the start of the step, as returned by ``Orders.state``.
 
         Raises:
@@ -399,7 +403,7 @@ class Executor:
     def _run_actions(self, stages: Stages, policy: Policy, state: RankState) -> None:
         """Runs the actions that the policy chooses, until all actions of the step have finished.
 
-        :meth:`run` describes the arguments.
+        See :meth:`run` for the arguments.
         """
         if state.beside:
             self._run_in_lanes(stages, policy, state)
@@ -414,7 +418,7 @@ class Executor:
     def _run_in_lanes(self, stages: Stages, policy: Policy, state: RankState) -> None:
         """Runs a step in which an action can compute while another action communicates.
 
-        :meth:`run` describes the arguments.
+        See :meth:`run` for the arguments.
         """
         lanes = Lanes(
             functools.partial(self._decide, policy, state),
@@ -583,9 +587,8 @@ class Executor:
     def _acknowledge(self, action: Action, received: torch.Tensor | None, state: RankState) -> None:
         """Acknowledges the input of ``action`` to the previous stage, if that stage is frozen.
 
-        The input is ``received``. The previous stage waits for the acknowledgment.
-
-        A frozen stage gets no gradient, which would otherwise show that its output has arrived.
+        The input is ``received``. A frozen stage gets no gradient that would show that its output
+        has arrived, so it waits for this acknowledgment instead.
         """
         target = state.acknowledged(action)
         if target is None or received is None:
@@ -605,8 +608,8 @@ class Executor:
         """Passes ``tensor``, the result of ``action``, to the stage that needs it as an input.
 
         Returns:
-            Number of bytes sent to another rank, and the device's time mark before the send. 0 and
-            ``None`` if nothing was sent.
+            Number of bytes sent to another rank, and the device's time mark before the send, or
+            ``(0, None)`` if nothing was sent.
         """
         kind = action.kind
         target = self._targets[kind][action.chunk]
@@ -694,7 +697,7 @@ class Executor:
 
 
 def _mean_by_chunk(actions: Iterable[tuple[Action, int]]) -> dict[tuple[ActionKind, int], int]:
-    """Returns the mean duration of ``actions`` in nanoseconds, by (kind, chunk)."""
+    """Returns the mean duration of ``actions`` in nanoseconds, keyed by (kind, chunk)."""
     times: dict[tuple[ActionKind, int], list[int]] = {}
     for action, duration_ns in actions:
         times.setdefault((action.kind, action.chunk), []).append(duration_ns)
@@ -704,8 +707,8 @@ def _mean_by_chunk(actions: Iterable[tuple[Action, int]]) -> dict[tuple[ActionKi
 class ActivationMeter:
     """Measures the size of the activations that each chunk keeps for the backward pass.
 
-    The size is the sum over all distinct storages that autograd saves during the first forward pass
-    of a chunk, without the storages of parameters. Later forward passes are not measured.
+    This is the total size of the distinct storages that autograd saves in a chunk's first forward
+    pass, except those of parameters. Later forward passes are not measured.
     """
 
     def __init__(self) -> None:

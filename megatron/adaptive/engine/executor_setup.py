@@ -81,9 +81,8 @@ class _Neighbourhood:
         members: Global ranks of the pipeline, or all ranks of the job if stages have different
             numbers of ranks.
         peers: Global ranks with which this rank exchanges messages.
-        route: Function that takes a pipeline rank and the index that a microbatch has on this rank.
-            It returns the global rank at that pipeline rank, and the index of the same microbatch
-            there.
+        route: Function that takes a pipeline rank and a microbatch's index on this rank. It returns
+            the global rank at that pipeline rank, and the index of the same microbatch on it.
     """
 
     members: list[int]
@@ -96,7 +95,7 @@ class _Neighbourhood:
     ) -> _Neighbourhood:
         """Returns the ranks with which this rank communicates.
 
-        :func:`build_executor` describes the arguments.
+        See :func:`build_executor` for the arguments.
         """
         rank = dist.get_rank()
         if widths is not None:
@@ -148,8 +147,8 @@ def build_executor(
         payload_dtype: Dtype of the tensors sent between stages.
         payload_varies: Whether the tensors sent between stages vary in shape.
         timeout_s: Maximum time in seconds that the executor waits for an input.
-        tracing: Trace of this rank, which also publishes the executor's current activity, or
-            ``None`` if tracing is off.
+        tracing: Trace of this rank, or ``None`` if tracing is off. The trace also publishes the
+            executor's current activity.
         transport: Settings of the connections, or ``None`` to choose a transport automatically for
             each pair of ranks.
         in_flight: Maximum number of received inputs that a rank keeps at the same time. It
@@ -250,7 +249,7 @@ def open_trace(
 ) -> Tracing:
     """Opens this rank's trace file and returns the trace.
 
-    Before that, trace files of an earlier run are moved out of the folder.
+    Trace files of an earlier run are first moved out of the folder.
 
     All ranks must call this function after megatron-core has initialized its parallel state.
 
@@ -340,15 +339,15 @@ def _begin_trace(
 
 
 def require_equal_settings(settings: Mapping[str, str], group: Any = None) -> None:
-    """Raises an error on all ranks unless all ranks have equal ``settings``.
+    """Raises an error on all ranks if the ``settings`` differ between ranks.
 
     All ranks must call this function.
 
     Ranks with different settings would deadlock, or sum tensors that do not belong together.
 
     Args:
-        settings: Value of each setting by name. Names and values appear in the error message, so
-            they must be spelled as users write them.
+        settings: Values of the settings, keyed by name. Names and values appear in the error
+            message, so they must be spelled as users write them.
         group: Process group of all ranks, or ``None`` for the default process group.
 
     Raises:
@@ -362,7 +361,7 @@ def require_equal_settings(settings: Mapping[str, str], group: Any = None) -> No
     )
     for rank, pair in enumerate(pairs):
         if pair is not None:
-            here_text, first_text = (text or "nothing in its place" for text in pair)
+            here_text, first_text = (text or "no such setting" for text in pair)
             raise ConfigError(
                 f"{here_text} on rank {rank}, but {first_text} on rank 0; start all ranks of a "
                 "job with the same settings"
@@ -420,8 +419,8 @@ def _build_agreement(
 ) -> Agreement:
     """Connects this rank to its decision group, and returns the rank's ``Agreement``.
 
-    ``places`` contains the host and process of every rank, and ``timeout_s`` limits the time to
-    send a report. :func:`decision_group` describes ``model`` and ``model_groups``. Without a
+    ``places`` contains the host and process of every rank, and ``timeout_s`` limits the time for
+    sending a report. See :func:`decision_group` for ``model`` and ``model_groups``. Without a
     ``transport``, no agreement is needed.
 
     All ranks must call this function.
@@ -429,8 +428,7 @@ def _build_agreement(
     if transport is None or is_alone():
         return Agreement()
     members = decision_group(model, model_groups)
-    # All members of a decision group get the same list. So either all of them or none of them
-    # return here.
+    # All members of a decision group get the same list, so either all or none of them return here.
     if len(members) == 1:
         return Agreement()
     group = gloo_group(members, gather)

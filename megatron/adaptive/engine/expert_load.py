@@ -35,7 +35,7 @@ def measured_experts(
     accelerator: Accelerator,
     model_groups: ModelGroups | None = None,
 ) -> ExpertLoad | None:
-    """Returns an object that measures experts in ``chunks``, or ``None`` without experts.
+    """Returns an object that measures experts in ``chunks``, or ``None`` if there are no experts.
 
     The clock of ``accelerator`` times the exchanges of tokens between the ranks of
     ``model_groups``.

@@ -12,12 +12,13 @@ A claim is created as a hard link to a complete file, which succeeds in only one
 system. A job that wants to take over watches the counter for some time, measured by its own clock,
 so the clocks of machines may differ. If the counter does not increase, the job removes the
 counter's file, which ends the right of the previous holder. If the previous holder was only
-suspended, it later notices that the file is missing. To check this, the holder opens the file,
-because NFS caches listings and attributes, but contacts the server for each open.
+suspended, it later notices that the file is missing. The holder checks this by opening the file,
+because NFS caches listings and attributes, but contacts the server on each open.
 
 A checkpoint is first written under a name that contains the claim's number, and published by
-renaming. A new holder first removes all files and folders whose names contain lower numbers. So a
-previous holder cannot publish anything, even if it was suspended between its check and its rename.
+renaming. A new holder first removes all files and folders whose names contain lower numbers. A
+previous holder therefore cannot publish anything, even if it was suspended between its check and
+its rename.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ _ENDED = "ended"
 _FOLDER = ".lease"
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EINVAL)
 _GONE = (errno.ENOENT, errno.ESTALE)
-# This is the key of the checksum over all other keys of a claim. Claims written by earlier versions
-# lack this key.
+# Key of the checksum over all other keys of a claim. Claims written by earlier versions lack this
+# key.
 _SUM = "sum"
 _YEAR_3000_S = 32_503_680_000
 _TYPES: Mapping[str, tuple[type, ...]] = {
@@ -86,7 +87,7 @@ class Lease:
         self._files = folder / _FOLDER
         self.number = 0
         self.former: Mapping[str, Any] = {}
-        # This is the content of the claim, or empty if another process made the claim.
+        # Content of the claim, or empty if another process made the claim.
         self._claimed: dict[str, Any] = {}
         self._private: Mapping[str, Any] = {}
         self._count = 0
@@ -138,7 +139,7 @@ class Lease:
     def join_manager(self, number: int | None, job: str) -> bool:
         """Shares the right of this process's manager, if the manager holds the right to the folder.
 
-        Returns whether the manager holds the folder.
+        Returns whether the manager holds the right.
 
         Args:
             number: Number of the manager's claim, or ``None`` if there is no manager.
@@ -151,7 +152,7 @@ class Lease:
         return True
 
     def advance(self) -> bool:
-        """Replaces this job's claim by a new claim with the next number.
+        """Replaces this job's claim with a new claim that has the next number.
 
         Processes that joined the old claim lose the right.
 
@@ -159,7 +160,7 @@ class Lease:
             True if this process still held the right, and therefore got the next number.
 
         Raises:
-            OSError: The folder is not writable. The number is unchanged.
+            OSError: The folder is not writable. The claim's number does not change.
         """
         if not self._take(self.number + 1):
             return False
@@ -247,7 +248,7 @@ class Lease:
                 raise self.taken(over=True) from None
 
     def end(self) -> None:
-        """Releases the right if this process made the claim, so that other jobs need not wait."""
+        """Releases the right if this process made the claim, so that other jobs do not wait."""
         self._over.set()
         if self._claimed and self.number:
             with contextlib.suppress(OSError):  # Writing fails if another job has taken over.

@@ -1,10 +1,10 @@
-"""Reports what a rank is doing to the hang detector (``trace/hang_watch.py``).
+"""Reports the activity of a rank to the hang detector (``trace/hang_watch.py``).
 
 A thread writes the rank's activity to a file every second. When the process gets a signal,
 ``faulthandler`` writes the rank's stack traces, even while C code holds the GIL. The first rank of
 a machine also starts the detector's process. Machines exchange the reports of their detectors
-through the job's key-value store. The reporting threads of a machine's ranks take turns in doing
-this, so that the exchange continues if one rank hangs. None of this delays a step.
+through the job's key-value store. The reporting threads of a machine's ranks take turns in
+exchanging them, so that the exchange continues if one rank hangs. None of this delays a step.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ _STILL_S = 2.5
 
 
 class HangGuard:
-    """Reports what this rank is doing to the hang detector of its machine, until :meth:`close`.
+    """Reports this rank's activity to the hang detector of its machine, until :meth:`close`.
 
     The object must be created on all ranks of the job at the same point. It does nothing if
     ``after_s`` is 0, or if it cannot create a private folder.
 
     Args:
-        job: Rank of this process, and the host and process of every rank.
+        job: Job of this process, with the rank of the process and the host and process of every
+            rank.
         after_s: Time in seconds without progress after which the job is considered hanging
             (``--hang-after-s``). 0 turns the detector off; ``None`` derives the time from the
             duration of steps.
@@ -110,7 +111,7 @@ class HangGuard:
             if rank == local[0]:
                 self._process = self._start(places, local, after_s, on_hang, page_folder)
         except OSError as error:
-            say(f"warning: the hang detector does not run: {error}")
+            say(f"warning: cannot start the hang detector: {error}")
             return
         faulthandler.register(SIGNAL, self._stacks, all_threads=True)
         self._file = NowFile(self._folder, rank)
@@ -165,7 +166,8 @@ class HangGuard:
             stdout=subprocess.DEVNULL,
             env={"PATH": os.environ.get("PATH", "")},
             # Start the detector in a separate session, so that a signal to the process group of the
-            # rank does not end it. It must remove the folder after the rank has exited.
+            # rank does not end the detector. The detector must remove the folder after the rank has
+            # exited.
             start_new_session=True,
         )
 
@@ -243,9 +245,9 @@ def _collectives() -> dict[str, tuple[int, list[int]]]:
 def _waits_for_gpu() -> bool:
     """Returns whether the main thread waits for its GPU or for a collective of GPUs.
 
-    CUDA uses a whole processor while it waits. So the processor time of a rank that waits does not
-    show that the rank makes progress. The main thread waits if it is inside of torch's functions
-    for CUDA and collectives, or in a line that reads a value from the GPU.
+    CUDA keeps a processor busy while it waits, so the processor time of a waiting rank does not
+    show whether the rank makes progress. The main thread is considered waiting if it is inside
+    torch's functions for CUDA and collectives, or in a line that reads a value from the GPU.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:

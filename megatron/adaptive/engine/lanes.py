@@ -11,9 +11,9 @@ rest of the exchange::
 If the other lane has no action, the policy chooses what starts there: an action of another kind, a
 weight gradient, or nothing. A weight gradient finishes before the turn is passed back.
 
-The turn is only passed at exchanges and at the end of actions, and never depends on time. So all
-members of a decision group start the collectives of both actions in the same order, and both
-actions may use the same communicators. This cannot deadlock, because every member starts an
+The turn is only passed at exchanges and at the end of actions, and never depends on time. All
+members of a decision group therefore start the collectives of both actions in the same order, and
+both actions may use the same communicators. This cannot deadlock, because every member starts an
 exchange at the same position of this order, and nothing before an exchange waits for anything after
 it.
 
@@ -167,9 +167,8 @@ class Lanes:
     def _watching_exchanges(self) -> Iterator[None]:
         """Replaces torch's all-to-all while the context is open, so that exchanges switch lanes.
 
-        Exchanges of forward and backward passes are replaced. A lane only lets the other lane
-        compute during exchanges of rows (tokens), because exchanges of one number per row do not
-        take long.
+        This affects the exchanges of forward and backward passes. The other lane only computes
+        during exchanges of rows (tokens), because exchanges of one number per row do not take long.
         """
         plain = dist.all_to_all_single
 

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 MOST_LAYERS = 64
-"""Maximum number of measured layers per rank. It limits the size of a step's times to about 3 KB.
+"""Maximum number of measured layers per rank.
+
+This limits the recorded times of a step to about 3 KB.
 """
 
 MOST_DRAWN = 32
@@ -44,7 +46,7 @@ class LayerSums:
         self._first_passes: dict[tuple[int, int], tuple[int, int]] = {}
 
     def begin(self, *, is_traced: bool) -> None:
-        """Begins a step, and measures its layers if it is traced.
+        """Begins a step, and measures the layers if ``is_traced`` is true.
 
         Args:
             is_traced: Whether to measure the step.
@@ -93,7 +95,7 @@ class LayerSums:
         ]
 
     def passes(self) -> list[tuple[int, int, int, int]]:
-        """Returns the first passes of each layer in the step that :meth:`rows` ended last.
+        """Returns the first passes of each layer in the step that :meth:`rows` ended most recently.
 
         If the rank has more than ``MOST_DRAWN`` layers, only evenly spaced layers are returned.
 

@@ -25,7 +25,7 @@ _BY_KIND = {
     "model": "mp",
     "optimizer": "intra_dist_opt",
 }
-"""Names of the attributes of ``ProcessGroupCollection``, by the kind of group that each contains.
+"""Names of the attributes of ``ProcessGroupCollection``, keyed by the kind of the process group.
 """
 
 
@@ -169,7 +169,7 @@ class ModelGroups:
         return [self.tp, self.dp_cp]
 
     def by_kind(self) -> dict[str, Any]:
-        """Returns the model's groups by kind, with ``None`` for groups that do not exist."""
+        """Returns the model's groups, keyed by kind, with ``None`` for groups that do not exist."""
         if self._collection is not None:
             return {kind: getattr(self._collection, name, None) for kind, name in _BY_KIND.items()}
         return {

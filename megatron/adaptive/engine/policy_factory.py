@@ -29,8 +29,8 @@ from megatron.adaptive.schedule.unequal_widths import Widths
 class Orders:
     """Creates the policy and the state with which one rank runs each step.
 
-    The policy depends on the number of microbatches. It is used again in later steps that have the
-    same number of microbatches.
+    The policy depends on the number of microbatches, and is reused in later steps with the same
+    number.
 
     Args:
         schedule: Name of a static schedule or run-time scheduling rule. With ``auto``, ``adaptive``
@@ -38,11 +38,13 @@ class Orders:
         placement: Assignment of pipeline stages to ranks.
         pp_rank: Pipeline rank of this process.
         cap: Limit on the activations that a rank keeps, or ``None`` for the default limit of this
-            pipeline. The unit is the activations of one microbatch in all chunks of the rank.
+            pipeline. A value of 1 is the activation memory of one microbatch in all chunks of the
+            rank.
         splits: Whether weight gradients are separate actions (W) instead of part of the backward
             pass.
-        pieces: Number of W actions into which a weight gradient is split under a run-time rule,
-            which fills short waits with W actions. Under a static schedule, there is always one W.
+        pieces: Number of W actions into which a weight gradient is split under a run-time rule. The
+            rule fills short waits with these actions. Under a static schedule, each weight gradient
+            is a single W.
         schedule_file: Path of the schedule file if ``schedule`` is ``file``, else ``None``.
         group_size: Number of consecutive microbatches that a chunk runs under ``interleaved``, or
             ``None`` for the number of ranks of the pipeline.
@@ -117,8 +119,8 @@ class Orders:
     def num_slices(self) -> int:
         """Returns the number of slices of each microbatch, or 1 for whole microbatches.
 
-        If this number differs between microbatches, the result is the largest number in the last
-        step.
+        If this number differs between microbatches, the result is the largest number of slices of
+        any microbatch in the last step.
         """
         return most_slices_of(self._counts)
 
@@ -190,9 +192,9 @@ class Orders:
             num_microbatches: Number of microbatches that this rank runs in the step.
             forward_only: Whether the step is an evaluation, which has only forward passes.
             sizes: Number of token positions in each microbatch or in each slice, or ``None`` if all
-                are equal. The size of the activations is proportional to this number. The limit on
-                activations is then relative to the mean size, and is raised to the largest size if
-                necessary, so that every microbatch can start.
+                are equal. The size of the activations is proportional to this number. If sizes are
+                passed, the limit on activations is relative to the mean size, and is raised to the
+                largest size if necessary, so that every microbatch can start.
             frozen_stages: Number of leading stages through which no gradient flows.
         """
         cap = None if forward_only else self._cap_for(num_microbatches)
@@ -253,16 +255,15 @@ class Orders:
         """Returns the maximum number of received inputs that a rank keeps at the same time.
 
         Each slice of a microbatch is a separate input. The result determines the size of the
-        receive buffers, which does not change when ``auto`` chooses a schedule. So for ``auto``
-        without a cap, the result is the number of all microbatches, because no schedule keeps more
-        inputs.
+        receive buffers, which cannot change later when ``auto`` chooses a schedule. For ``auto``
+        without a cap, the result therefore counts the inputs of all microbatches, because no
+        schedule keeps more.
 
         Args:
             num_microbatches: Number of microbatches per step of this rank, or of the whole job if
                 stages have different numbers of ranks.
-            smallest: Size of the smallest microbatch, relative to the mean size. If all
-                microbatches have this size, the limit on activations allows the largest number of
-                them.
+            smallest: Size of the smallest microbatch, relative to the mean size. The limit on
+                activations allows the most microbatches if all of them have this size.
         """
         keeps_all = self._spec is not None and (
             self._spec.keeps_all
@@ -323,8 +324,10 @@ class Orders:
 
 
 _MOST_POLICIES = 64
-"""Maximum number of cached policies. Without this limit, memory usage would grow if the numbers of
-slices differ in each step."""
+"""Maximum number of cached policies.
+
+Without this limit, memory usage would grow if every step had different numbers of slices.
+"""
 
 
 def _load_schedule(path: str, placement: Placement, *, splits: bool, num_slices: int) -> Schedule:
@@ -362,6 +365,6 @@ def _slices(num_slices: int) -> str:
 def _simulated_name(schedule: str) -> str:
     """Returns the name of the schedule to use until times have been measured.
 
-    The result is ``adaptive`` for ``auto``, and ``schedule`` for all other schedules.
+    For ``auto``, this is ``adaptive``. All other names are returned unchanged.
     """
     return "adaptive" if schedule == "auto" else schedule

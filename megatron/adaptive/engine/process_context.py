@@ -41,9 +41,9 @@ def is_alone() -> bool:
 
 
 def gather(value: T, group: Any = None) -> list[T]:
-    """Gathers ``value`` from each rank of ``group``, and returns a list of all values by rank.
+    """Gathers ``value`` from each rank of ``group``, and returns all values, ordered by rank.
 
-    All ranks of the group must call this function. If ``group`` is ``None``, it contains all ranks.
+    All ranks of the group must call this function. A ``group`` of ``None`` means all ranks.
     """
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
@@ -53,7 +53,7 @@ def gather(value: T, group: Any = None) -> list[T]:
 def from_first(value: T, group: Any = None) -> T:
     """Broadcasts ``value`` from the first rank of ``group``, and returns the value of that rank.
 
-    All ranks of the group must call this function. If ``group`` is ``None``, it contains all ranks.
+    All ranks of the group must call this function. A ``group`` of ``None`` means all ranks.
     """
     if is_alone():
         return value
@@ -64,19 +64,19 @@ def from_first(value: T, group: Any = None) -> T:
 
 
 def device_in_groups(accelerator: Accelerator, group: Any = None) -> Accelerator:
-    """Completes the description of this rank's device if the process groups already exist.
+    """Completes the description of this rank's device in a job that already has process groups.
 
-    All ranks must call this function. It counts the ranks that use the same GPU, even if each rank
-    sees only one GPU. The backend is that of the default process group.
+    All ranks must call this function. For a GPU, the result contains the number of ranks that share
+    it, even if each rank sees only one GPU, and the backend of the default process group.
 
     Args:
         accelerator: Device of this rank.
-        group: Process group of all ranks through which they exchange the IDs of their GPUs. If
-            ``None``, this is the default group.
+        group: Process group of all ranks, over which they exchange the IDs of their GPUs, or
+            ``None`` for the default group.
     """
     if is_alone():
         return accelerator
-    # Without these replacements, gloo sends wrong data for some GPU tensors.
+    # Without the replacements that are installed here, gloo sends wrong data for some GPU tensors.
     backend = "nccl" if "cuda:nccl" in dist.get_backend_config() else "gloo"
     if accelerator.is_cuda and backend == "gloo":
         device_collectives.install()
@@ -144,11 +144,11 @@ class Job:
     """A process of a job, with its device, its process groups, and its rights to folders.
 
     Attributes:
-        environment: Settings from the launcher's environment variables. The rank and the world
-            size, however, are those of the process group.
+        environment: Settings from the launcher's environment variables, except for the rank and the
+            world size, which are those of the process group.
         accelerator: CPU or GPU on which this process computes.
         control_group: Gloo group of all ranks for small messages between hosts.
-        places: Host and process of every rank, by global rank (see ``liveness.here``).
+        places: Host and process of every rank, indexed by global rank (see ``liveness.here``).
         timeout: Maximum time to wait for other ranks.
         owns_process_group: Whether torch's default process group was created for this job. If so,
             it is destroyed with the job.
@@ -156,8 +156,8 @@ class Job:
             them.
         groups: Process groups that :meth:`close` destroys. If empty, :meth:`close` destroys all
             groups that were created since the job started.
-        leases: Rights to write to checkpoint folders, by path of the folder. They are released at
-            the end of the job.
+        leases: Rights to write to checkpoint folders, keyed by the path of the folder. They are
+            released at the end of the job.
         launcher: Process ID of the launcher that started this process, or ``None`` if there is no
             launcher.
     """
@@ -184,7 +184,7 @@ class Job:
         return self.environment.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """Gathers ``value`` from each rank, and returns a list of all values by rank.
+        """Gathers ``value`` from each rank, and returns all values, ordered by rank.
 
         All ranks must call this method.
         """
@@ -273,11 +273,11 @@ class Job:
     def close_after_error(self) -> None:
         """Ends the job after its setup has failed, so that the process can set up another job.
 
-        Often the setup fails on all ranks at the same time. But an error may also occur only on
-        this rank, and must be visible before the other ranks time out. So this rank waits only a
-        few seconds for the setup to fail on the other ranks. If the setup has not failed there by
-        then, the other ranks may still be using the job's groups. So if the default process group
-        belongs to the caller, the job's groups are then not destroyed.
+        Often the setup fails on all ranks at the same time. But it may also fail only on this rank,
+        and this rank's error must then be visible before the other ranks time out. This rank
+        therefore waits only a few seconds for the setup to fail on the other ranks. If it has not
+        failed there by then, the other ranks may still be using the job's groups. In that case, the
+        job's groups are not destroyed if the default process group belongs to the caller.
         """
         self._end(with_groups=self.owns_process_group or self._have_all_failed())
 

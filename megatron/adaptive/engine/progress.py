@@ -10,7 +10,7 @@ logged, it writes at most two lines per second::
     {"slow_rank": 2, "times": 1, "factor": 1.5, "cost_fraction": 0.2, "pace_ns": [...], ...}
     {"findings": [{"headline": "slow rank: ...", "gain": 0.11, "do": "move layers, ..."}], ...}
     {"probe": 1, "failed_nodes": [{"node": "c", "text": "rank 2 on ...", "limits": {...}}], ...}
-    {"ended": "all iterations are done", "unix_ns": ...}                           at an orderly end
+    {"ended": "all iterations are done", "unix_ns": ...}                  when the run ends normally
 
 A number that is infinite or not a number is written as ``null``. While the disk is full, no lines
 are written.
@@ -29,7 +29,7 @@ from megatron.adaptive.trace.files import BestEffortFile, Outage
 from megatron.adaptive.trace.status_files import PROGRESS_NAME
 
 COMPLETE = "all iterations are done"
-"""Reason in the file for the end of a run that has completed all of its iterations."""
+"""Reason that the file gives for the end of a run that has completed all of its iterations."""
 
 PERIOD_S = 0.5
 _MANY_SKIPPED = 0.1
@@ -55,12 +55,12 @@ def saved_line(iteration: int, path: Path, seconds: float, *, is_behind: bool = 
 
 
 def skipped_line(skipped: int, steps: int, remedy: str) -> str | None:
-    """Returns a warning about skipped steps of a run in float16, or ``None`` if they are few.
+    """Returns a warning about skipped steps of a run in float16, or ``None`` if there are few.
 
     Args:
         skipped: Number of steps whose update was skipped because gradients were not finite.
         steps: Number of all steps.
-        remedy: Proposal for the user.
+        remedy: Advice for the user, with which the warning ends.
     """
     if not skipped or skipped < _MANY_SKIPPED * steps:
         return None
@@ -112,7 +112,7 @@ class ProgressFile:
 
         Args:
             iteration: Index of the iteration.
-            values: Measurements of the iteration, by name of the field.
+            values: Measurements of the iteration, keyed by field name.
             is_logged: Whether the iteration is logged. If so, the line is always written.
         """
         now_s = time.monotonic()

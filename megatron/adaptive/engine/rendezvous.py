@@ -27,7 +27,7 @@ _AGAIN_S = 0.2
 _LOOK_S = 0.02
 _CONNECT_S = 5.0
 _ANSWER_S = 10.0
-"""Minimum of the time limit for a reply from the store, in seconds.
+"""Shortest time limit in seconds for a reply from the store.
 
 A store replies within milliseconds on an idle machine. If many ranks start on few processors, a
 reply may take longer.
@@ -83,9 +83,9 @@ def meet(environment: Environment, timeout: datetime.timedelta) -> Any:
 
 
 def no_rendezvous(environment: Environment, error: Exception) -> Exception:
-    """Converts an error about connecting the ranks into an error with a single line of text.
+    """Converts an error about connecting the ranks into an error with a one-line message.
 
-    The text names the address from ``environment``. Returns ``error`` unchanged if it has a
+    The message contains the address from ``environment``. Returns ``error`` unchanged if it has a
     different cause.
     """
     reason = (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,4 +1,4 @@
-"""Records the order in which each rank ran its actions to a file, and replays this order.
+"""Records in a file the order in which each rank ran its actions, and replays this order.
 
 A run-time scheduling rule chooses actions depending on when inputs arrive, so two runs rarely have
 the same order of actions. A record makes the order reproducible for debugging, comparisons, or
@@ -9,7 +9,7 @@ this record, losses and gradients are bitwise equal to those of the recorded run
 
 Only training steps are recorded, because an evaluation always has the same order. The file is JSON.
 ``orders`` lists each distinct order once, as codes of actions (see ``schedule.policy.codes_of``).
-In ``steps``, each step has the index of one order per rank::
+``steps`` contains the index of each rank's order in each step::
 
     {"format": "megatron-adaptive schedule", "version": 1,
      "shape": {"ranks": 2, "chunks": 1, "placement": "loop", "weight_pieces": 0, "replicas": 0},
@@ -48,7 +48,7 @@ from megatron.adaptive.trace.read import describe_numbers
 
 _FORMAT = "megatron-adaptive schedule"
 _VERSION = 1
-_HINT = "give a file that --record-schedule wrote"
+_HINT = "pass a file that --record-schedule wrote"
 
 Codes = tuple[int, ...]
 """Codes of the actions of one rank in a step, in execution order."""
@@ -58,7 +58,7 @@ Shares = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class RecordShape:
-    """Sizes that must be equal in the recorded run and in a run that replays the record.
+    """Sizes that must be equal in a recorded run and in its replay, except for ``slices``.
 
     The number of microbatches is not included, because it may differ between steps, and can be
     derived from the length of an order.
@@ -90,7 +90,7 @@ class RecordShape:
     def of(
         placement: Placement, weight_pieces: int, replicas: int = 0, slices: int = 1
     ) -> RecordShape:
-        """Returns the shape of a run. :class:`RecordShape` describes the arguments."""
+        """Returns the shape of a run. See :class:`RecordShape` for the arguments."""
         return RecordShape(
             ranks=placement.num_ranks,
             chunks=placement.num_chunks,
@@ -130,8 +130,8 @@ class ScheduleRecord:
     def __init__(self, shape: RecordShape, source: str = "the record") -> None:
         self.shape = shape
         self._source = source
-        # This dictionary maps each order to the first equal tuple that was added, so that equal
-        # orders share memory.
+        # Maps each order to the first equal tuple that was added, so that equal orders share
+        # memory.
         self._orders: dict[Codes, Codes] = {}
         self._steps: dict[int, tuple[Codes, ...]] = {}
         self._dealt: dict[int, Shares] = {}
@@ -325,7 +325,7 @@ class Recording:
         self._shape = shape
         self._order_index = order_index
         self._pending: dict[int, tuple[Codes, Shares | None]] = {}
-        self._outage = Outage(path, "writes, all of which is in this one")
+        self._outage = Outage(path, "writes, whose content is also in this one")
         self._record = ScheduleRecord(shape)
         if is_writer and after_step and self._path.exists():
             self._record = ScheduleRecord.load(path)
@@ -475,9 +475,9 @@ def _cut(order: Codes, shape: RecordShape, num_slices: int) -> Codes:
 
     ``shape`` contains the sizes of the recorded pipeline.
 
-    The actions of a chunk and kind are numbered in execution order. So on all stages, an action
-    with the number ``turn`` processes the same slice, and takes the position of the same recorded
-    slice.
+    The actions of a chunk and kind are numbered in execution order. On all stages, an action with
+    the number ``turn`` therefore processes the same slice, and takes the position of the same
+    recorded slice.
     """
     indices: dict[int, list[int]] = defaultdict(list)
     for index, code in enumerate(order):

@@ -2,7 +2,7 @@
 
 This is the only module of the pipeline that calls ``megatron.core.pipeline_parallel.schedules``.
 megatron-core's loops keep the inputs and outputs of forward passes in lists. This module keeps them
-in a dictionary by chunk and microbatch, so that actions can run in any order. It reduces the
+in a dictionary keyed by chunk and microbatch, so that actions can run in any order. It reduces the
 gradients of a chunk over data-parallel ranks after the chunk's last microbatch. If weight gradients
 are separate actions (W), the chunk's
 :class:`~megatron.adaptive.engine.weight_gradient.WeightGradientStore` keeps the tensors for W after
@@ -75,7 +75,7 @@ class Slices(Protocol):
         """Selects the slice ``item`` before its forward or backward pass in ``chunk``."""
 
     def release(self, chunk: int, item: int) -> None:
-        """Frees the tensors that ``chunk`` keeps for all slices of the microbatch of ``item``."""
+        """Frees the tensors that ``chunk`` keeps for the microbatch containing slice ``item``."""
 
     def finish(self) -> None:
         """Frees all tensors that are kept for slices, at the end of a step or after an error."""
@@ -95,19 +95,19 @@ class GradientSync:
 
     All replicas must start their reductions in the same order. Under every schedule, each chunk's
     last backward pass (B) needs the result of the next chunk's last B, so these passes run in
-    descending order of chunks. But if weight gradients are separate actions (W), the last W actions
-    of the chunks run in any order. Then the reduction of a chunk only starts after the reductions
-    of all later chunks have started.
+    descending order of chunks. If weight gradients are separate actions (W), however, the last W
+    actions of the chunks run in any order. In this case, the reduction of a chunk only starts after
+    the reductions of all later chunks have started.
 
-    On the first pipeline rank, nothing follows the last backward pass of its only chunk. So its
-    reduction overlaps with this pass even if there is a ``grad_sync_func``, as in megatron-core.
-    Other ranks use their ``grad_sync_func`` while they wait for earlier stages.
+    If the first pipeline rank has only one chunk, nothing follows the last backward pass of this
+    chunk. Its reduction therefore overlaps with this pass even if there is a ``grad_sync_func``, as
+    in megatron-core. Other ranks use their ``grad_sync_func`` while they wait for earlier stages.
 
     Args:
         config: megatron-core's configuration of the chunks.
         chunks: Model chunks of the rank.
-        ends_step: Whether the step ends with the last backward pass of the first chunk. It does on
-            the rank of the first stage, unless backward passes are split.
+        ends_step: Whether the step ends with the last backward pass of the first chunk. This is the
+            case on the rank of the first stage, unless backward passes are split.
     """
 
     def __init__(
@@ -133,8 +133,8 @@ class GradientSync:
     def before_last_backward(self, chunk: int) -> None:
         """Turns the reduction on for the last backward pass of ``chunk``.
 
-        This method does nothing if the chunk has a ``grad_sync_func``, because this function is
-        called after the backward pass.
+        This method does nothing if the chunk has a ``grad_sync_func``, which is called after the
+        backward pass.
         """
         if self._start[chunk] is None:
             self._let_go(chunk)
@@ -147,7 +147,7 @@ class GradientSync:
     def after_last_weights(self, chunk: int) -> None:
         """Starts the reduction of the gradients of ``chunk`` after its last W has completed them.
 
-        Reductions start in descending order of chunks. So the reduction of this chunk may have to
+        Reductions start in descending order of chunks. The reduction of this chunk may have to
         wait, or may be followed by the waiting reductions of earlier chunks. A chunk that only has
         a ``no_sync_func`` is also reduced here, because no backward pass remains that could reduce
         it.
@@ -288,7 +288,7 @@ class MegatronStages(SplitStages):
         last_item = item_count(self.num_microbatches, self._count) - 1
         self._last_backward = last_item - place_of(last_item, self._count).part
         # ``_kept`` contains the input and output of each forward pass whose backward pass has not
-        # run yet, by (chunk, item).
+        # run yet, keyed by (chunk, item).
         self._kept: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         kind = (get_model_type(self.chunks[0]),) if _TAKES_TYPE else ()
         self._backward_rest = (*kind, self.config)
@@ -369,10 +369,10 @@ class MegatronStages(SplitStages):
         """Returns the input tensor of the chunk, whose gradient goes to ``received``.
 
         With ``distribute_saved_activations``, megatron-core replaces the data of the input that it
-        saves by this rank's part, and restores the whole data before the backward pass. Hooks for
+        saves with this rank's part, and restores the whole data before the backward pass. Hooks for
         saved tensors, such as those of ``meter``, pass megatron-core a copy of the tensor object.
-        So ``received`` itself would keep the shape of the part, and autograd would refuse its
-        gradient.
+        If ``received`` itself were the input, it would keep the shape of the part, and autograd
+        would reject its gradient.
         """
         if received is None:
             return None
@@ -383,7 +383,7 @@ class MegatronStages(SplitStages):
         return model_input
 
     def release(self, chunk: int, microbatch: int) -> None:
-        """Frees an output that the transport has copied or to which it holds a reference.
+        """Frees an output after the transport has copied it or taken a reference to it.
 
         The backward pass only needs the autograd graph of the output. The transport holds a
         reference to the memory until the message has been sent.
@@ -468,14 +468,14 @@ class MegatronStages(SplitStages):
 
 
 class ForwardBackward:
-    """Runs the passes of a step, with the same interface as megatron-core's function.
+    """Runs the passes of a step, with the same interface as megatron-core's step functions.
 
     Args:
         executor: Executor that runs this rank's steps.
         orders: Object that creates the policy and the state of this rank for each step. If stages
             have different numbers of ranks, the loss is divided by the number of microbatches of
-            the whole step. Then the caller must sum gradients over the ranks of a stage instead of
-            averaging them.
+            the whole step. In that case, the caller must sum gradients over the ranks of a stage
+            instead of averaging them.
         stores: Stores of deferred weight gradients, one per chunk, or ``None`` if the backward pass
             computes weight gradients.
         slices: Object that cuts the sequences into the same number of slices as ``orders``, or
@@ -503,10 +503,9 @@ class ForwardBackward:
         self._span = span or (lambda kind: contextlib.nullcontext())
         self._meter = ActivationMeter()
         self._measured: dict[int, int] = {}
-        # This is the number of token positions in the microbatch whose activations were measured.
+        # Number of token positions in the microbatch whose activations were measured.
         self._measured_size = 0.0
-        # This is the mean size of the microbatches in the last step, relative to the measured
-        # microbatch.
+        # Mean size of the microbatches in the last step, relative to the measured microbatch.
         self._mean_size = 1.0
 
     def __call__(
@@ -539,7 +538,7 @@ class ForwardBackward:
                 equal.
 
         Returns:
-            Values for the log that ``loss_func`` returned, one per microbatch in ascending order,
+            Values that ``loss_func`` returned for the log, one per microbatch in ascending order,
             or an empty list unless this is the last stage.
 
         Raises:
@@ -603,7 +602,7 @@ class ForwardBackward:
             )
 
     def _reduce_gradients(self, stages: MegatronStages, *, force_all_reduce: bool) -> None:
-        """Reduces the gradients of the step over ranks, with megatron-core's function."""
+        """Reduces the step's gradients over ranks by calling megatron-core's function."""
         with self._span("reduce"):
             stages.config.finalize_model_grads_func(
                 stages.chunks,
@@ -654,7 +653,8 @@ class ForwardBackward:
         if candidate.placement != placement or (candidate.weight_pieces and not self._stores):
             raise ConfigError(
                 f"{candidate} cannot run on chunks placed in a {placement.kind} with "
-                f"{'split' if self._stores else 'whole'} backwards; build the model for it"
+                f"{'split' if self._stores else 'whole'} backwards; build the model for "
+                "this schedule"
             )
         self.orders.use(candidate)
 

@@ -22,8 +22,7 @@ _SEEN = _REASON["seen"]
 _FOUND = _REASON["found"]
 
 SHORT_NS = 20_000
-"""Minimum duration of a follower's wait for the leader's decision that is traced, in nanoseconds.
-"""
+"""Shortest wait of a follower for the leader's decision that is traced, in nanoseconds."""
 
 
 class ActionInput(NamedTuple):
@@ -34,8 +33,8 @@ class ActionInput(NamedTuple):
         nbytes: Size of the tensor in bytes, or 0 if another stage on this rank computed it.
         peer: Global rank of the sender, or -1 if another stage on this rank computed the tensor.
         arrived_ns: Time when the input arrived, in nanoseconds on the host's monotonic clock. If
-            the transport does not report this time, it is the time when the executor first saw the
-            input. It is 0 if the step is not traced.
+            the transport does not report this time, the value is the time when the executor first
+            saw the input. The value is 0 if the step is not traced.
         is_exact: Whether ``arrived_ns`` is the actual time of the arrival.
     """
 
@@ -51,8 +50,8 @@ class LaunchedAction(NamedTuple):
 
     Attributes:
         action: Action that was run or launched.
-        start: Time mark of the device before the action, which is an event on a GPU.
-        end: Time mark of the device after the action, which is an event on a GPU.
+        start: Time mark of the device before the action. On a GPU, this is an event.
+        end: Time mark of the device after the action. On a GPU, this is an event.
         nbytes: Number of bytes that the action received from and sent to other ranks.
         held_bytes: Size in bytes of the activations that the rank held during the action.
         queue_depth: Number of inputs that had arrived but were not used yet when the action began.
@@ -84,7 +83,7 @@ class StepLog:
         self._policy = policy
         self._num_chunks = num_chunks
         self._rows: list[SpanRow] = []
-        # This is the start of the current wait, or 0 if the rank is not waiting.
+        # Start of the current wait, or 0 if the rank is not waiting.
         self._since_ns = 0
         self._until_ns = 0
         self._cause = _INPUT
@@ -98,7 +97,7 @@ class StepLog:
     def arrival(self, item: Arrival, *, is_awaited: bool) -> tuple[int, bool]:
         """Returns the arrival time of ``item`` in nanoseconds, and whether it is exact.
 
-        If the transport does not report the arrival time, the result is the current time. This is
+        If the transport does not report the arrival time, the result is the current time, which is
         exact only if the executor was waiting for the input (``is_awaited``).
         """
         reported_ns = item.arrived_ns

@@ -6,11 +6,11 @@
     rank 1   iteration 7 ── SIGTERM, start all-reduce 7 ─┘  iteration 8 ── start 8, read 7: stop
 
 At the end of each iteration, the ranks start an all-reduce of their stop requests. They read the
-result at the end of the next iteration, so that no rank waits for the all-reduce. If the result is
-a request, the training loop saves a checkpoint and stops the run. While a :class:`StopRequest` is
-open, it handles SIGTERM, SIGINT, SIGUSR1 and SIGHUP. If SIGHUP was ignored before, for example
-under ``nohup``, it stays ignored. If another rank fails, the liveness watcher stops this process
-without such an agreement.
+result at the end of the next iteration, so that no rank waits for the all-reduce. If any rank has
+requested a stop, the training loop saves a checkpoint and stops the run. While a
+:class:`StopRequest` is open, it handles SIGTERM, SIGINT, SIGUSR1 and SIGHUP. If SIGHUP was ignored
+before, for example under ``nohup``, it stays ignored. If another rank fails, the liveness watcher
+stops this process without such an agreement.
 """
 
 from __future__ import annotations

@@ -112,9 +112,9 @@ class Tracing:
         self.layers: LayerSums | None = None
         self.collectives: CollectiveMeter | None = None
         self.kernels: KernelRecorder | None = None
-        # This is the current iteration, or ``None`` if it is not traced.
+        # Current iteration, or ``None`` if it is not traced.
         self._traced: _Iteration | None = None
-        # This is the current or the last iteration, even if it is not traced.
+        # Current or most recent iteration, even if it is not traced.
         self._iteration = _Iteration()
         self._doing = ""
         self._in_step = False
@@ -124,11 +124,11 @@ class Tracing:
         self._snapshot: Callable[[], dict[str, Any]] | None = None
 
     def watch(self, snapshot: Callable[[], dict[str, Any]]) -> None:
-        """Makes the recorder publish what this rank is doing, for other programs.
+        """Makes the recorder publish the current activity of this rank for other programs.
 
         Args:
-            snapshot: Function that returns what this rank is doing in the pipeline's step, as
-                fields of ``trace.status_files.Now``. It is called from another thread.
+            snapshot: Function that returns this rank's activity in the pipeline's step, as fields
+                of ``trace.status_files.Now``. It is called from another thread.
         """
         self._snapshot = snapshot
         if self.recorder is not None:
@@ -160,12 +160,14 @@ class Tracing:
             iteration: Index of the iteration.
             num_microbatches: Number of microbatches in the iteration.
             is_traced: Whether to trace this iteration.
-            lengths: Length of each microbatch in tokens, or empty if all microbatches are equal.
-            slices: Number of slices of each microbatch, or empty if the trace's header contains it.
+            lengths: Length of each microbatch in tokens, or empty if all microbatches have the same
+                length.
+            slices: Number of slices of each microbatch, or empty if the trace's header contains the
+                number.
             sizes: Approximate size in bytes of the activations of each microbatch, or empty if all
                 microbatches have the same size.
             frozen_stages: Number of leading stages that run no backward passes in the iteration, or
-                -1 if the trace's header contains it.
+                -1 if the trace's header contains the number.
         """
         self._traced = None
         self._in_step = True
@@ -274,7 +276,7 @@ class Tracing:
 
     @contextlib.contextmanager
     def host_span(self, kind: str) -> Iterator[None]:
-        """Returns a context manager that traces the host's time inside it as a span of ``kind``.
+        """Returns a context manager that traces the host time spent in it as a span of ``kind``.
 
         The context manager can also be used between two iterations.
         """
@@ -287,7 +289,7 @@ class Tracing:
             self._add(self._traced, [_row(KINDS.index(kind), start_ns, time.monotonic_ns())])
 
     def data_read(self, microbatch: int, start_ns: int, end_ns: int) -> None:
-        """Traces that the host read the data of ``microbatch`` from ``start_ns`` to ``end_ns``."""
+        """Records that the host read the data of ``microbatch`` from ``start_ns`` to ``end_ns``."""
         if self.recorder is not None:
             self.recorder.extend([_row(_DATA, start_ns, end_ns, microbatch)])
 
@@ -383,7 +385,7 @@ class OutsideTrace:
             self._doing = {}
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns what this rank is doing in its step, as fields of ``trace.status_files.Now``."""
+        """Returns this rank's activity in its step, as fields of ``trace.status_files.Now``."""
         return {**self._doing, "done": list(self._done)} if self._doing else {}
 
     def _traced(self, function: Callable[..., Any], model: Any) -> Callable[..., Any]:
@@ -447,8 +449,9 @@ def record_trace(
     Args:
         folder: Folder for the files ``rank0.json.gz`` and so on. All ranks must pass the same
             folder, which is created if it does not exist.
-        model: Model whose forward and backward passes get names in the trace, or ``None`` if the
-            loop names them itself, for example in ``torch.distributed.pipelining`` and Megatron-LM.
+        model: Model whose forward and backward passes get names in the trace, or ``None`` for loops
+            that name the passes themselves, such as those of ``torch.distributed.pipelining`` and
+            Megatron-LM.
         skip: Number of steps before the first recorded step, at least 1. The profiler warms up in
             the last of these steps.
         steps: Number of steps to record.
@@ -504,7 +507,7 @@ def _name_ranges(model: torch.nn.Module, hooks: ExitStack) -> None:
 
 
 def _range(name: str) -> Callable[[], None]:
-    """Begins a profiler range called ``name``, and returns a function that ends it."""
+    """Begins a profiler range called ``name``, and returns a function that ends the range."""
     entered = profiler.record_function(name)
     entered.__enter__()
     return lambda: entered.__exit__(None, None, None)

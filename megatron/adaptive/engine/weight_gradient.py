@@ -1,4 +1,4 @@
-"""Splits backward passes into input (B) and weight gradients (W), and defers the weight gradients.
+"""Splits backward passes into input gradients (B) and weight gradients (W), and defers the latter.
 
 A layer that defers its weight gradient describes its computation as a :class:`LayerCall` and runs
 the call through :func:`defer`, which hides the weight from autograd. The backward pass then
@@ -45,7 +45,7 @@ class LayerCall:
 
     Attributes:
         weight: Weight that the call uses. If several calls share the weight, their gradients are
-            summed before they are accumulated, because autograd does the same.
+            summed before they are accumulated, as in autograd.
     """
 
     __slots__ = ()
@@ -62,7 +62,7 @@ class LayerCall:
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> Iterable[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Returns (parameter, gradient) pairs, without gradients that the call itself accumulates.
+        """Returns (parameter, gradient) pairs, except those that the call itself accumulates.
 
         ``inputs`` are the layer's inputs, and ``gradient`` is the gradient of the layer's output.
         Autograd does not record the operations of this method, because neither argument requires a
@@ -254,8 +254,9 @@ def uneven_pieces(
     """Splits ``units`` into ``pieces`` groups, for layers whose cost differs between ranks.
 
     A unit contains all work for the gradient of one weight, and a group is called a piece. Units
-    that communicate must be in the same piece on all ranks. So these units are assigned to pieces
-    first, by their costs, which are equal on all ranks. Then the other units fill up the pieces.
+    that communicate must be in the same piece on all ranks. These units are therefore assigned to
+    pieces first, by their costs, which are equal on all ranks. The other units then fill up the
+    pieces.
 
     Returns:
         Units in order of pieces, and the number of units in each piece.
@@ -285,7 +286,7 @@ def uneven_pieces(
 
 
 class WeightGradientStore:
-    """Keeps the tensors for the deferred weight gradients of a model chunk, and runs them later.
+    """Keeps the tensors for a chunk's deferred weight gradients, and computes the gradients later.
 
     Layers read :attr:`active` in their forward pass, and only defer weight gradients if it is true.
     A store must not be used by several threads at the same time. Autograd's device threads count as
@@ -307,9 +308,9 @@ class WeightGradientStore:
         self._backlog: deque[_Backlog] = deque()
         self._microbatch_bytes = 0
         self._anchors: dict[torch.device, torch.Tensor] = {}
-        # This is the key and the result of the last split into pieces. The key consists of the
-        # number of units, the number of pieces and a shape. The result is the number of units in
-        # each piece. Later microbatches with an equal key are split in the same way.
+        # Key and result of the last split into pieces. The key consists of the number of units, the
+        # number of pieces and a shape. The result is the number of units in each piece. Later
+        # microbatches with an equal key are split in the same way.
         self._cut: tuple[tuple[int, int, torch.Size], list[int]] | None = None
 
     @property
@@ -403,13 +404,13 @@ class WeightGradientStore:
         self._collected.append(_Task(call, inputs, gradient))
 
     def call_after_backward(self, function: Callable[[], None]) -> None:
-        """Calls ``function`` when the context of :meth:`collect` exits, also after an error."""
+        """Calls ``function`` when the context of :meth:`collect` exits, even after an error."""
         self._after_backward.append(function)
 
     def run(self, microbatch: int, piece: int, pieces: int) -> None:
         """Computes one part (piece) of a microbatch's weight gradients.
 
-        All pieces take about equally long. The tensors of a piece are freed after its computation.
+        All pieces take about the same time. The tensors of a piece are freed after its computation.
         All ranks of the tensor-parallel group must call this method if layers are
         sequence-parallel.
 
@@ -446,8 +447,8 @@ class WeightGradientStore:
 
         A unit contains all work for the gradient of one weight.
 
-        The last result is used again if the number of units and the shape of the first gradient
-        have not changed.
+        The last result is reused if the number of units and the shape of the first gradient have
+        not changed.
         """
         if not units:
             return [0] * pieces
@@ -494,7 +495,7 @@ class _Collecting:
 
 
 class SplitStages:
-    """Computes the deferred weight gradients of a step, for classes that implement a rank's stages.
+    """Base class of a rank's stages, which computes the deferred weight gradients of a step.
 
     Implementations of ``executor.Stages`` derive from this class.
 
@@ -520,7 +521,7 @@ class SplitStages:
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
         """Computes one part of the weight gradients that the backward pass (B) has deferred.
 
-        ``executor.Stages`` describes the arguments.
+        See ``executor.Stages`` for the arguments.
 
         Raises:
             ScheduleError: Another part must be computed first, or the backward passes of this step

@@ -93,7 +93,7 @@ class Action:
 
 
 SliceCounts: TypeAlias = int | tuple[int, ...]
-"""Number of slices of each microbatch: one integer if all numbers are equal, otherwise a tuple.
+"""Number of slices per microbatch: an integer if it is the same for all, otherwise a tuple.
 
 Microbatches that are not cut have one slice.
 """
@@ -115,7 +115,7 @@ class SlicePlace(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _ends_of(counts: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the cumulative sums of ``counts``, the numbers of slices of the microbatches."""
+    """Returns the cumulative sums of ``counts``, which contains the slices of each microbatch."""
     return tuple(itertools.accumulate(counts))
 
 
@@ -146,7 +146,7 @@ def item_count(num_microbatches: int, num_slices: SliceCounts) -> int:
 def each_count(num_microbatches: int, num_slices: SliceCounts) -> tuple[int, ...]:
     """Returns the number of slices of each of ``num_microbatches`` microbatches, as a tuple.
 
-    If ``num_slices`` is an integer, all microbatches have this number of slices.
+    If ``num_slices`` is an integer, every microbatch has that many slices.
     """
     if isinstance(num_slices, int):
         return (num_slices,) * num_microbatches
@@ -161,7 +161,7 @@ def mean_slices(num_slices: SliceCounts) -> float:
 
 
 def most_slices_of(num_slices: SliceCounts) -> int:
-    """Returns the largest number of slices of any microbatch in ``num_slices``."""
+    """Returns the largest number of slices per microbatch in ``num_slices``."""
     return num_slices if isinstance(num_slices, int) else max(num_slices)
 
 
@@ -208,8 +208,9 @@ def mirrored(item: int, num_slices: SliceCounts) -> int:
     """Returns the slice at the mirrored position in the microbatch that contains slice ``item``.
 
     For example, with 3 slices per microbatch, index 0 is mapped to 2, and index 2 to 0. A chunk
-    runs its B and W actions in this reversed order (see ``rank_kernel``), so its B with index j
-    works on slice ``mirrored(j, num_slices)``. The function is its own inverse.
+    runs the B and W actions of each microbatch from the last slice to the first (see
+    ``rank_kernel``). Its B with index j, counted from 0, therefore works on slice ``mirrored(j,
+    num_slices)``. The function is its own inverse.
     """
     _, part, count = place_of(item, num_slices)
     return item - part + count - 1 - part
@@ -234,11 +235,12 @@ def place_label(microbatch: int, part: int | None) -> str:
 
 
 def with_slices(text: str, step: int, num_slices: SliceCounts) -> str:
-    """Replaces slice indices in ``text``, a message of a transport, by labels such as ``3.5``.
+    """Replaces slice indices in ``text``, a transport's message, with labels such as ``3.5``.
 
-    Transports number all slices of a step consecutively. So their ``microbatch 29 of step 7``
-    becomes ``microbatch 3.5 of step 7``, which is slice 5 of microbatch 3. References to other
-    steps are left unchanged, because these steps may have other numbers of slices.
+    Transports number all slices of a step consecutively. For example, ``microbatch 29 of step 7``
+    in their messages becomes ``microbatch 3.5 of step 7``, which means slice 5 of microbatch 3.
+    References to other steps are left unchanged, because those steps may have different numbers of
+    slices.
 
     Args:
         text: Text that may contain the index of a slice or microbatch.

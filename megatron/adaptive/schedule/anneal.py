@@ -10,19 +10,19 @@ example, the path visits ranks 1, 0 and 1, and its blocks are in brackets:
     rank 0 |      F0 F1 F2  B1 W1 [B0 W0]          W0 after B0 delays nothing;
     rank 1 | [F0 F1 B1]               [...]        with B1 before F1, B1 starts earlier
 
-Only a move of an action within its block can shorten the step. Each attempt chooses a random action
-of the path, and either moves the action to one end of its block or swaps it with a neighbour. The
-change is kept if the step does not become longer. Otherwise, the change is kept with a probability
-that decreases with the increase in step time and with the number of attempts so far. The result is
-the best order encountered in tens of thousands of attempts. Schedules of large pipelines are not
-annealed, because this would take too long and gain less.
+The step can only become shorter if an action moves within its block. Each attempt chooses a random
+action of the path, and either moves the action to one end of its block or swaps it with a
+neighbour. The change is kept if the step does not become longer. Otherwise, it is kept with a
+probability that is smaller for larger increases in step time, and that falls with each attempt. The
+result is the best order encountered in tens of thousands of attempts. Schedules of large pipelines
+are not annealed, because this would take too long and gain less.
 
-Each stage runs its microbatches in ascending order, and memory stays within the limit (cap), as
-everywhere in this package. All numbers are integers and the random sequence is fixed, so equal
+As everywhere in this package, each stage runs its microbatches in ascending order, and memory stays
+within the limit (cap). All numbers are integers and the random sequence is fixed, so equal
 arguments give the same order on every machine.
 
-The functions up to ``anneal`` use only numbers, like the functions of ``rank_kernel``, so that
-``numba_kernels`` can compile them.
+The functions up to and including ``anneal`` use only numbers, like the functions of
+``rank_kernel``, so that ``numba_kernels`` can compile them.
 
 Source: Moves within blocks of the critical path are from van Laarhoven, Aarts and Lenstra 1992,
 "Job shop scheduling by simulated annealing". Moves to the ends of a block are from Brucker, Jurisch
@@ -46,9 +46,9 @@ from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.workload import Workload
 
 VISITS = 500_000_000
-"""Maximum number of action times to compute in all attempts together.
+"""Maximum number of action times that all attempts together may compute.
 
-Computing this many times takes about a second.
+Computing this many action times takes about a second.
 """
 LEAST_ORDERS = 40_000
 """Minimum number of random changes to attempt.
@@ -58,8 +58,9 @@ If ``VISITS`` allows fewer attempts, the schedule is not annealed.
 MOST_ORDERS = 200_000
 """Maximum number of random changes to attempt."""
 COMPILE_S = 25.0
-"""Upper bound on the time to compile the annealing functions in seconds, unless the processors are
-overloaded.
+"""Upper bound in seconds on the time to compile the annealing functions.
+
+Compilation may take longer if the processors are overloaded.
 """
 HEAT = 2
 """Largest increase in step time that may be accepted in the first attempts, as a multiple of the
@@ -96,7 +97,8 @@ class OrderGraph(NamedTuple):
         position: Scratch array of ``finish`` with the index in ``rows`` of each rank's next action.
         now: Scratch array of ``finish`` with the end time of each rank's latest action, in
             picoseconds.
-        stack: Scratch array of ``finish`` with the ranks whose next action may have its input.
+        stack: Scratch array of ``finish`` with the ranks whose next action may have received its
+            input.
         waiting: Scratch array of ``finish`` with the rank that waits for the result of each action,
             or -1 if no rank waits.
     """
@@ -169,7 +171,8 @@ def finish(o: OrderGraph) -> int:
 def trace(o: OrderGraph, step: int) -> int:
     """Finds the critical path of a step that ends at the time ``step``, in picoseconds.
 
-    Writes the actions of the path to ``o.path``, last action first, and returns their number.
+    Writes the actions of the path to ``o.path``, last action first, and returns the number of
+    actions.
     """
     action = -1
     for rank in range(len(o.lengths)):
@@ -201,7 +204,7 @@ def shift(o: OrderGraph, rank: int, index: int, to: int) -> None:
 
 
 def reach(o: OrderGraph, rank: int, index: int, to: int) -> int:
-    """Returns the index nearest to ``to`` to which the action at ``index`` of ``rank`` can move.
+    """Returns the index closest to ``to`` that the action at ``index`` of ``rank`` can reach.
 
     The action must not pass an action of the same kind and chunk, because each stage runs its
     microbatches in ascending order.
@@ -290,12 +293,12 @@ def improve(schedule: Schedule, work: Workload, cap: float) -> Schedule | None:
     Args:
         schedule: Valid schedule whose memory is within the cap.
         work: Durations of all actions and messages in the step.
-        cap: Limit on the activations that a rank holds. The unit is the activations of one
-            microbatch in all chunks of the rank.
+        cap: Limit on the activations that a rank holds. A value of 1 is the activation memory of
+            one microbatch in all chunks of the rank.
 
     Returns:
         Schedule with the best order of actions, which is at least as fast as ``schedule``, or
-        ``None`` if the step has too many actions to attempt enough changes.
+        ``None`` if the step has so many actions that too few changes could be attempted.
     """
     orders = min(MOST_ORDERS, VISITS // sum(map(len, schedule.orders)))
     if orders < LEAST_ORDERS:
@@ -323,13 +326,13 @@ def improve(schedule: Schedule, work: Workload, cap: float) -> Schedule | None:
 def _graph(schedule: Schedule, work: Workload, cap: float) -> OrderGraph:
     """Builds the graph of the actions in ``schedule`` and of their inputs.
 
-    The actions take as long as in ``work``, and the memory of a rank is limited to ``cap``.
+    The durations come from ``work``, and ``cap`` limits the memory of each rank.
 
     The index of an F or B is ``kind * cells + cell``, and the index of a W is ``2 * cells + cell *
     pieces + piece``. Here ``cell`` is ``stage * num_microbatches + microbatch``, and ``cells`` is
-    the number of cells. With slices, items replace microbatches (see ``rank_kernel``). A B of the
-    last stage needs only the F with the same index, because the first B of a microbatch belongs to
-    its last slice, whose F runs after all other slices.
+    the total number of cells. With slices, items replace microbatches (see ``rank_kernel``). A B of
+    the last stage needs only the F with the same index, because the first B of a microbatch belongs
+    to its last slice, whose F runs after all other slices.
     """
     placement = schedule.placement
     pieces = schedule.weight_pieces
@@ -402,10 +405,10 @@ def _gaps(work: Workload, ranks: Any, *, kind: int, way: int) -> Any:
 
 
 def _rows(schedule: Schedule, num_cells: int) -> Any:
-    """Returns the indices of the actions of each rank of ``schedule``, in execution order.
+    """Returns the indices of each rank's actions in ``schedule``, in execution order.
 
-    ``num_cells`` is the number of pairs of a stage and a microbatch or slice, which is needed to
-    compute the indices.
+    ``num_cells`` is the number of (stage, microbatch) or (stage, slice) pairs, which determines the
+    indices (see :func:`_graph`).
 
     The array has the shape ``[ranks, longest order]`` and is padded with -1.
     """

@@ -1,9 +1,9 @@
 """Looks up schedules and run-time rules by name, and chooses their settings.
 
-This module checks what all schedules require. It chooses the settings with which a schedule runs on
-a pipeline: the placement of stages, the number of W actions per weight gradient, and the limit on
-activations (cap). It also chooses the schedule that the rule ``hinted`` follows (its hint).
-The functions of schedules (see ``config.schedule_specs``) are of two kinds:
+This module checks the requirements that all schedules share. It chooses the settings of a schedule
+for a pipeline: the placement of stages, the number of W actions per weight gradient, and the limit
+on activations (cap). It also chooses the schedule that the rule ``hinted`` follows (its hint).
+There are two kinds of schedule functions (see ``config.schedule_specs``):
 
 - The function of a static schedule takes the placement of the stages and the number of
   microbatches. It returns the list of actions of each rank.
@@ -47,41 +47,42 @@ from megatron.adaptive.schedule.workload import Link, StageTimes, Workload, draw
 ANNEALED = "annealed"
 """Name of the schedules that ``auto`` creates by simulated annealing (see ``anneal``).
 
-Such a schedule is valid for one pipeline and one number of microbatches. Steps with a different
-number of microbatches run ``hinted`` instead. Users cannot select this name.
+Such a schedule is only valid for one pipeline and one number of microbatches. Steps with a
+different number of microbatches run ``hinted`` instead. Users cannot select this name.
 """
 Pace = tuple[float, float, float]
 """Durations of a message, a B (backward) and a W (weight gradients), relative to a forward pass."""
 EQUAL: Pace = (0.0, 1.0, 1.0)
-"""Durations for ``Pace`` if messages take no time, and F, B and W take equally long."""
+"""Value of ``Pace`` if messages take no time, and F, B and W take the same time."""
 DEFAULT_PIECES = 4
 """Default number of W actions per weight gradient under a run-time rule.
 
-Each W is then short enough to run while the rank waits for a message.
+With this number, each W is short enough to run while the rank waits for a message.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A schedule or run-time rule, with the settings with which it runs.
+    """A schedule or run-time rule, together with its settings.
 
     Attributes:
         name: Name of the static schedule or run-time rule.
         placement: Assignment of pipeline stages to ranks.
         weight_pieces: Number of W actions per weight gradient, or 0 if the backward pass computes
             weight gradients.
-        cap: Limit on the activations that each rank holds under a run-time rule. The unit is the
-            activations of one microbatch in all chunks of the rank. The value is ``None`` if there
-            is no limit, and for static schedules, whose order determines the memory.
+        cap: Limit on the activations that each rank holds under a run-time rule. A value of 1 is
+            the activation memory of one microbatch in all chunks of the rank. ``None`` means no
+            limit, and is also used for static schedules, whose order determines the memory.
         shares: Whether ``adaptive`` also limits each chunk to its share of the cap (see
             ``memory_caps``).
         pace: Relative durations of messages, B and W (see ``Pace``), used by ``hinted`` to choose
             the schedule that it follows (its hint).
         hint: Schedule that ``hinted`` or ``annealed`` follows in steps with the same number of
-            microbatches. In other steps, and if this is ``None``, ``hint_for`` chooses a schedule.
+            microbatches. In other steps, or if ``hint`` is ``None``, ``hint_for`` chooses a
+            schedule.
         num_slices: Number of slices into which each microbatch is cut, or 1 for whole microbatches.
-        frozen_stages: Number of leading pipeline stages through which no gradient flows. Run-time
-            rules of this project run no backward passes on these stages. Static schedules run these
+        frozen_stages: Number of leading pipeline stages through which no gradient flows. Built-in
+            run-time rules run no backward passes on these stages. Static schedules run these
             backward passes, which compute nothing, to limit the number of outputs that wait for the
             next stage.
     """
@@ -224,8 +225,8 @@ def make_candidate(
         placement_kind: ``loop`` or ``v`` for a run-time rule, or ``None`` for the default of
             ``placement_for``.
         cap: Limit on activations under a run-time rule, or ``None`` for
-            ``memory_caps.default_cap``. The unit is the activations of one microbatch in all chunks
-            of the rank.
+            ``memory_caps.default_cap``. A value of 1 is the activation memory of one microbatch in
+            all chunks of the rank.
         weight_pieces: Number of W actions per weight gradient under a run-time rule, 0 if the
             backward pass computes weight gradients, or ``None`` for ``DEFAULT_PIECES``.
         num_slices: Number of slices into which each microbatch is cut, or 1 for whole microbatches.
@@ -275,7 +276,7 @@ def is_rule(name: str) -> bool:
 
 
 def _spec_of(name: str) -> ScheduleSpec:
-    """Returns the specification of the static schedule or run-time rule with the name ``name``."""
+    """Returns the specification of the static schedule or run-time rule called ``name``."""
     spec = _find_spec(name)
     choices = f"choose one of {', '.join(policy_names())}"
     if spec is None:
@@ -408,18 +409,19 @@ def make_policies(
         num_microbatches: Number of microbatches per step, at least 1.
         weight_pieces: Number of W actions per weight gradient, or 0 if the backward pass computes
             weight gradients.
-        cap: Limit on the activations that each rank holds under a run-time rule. The unit is the
-            activations of one microbatch in all chunks of the rank. The value is ``None`` if there
-            is no limit, and for static schedules, whose order determines the memory.
+        cap: Limit on the activations that each rank holds under a run-time rule. A value of 1 is
+            the activation memory of one microbatch in all chunks of the rank. ``None`` means no
+            limit, and is also used for static schedules, whose order determines the memory.
         shares: Whether ``adaptive`` also limits each chunk to its share of the cap (see
             ``memory_caps``).
         pace: Relative durations of messages, B and W (see ``Pace``), used by ``hinted`` to choose
             the schedule that it follows (its hint).
         hint: Schedule that ``hinted`` or ``annealed`` follows in steps with the same number of
-            microbatches. In other steps, and if this is ``None``, ``hint_for`` chooses a schedule.
+            microbatches. In other steps, or if ``hint`` is ``None``, ``hint_for`` chooses a
+            schedule.
         num_slices: Number of slices into which each microbatch is cut, or 1 for whole microbatches.
-        frozen_stages: Number of leading pipeline stages through which no gradient flows. Run-time
-            rules of this project run no backward passes on these stages. Static schedules run these
+        frozen_stages: Number of leading pipeline stages through which no gradient flows. Built-in
+            run-time rules run no backward passes on these stages. Static schedules run these
             backward passes, which compute nothing, to limit the number of outputs that wait for the
             next stage.
 
@@ -442,7 +444,7 @@ def make_policies(
 
 
 def _unequal(name: str) -> str:
-    """Returns an error message for schedule ``name``, which requires equal numbers of slices."""
+    """Returns an error message that schedule ``name`` requires equal numbers of slices."""
     return (
         f"schedule {name} requires the same number of slices for all microbatches; use adaptive, "
         "dfc or bfc"
@@ -479,21 +481,22 @@ def hint_for(
 ) -> Schedule:
     """Returns the schedule that ``hinted`` follows on a pipeline, within a memory limit (cap).
 
-    If the usual static schedule stays within the cap and is known to be the best, it is returned.
-    With one chunk per rank, it is always the best. With several chunks, this is not known for few
-    microbatches, or for the loop placement with a tight cap. With slices, this is never known.
+    If the usual static schedule stays within the cap and is known to be the best, this function
+    returns it. With whole microbatches and one chunk per rank, it is always the best. With several
+    chunks, it is known to be the best only for enough microbatches and, in the loop placement, for
+    a cap that is not tight. With slices, no schedule is known to be the best.
 
     Otherwise, this function simulates steps under ``hinted`` with different schedules to follow,
     which are called hints. It returns the hint with the shortest step. The simulated stages are
     equal and have the durations in ``pace``. The hints are all static schedules within the cap, and
-    the orders that ``adaptive`` produces with and without limits for single chunks. All slices are
-    assumed to have the same duration.
+    the orders that ``adaptive`` produces with and without limits for individual chunks. All slices
+    are assumed to have the same duration.
 
     Args:
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
-        cap: Limit on the activations that a rank holds, or ``None`` for no limit. The unit is the
-            activations of one microbatch in all chunks of the rank.
+        cap: Limit on the activations that a rank holds, or ``None`` for no limit. A value of 1 is
+            the activation memory of one microbatch in all chunks of the rank.
         pace: Relative durations of messages, B and W.
         weight_pieces: Number of W actions per weight gradient, or 0 if the backward pass computes
             weight gradients.

@@ -52,7 +52,7 @@ _MANY = 20_000
 Random differences between actions average out above this number.
 """
 GAIN = 0.005
-"""Minimum gain for choosing a run-time rule, relative to the best static schedule.
+"""Minimum relative gain over the best static schedule for choosing a run-time rule.
 
 A smaller gain could be an error of the simulation.
 """
@@ -67,8 +67,8 @@ class CandidateOutcome:
         makespans_s: Duration of each simulated step, in seconds.
         bubble_fraction: Fraction of time that ranks are idle, from 0 to 1, averaged over ranks and
             simulated steps.
-        peak_units: Maximum activations that any rank held in any step. The unit is the activations
-            of one microbatch in all chunks of the rank.
+        peak_units: Maximum activation memory that any rank held in any step. A value of 1 is the
+            activation memory of one microbatch in all chunks of the rank.
         example: Result of the first simulated step.
     """
 
@@ -230,9 +230,9 @@ def choose(
         )
     if not outcomes:
         raise ScheduleError(
-            f"no schedule of {placement.num_ranks} ranks with {placement.num_chunks} chunks fits "
-            f"into memory for {most:g} microbatches; lower --micro-batch-size or recompute "
-            "activations"
+            f"no schedule for {placement.num_ranks} ranks with {placement.num_chunks} chunks each "
+            f"fits into memory, which has room for {most:g} microbatches; lower --micro-batch-size "
+            "or recompute activations"
         )
     choice = _fastest(outcomes, profile, most)
     if is_late:
@@ -338,8 +338,8 @@ def _is_fixed(name: str) -> bool:
 def pace_of(profile: StageProfile, num_slices: int = 1) -> Pace:
     """Returns the relative durations of messages, backward passes (B) and weight gradients (W).
 
-    The durations are relative to a forward pass (F). Those of actions are means over the stages,
-    and that of a message is the duration on the slowest link.
+    The durations are relative to a forward pass (F). Durations of actions are means over the
+    stages. The duration of a message is the one on the slowest link.
 
     Args:
         profile: Durations for whole microbatches.
@@ -377,7 +377,7 @@ def _annealed(
     Annealing uses mean durations, and starts from the candidate in ``outcomes`` that is fastest
     with mean durations. The memory of the result stays within ``limit`` microbatches. ``planned``
     maps each compiled loop (see :func:`loop_of`) to the number of actions that it simulates. This
-    function adds the actions that it simulates itself.
+    function adds its own simulated actions to these numbers.
     """
     quiet = replace(
         profile, action_sigma=0.0, microbatch_sigma=0.0, latency_sigma=0.0, microbatch_factors=()

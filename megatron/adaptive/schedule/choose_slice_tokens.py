@@ -8,9 +8,9 @@ step, and therefore its slices, are known. On each stage the duration of an acti
 Slices of the same length have the same number of tokens, but different numbers of pairs. So slices
 of a second length are needed to separate the fixed time from the time per token. With the fitted
 times, the documents of the measured steps are packed and simulated with each length. The
-simulations use the run-time rule with several limits on activations and, if stages may move, with
-both placements. The length with the shortest steps is chosen. If several lengths have nearly the
-same step time, the longest of these lengths is chosen.
+simulations use the run-time rule ``adaptive`` with several limits on activations and, if stages may
+move, with both placements. The length with the shortest steps is chosen. If several lengths have
+nearly the same step time, the longest of these lengths is chosen.
 """
 
 from __future__ import annotations
@@ -176,14 +176,14 @@ def choose_tokens(
 ) -> TokensChoice:
     """Chooses the slice length that gives the shortest simulated steps.
 
-    A length is judged by the fastest schedule that fits into memory. If several lengths are almost
-    equally fast, the longest of them is chosen.
+    Each length is judged by its fastest schedule that fits into memory. If several lengths are
+    almost equally fast, the longest of them is chosen.
 
     Args:
-        lengths: Numbers of tokens to simulate. The first length is simulated even after
+        lengths: Slice lengths to simulate, in tokens. The first length is simulated even after
             ``until_s``.
         lanes: Measured actions, keyed by kind and pipeline stage.
-        cuts_of: Function that takes a number of tokens and returns the microbatches of each
+        cuts_of: Function that takes a slice length in tokens and returns the microbatches of each
             simulated step, in execution order.
         setting: Description of the pipeline.
         until_s: Value of ``time.monotonic`` after which no more steps are simulated.
@@ -284,7 +284,7 @@ class SlicedStep(NamedTuple):
         Args:
             placement: Assignment of pipeline stages to ranks.
             cap: Limit in microbatches of mean size, or ``None`` for the default limit. A limit
-                below :attr:`least` is raised to :attr:`least`, because real steps raise it, too.
+                below :attr:`least` is raised to :attr:`least`, as in a real step.
         """
         usual = default_cap(placement, self.num_microbatches, mean_slices(self.counts))
         return max(usual if cap is None else cap, self.least)
@@ -303,7 +303,7 @@ class SlicedStep(NamedTuple):
         return raised.simulate(self.work, compiled=compiled, policies=policies)
 
     def seconds(self, candidate: Candidate, planned: int) -> float:
-        """Returns the simulated step time in seconds. :meth:`simulate` describes the arguments."""
+        """Returns the simulated step time in seconds. See :meth:`simulate` for the arguments."""
         return self.simulate(candidate, planned).makespan_s
 
     @property
@@ -315,7 +315,7 @@ class SlicedStep(NamedTuple):
 def fitting_candidates(
     steps: Sequence[SlicedStep], placement: Placement, setting: Setting, tokens: int
 ) -> Iterator[Candidate]:
-    """Yields candidates that use the run-time rule and fit into memory in all steps.
+    """Yields candidates for the run-time rule ``adaptive`` that fit into memory in all steps.
 
     Args:
         steps: Steps to simulate.

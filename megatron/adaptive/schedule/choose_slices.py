@@ -38,7 +38,7 @@ class SliceTrial:
 
     Attributes:
         num_slices: Number of slices of each microbatch.
-        times: Times of a whole microbatch on each stage, which are sums over its slices.
+        times: Times of a whole microbatch on each stage, summed over its slices.
     """
 
     num_slices: int
@@ -76,9 +76,9 @@ class SliceChoice:
 
 
 def added_s(first: SliceTrial, second: SliceTrial) -> float:
-    """Returns the seconds that each slice after the first adds to a forward or backward pass.
+    """Returns the time in seconds that each slice after the first adds to F or B.
 
-    The result is averaged over all stages and both passes, and is at least 0.
+    The result is the mean over all stages and over F and B, and is at least 0.
 
     Args:
         first: Times measured with one number of slices.

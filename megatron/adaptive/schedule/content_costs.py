@@ -9,7 +9,8 @@ each multiplied by a non-negative factor::
 
 The factors of each stage are fitted by least squares. Ranks exchange sums instead of single times,
 so the size of an exchange does not depend on the number of microbatches. All ranks compute the same
-factors, because they use the same sums, and Python floats in a fixed order of operations.
+factors, because they apply the same operations, in the same order, to the same sums (Python
+floats).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def squares_of(rows: Sequence[Numbers]) -> list[float]:
     """Returns the product of each pair of numbers in a row, summed over all rows.
 
     Args:
-        rows: Numbers of each microbatch. There must be at least one microbatch.
+        rows: Numbers that describe each microbatch. There must be at least one microbatch.
 
     Returns:
         Upper triangle of a symmetric matrix, row by row.
@@ -93,8 +94,8 @@ class StageFit:
     def fit(self, start: Collection[int] = ()) -> None:
         """Fits non-negative factors to the sums by least squares.
 
-        The fit starts with the cost divided equally among the numbers in ``start``. Then coordinate
-        descent sets the factors one by one to their best values. So numbers that always grow
+        At the start, the cost is divided equally among the numbers in ``start``. Coordinate descent
+        then sets the factors one by one to their best values. As a result, numbers that always grow
         together, such as the sizes of ``input_ids`` and ``labels``, share the cost. After a single
         microbatch, the numbers in ``start`` share its cost.
 
@@ -109,8 +110,8 @@ class StageFit:
         for first in range(count):
             for second in range(first, count):
                 matrix[first][second] = matrix[second][first] = next(sums)
-        # The numbers differ by many orders of magnitude. So each number is scaled to a root mean
-        # square of 1.
+        # Scale each number to a root mean square of 1, because the numbers differ by many orders of
+        # magnitude.
         scales = [math.sqrt(matrix[index][index]) for index in range(count)]
         used = [index for index in range(count) if scales[index] > 0]
         rows = [[matrix[a][b] / (scales[a] * scales[b]) for b in used] for a in used]
@@ -130,7 +131,7 @@ class StageFit:
             self.factors[index] = value / scales[index]
 
     def is_used(self, index: int) -> bool:
-        """Returns whether the number at ``index`` was positive in any added microbatch.
+        """Returns whether the number at ``index`` was positive in at least one added microbatch.
 
         Args:
             index: Index of the number in the tuple that describes the content of a microbatch.
@@ -165,7 +166,8 @@ class ContentCosts:
     Args:
         placement: Assignment of stages to ranks.
         partition: Number of segments (parts of the model) in each stage.
-        segments: Cost function of each segment, in counted operations instead of measured time.
+        segments: Cost of each segment as a function of these numbers, in counted operations instead
+            of measured time.
 
     Attributes:
         stages: Fit of each stage to measured times.
@@ -211,7 +213,7 @@ class ContentCosts:
         """Returns the sums that describe a step on one rank, in the format that :meth:`add` takes.
 
         Args:
-            rows: Numbers of each microbatch of the rank, in execution order.
+            rows: Numbers that describe each microbatch of the rank, in execution order.
             actions: Actions of the rank, each with its duration in nanoseconds.
         """
         seconds = [[0.0] * len(rows) for _ in range(self._placement.num_chunks)]
@@ -226,7 +228,8 @@ class ContentCosts:
         """Adds the sums of all ranks for a step.
 
         Args:
-            sums_at: Result of :meth:`measured` on each rank, by replica index and pipeline rank.
+            sums_at: Result of :meth:`measured` on each rank, keyed by (replica index, pipeline
+                rank).
         """
         replicas = sorted({replica for replica, _ in sums_at})
         for stage, fit in enumerate(self.stages):

@@ -16,11 +16,11 @@ from megatron.adaptive.schedule.microbatch_assignment import Dealer, Size
 from megatron.adaptive.schedule.pack_documents import first_fit
 
 _LONGER = 4  # Rows that are cut into slices are at most 1/4 longer than the longest sample.
-_TRIES = 4  # This many row lengths are tried in addition to the shortest.
+_TRIES = 4  # Number of row lengths to try in addition to the shortest.
 _TOKEN_PER_PAIR = 12
-"""Number of token pairs, divided by the hidden size, that cost as much as one token.
+"""Cost of a token in pairs of tokens, divided by the hidden size.
 
-A token of a row costs as much as attention between ``12 * hidden_size`` pairs of tokens.
+A token costs as much as attention between ``12 * hidden_size`` pairs of tokens.
 """
 
 
@@ -37,9 +37,9 @@ class Batching:
         slice_tokens: Number of tokens per slice of a packed microbatch, or ``None`` to use
             ``pack_to``.
         varies_slices: Whether microbatches of a step may have different numbers of slices.
-        multiple: Number by which the padded length of each row is divisible.
+        multiple: The padded length of each row is a multiple of this number.
         shortest: Smallest number of tokens in a row. Shorter rows are padded.
-        group: Number by which the number of microbatches per replica and step is divisible.
+        group: The number of microbatches per replica and step is a multiple of this number.
         least: Smallest number of microbatches per replica and step.
     """
 
@@ -72,7 +72,7 @@ class Batching:
         return min(choices, key=lambda choice: len(choice.plan(lengths)) * choice.multiple)
 
     def plan(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Combines the samples of a step into microbatches, and returns lists of sample indices.
+        """Groups the samples of a step into microbatches, and returns the sample indices of each.
 
         Args:
             lengths: Number of tokens of each of the step's samples.
@@ -112,7 +112,7 @@ class Batching:
 def most_slices(needed: int) -> int:
     """Returns the maximum number of slices per row.
 
-    The longest sample needs ``needed`` slices.
+    ``needed`` is the number of slices that the longest sample needs.
     """
     return needed + needed // _LONGER
 

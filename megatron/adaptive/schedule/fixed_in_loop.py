@@ -23,8 +23,8 @@ microbatches of three slices; ``F0-1.2`` is the last slice of microbatch 1::
 
 Rank r holds the activations of at most ``num_ranks - r + num_slices - 1`` slices.
 
-**interleaved**: Each group of microbatches passes through all chunks of a rank in turn. The example
-has two ranks, two chunks and four microbatches::
+**interleaved**: Each group of microbatches passes through the chunks of a rank one after another.
+The example has two ranks, two chunks and four microbatches::
 
     rank 0 | F0-0 F0-1 F1-0 F1-1 F0-2 B1-0 F0-3 B1-1 F1-2 B0-0 F1-3 B0-1 B1-2 B1-3 B0-2 B0-3
     rank 1 | F0-0 F0-1 F1-0 B1-0 F1-1 B1-1 F0-2 B0-0 F0-3 B0-1 F1-2 B1-2 F1-3 B1-3 B0-2 B0-3
@@ -46,17 +46,17 @@ of the step. The example has four ranks and six microbatches::
 
 On rank r, the W of a microbatch runs r backward passes later than its B, so no W delays a gradient
 on its way back through the ranks. Each rank holds at most ``num_ranks`` microbatches between the
-start of F and the end of W, as many as the first rank of 1F1B. Without latency, a step of m
+start of F and the end of W, as many as the first rank under 1F1B. Without latency, a step of m
 microbatches on p equal stages, with m at least p, takes ``m * (F + B + W) + (p - 1) * (F + B -
 min(F, B, W))``. The paper states ``F + B - W``, which is the same if W is the shortest of the
 three.
 
-**interleaved-zb**: Interleaved 1F1B with separate weight gradients like ZB-H1. Forward and backward
-passes go through the chunks in groups like in interleaved 1F1B, but after only ``num_ranks - 1 - r
-+ (num_chunks - 1) * group_size`` warm-up forward passes. This is enough because no weight gradient
-delays a gradient on its way, so the gradient returns in half the time. On rank r, each W runs r
-backward passes after its B, so that no rank holds more memory than under ZB-H1. The example has two
-ranks, two chunks and one group of three microbatches::
+**interleaved-zb**: Interleaved 1F1B with separate weight gradients, as in ZB-H1. Forward and
+backward passes go through the chunks in groups as in interleaved 1F1B, but after only ``num_ranks -
+1 - r + (num_chunks - 1) * group_size`` warm-up forward passes. This is enough because no weight
+gradient delays a gradient on its way, so the gradient returns in half the time. On rank r, each W
+runs r backward passes after its B, so that no rank holds more memory than under ZB-H1. The example
+has two ranks, two chunks and one group of three microbatches::
 
   rank 0 | F0-0 F0-1 F0-2 F1-0 F1-1 B1-0 W1-0 F1-2 B1-1 W1-1 B1-2 W1-2 B0-0 W0-0 B0-1 W0-1 B0-2 W0-2
   rank 1 | F0-0 F0-1 F0-2 F1-0 B1-0 F1-1 B1-1 W1-0 F1-2 B1-2 W1-1 B0-0 W1-2 B0-1 W0-0 B0-2 W0-1 W0-2
@@ -82,8 +82,8 @@ ranks, two chunks and three microbatches::
     rank 0 | F0-0 F0-1 F0-2 F1-0 F1-1 F1-2 B1-0 B1-1 B1-2 B0-0 B0-1 B0-2
     rank 1 | F0-0 F0-1 F0-2 F1-0 F1-1 F1-2 B1-0 B1-1 B1-2 B0-0 B0-1 B0-2
 
-All forward passes of a chunk are adjacent, and so are all its backward passes. So the chunk's
-weights are gathered, and their gradients reduced, once per step, while other chunks compute. The
+All forward passes of a chunk are adjacent, and so are all its backward passes. The chunk's weights
+are therefore gathered, and their gradients reduced, once per step, while other chunks compute. The
 drawback is memory: every rank holds all microbatches. The idle time is the same as that of
 interleaved 1F1B. Without latency, a step of m microbatches on p ranks with v chunks, with m at
 least p, takes ``(m * v + p - 1) * (t_F + t_B)``, where t_F and t_B are the times of one stage.
@@ -101,7 +101,7 @@ keep every rank busy, and at most one group of stage inputs must be stored betwe
 The papers on GPipe and breadth-first run backward passes in descending order of microbatches. This
 package always runs them in ascending order.
 
-**varuna**: Every rank prefers backward passes, and runs forward passes while it would otherwise
+**varuna**: Every rank prefers backward passes, and runs forward passes when it would otherwise
 wait. It is designed for training with activation recomputation. The example has three ranks and six
 microbatches::
 
@@ -119,15 +119,15 @@ pass. At any time, a rank follows these rules:
    of memory.
 3. Otherwise, wait.
 
-So forward passes that 1F1B would delay fill the waits. A rank holds at most 4 microbatches for each
-later stage, and the last rank holds 1. With recomputation it holds only the stage's input of each
-microbatch. To limit memory, use ``adaptive``.
+Forward passes that 1F1B would delay therefore fill the waits. A rank holds at most 4 microbatches
+for each later stage, and the last rank holds 1. With recomputation, a rank holds only the stage's
+input of each microbatch. To limit memory, use ``adaptive``.
 
 Deviations from the paper: Here, recomputation is part of B, so it starts when the gradient has
-arrived. In the paper, the recomputation ends when the gradient arrives. So here, no rank waits
-between a recomputation and its backward pass, and the paper's rule that no forward pass may run
-between them is not needed. In the paper, a rank also runs a forward pass if the backward pass in
-its list is late. In this package, only run-time rules do that.
+arrived. In the paper, the recomputation ends when the gradient arrives. In this package, therefore,
+no rank waits between a recomputation and its backward pass, and the paper's rule that no forward
+pass may run between them is not needed. In the paper, a rank also runs a forward pass if the
+backward pass in its list is late. Here, only run-time rules do that.
 
 Source: 1F1B is from PipeDream-Flush, arXiv 2006.09503, section 2.2. Seq-1F1B is from arXiv
 2406.03488 (the order for one stage per rank). Interleaved is from Megatron-LM, arXiv 2104.04473,
@@ -373,7 +373,8 @@ def varuna(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
 
     ``placement`` assigns stages to ranks. A step has ``num_microbatches`` microbatches.
     """
-    # These modules import numpy and modules of ``config``, which imports this module.
+    # Import these modules only here, because they import numpy and modules of ``config``, which
+    # imports this module.
     from megatron.adaptive.schedule.policy import RulePolicy
     from megatron.adaptive.schedule.simulate import simulate
     from megatron.adaptive.schedule.workload import StageTimes

@@ -16,9 +16,9 @@ of the missing microbatches.
 A rank holds at most ``2 * p`` microbatches, each in one chunk. This takes the memory of p
 microbatches in both chunks, as in 1F1B. If F, B and W of one chunk take time 1 each, without
 latency, a step of m microbatches takes ``6 * m + (p - 1) + max(0, 3 * p - 2 * m - 1)``. Each rank
-works for ``6 * m``, and is idle because rank r cannot start before time r. If F and B take equally
-long, and W at least half as long but not longer, the idle time is ``(p - 1) * F``. With other times
-it is larger.
+works for ``6 * m``, and is idle because rank r cannot start before time r. If F and B take the same
+time, and W takes between half and all of that time, the idle time is ``(p - 1) * F``. With other
+times it is larger.
 
 **dualpipe-v**: Forward and backward passes run in pairs. The example has two ranks and four
 microbatches. ``F0-3+`` runs together with the B after it, so that one action computes while the
@@ -49,9 +49,9 @@ The order is constructed as follows. Time is divided into slots, and one F, B or
 one slot.
 
 1. The building block defines the slots of F and B of microbatch 0 on each stage. From one rank to
-   the next, F0 and B1 take 2 slots, and F1 and B0 take 1 slot, so that the activations of chunk 0
-   and chunk 1 add up to the same amount on all ranks. Microbatch i does the same ``6 * i`` slots
-   later. No two actions of a rank get the same slot.
+   the next, F0 and B1 are 2 slots apart, and F1 and B0 are 1 slot apart, so that the activations of
+   chunk 0 and chunk 1 add up to the same amount on all ranks. Microbatch i does the same ``6 * i``
+   slots later. No two actions of a rank get the same slot.
 2. Squeeze and reorder: Before and after the steady state, each action moves to the earliest free
    slot after its input in which the rank does not hold more than in the steady state.
 3. Weight gradients fill the free slots in FIFO order.
@@ -158,7 +158,7 @@ def dualpipe_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]
 def _listed(lanes: Iterable[str], num_microbatches: int) -> Order:
     """Converts the labels ``lanes``, such as ``F0`` (F of chunk 0), into actions.
 
-    Equal labels stand for microbatches 0, 1 and so on, and labels of microbatches from
+    Repetitions of a label stand for microbatches 0, 1 and so on. Microbatches from
     ``num_microbatches`` on are skipped.
     """
     counts: Counter[str] = Counter()
@@ -187,7 +187,7 @@ def v_half(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
     """
     if placement.num_ranks == 1:
         return zb_v(placement, num_microbatches)
-    # The steady state is periodic. So the order is constructed for a few microbatches only, and its
+    # The steady state is periodic, so the order is constructed for a few microbatches only. Its
     # steady state is then repeated for the other microbatches.
     few = min(num_microbatches, placement.num_ranks + 5)
     begin = _steady_begin(placement.num_ranks) + _PERIOD
@@ -319,7 +319,7 @@ def _stretch(row: _Row, begin: int, repeats: int) -> Order:
     """Returns a rank's actions in execution order, with the period of its steady state repeated.
 
     Args:
-        row: Actions of the rank by time slot, in ascending order of slots.
+        row: Actions of the rank, keyed by time slot, in ascending order of slots.
         begin: First time slot of the period.
         repeats: Number of additional periods.
     """

@@ -6,14 +6,14 @@ one chunk takes ``1 / num_chunks``. The minimum cap is 1.
 The main rule (graded rule): A forward pass of chunk c may only start if one microbatch in every
 later chunk of the same rank still fits afterwards.
 
-Why it cannot deadlock: Suppose every rank waits. Take the deepest stage s that holds a microbatch
-whose forward pass ran and whose backward pass did not. If s is the last stage, that backward pass
-is ready. Otherwise the forward pass of stage s+1 has its input, so only the cap can block it. Its
-rank holds nothing at s+1 or deeper, only microbatches of earlier chunks. When the last forward pass
-of those chunks started, it left enough memory for one microbatch of every later chunk, including
-the chunk at s+1. So the forward pass of s+1 fits. If no stage holds anything, the first forward
-pass fits because the cap is at least 1. A flat cap, which only requires that the microbatch itself
-fits, does not keep this memory free:
+Why this rule cannot deadlock: Suppose every rank waits. Take the deepest stage s that holds a
+microbatch whose forward pass ran and whose backward pass did not. If s is the last stage, that
+backward pass is ready. Otherwise the forward pass of stage s+1 has its input, so only the cap can
+block it. The rank of stage s+1 holds nothing at s+1 or deeper, only microbatches of earlier chunks.
+When the last forward pass of those chunks started, it left enough memory for one microbatch of
+every later chunk, including the chunk at s+1. So the forward pass of s+1 fits. If no stage holds
+anything, the first forward pass fits because the cap is at least 1. A flat cap, which only requires
+that the microbatch itself fits, does not keep this memory free:
 
 ::
 
@@ -22,17 +22,17 @@ fits, does not keep this memory free:
 
 **Unequal microbatches.** If microbatches differ in size, sizes are relative to the mean microbatch,
 so that a cap limits bytes. A forward pass of chunk c and microbatch j must leave memory for one
-microbatch in every later chunk. This is the largest microbatch from that chunk's next microbatch up
-to j. The blocked microbatch in the proof above is among these, because it has passed chunk c. The
-minimum cap is the size of the largest microbatch.
+microbatch in every later chunk: the largest microbatch from that chunk's next microbatch up to j.
+The blocked microbatch in the proof above is among these, because it has passed chunk c. The minimum
+cap is the size of the largest microbatch.
 
-**Slices.** Microbatches may be cut into slices (see ``rank_kernel``), each into a different number.
-Then no backward pass of a microbatch starts before all of its slices have run forward, so only the
-first slice of a microbatch is checked. It starts if the cap has room for the held slices, the
-remaining slices of microbatches that have begun on the rank's chunks, and all slices of this
-microbatch. The cap must also have room for one whole microbatch in every later chunk: the largest
-microbatch up to this microbatch that has not begun in that chunk. Later slices always start. The
-minimum cap is the size of the largest microbatch.
+**Slices.** Microbatches may be cut into slices (see ``rank_kernel``), and the number of slices may
+differ between microbatches. With slices, no backward pass of a microbatch starts before all of its
+slices have run forward, so only the first slice of a microbatch is checked. It starts if the cap
+has room for the held slices, the remaining slices of microbatches that have begun on the rank's
+chunks, and all slices of this microbatch. The cap must also have room for one whole microbatch in
+every later chunk: the largest microbatch up to this microbatch that has not begun in that chunk.
+Later slices always start. The minimum cap is the size of the largest microbatch.
 
 The proof with slices: Suppose every rank waits. Take the deepest stage s that holds slices, and the
 first microbatch m whose backward passes are not complete there. m has begun on all stages up to s.
@@ -60,10 +60,10 @@ above, the chunk of stage s+1 holds nothing, and its share is at least 1.
 whose parameters are not trained. Their forward passes keep no activations, so the cap does not
 count them, and a whole microbatch of a rank consists of its other chunks. Only their outputs use
 memory, while they wait until the next stage takes them. A frozen stage may have C waiting outputs,
-but at least 2, so that the next stage need not wait for a message. This cannot deadlock: If a
-frozen stage must wait, the next stage already has an output to take. A frozen next stage may in
-turn wait for the stage behind it. The proof above shows that the first stage that is not frozen can
-take its input.
+and always at least 2, so that the next stage does not have to wait for a message. This cannot
+deadlock: If a frozen stage must wait, the next stage already has an output to take. If the next
+stage is also frozen, it may be waiting for the stage behind it. The proof above shows that the
+first stage that is not frozen can take its input.
 
 This module computes these limits. ``RankState`` counts the memory that a rank holds at run time.
 """
@@ -77,13 +77,13 @@ from megatron.adaptive.schedule.action import SliceCounts, mean_slices, most_sli
 from megatron.adaptive.schedule.rank_kernel import MEMORY_SCALE
 from megatron.adaptive.schedule.stage_placement import Placement
 
-# Comparisons with the cap use this relative tolerance. It exceeds the rounding error of sums of
-# fractions such as 1/3.
+# Relative tolerance in comparisons with the cap. It exceeds the rounding error of sums of fractions
+# such as 1/3.
 _ROUNDING = 1e-9
-# Comparisons with the cap also allow this many millionths of a microbatch, which covers 1,000 sizes
-# that are each rounded by up to half a millionth.
+# Absolute tolerance in comparisons with the cap, in millionths of a microbatch. It covers 1,000
+# sizes that are each rounded by up to half a millionth.
 _ROUNDING_PER_SUM = 500
-# The default cap is this multiple of the memory that a static schedule needs. In measurements (see
+# Ratio of the default cap to the memory that a static schedule needs. In measurements (see
 # ``runtime_rules``) with a ratio of 1.25, message latency made a step up to 7% longer than with
 # static schedules. With 1.5, a latency of up to one forward pass of a stage cost nothing.
 _SLACK = 1.5
@@ -113,8 +113,8 @@ def scaled_cap(cap: float, num_chunks: int, largest: float = 1.0) -> int:
     """
     if math.isnan(cap) or with_rounding(cap) < largest:
         raise ScheduleError(
-            f"activation cap must be at least {largest:.3g} (one microbatch, the largest, in "
-            f"each of {num_chunks} chunks), got {cap:g}"
+            f"activation cap must be at least {largest:.3g} (the largest microbatch in each "
+            f"of {num_chunks} chunks), got {cap:g}"
         )
     return round(min(with_rounding(cap), 1e9) * MEMORY_SCALE)
 
@@ -130,11 +130,11 @@ def chunk_shares(
     Args:
         placement: Assignment of pipeline stages to ranks.
         rank: Pipeline rank.
-        cap: Limit on activations. The unit is the activations of one microbatch in all chunks of
-            the rank.
+        cap: Limit on activations. A value of 1 is the activation memory of one microbatch in all
+            chunks of the rank.
         num_slices: Number of slices of each microbatch. If there are several, shares count slices.
         frozen_stages: Number of leading stages through which no gradient flows. Their chunks have
-            no share, which the number -1 represents.
+            no share, which is represented by -1.
 
     Raises:
         ScheduleError: No order of actions stays within the cap.
@@ -153,8 +153,8 @@ def lead_of(cap: float | None, num_items: int, num_slices: SliceCounts = 1) -> i
     """Returns how many microbatches or slices a frozen stage may be ahead of the next stage.
 
     Args:
-        cap: Limit on activations, or ``None`` for no limit. The unit is the activations of one
-            microbatch in all chunks of the rank.
+        cap: Limit on activations, or ``None`` for no limit. A value of 1 is the activation memory
+            of one microbatch in all chunks of the rank.
         num_items: Total number of slices of all microbatches in the step.
         num_slices: Number of slices of each microbatch.
     """
@@ -166,7 +166,7 @@ def lead_of(cap: float | None, num_items: int, num_slices: SliceCounts = 1) -> i
 def default_cap(placement: Placement, num_microbatches: int, num_slices: float = 1) -> float:
     """Returns the default limit (cap) on the activations that a rank holds.
 
-    The unit is the activations of one microbatch in all chunks of the rank.
+    A value of 1 is the activation memory of one microbatch in all chunks of the rank.
 
     The default is 1.5 times the result of :func:`static_cap`, rounded up to a whole chunk. The
     additional memory lets a rank run another forward pass while the input of its next backward pass
@@ -197,9 +197,9 @@ def default_cap(placement: Placement, num_microbatches: int, num_slices: float =
 def static_cap(placement: Placement) -> float:
     """Returns the activations that the best static schedule holds on its first rank.
 
-    The unit is the activations of one microbatch in all chunks of the rank. The best static
-    schedule is 1F1B with one chunk, interleaved 1F1B with several chunks in a loop, and ZB-V in a
-    V.
+    A value of 1 is the activation memory of one microbatch in all chunks of the rank. The best
+    static schedule is 1F1B with one chunk, interleaved 1F1B with several chunks in a loop, and ZB-V
+    in a V.
     """
     ranks, chunks = placement.num_ranks, placement.num_chunks
     if chunks == 1 or placement.kind == "v":

@@ -1,4 +1,4 @@
-"""Assigns microbatches to data-parallel replicas so that all replicas take equally long.
+"""Assigns microbatches to data-parallel replicas so that all replicas take the same time.
 
 Only the replicas that process the microbatches change, not the microbatches themselves::
 
@@ -13,8 +13,8 @@ that attend to each other. These parts are fitted to the measured times of recen
 a rank is its computing time (excluding waits) divided by the cost of its microbatches. A replica is
 as fast as its slowest rank.
 
-Every rank computes the assignment from the same numbers, with Python floats in a fixed order of
-operations. So ranks on different machines reach the same decision without communication.
+Every rank applies the same operations, in the same order, to the same numbers (Python floats).
+Ranks on different machines therefore reach the same decision without communication.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Size = tuple[float, float]
 """
 
 EQUAL: Size = (1.0, 1.0)
-"""Size that every microbatch has if all microbatches are equally long."""
+"""Size to use for every microbatch if all microbatches have the same length."""
 
 Measured = tuple[float, float, float]
 """Three sums over the microbatches that a rank processed in a step.
 
-The first sum is that of the times in seconds. For the second sum, each time is multiplied by the
-number of tokens, and for the third, by the sum of the squared lengths (see :data:`Size`).
+The first is the sum of the times in seconds. In the second sum, each time is multiplied by the
+microbatch's number of tokens, and in the third, by its sum of squared lengths (see :data:`Size`).
 """
 
 _LEAST_SIZES = 4
@@ -51,14 +51,14 @@ _REFIT_STEPS = 8
 After these steps, the costs are fitted once every ``_REFIT_STEPS`` steps.
 """
 _STEPS = 16
-"""Number of recent steps from which the pace of each rank (its time per unit of cost) is computed.
+"""Number of recent steps over which each rank's pace (its time per unit of cost) is computed.
 """
 _FEW = 3
-"""Number of recent steps in which a sudden change of a rank's pace is detected."""
+"""Number of recent steps over which a sudden change of a rank's pace is detected."""
 _CHANGED = 0.10
-"""Minimum relative change of a rank's pace in ``_FEW`` steps that changes the assignment."""
+"""Minimum relative change of a rank's pace over ``_FEW`` steps for a new assignment."""
 _DRIFTED = 0.03
-"""Minimum relative change of a rank's pace in ``_STEPS`` steps that changes the assignment."""
+"""Minimum relative change of a rank's pace over ``_STEPS`` steps for a new assignment."""
 _SINGULAR = 1e-7
 """Relative tolerance of the least-squares fit.
 
@@ -91,8 +91,8 @@ def deal(
 
     Args:
         costs: Cost of each microbatch on each replica, ``[replica][microbatch]``.
-        group: Number by which each replica's number of microbatches must be divisible. The number
-            of microbatches in the step is also divisible by ``group``.
+        group: Each replica's number of microbatches must be a multiple of this number. The number
+            of microbatches in the step is also a multiple of ``group``.
         least: Minimum number of microbatches per replica.
 
     Returns:
@@ -169,7 +169,7 @@ class CostFit:
                 self._squares[part][other] += sum(row[part] * row[other] for row in rows)
 
     def fit(self) -> None:
-        """Replaces the parts of the cost by the non-negative values that best fit the times."""
+        """Replaces the parts of the cost with the non-negative values that best fit the times."""
         best = 0.0
         sizes = [self._squares[n][n] ** 0.5 or 1.0 for n in range(3)]
         totals = self._squares[0]
@@ -226,7 +226,7 @@ class Dealer:
             differences in the speed of replicas, ``both`` to balance both.
         replicas: Number of data-parallel replicas.
         ranks: Number of pipeline ranks of each replica.
-        group: Number by which each replica's number of microbatches must be divisible.
+        group: Each replica's number of microbatches must be a multiple of this number.
         least: Minimum number of microbatches per replica.
         pair: Number of multiplications per pair of tokens that attend to each other, divided by the
             number of multiplications per token. This ratio determines the order of a replica's
@@ -234,8 +234,8 @@ class Dealer:
             order.
         slice_tokens: Number of tokens of a slice if microbatches are cut into different numbers of
             slices, otherwise ``None``. If set, a replica runs its microbatches in descending order
-            of cost in steps in which the longest microbatch has more slices than the pipeline has
-            ranks. In all other cases, the order of :func:`order_by_cost` is used.
+            of cost whenever the longest microbatch of the step has more slices than the pipeline
+            has ranks. In all other cases, the order of :func:`order_by_cost` is used.
     """
 
     def __init__(
@@ -292,7 +292,7 @@ class Dealer:
     def _in_order(
         self, numbers: Sequence[int], work: Sequence[float], longest_first: bool
     ) -> tuple[int, ...]:
-        """Returns the microbatches of a replica, with the indices ``numbers``, in execution order.
+        """Returns the microbatch indices ``numbers`` of a replica, sorted into execution order.
 
         ``work`` is the cost of each microbatch of the step. The costliest microbatch runs first if
         ``longest_first`` is true.
@@ -329,7 +329,7 @@ class Dealer:
                     fit.fit()
             elif self._steps == _REFIT_STEPS:
                 text = (
-                    "microbatches are distributed over replicas by tokens: "
+                    "microbatches are distributed over replicas by tokens, because "
                     f"{len(self._different)} different lengths in {self._steps} steps are too "
                     "few to fit costs"
                 )
@@ -371,7 +371,7 @@ class Dealer:
         return max(times)
 
     def _follow(self) -> str | None:
-        """Uses the paces of recent steps from now on, if they differ enough from the paces in use.
+        """Switches to the paces of recent steps if they differ enough from the paces in use.
 
         Returns:
             Line for the log if the change is large, otherwise ``None``.
@@ -395,8 +395,8 @@ class Dealer:
             return None
         shown = ", ".join(f"{slowness:.2f}" for slowness in now)
         return (
-            f"replicas take {shown} times as long for the same work: microbatches are "
-            "distributed accordingly"
+            f"for the same work, replicas take {shown} times as long as the fastest; microbatches "
+            "are distributed accordingly"
         )
 
     def _measured_paces(self, steps: int) -> dict[tuple[int, int], float]:

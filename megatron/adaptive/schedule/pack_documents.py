@@ -21,9 +21,9 @@ def first_fit(lengths: Sequence[int], room: int, unit: int = 1, least: int = 1) 
 
     Args:
         lengths: Number of tokens of each sample.
-        room: Maximum number of tokens per row. If a sample is longer, the limit of its row is the
-            next multiple of ``room``.
-        unit: Number by which the number of rows must be divisible.
+        room: Maximum number of tokens per row. The row of a longer sample has room for the next
+            multiple of ``room``.
+        unit: The number of rows must be a multiple of this number.
         least: Minimum number of rows.
 
     Returns:
@@ -31,7 +31,7 @@ def first_fit(lengths: Sequence[int], room: int, unit: int = 1, least: int = 1) 
         by their first index.
 
     Raises:
-        ConfigError: There are fewer samples than required rows.
+        ConfigError: There are not enough samples for the required number of rows.
     """
     rows: list[list[int]] = []
     left: list[int] = []

@@ -1,8 +1,8 @@
 """Defines policies, which choose the next action of a rank.
 
-A policy reads a ``RankState`` and does not keep state itself. So the same object can be used for
-all steps, in the simulator and in the executor. This module contains the interface, the policy that
-applies a function of ``runtime_rules``, and the policy that follows a list of actions.
+A policy reads a ``RankState`` and keeps no state of its own, so the same object can be used for all
+steps, both in the simulator and in the executor. This module contains the interface, the policy
+that applies a function of ``runtime_rules``, and the policy that follows a list of actions.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def rule_of(policies: Sequence[Policy]) -> tuple[Rule, tuple[tuple[int, ...], ..
 
 @cache
 def _reasons_by_rule() -> Mapping[Rule, tuple[str, str, str]]:
-    """Returns the reasons for choosing F, B and W under rules with a single reason per kind."""
+    """Returns the reasons for F, B and W of each rule that has a single reason per kind."""
     specs = built_in_schedules().values()
     reasons = {spec.function: spec.reasons for spec in specs if spec.reasons is not None}
     return {**reasons, runtime_rules.follow: ("order", "order", "order")}
@@ -194,7 +194,7 @@ def _reasons_by_rule() -> Mapping[Rule, tuple[str, str, str]]:
 def reasons_of(policy: Policy, codes: Sequence[int], num_chunks: int) -> list[str]:
     """Returns the reason for choosing each action of a rank, as one word for the trace.
 
-    The word is empty if the policy does not provide reasons.
+    If the policy does not provide reasons, all words are empty.
 
     Args:
         policy: Policy that chose the actions.

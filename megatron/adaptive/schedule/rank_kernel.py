@@ -126,7 +126,7 @@ State = list[int]
 def lanes(s: State) -> int:
     """Returns the number of distinct codes ``kind * chunks + chunk`` on the rank of ``s``.
 
-    If a list contains a code that is increased by this number, its action starts together with the
+    Adding this number to a code in a list of actions means that the action starts together with the
     next action in the list.
     """
     return 3 * s[CHUNKS]
@@ -247,9 +247,9 @@ def fits(s: State, chunk: int) -> bool:
 
 
 def arrive(s: State, kind: int, chunk: int, item: int) -> None:
-    """Records the arrival of the input of an action, which processes ``item`` in ``chunk``.
+    """Records that the input of an action on ``item`` in ``chunk`` has arrived.
 
-    The kind of the action, ``kind``, is F or B.
+    ``kind`` is the kind of the action, F or B.
 
     For the B of a frozen chunk, the arrival means that the next stage has taken the chunk's output.
     """

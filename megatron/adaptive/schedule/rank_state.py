@@ -59,8 +59,8 @@ class RankState:
         placement: Assignment of pipeline stages to ranks.
         rank: Pipeline rank, from 0.
         num_microbatches: Number of microbatches per step, at least 1.
-        cap: Maximum activation memory that ``fits`` allows, or ``None`` for no limit. The unit is
-            the activations of one microbatch in all chunks of the rank.
+        cap: Maximum activation memory that ``fits`` allows, or ``None`` for no limit. A value of 1
+            is the activation memory of one microbatch in all chunks of the rank.
         sizes: Activation memory of each microbatch relative to the mean, or ``None`` if all
             microbatches are equal. With slices, these are the sizes of slices relative to the mean
             slice.
@@ -145,7 +145,7 @@ class RankState:
         )
 
     def _first_numbers(self, stages: Sequence[int], sizes: Sequence[float]) -> list[int]:
-        """Returns the list ``numbers`` for the start of a step, without BESIDE, CAP and LEAD.
+        """Returns the initial list ``numbers`` of a step. BESIDE, CAP and LEAD are not set yet.
 
         Args:
             stages: Stage of each chunk.
@@ -286,7 +286,8 @@ class RankState:
         """Returns the rank and chunk of the frozen stage whose output ``action`` acknowledges.
 
         Returns ``None`` if ``action`` is not an F after a frozen stage. The last outputs of a
-        frozen stage are not acknowledged either, because it runs no F after them.
+        frozen stage are not acknowledged either, because the stage runs no later F that would wait
+        for them.
         """
         if action.kind is not ActionKind.F or not self._frozen_stages:
             return None
@@ -325,11 +326,11 @@ class RankState:
         The action is the F or B (``kind``) of ``chunk`` for ``microbatch``.
 
         Inputs may arrive in any order, and earlier than they are needed. A frozen chunk has no B.
-        An arrival for its B is the acknowledgment that the next stage has taken the chunk's output.
+        If an arrival is reported for its B, the next stage has taken an output of the chunk.
 
         Do not call this for forward passes of the first stage, whose input is the data, or for
         backward passes of the last stage, which start from the loss. If the neighbouring stage is
-        on the same rank, the caller must report its result as an arrival, too.
+        on the same rank, the caller must also report that stage's result as an arrival.
 
         Raises:
             ScheduleError: The action has no input from another stage, or its input has already
@@ -339,7 +340,7 @@ class RankState:
         number = NUMBER[kind]
         chunks = self.placement.num_chunks
         if not (0 <= chunk < chunks and self._takes[number * chunks + chunk]):
-            problem = "was reported, which takes no input from another stage"
+            problem = "was reported, but this action takes no input from another stage"
         elif not 0 <= microbatch < self.num_items:
             problem = f"arrived, but the step has {self._count()}"
         elif s[
@@ -393,7 +394,7 @@ class RankState:
         rank_kernel.finish(s, number, chunk)
 
     def why_not(self, action: Action) -> str:
-        """Returns the reason why ``action`` is not ready, for error messages.
+        """Returns text for error messages that says why ``action`` is not ready.
 
         Returns ``it is ready`` if the action is ready.
         """
@@ -416,7 +417,7 @@ class RankState:
             return "no gradient flows through its stage"
         started = lane_count(s, number, chunk)
         if self._index(action) < started:
-            return "it was started before"
+            return "it has already started"
         if self._index(action) > started:
             return f"{self._name(self.next_action(number, chunk))} comes before it"
         if number and self._needed(action) > lane_count(s, number - 1 + rank_kernel.DONE, chunk):
@@ -425,16 +426,16 @@ class RankState:
             whose = "its own" if before.microbatch == action.microbatch else "its last slice's"
             return f"{whose} {kind} {self._name(before)} has not finished"
         if s[rank_kernel.BUSY + number]:
-            return f"another {action.kind} is under way"
+            return f"another {action.kind} is running"
         if rank_kernel.is_ready(s, number, chunk):
             return "it is ready"
         if (untaken := self.untaken(action)) is not None:
             stage = self.placement.stage_of(self.rank, chunk) + 1
             return f"stage {stage} has not taken the output of {self._name(untaken)}"
-        return f"its input from {self._sender(action)} is not here"
+        return f"its input from {self._sender(action)} has not arrived"
 
     def missing(self) -> str:
-        """Describes what this rank is waiting for, for error messages after a timeout.
+        """Returns text for timeout errors, with everything that this rank is waiting for.
 
         For each chunk, the text lists the next inputs that have not arrived, with the rank and
         stage that send them. It also lists actions whose input has arrived but which would exceed
@@ -515,8 +516,7 @@ class RankState:
     def _needed(self, action: Action) -> int:
         """Returns the number of actions that must finish before ``action``.
 
-        For a B, this is a number of F actions, and for a W, a number of B actions of the same
-        chunk.
+        Only actions of the same chunk count: F actions for a B, and B actions for a W.
 
         The result is 0 for an F.
         """

@@ -8,22 +8,22 @@ these functions in plain Python, and the simulator compiles them, so they use on
 ``rank_kernel``.
 
 For rules that follow an order, ``hint`` is the rank's order of actions as codes. For ``adaptive``,
-``hint`` is the share of each chunk except the deepest, which is the number of microbatches that the
-chunk may hold (see ``memory_caps``). A share of -1 or a missing entry means no limit. If sequences
-are cut into slices, orders and shares count slices.
+``hint`` contains the share of each chunk except the deepest. A share is the number of microbatches
+that the chunk may hold (see ``memory_caps``). A share of -1 or a missing entry means no limit. If
+sequences are cut into slices, orders and shares count slices.
 
 ``adaptive`` chooses among the actions whose input has arrived. It combines the ready-first order of
 RRFP, arXiv 2605.18750, with the groups of microbatches of interleaved 1F1B, arXiv 2104.04473,
 section 2.2.
 
-No backward pass follows the F of a frozen chunk (see ``rank_kernel``), so such an F can run while
-the rank would otherwise wait, like a W. ``adaptive`` starts it only if no other F and no B can
-start, because other ranks wait for these actions. It has priority over W, because the next stages
-need its output, except if an F needs the memory that a W frees.
+No backward pass follows the F of a frozen chunk (see ``rank_kernel``), so such an F, like a W, can
+run while the rank would otherwise wait. ``adaptive`` starts such an F only if no other F and no B
+can start, because other ranks wait for those actions. The F of a frozen chunk has priority over W,
+because the next stages need its output, except if an F needs the memory that a W frees.
 
 ``hinted`` follows a static order (the hint), which is the best order within the limit on
 activations (``catalog.hint_for``). An action runs earlier than in the hint only if the rest of the
-hint then still fits within that limit. This condition is not from a paper. ``hinted`` cannot
+hint then still fits within that limit. This condition does not come from a paper. ``hinted`` cannot
 deadlock, because the remaining actions can always run in the hint's order, whichever actions have
 already run. If microbatches differ in size, the hint does not bound the memory in bytes. Every
 forward pass must then also fit by the graded rule of ``memory_caps``. If no action of the hint can
@@ -73,8 +73,8 @@ from megatron.adaptive.schedule.rank_kernel import (
 LOOKAHEAD = 96
 """Number of actions of the hint that ``hinted`` considers, from the first that has not started.
 
-Later actions are never started early. So the position of the first action that has not started is
-at most this far behind the number of started actions, and can be determined without searching the
+Later actions are never started early. The first action that has not started is therefore at most
+this many positions before the number of started actions, and can be found without searching the
 whole hint.
 """
 
@@ -134,8 +134,8 @@ def next_forward(s: State, hint: Sequence[int]) -> int:
 
     Frozen chunks are skipped, because :func:`filler` handles them.
 
-    In a loop, microbatches form groups, each with as many microbatches as there are ranks. An F of
-    the earliest group is chosen, on the shallowest chunk. In a V, the F that is farthest from the
+    In a loop, microbatches form groups, each with as many microbatches as there are ranks. The F of
+    the earliest group on the shallowest chunk is chosen. In a V, the F that is farthest from the
     end of the step is chosen.
     """
     best = -1
@@ -173,7 +173,7 @@ def next_backward(s: State) -> int:
 def filler(s: State, weight: int) -> int:
     """Returns the code of the action to start next, if no other F and no B can start.
 
-    This is the F of a frozen chunk or a W. The result is -1 if the rank must wait.
+    The action is the F of a frozen chunk or a W. The result is -1 if the rank must wait.
 
     Args:
         s: State of the rank, on which no other F and no B can start.
@@ -269,8 +269,8 @@ def hinted(s: State, hint: Sequence[int]) -> int:
     for position in range(first_open, min(len(hint), first_open + LOOKAHEAD)):
         index = hint[position] // count
         code = hint[position] - index * count
-        # All earlier actions with this code have started, so their number is the index of the next
-        # action.
+        # Actions with the same code start in order, so the number of started ones is the index of
+        # the next one.
         started = s[HEAD + code]
         if index < started:
             continue

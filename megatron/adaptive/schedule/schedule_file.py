@@ -23,8 +23,8 @@ with the action's stage, kind and microbatch. An empty cell means that the rank 
 ``F`` is a forward pass, ``I`` computes input gradients, ``W`` computes weight gradients, and ``B``
 computes both. If a file contains ``I`` or ``W``, each ``B`` is split into these two. The actions in
 ``(0F1;1B0)OVERLAP_F_B`` run one after the other. Sends, receives and the gathering of sharded
-weights are skipped, because they follow from the order of actions here. The stages must be assigned
-to the rows in a loop or a V.
+weights are skipped, because this package derives them from the order of actions. The stages must be
+assigned to the rows in a loop or a V.
 
 Schedules are always validated after reading (see ``validate``).
 """
@@ -215,7 +215,7 @@ def _parse_row(texts: Sequence[str], row: int) -> list[_Cell]:
 
 
 def _placement_of(rows: Sequence[Sequence[_Cell]]) -> Placement:
-    """Determines how stages are assigned to ranks. Each of ``rows`` lists the stages of a rank."""
+    """Returns the assignment of stages to ranks. Each of ``rows`` contains the cells of a rank."""
     rank_of: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for cell in row:

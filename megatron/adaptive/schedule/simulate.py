@@ -54,8 +54,8 @@ class SimResult:
         starts_ps: Start time of each action in ``codes``, in picoseconds, ``[actions] int64`` per
             rank.
         ends_ps: End time of each action in ``codes``, in picoseconds, ``[actions] int64`` per rank.
-        peak_units: Maximum activations that each rank held. The unit is the activations of one
-            microbatch in all chunks of the rank.
+        peak_units: Maximum activation memory that each rank held. A value of 1 is the activation
+            memory of one microbatch in all chunks of the rank.
     """
 
     placement: Placement
@@ -110,8 +110,7 @@ class SimResult:
     def orders(self) -> tuple[Order, ...]:
         """Returns the actions of each rank in execution order.
 
-        The microbatch index of an action is the index among the microbatches that the rank
-        processes.
+        The microbatch of an action is its index among the microbatches that the rank processes.
         """
         chunks = self.placement.num_chunks
         pieces = self.weight_pieces
@@ -135,7 +134,7 @@ class SimResult:
         The schedule is called ``name``.
         """
         slices = self.workload.num_slices
-        # No caller converts a step whose microbatches differ in their numbers of slices.
+        # Callers only convert steps in which all microbatches have the same number of slices.
         assert isinstance(slices, int)
         return Schedule(
             name=name,
@@ -167,7 +166,7 @@ def simulate(
     Args:
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step, at least 1.
-        policies: Policy of each rank. Several ranks may share an object.
+        policies: Policy of each rank. Several ranks may share a policy object.
         times: Durations per stage, or durations of all actions in the step, as returned by
             ``workload.draw``.
         seed: Random seed for drawing durations, if ``times`` contains durations per stage.
@@ -175,7 +174,7 @@ def simulate(
             This requires a rule of ``runtime_rules``. In plain Python, the loop is about 50 times
             slower.
         cap: Maximum activation memory of each rank under a run-time rule, or ``None`` for no limit.
-            The unit is the activations of one microbatch in all chunks of the rank.
+            A value of 1 is the activation memory of one microbatch in all chunks of the rank.
         sizes: Activation memory of each microbatch or slice relative to the mean. If ``None``, the
             sizes in ``times`` are used, or equal sizes if ``times`` contains no sizes.
         forward_only: Whether the step is an evaluation, which has no backward passes and keeps no
@@ -250,7 +249,7 @@ def run_states(
         rule, hints = compiled_rule
         loop = compiled_loop(rule)
         if loop(world._replace(hints=_padded(hints))) != simulator.DONE_ALL:
-            # The compiled loop failed. So run the step again in plain Python, which raises an error
+            # The compiled loop failed. Run the step again in plain Python, which raises an error
             # with the reason.
             world = _run_plain(_world(states, workload, widths), states, policies)
     totals = [state.num_actions for state in states]
@@ -292,7 +291,7 @@ def _run_plain(world: Any, states: Sequence[RankState], policies: Sequence[Polic
             return -1
         if not state.is_ready(action):
             raise ScheduleError(
-                f"policy {policy.name} broke the rules: rank {rank}:"
+                f"policy {policy.name} chose an action that is not ready: rank {rank}:"
                 f" {action.label(state.num_slices)} cannot start:"
                 f" {state.why_not(action)}; {state.describe()}"
             )
@@ -316,7 +315,7 @@ _PER_SLOT = ("works", "exchanged", "counts", "steps", "due", "indices")
 def _world(states: Sequence[RankState], workload: Workload, widths: Sequence[int] | None) -> Any:
     """Returns the state of a simulation at the start of a step, with an empty hint for each rank.
 
-    :func:`run_states` describes the arguments.
+    See :func:`run_states` for the arguments.
     """
     placement = states[0].placement
     longest = max(state.num_actions for state in states)

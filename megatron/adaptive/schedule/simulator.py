@@ -5,7 +5,7 @@ Before any rank chooses its next action, all events that happen at the same time
 Times are integers in picoseconds. If sequences are cut into slices, microbatch indices count slices
 (see ``rank_kernel``).
 
-``numba_kernels`` compiles these functions, after replacing ``rule`` by the run-time rule to
+``numba_kernels`` compiles these functions, after replacing ``rule`` with the run-time rule to
 simulate.
 """
 
@@ -130,7 +130,7 @@ class World(NamedTuple):
 
 
 def rule(s: State, hint: Sequence[int]) -> int:
-    """Raises an error, because ``numba_kernels`` replaces this placeholder by the run-time rule."""
+    """Raises an error. ``numba_kernels`` replaces this placeholder with the run-time rule."""
     raise NotImplementedError
 
 
@@ -302,17 +302,19 @@ def decide(world: World, rank: int, now: int) -> bool:
 
 
 def is_frozen(world: World, stage: int) -> bool:
-    """Returns whether ``stage`` is frozen, so that no gradient flows through it and it has no B."""
+    """Returns whether ``stage`` is frozen.
+
+    A frozen stage has no B, because no gradient flows through it.
+    """
     return stage // len(world.states) < world.states[world.first_ranks[stage]][FROZEN]
 
 
 def acknowledge(world: World, rank: int, stage: int, item: int, now: int) -> None:
-    """Acknowledges an output of a frozen stage, which an F of the next stage, ``stage``, takes.
+    """Acknowledges that an F of ``stage`` takes an output of the previous, frozen stage.
 
-    The output belongs to ``item``, and the current time is ``now``. If the previous stage is not
-    frozen, this function does nothing.
-
-    The frozen stage does not wait for its last outputs, so they are not acknowledged.
+    The output belongs to ``item``, and the current time is ``now``. This function does nothing if
+    the previous stage is not frozen. It also does nothing for the last outputs, for which the
+    frozen stage does not wait.
     """
     target = world.first_ranks[stage - 1]
     s = world.states[target]

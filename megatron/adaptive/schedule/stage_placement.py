@@ -31,7 +31,7 @@ class Placement:
         chunk 0, stage       0   1   2   3         0   1   2   3
         chunk 1, stage       4   5   6   7         7   6   5   4
 
-    With ``loop``, each chunk index starts again at rank 0, like in megatron-core. With ``v``, the
+    With ``loop``, each chunk index starts again at rank 0, as in megatron-core. With ``v``, the
     direction changes after each chunk index, so the first and the last stage share rank 0 if the
     number of chunks is even. In both placements, a later chunk of a rank is a later stage. The
     memory rule of ``memory_caps`` relies on this.

@@ -11,7 +11,7 @@ The microbatches of a step are numbered from 0 for the whole job, and microbatch
              rank 4                                     0        1
              rank 5                                        0        1
 
-So a rank may exchange messages with several ranks of a neighbouring stage, but it sends each
+A rank may therefore exchange messages with several ranks of a neighbouring stage, but it sends each
 microbatch to only one of these ranks. Every rank has one chunk.
 
 **Order of actions.** A rank orders its microbatches as in a pipeline of equal stages, except for
@@ -19,8 +19,8 @@ the warm-up. In the warm-up, a replica runs as many forward passes as the ranks 
 need for their warm-up and one more forward pass each. ``docs/reference/schedules.md`` contains a
 drawing.
 
-1F1B cannot deadlock, because on every earlier stage, the forward passes that the backward pass of
-microbatch m needs only run after backward passes of microbatches below m.
+1F1B cannot deadlock: The backward pass of microbatch m needs forward passes on every earlier stage,
+and these wait only for backward passes of microbatches below m.
 
 A run-time rule with a limit on activations cannot deadlock either. The first unfinished microbatch
 is the next microbatch of every rank that still has to process it, and none of these ranks holds
@@ -95,7 +95,7 @@ class Widths:
     def round_size(self) -> int:
         """Returns the smallest number of microbatches that every stage can divide equally.
 
-        With this number, all replicas of a stage process equally many microbatches.
+        With this number, all replicas of a stage process the same number of microbatches.
         """
         return math.lcm(*self.sizes)
 
@@ -127,8 +127,8 @@ class Widths:
     def pipeline_of(self, replica: int) -> list[int]:
         """Returns the global ranks that form a pipeline, one per stage.
 
-        The rank of a stage is the rank of its replica ``replica`` modulo the number of its
-        replicas.
+        On each stage, this is the rank of the replica with the index ``replica`` modulo the stage's
+        number of replicas.
         """
         return [self.rank_of(stage, replica % size) for stage, size in enumerate(self.sizes)]
 

@@ -60,8 +60,8 @@ def peak_units(schedule: Schedule) -> tuple[float, ...]:
     no W. In an evaluation, nothing is held.
 
     Returns:
-        Maximum on each rank. The unit is the activations of one microbatch in all chunks of the
-        rank.
+        Maximum on each rank. A value of 1 is the activation memory of one microbatch in all chunks
+        of the rank.
     """
     peaks = []
     for rank, order in enumerate(schedule.orders):
@@ -89,8 +89,8 @@ def render_schedule(schedule: Schedule, *, mark: tuple[int, int] | None = None) 
 
     Args:
         schedule: Schedule to draw. It may be invalid.
-        mark: Rank and position of an action to put in brackets. Only the columns around it are
-            drawn. The position after a rank's last action denotes a missing action.
+        mark: Rank and position of an action to put in brackets. Only the columns around this action
+            are drawn. The position after a rank's last action denotes a missing action.
 
     Returns:
         Text with one line per rank, without a trailing newline.
@@ -122,7 +122,7 @@ def render_schedule(schedule: Schedule, *, mark: tuple[int, int] | None = None) 
 
 
 def _together(order: Order) -> Iterator[tuple[int, Order]]:
-    """Yields each group of actions in ``order`` that start together, after the group's position."""
+    """Yields each group of actions in ``order`` that start together, as (position, group)."""
     position = 0
     while position < len(order):
         count = 1 + order[position].paired

@@ -1,9 +1,9 @@
 """Defines the durations of all actions and messages of a simulated step.
 
 The durations are mean durations of stages and links from a profile, multiplied by random factors.
-The factors are drawn before the step, for each pipeline stage and microbatch. So with the same
-seed, every schedule gets the same durations. Times are integers in picoseconds, so that sums do not
-depend on the order of addition.
+The factors are drawn before the step, for each pipeline stage and microbatch. With the same seed,
+every schedule therefore gets the same durations. Times are integers in picoseconds, so that sums do
+not depend on the order of addition.
 
 ``docs/reference/schedules.md`` describes the JSON file of a profile. The fields ``latency_s`` and
 ``occupancy_s`` apply to every link that is not in ``links`` (see :class:`Link`).
@@ -42,10 +42,10 @@ class StageTimes:
 
     Attributes:
         forward_s: Duration of a forward pass (F), per stage in pipeline order.
-        backward_s: Duration of a backward pass (B) without weight gradients, per stage. It includes
-            weight gradients if ``weight_s`` is empty.
+        backward_s: Duration of a backward pass (B) without weight gradients, per stage. This
+            includes weight gradients if ``weight_s`` is empty.
         weight_s: Duration of the weight gradients (W), per stage, or empty if ``backward_s``
-            includes them. If B computes weight gradients, it takes ``backward_s`` plus
+            includes them. Under a schedule without W actions, B takes ``backward_s`` plus
             ``weight_s``.
         recompute_s: Time for recomputing activations in each backward pass, per stage, or empty if
             there is no recomputation.
@@ -398,7 +398,7 @@ def order_by_cost(costs: Sequence[float], num_ranks: int) -> list[int]:
     work::
 
         costs        5 1 4 2 3 6
-        taken as     1 3 5 6 4 2        more microbatches than ranks
+        order        1 3 5 6 4 2        more microbatches than ranks
                      1 2 3 4 5 6        no more than ranks: the pipeline only fills and drains
 
     Microbatches of equal cost keep their order. The order depends only on costs and is fixed before
@@ -477,8 +477,8 @@ def _check_times(placement: Placement, times: StageTimes) -> None:
         whole_s = min(times.forward_s[stage], times.backward_s[stage])
         if exchange_s > whole_s or not times.exchanges:
             raise ScheduleError(
-                f"stage {stage} communicates {exchange_s} s in {times.exchanges} exchanges: it must"
-                f" be part of its forward and its backward (at most {whole_s}), in 1 or more"
+                f"stage {stage} communicates for {exchange_s} s in {times.exchanges} exchanges; "
+                f"use at least 1 exchange, and at most the {whole_s} s of the shorter pass"
             )
 
 
@@ -568,6 +568,6 @@ def check_attention_share(share: float) -> None:
     """
     if not 0 <= share <= 1:
         raise ScheduleError(
-            "the attention share must be attention's part of the time of a whole forward pass, "
-            f"from 0 to 1, got {share:g}"
+            "the attention share must be the fraction of a whole forward pass that attention "
+            f"takes, from 0 to 1, got {share:g}"
         )
