@@ -41,7 +41,7 @@ def _specs(table: Mapping[str, tuple[Any, ...]]) -> dict[str, FieldSpec]:
 def _slices_of(text: str) -> int | str:
     """Parses ``text`` as the number of slices per sequence, or as the number of tokens per slice.
 
-    Returns an integer, or ``auto`` if the trainer chooses the number during training.
+    Returns an integer, or ``auto`` if the trainer should choose the number during training.
 
     Raises:
         ValueError: The text is neither a number nor ``auto``.
@@ -71,7 +71,7 @@ SETTINGS = _specs(
         "CONTEXT_MP_SIZE": (_Number, "", "number of ranks that share each sequence"),
         "PARTITION": (str, "", "number of layers of each stage, such as 0-11-8-8"),
         "SCHEDULE": (str, "adaptive", "order of actions in the pipeline"),
-        "RECOMPUTE": (str, "none", "what backward passes recompute", "none", "selective", "full"),
+        "RECOMPUTE": (str, "none", "activations that are recomputed", "none", "selective", "full"),
         "DISTRIBUTED_OPTIMIZER": (
             bool,
             "false",
@@ -98,11 +98,11 @@ SETTINGS = _specs(
             "additional flags of pretrain_gpt.py; if a flag is repeated, the last value is used",
         ),
         "CHECKPOINT_DIR": (str, "", "folder of checkpoints, for both saving and resuming"),
-        "LOCAL_CHECKPOINT_DIR": (str, "", "folder on each node's local disk that is written first"),
+        "LOCAL_CHECKPOINT_DIR": (str, "", "local folder on each node, written first"),
         "SAVE_INTERVAL": (_Number, "100", "number of iterations between checkpoints"),
         "LOG_DIR": (str, "logs", "folder with a subfolder for the logs of each job"),
         "TRACE": (bool, "false", "write traces of the pipeline"),
-        "HOMOGENEOUS_CLUSTER": (bool, "true", "whether all nodes are equal"),
+        "HOMOGENEOUS_CLUSTER": (bool, "true", "whether all nodes are of the same type"),
         "NNODES": (_Nodes, "", "number of nodes"),
         "NPROC_PER_NODE": (_Number, "", "number of processes on each node, usually one per GPU"),
         "WORLD_SIZE": (_Number, "", "total number of processes"),
@@ -121,21 +121,19 @@ SETTINGS = _specs(
         "REQUEUE": (
             bool,
             "true",
-            "continue in the same job after an early stop or the loss of a node",
+            "resume in the same job after an early stop or the loss of a node",
         ),
         "CONTAINER": (str, "none", "container runtime", "none", "pyxis", "enroot", "apptainer"),
         "IMAGE": (str, "", "container image"),
         "CONTAINER_MOUNTS": (str, "", "additional folders to mount in the container, FROM:TO,..."),
-        "RELOAD_CONTAINER": (bool, "false", "create the container again"),
+        "RELOAD_CONTAINER": (bool, "false", "recreate the container"),
         "PROFILE": (bool, "false", "run the PyTorch profiler, and write its results to LOG_DIR"),
         "NSYS": (bool, "false", "run each node's processes in Nsight Systems"),
         "NCU": (bool, "false", "run each node's processes in Nsight Compute"),
         "PYTHON": (str, "", "Python interpreter on the nodes; default: this one"),
     }
 )
-"""Variables of ``conf.sh``, keyed by name. A variable with an empty default has no value by
-default.
-"""
+"""Variables of ``conf.sh``, keyed by name. A variable with an empty default is unset by default."""
 for _name in ("SEQUENCE_SLICES", "SLICE_TOKENS"):
     SETTINGS[_name] = replace(SETTINGS[_name], reader=_slices_of)
 
@@ -183,7 +181,7 @@ def read_value(name: str, text: str) -> object:
 
 _LIMIT_S = 20.0
 # The script sources the file $1. It then prints the name and the value of each variable that the
-# file has set, with a NUL byte after each. For an array, it prints a marker instead of the value.
+# file has set, each followed by a NUL byte. If the value is an array, it prints a marker instead.
 _SCRIPT = r"""
 set -eu
 cd -- "$2"
@@ -205,13 +203,14 @@ _ARRAY = "\001array"
 def read_variables(path: Path) -> dict[str, str]:
     """Runs the file ``path`` in bash, and returns the variables that it sets.
 
-    The file runs in its own folder, and inherits only a few variables, such as ``PATH``.
+    The working directory is the folder of the file. The file inherits only a few environment
+    variables, such as ``PATH``.
 
     Args:
         path: Path of the file, such as ``conf.sh``.
 
     Returns:
-        Text values of the variables, keyed by name, in alphabetical order.
+        Values of the variables as strings, keyed by name. The names are in alphabetical order.
 
     Raises:
         ConfigError: The file is missing, fails in bash, or sets an array.
@@ -283,8 +282,8 @@ class LaunchConf:
 
     Attributes:
         folder: Folder of ``conf.sh``, to which paths are relative.
-        values: Value of each variable in ``SETTINGS``, keyed by name, or ``None`` if it has no
-            value.
+        values: Values of the variables in ``SETTINGS``, keyed by name. The value of an unset
+            variable is ``None``.
         groups: Groups of equal nodes, ordered by rank.
         environment: Environment variables that ``conf.sh`` sets for all processes.
     """
@@ -351,8 +350,8 @@ def load_conf(
 
     Args:
         path: Path of ``conf.sh``, or ``None`` to use only defaults.
-        changes: Texts of the form ``NAME=VALUE`` that override the file and the plan.
-        plan: Path of a plan file to use instead of the file in the variable ``PLAN``.
+        changes: Strings of the form ``NAME=VALUE`` that override the file and the plan.
+        plan: Path of a plan file to use instead of the file that the variable ``PLAN`` names.
 
     Raises:
         ConfigError: A name is unknown or a value is invalid.
@@ -400,10 +399,10 @@ def make_conf(
 
 
 def read_changes(changes: Sequence[str]) -> dict[str, str]:
-    """Parses texts of the form ``NAME=VALUE`` from the command line, and returns a dict of them.
+    """Parses strings of the form ``NAME=VALUE`` from the command line, and returns them as a dict.
 
     Raises:
-        ConfigError: A text does not have this form.
+        ConfigError: A string has a different form.
     """
     values = {}
     for change in changes:
