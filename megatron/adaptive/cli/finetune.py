@@ -15,7 +15,7 @@ from megatron.adaptive.config.environment import Environment, JobOrder
 from megatron.adaptive.errors import AdaptiveError, ConfigError
 
 _REPORT_S = 10.0
-"""Time in seconds to wait for the first process of a node to report an error."""
+"""Time in seconds that other processes wait for a node's first process to report an error."""
 
 _DESCRIPTION = """\
 Fine-tunes a Hugging Face transformers model in several processes: all weights, or LoRA adapters.
@@ -109,12 +109,12 @@ def main(argv: Sequence[str]) -> int:
 def _train(options: dict[str, Any], local_rank: int) -> int:
     """Fine-tunes a model as one process of a job, and returns the exit status.
 
-    All processes of a node detect the same errors in settings, files and gradients. So only the
-    first process of the node reports them, and the launcher then stops the other processes. A
+    All processes of a node detect the same errors in settings, files and gradients. Only the first
+    process of the node reports them immediately, and the launcher then stops the other processes. A
     process that is still running after a few seconds also reports its error, because the first
-    process may not have the same error.
+    process may not have detected it.
     """
-    # Import these modules only here, because importing torch and transformers takes seconds.
+    # Import this module only here, because it imports torch and transformers, which takes seconds.
     from megatron.adaptive.modules.finetune import DivergedError, FineTuning, fine_tune
 
     settings = FineTuning(**options)

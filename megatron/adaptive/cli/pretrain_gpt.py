@@ -58,7 +58,7 @@ by commas. Flags of Megatron-LM that this trainer refuses are at the end.
 
 
 _WAIT_S = 3.0
-"""Seconds that a node's first rank waits before printing an error that rank 0 may print first.
+"""Time in seconds for which a node's first rank delays its error, because rank 0 may print it.
 
 The other ranks of the node wait twice as long, so that usually only one rank prints the error.
 """
@@ -211,9 +211,10 @@ _NO_TRAINING = "--skip-train --train-iters 1 --lr 1e-5 --micro-batch-size 1".spl
 
 
 def _model_flags(flags: Sequence[str]) -> list[str]:
-    """Returns the flags in ``model_flags.txt``, which is in the folder that ``--load`` names.
+    """Returns the flags in the file ``model_flags.txt`` of the folder passed to ``--load``.
 
-    ``hf import`` and training runs write this file. The result is empty if the file is missing.
+    This file is written by ``hf import`` and by training runs. If it is missing, the result is
+    empty.
     """
     path = Path(last_value(flags, "--load") or "", FLAGS_FILE)
     if not path.is_file():
@@ -225,13 +226,13 @@ def _model_flags(flags: Sequence[str]) -> list[str]:
 
 
 def _all_of(data: str, flags: Sequence[str], processes: int, folder: Path) -> list[str]:
-    """Returns the flags with which the trainer evaluates a whole text exactly once.
+    """Returns the flags that make the trainer evaluate a whole text exactly once.
 
     The last tokens of the text are left out if they do not fill a batch.
 
     Args:
-        data: Path of a file with JSON lines, which is tokenized into ``folder``, or prefix of
-            existing token files.
+        data: Path of a file with JSON lines, or prefix of existing token files. JSON lines are
+            first tokenized into ``folder``.
         flags: Other flags of the run.
         processes: Number of processes of the job.
         folder: Folder to which token files are written.
@@ -272,9 +273,10 @@ def run(
 ) -> int:
     """Runs a program as one process of a job, and reports expected errors in one line.
 
-    Wrong settings cause the same error on all ranks. So rank 0 prints its error first, and the
-    other ranks print theirs only if the launcher has not stopped them within some seconds. Until
-    the program has installed its own signal handlers, Ctrl-C kills the process without a traceback.
+    Wrong settings cause the same error on all ranks. Rank 0 therefore prints its error first. The
+    other ranks print their errors only if the launcher has not stopped them after some seconds.
+    Until the program has installed its own signal handlers, Ctrl-C kills the process without a
+    traceback.
 
     Args:
         argv: Arguments for the program, or ``None`` to use the arguments of the process.
@@ -299,10 +301,10 @@ def _wait_for_rank_0(error: AdaptiveError) -> None:
     """Waits before ``error`` is printed, unless this is rank 0 or ``error`` is about a lost peer.
 
     If rank 0 has the same error, rank 0 prints the error and exits, and the launcher stops this
-    rank during the wait. Otherwise, only this rank has the error, for example because its node
-    lacks a file.
+    rank during the wait. If this rank is still running after the wait, only this rank has the
+    error, for example because a file is missing on its node.
     """
-    # An invalid rank number counts as 0, so that this rank prints the error immediately.
+    # Treat an invalid rank number as 0, so that this rank prints the error immediately.
     names = ("RANK", "LOCAL_RANK")
     rank, local_rank = (natural(os.environ.get(name, "0").strip()) or 0 for name in names)
     if rank and not isinstance(error, TransportError):
