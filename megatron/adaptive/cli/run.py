@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_reactions(parser: argparse.ArgumentParser) -> None:
-    """Adds flags to ``parser`` that say what to do with nodes that are slow or fail a probe."""
+    """Adds the flags to ``parser`` that set the reactions to slow nodes and to failed probes."""
     add = parser.add_argument
     add(
         "--on-straggler",
@@ -189,8 +189,8 @@ def _run(options: argparse.Namespace) -> int:
     folder: Path | str | None
     if is_pipeline:
         arguments, folder = _pipeline_arguments(options)
-        # Slow nodes are detected from traces, so this setting has no effect if the script does not
-        # write traces.
+        # This setting has no effect if the script does not write traces, because slow nodes are
+        # detected from traces.
         on_straggler: Policy = options.on_straggler or "replan"
     else:
         folder = options.checkpoint or last_value(options.arguments, _SAVE)
@@ -261,7 +261,7 @@ def _on_straggler(wished: Policy | None, schedule: ScheduleConfig) -> Policy:
     """Returns the reaction to slow nodes, and checks that slow nodes can be detected.
 
     Args:
-        wished: Reaction that the user has chosen, or ``None`` for the default.
+        wished: Reaction that the user has selected, or ``None`` for the default.
         schedule: Schedule settings of the trainer, which include the settings of the diagnosis.
     """
     is_diagnosed = schedule.trace_dir is not None and schedule.diagnose_interval > 0
@@ -275,7 +275,7 @@ def _on_straggler(wished: Policy | None, schedule: ScheduleConfig) -> Policy:
 
 
 def _check_probes(wished: ProbePolicy, interval: int) -> None:
-    """Raises an error if nodes that fail a probe must be excluded, but no probe is configured."""
+    """Raises an error if failed probes are to exclude nodes, but no probe is configured."""
     if wished == "exclude" and not interval:
         raise ConfigError(
             "--on-failed-probe exclude without --probe-interval: nodes can only fail if they "
