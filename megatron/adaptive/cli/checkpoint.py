@@ -178,7 +178,7 @@ def import_hf(argv: Sequence[str]) -> None:
     (output / FLAGS_FILE).write_text(
         shlex.join(flag_words(model.settings)) + "\n", encoding="utf-8"
     )
-    show(f"{path}: train with --load {output} --finetune and the flags in {FLAGS_FILE} there")
+    show(f"{path}: train with --load {output} --finetune and the flags in {output / FLAGS_FILE}")
 
 
 def export_hf(argv: Sequence[str]) -> None:

@@ -122,8 +122,8 @@ def end_at_once(number: int, frame: object) -> None:
 def interrupts_end_at_once() -> Iterator[None]:
     """Prints a line and exits if Ctrl-C, SIGTERM or SIGHUP arrives during a ``with`` block.
 
-    Use this around imports, because an interrupt during an import may be reported as a different
-    error. Signals that are ignored stay ignored.
+    Use this context manager around imports, because an interrupt during an import may be reported
+    as a different error. Signals that are ignored stay ignored.
     """
     former = from_now_end_at_once()
     try:

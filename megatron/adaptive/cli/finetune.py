@@ -61,7 +61,7 @@ def _parser() -> CommandParser:
     text = "auto: move layers between processes if this makes steps faster (off)"
     add("--repartition", choices=moves, default="off", help=text)
     orders = ("given", "work", "time")
-    text = "order of the samples of a step; work or time: cheap samples first and last (given)"
+    text = "order of samples in a step; work and time put cheap samples first and last (given)"
     add("--order", choices=orders, default="given", help=text)
     add("--trace-dir", **folder, help="folder for traces, for `trace` and `job top`")
     details = ("actions", "layers", "collectives", "kernels")

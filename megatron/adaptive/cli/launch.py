@@ -142,7 +142,7 @@ def _read_options(argv: Sequence[str]) -> Any:
 
     parser: Any = get_args_parser()
     parser.prog = f"{PROGRAM} job launch"
-    help_text = "number of processes on all nodes together, if it differs between nodes"
+    help_text = "total number of processes, if nodes have different numbers of processes"
     parser.add_argument("--world-size", type=count, help=help_text)
 
     def complain(message: str) -> NoReturn:

@@ -253,11 +253,11 @@ def _parser(*, required: bool) -> argparse.ArgumentParser:
     add("--discover", type=Path, nargs="*", metavar="FILE", help=text)
     text = "only compare predictions with traced runs, as plan validate does"
     add("--check", metavar="DIR", help=text)
-    text = "only run a rank of a plan on this device, and add the measurements to the file"
+    text = "only run one rank of a plan on this device, and add the measurements to the plan file"
     add("--try", dest="try_", type=Path, metavar="PLAN.json", help=text)
     ranks = number(int, 0, 100_000_000)
-    add("--rank", type=ranks, default=0, metavar="R", help="rank of --try (%(default)s)")
-    text = "number of ranks of the job of --try; it must match the plan"
+    add("--rank", type=ranks, default=0, metavar="R", help="rank to run with --try (%(default)s)")
+    text = "number of ranks in the job with --try, which must match the plan"
     add("--world-size", type=plans, metavar="N", help=text)
     text = "only print the JSON schema of an input file"
     add("--schema", choices=FORMS, action=_PrintSchema, help=text)
@@ -378,8 +378,8 @@ def _slice_tokens(options: argparse.Namespace, inputs: PlanInputs) -> tuple[int,
     documents, text = inputs.documents, options.slice_tokens
     if text is None and documents is not None:
         raise ConfigError(
-            f"--document-lengths {options.document_lengths} is used only to choose slices by"
-            " tokens; add --slice-tokens auto, or remove it"
+            f"--document-lengths {options.document_lengths} has no effect without --slice-tokens;"
+            " add --slice-tokens auto, or remove --document-lengths"
         )
     if text is not None and documents is None:
         raise ConfigError(needs_lengths(text))

@@ -349,7 +349,7 @@ def read_lengths(text: str, most: int) -> tuple[Lengths, int]:
     else:
         lengths = _listed(text)
     if not len(lengths):
-        raise ConfigError(f"{_FLAG} {text}: no document has a token to learn; give other data")
+        raise ConfigError(f"{_FLAG} {text}: no document has a token to learn; pass other data")
     lengths = np.minimum(lengths, most)
     return lengths, int(lengths.max())
 
@@ -374,7 +374,7 @@ def _listed(text: str) -> Lengths:
     The file contains a JSON list, or numbers separated by whitespace.
     """
     content = read_text(
-        Path(text), f"{_FLAG}: give a prefix of .bin and .idx, a file, or lognormal:MEDIAN:SIGMA"
+        Path(text), f"{_FLAG}: pass a prefix of .bin and .idx, a file, or lognormal:MEDIAN:SIGMA"
     )
     content = content.strip().removeprefix("[").removesuffix("]")
     numbered = enumerate(_words(content.replace(",", " ").replace("\n", " ")), start=1)

@@ -290,7 +290,7 @@ def traced(folder: Path, nodes: Sequence[str]) -> tuple[dict[str, Any] | None, l
         traces.
     """
     if not folder.is_dir():
-        return None, ["no traces; TRACE=true adds the times of all ranks, and a timeline"]
+        return None, ["no traces; set TRACE=true to add the times of all ranks and a timeline"]
     try:
         run = read_run(folder)
         figures = run_figures(run, workers=1)

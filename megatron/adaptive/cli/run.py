@@ -91,7 +91,12 @@ def _parser() -> argparse.ArgumentParser:
         ("--join-within", "join_s", 60.0, "maximum time for machines to answer at the start"),
         ("--wait", "wait_s", 600.0, "time to wait if no layout fits the available machines"),
         ("--stop-within", "stop_s", 600.0, "maximum time for ranks to finish a step and save"),
-        ("--plan-within", "plan_s", 10.0, "time limit of the planner; then a simple rule is used"),
+        (
+            "--plan-within",
+            "plan_s",
+            10.0,
+            "planner's time limit, after which a simple rule is used",
+        ),
     ):
         text = f"{text} ({default:g})"
         add(name, dest=dest, type=_SECONDS, default=default, metavar="SECONDS", help=text)
@@ -104,8 +109,8 @@ def _parser() -> argparse.ArgumentParser:
         "--runs",
         choices=("trainer", "pipeline"),
         help=(
-            "type of the script, if it cannot be detected from the script's text: it takes the "
-            "trainer's arguments, or trains a Pipeline in Pipeline.loop"
+            "type of the script, if the type cannot be detected: trainer if the script takes the "
+            "trainer's arguments, pipeline if it trains a Pipeline in Pipeline.loop"
         ),
     )
     text = "maximum number of restarts without a new checkpoint in between (3)"
@@ -130,7 +135,8 @@ def _add_reactions(parser: argparse.ArgumentParser) -> None:
         choices=("ignore", "replan", "exclude"),
         help=(
             "reaction to a node that stays slow: give it fewer layers, or exclude it; requires "
-            "--trace-dir of the trainer or trace_dir of a Pipeline (replan with it)"
+            "--trace-dir of the trainer or trace_dir of a Pipeline (default: replan if traces are "
+            "written)"
         ),
     )
     add(

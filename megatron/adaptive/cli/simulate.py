@@ -169,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--profile", type=Path, metavar="FILE", help=text)
     for name, default, unit, text in (
         ("forward", "1", "S", "seconds of a rank's forward pass"),
-        ("exchange", "0", "S", "seconds of all-to-alls in a forward pass, and in a backward pass"),
+        ("exchange", "0", "S", "seconds of all-to-alls in each forward and backward pass"),
         ("latency", "0", "S", "seconds until a message arrives at the next rank"),
         ("occupancy", "0", "S", "seconds for which a message occupies its link"),
         ("jitter", "0", "SIGMA", "sigma of lognormal jitter per action"),
@@ -194,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="number of parts of each weight gradient, or 0 for a whole backward pass",
     )
-    text = "order of the stages over the ranks; v requires 2 chunks"
+    text = "order in which stages are assigned to ranks; v requires 2 chunks"
     add("--placement", choices=("loop", "v"), help=text)
     out = parser.add_argument_group("output")
     add = out.add_argument
@@ -214,8 +214,8 @@ def _add_slices(parser: argparse.ArgumentParser) -> None:
     )
     add("--sequence-slices", type=_counts, default="1", metavar="N,N", help=text)
     text = (
-        "attention's fraction of the time of a forward pass, from 0 to 1; its backward pass "
-        "takes twice as long"
+        "fraction of a forward pass that attention takes, from 0 to 1; the backward pass of "
+        "attention takes twice as long as its forward pass"
     )
     add("--attention-share", type=number(float, 0, 1), default=0.0, metavar="SHARE", help=text)
     text = "whether slices have equal costs or equal numbers of tokens"

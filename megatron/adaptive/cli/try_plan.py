@@ -113,7 +113,7 @@ def try_plan(options: argparse.Namespace) -> int:
         print(json.dumps(trial.content["tried"], indent=2))
         return 0
     show(_table(trial, tried, step_s, has_links=bool(links)))
-    show(f"\n{target}: plan with these values; to plan with them, use plan --profile {target}")
+    show(f"\n{target}: the plan with these values; to use them, run plan --profile {target}")
     return 0
 
 

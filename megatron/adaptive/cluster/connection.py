@@ -30,9 +30,10 @@ from megatron.adaptive.handshake import (
 BEAT_S = 1.0
 SILENCE_S = 20.0
 PATIENCE_S = 60.0
-"""Time in seconds without a message after which an agent exits, if the manager started the agent.
+"""Time in seconds without a message after which agents on machines of the machines file exit.
 
-This timeout is longer than :data:`SILENCE_S`, because no other manager can take over such a job.
+This timeout is longer than :data:`SILENCE_S`, because no other manager can take over a job that has
+a machines file.
 """
 
 

@@ -39,7 +39,7 @@ class RdmaPort:
 
     Attributes:
         device: Name of the device, such as ``mlx5_0``.
-        port: Number of the port, from 1.
+        port: Number of the port, counted from 1.
         state: State of the port, such as ``ACTIVE``.
         link: Link layer, ``Ethernet`` or ``InfiniBand``.
         gid_index: Index of the port's RoCE v2 address (GID), or ``None`` if the port has no such

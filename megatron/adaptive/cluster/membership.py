@@ -61,7 +61,7 @@ class Machine:
 
     @property
     def is_local(self) -> bool:
-        """Returns whether the host is this machine, by host name or by interface address."""
+        """Returns whether the host name or address belongs to this machine."""
         host_name = socket.gethostname().lower()
         is_own = self.has_loopback or self.host.lower() in (host_name, host_name.partition(".")[0])
         return is_own or interface_of(self.host) is not None

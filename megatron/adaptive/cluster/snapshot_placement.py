@@ -28,7 +28,7 @@ _NONE: Mapping[str, Any] = {"run": "", "buddy": None, "settings": {}}
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotSource:
-    """The newest step that can be restored from copies, or the reason why there is no such step.
+    """Newest step that can be restored from copies, or the reason why no step can be restored.
 
     Attributes:
         step: Newest step whose parts all still exist; 0 if there is no such step.
