@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
     if is_missing:
         raise SetupError(_lacking())
-    if not hasattr(typing, "override"):  # Python versions before 3.12 lack this function.
+    if not hasattr(typing, "override"):  # Python before 3.12 has no such function.
         vars(typing)["override"] = importlib.import_module("typing_extensions").override
     from megatron.adaptive import accelerator, plugin
 
