@@ -116,9 +116,9 @@ def _end_once() -> None:
     """Makes torchrun ignore a SIGTERM or SIGHUP that arrives after another signal.
 
     While torchrun waits for its ranks to save, a second signal would make torchrun exit
-    immediately. The ranks would then lose their key-value store before they have saved. Repeated
-    signals are common, because the kernel may send SIGTERM several times if the parent process is
-    killed (see :func:`megatron.adaptive.config.parent_process.end_with_parent`).
+    immediately. The ranks would then lose their key-value store before they have saved. For
+    example, the kernel may send SIGTERM several times if the parent process is killed (see
+    :func:`megatron.adaptive.config.parent_process.end_with_parent`).
     """
     from torch.distributed.elastic.multiprocessing import api
 

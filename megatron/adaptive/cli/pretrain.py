@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     """Trains a GPT model with Megatron-LM's flags, as one of torchrun's processes."""
     is_missing = importlib.util.find_spec("megatron.training") is None
     if {"-h", "--help"} & set(argv):
-        print(_USAGE, end="\n\n", flush=True)  # Megatron-LM prints its own help afterwards.
+        print(_USAGE, end="\n\n", flush=True)  # If installed, Megatron-LM adds its own help.
         if is_missing:
             print(_lacking())
             return 0

@@ -324,7 +324,7 @@ def _label(run: RunTrace, rank: int) -> str:
 
 
 def _times(figures: RunFigures) -> dict[str, Any]:
-    """Returns the time in ms from each rank's first to its last action, for each iteration."""
+    """Returns the time in ms between each rank's first and last action in each iteration."""
     has_actions = figures.num_actions > 0
     ms = np.where(has_actions, figures.end_ns - figures.start_ns, 0) / _NS_PER_MS
     limit = max(2, MAX_CELLS // max(1, ms.shape[1]))

@@ -133,8 +133,9 @@ def _parser() -> CommandParser:
 def _check_chunks(options: argparse.Namespace, trainer_flags: Sequence[str]) -> None:
     """Checks that the schedule supports the number of chunks.
 
-    The check is skipped if the trainer's flags set one of them. The trainer also performs this
-    check, but the trainer's error message mentions flags that this program does not have.
+    The check is skipped if the trainer's flags set the schedule or the number of chunks. The
+    trainer also performs this check, but its error message mentions flags that this program does
+    not have.
 
     Raises:
         ConfigError: The schedule requires a different number of chunks.

@@ -31,7 +31,7 @@ from megatron.adaptive.trace.files import replaced
 _BAR = 40
 _MAX_ACTIONS = 200_000
 _MAX_WORK = 4_000_000
-"""Maximum number of forward passes to simulate per schedule. One million take up to 30 s."""
+"""Maximum number of forward passes to simulate per schedule. A million of them take up to 30 s."""
 _SCHEDULES = "1f1b,interleaved,zb-v,adaptive"
 _PROFILE_KEYS = {
     "forward": "forward_s",
@@ -110,8 +110,8 @@ def _simulate(
             candidate = _candidate(options, name, num_slices)
             if num_slices > 1:
                 # The schedule "hinted" orders actions by their relative durations. These durations
-                # depend on the fraction of attention, because weight gradients of attention take no
-                # time, and its backward pass takes twice as long as its forward pass.
+                # depend on the fraction of attention, because attention has no weight gradients,
+                # and its backward pass takes twice as long as its forward pass.
                 candidate = replace(candidate, pace=pace_of(profile, num_slices))
             outcomes.append(evaluate(candidate, options.microbatches, profile, seeds))
         except ScheduleError as error:

@@ -166,7 +166,7 @@ def _answer(
         parser: Parser with the flags that choose the run and its iterations.
         argv: Arguments of the command line.
         find: Function that analyzes a run. It takes the run, its iterations and the parsed flags.
-        find_other: Function that analyzes folders of other files than traces. It returns ``None``
+        find_other: Function that analyzes folders with files other than traces. It returns ``None``
             for a folder of traces. If ``find_other`` is ``None``, only traces are supported.
     """
     help_text = "print the result as JSON instead of text"

@@ -90,8 +90,8 @@ class Agent:
         """Creates an agent from the line of JSON that the manager writes to standard input.
 
         Raises:
-            SetupError: The line is missing or malformed, for example because a user and not the
-                manager started the program.
+            SetupError: The line is missing or malformed, for example because a user started the
+                program instead of the manager.
         """
         try:
             parameters = json.loads(sys.stdin.readline())
@@ -256,8 +256,8 @@ class Agent:
     def _end_checks(self) -> None:
         """Kills device checks that are still running, because they would slow down new ranks.
 
-        A check that is still running at this point hangs, and the manager no longer waits for its
-        result.
+        A check that is still running at this point is hanging, and the manager no longer waits for
+        its result.
         """
         for key in self._checks:
             self._order(signal=int(signal.SIGKILL), key=key)

@@ -39,7 +39,7 @@ def _specs(table: Mapping[str, tuple[Any, ...]]) -> dict[str, FieldSpec]:
 
 
 def _slices_of(text: str) -> int | str:
-    """Parses ``text`` as the number of slices per sequence, or as the number of tokens per slice.
+    """Parses ``text``, a number of slices per sequence or a number of tokens per slice.
 
     Returns an integer, or ``auto`` if the trainer should choose the number during training.
 
@@ -141,8 +141,8 @@ for _name in ("SEQUENCE_SLICES", "SLICE_TOKENS"):
 def check_names(variables: Mapping[str, str], where: str) -> None:
     """Rejects unknown variables whose names begin with a capital letter.
 
-    Users may choose any other names for their own variables. ``where`` describes the source of the
-    variables in the error message.
+    Names that begin with other characters are allowed, because users may define their own
+    variables. ``where`` describes the source of the variables in the error message.
 
     Raises:
         ConfigError: A name is unknown. The message suggests the known variable with the most
@@ -259,10 +259,10 @@ _GROUP = re.compile(r"([A-Za-z][\w.-]*):([1-9]\d{0,4})x([1-9]\d{0,4})")
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchGroup:
-    """Group of equal nodes with consecutive ranks.
+    """Group of nodes of the same type, which have consecutive ranks.
 
     Attributes:
-        kind: Name of the node type; empty if all nodes are equal.
+        kind: Name of the node type; empty if all nodes have the same type.
         nodes: Number of nodes, or ``None`` if it is unknown before the nodes have connected.
         processes: Number of processes on each node, or ``None`` to start one process per GPU.
         partition: Slurm partition of the group; empty for Slurm's default partition.
@@ -278,13 +278,13 @@ class LaunchGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConf:
-    """The checked configuration with which a job is started.
+    """Validated configuration with which a job is started.
 
     Attributes:
         folder: Folder of ``conf.sh``, to which paths are relative.
         values: Values of the variables in ``SETTINGS``, keyed by name. The value of an unset
             variable is ``None``.
-        groups: Groups of equal nodes, ordered by rank.
+        groups: Groups of nodes of the same type, ordered by rank.
         environment: Environment variables that ``conf.sh`` sets for all processes.
     """
 
@@ -473,7 +473,7 @@ def _groups(values: Mapping[str, Any]) -> tuple[LaunchGroup, ...]:
 
 
 def _by_kind(name: str, text: str, kinds: Sequence[str]) -> dict[str, str]:
-    """Parses ``TYPE=VALUE ...`` and returns the value for each node type in ``kinds``.
+    """Parses a list such as ``TYPE=VALUE ...``, and returns the value of each type in ``kinds``.
 
     A single value without a type is used for all types.
     """

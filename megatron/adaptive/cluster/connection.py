@@ -101,7 +101,7 @@ class Connection:
     def peer(self) -> str:
         """Returns the address of the other side.
 
-        An IPv4 address that is mapped to IPv6 is returned as IPv4.
+        Returns an IPv4-mapped IPv6 address in the form of an IPv4 address.
         """
         return str(self._writer.get_extra_info("peername", ("",))[0]).removeprefix("::ffff:")
 

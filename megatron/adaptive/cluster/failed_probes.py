@@ -73,7 +73,7 @@ class FailedProbes:
 
         Args:
             failed: Nodes that have failed a probe since the ranks were started, with the
-                measurements that missed a limit.
+                measurements that violated a limit.
             running: State of the ranks that are running.
             nodes: Nodes that are present, in the order in which they get ranks.
 

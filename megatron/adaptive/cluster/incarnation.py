@@ -263,7 +263,7 @@ class JobSpec:
         join_s: Timeout in seconds for nodes to join before the first start.
         wait_s: Time in seconds to wait for more nodes if no layout fits the available nodes.
         stop_s: Timeout in seconds for ranks to finish the current step and save a checkpoint.
-        max_restarts: Maximum number of failures in a row without a new checkpoint between them.
+        max_restarts: Maximum number of consecutive failures without a new checkpoint in between.
         address: Address at which other machines can reach the manager, or ``None`` to detect it.
         copy_every: Number of steps between in-memory copies of the training state; 0 for no copies.
         copy_bytes: Maximum size of the copies on a node in bytes, or ``None`` to use the available
@@ -480,8 +480,8 @@ def assign(nodes: Sequence[Node], layout: ParallelLayout) -> list[Node]:
         layout: Layout to run.
 
     Returns:
-        Node of each rank, ordered by rank. If nodes are missing, the last ranks are missing from
-        the list.
+        Node of each rank, ordered by rank. If nodes are missing, the list does not contain the last
+        ranks.
     """
     places: list[Node] = []
     by_name = {node.name: node for node in nodes}

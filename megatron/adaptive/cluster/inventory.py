@@ -56,7 +56,7 @@ class RdmaPort:
 
 
 def resolve(host: str) -> str:
-    """Resolves ``host`` to an address, if possible to an address other than a loopback address.
+    """Resolves ``host`` to an address, and avoids loopback addresses if possible.
 
     Raises:
         SetupError: The host name cannot be resolved.

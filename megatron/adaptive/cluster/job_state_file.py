@@ -84,8 +84,8 @@ class Incarnation:
         resumed: Iteration of the checkpoint from which the incarnation resumed.
         lost_steps: Number of completed steps that have to be repeated.
         source: Origin of the training state: ``start``, ``checkpoint``, ``checkpoint on the
-            nodes' own disks`` or ``copies in memory``. If a newer state could not be used, the
-            reason follows.
+            nodes' own disks`` or ``copies in memory``, followed by the reason if a newer state
+            could not be used.
         marks_ns: Times of the events ``notice``, ``ended``, ``planned`` and ``begun`` on the
             manager's clock, in nanoseconds since the Unix epoch, keyed by event.
         phases_s: Duration in seconds of each phase of the change to this layout, keyed by the name

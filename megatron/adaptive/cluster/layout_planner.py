@@ -643,7 +643,7 @@ class PlannerChooser(Chooser):
         self._pool.terminate()
 
     def _plan(self, offers: Sequence[Offer], within_s: float) -> tuple[ParallelLayout | None, str]:
-        """Requests a layout for the nodes in ``offers`` from the planner's process, and waits.
+        """Waits until the planner's process has chosen a layout for the nodes in ``offers``.
 
         Returns:
             The layout and a string. The string is a warning that lists ignored nodes, or empty. If

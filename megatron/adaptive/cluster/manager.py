@@ -575,7 +575,7 @@ class Manager:
         return event
 
     def _way_back(self, node: Node) -> str:
-        """Returns the end of a log line, which says how the user can restart a lost node.
+        """Returns the end of a log line that explains how to restart the lost node ``node``.
 
         The result is empty if this manager does not start the node's agent.
         """

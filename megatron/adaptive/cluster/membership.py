@@ -4,7 +4,7 @@ The machines file has one host per line, and is read again whenever it changes::
 
     # comment
     node-a slots=8
-    node-b                         one process per GPU, one without a GPU
+    node-b                         one process per GPU, or one process without GPUs
     localhost name=c slots=1       nodes on one machine need different names
 
 Each change of a node's status puts an event into a queue, from which the manager reads.
@@ -205,8 +205,8 @@ class Node:
         slots: Number of processes that the node may run.
         is_ready: Whether the node has imported the modules of the ranks, so that ranks start
             without delay.
-        copies_port: Port at which the node receives snapshots from other nodes.
-        link: Connection to the node's agent, or ``None`` before it joins.
+        copies_port: Port on which the node receives snapshots from other nodes.
+        link: Connection to the node's agent, or ``None`` before the agent joins.
         process: Process of the agent, or ``None`` if the manager did not start the agent.
         asked: Futures for the replies that :meth:`Membership.ask` awaits, keyed by message number.
         started_s: Time in seconds, on the clock ``time.monotonic``, when this entry was created.
@@ -391,7 +391,7 @@ class Membership:
     def start_lost_again(self) -> bool:
         """Restarts the agents on listed machines that are lost or unreachable.
 
-        On each machine, an agent is started at most once in :data:`RETRY_S` seconds.
+        On each machine, an agent is started at most once every :data:`RETRY_S` seconds.
 
         Returns:
             Whether any agent was started.

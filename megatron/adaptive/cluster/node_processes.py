@@ -58,7 +58,7 @@ class NodePlace:
     """Place of a node in the job, which is known once all nodes have connected.
 
     Attributes:
-        node_rank: Index of this node among the job's nodes, from 0.
+        node_rank: Index of this node among the job's nodes, counted from 0.
         processes: Number of processes on each node, indexed by node rank.
         master_addr: Address of the first node (node rank 0).
         master_port: Port on which torchrun on the first node listens.

@@ -1,9 +1,9 @@
 """Forks ranks from a process that has already imported their modules, so that ranks start quickly.
 
-Importing torch and megatron-core takes longer than the rest of starting a rank. The forkserver
-imports them once per node, before any rank is needed, and then forks each rank. The forkserver has
-a single thread, and does not open any device. On a node with GPUs, it only imports torch, because a
-process that has detected GPUs cannot be forked.
+Importing torch and megatron-core takes longer than all other parts of a rank's start. The
+forkserver imports them once per node, before any rank is needed, and then forks each rank. The
+forkserver has a single thread, and does not open any device. On a node with GPUs, it imports only
+torch, because a process that has detected GPUs cannot be forked.
 
 The forkserver reads commands from the file descriptor on its command line, with one JSON object per
 line, and writes its replies to the same descriptor::
