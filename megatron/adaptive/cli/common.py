@@ -134,7 +134,7 @@ def interrupts_end_at_once() -> Iterator[None]:
 
 
 def from_now_end_at_once() -> dict[signal.Signals, Any]:
-    """From now on, prints a line and exits when Ctrl-C, SIGTERM or SIGHUP arrives.
+    """Makes the process print a line and exit when Ctrl-C, SIGTERM or SIGHUP arrives.
 
     Signals that are ignored stay ignored.
 
