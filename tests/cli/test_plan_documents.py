@@ -100,7 +100,7 @@ def test_many_lengths_are_never_python_objects(tmp_path: Path) -> None:
     [
         ("--slice-tokens 64", "--slice-tokens 64 needs the lengths of the documents; add --docum"),
         ("--slice-tokens auto", "--slice-tokens auto needs the lengths of the documents"),
-        (LONG_TAIL, "lognormal:20:1.5 is used only to choose .*; add --slice-tokens auto"),
+        (LONG_TAIL, "lognormal:20:1.5 has no effect without .*; add --slice-tokens auto"),
         (f"{LONG_TAIL} --slice-tokens 8", "a slice must have at least 16 tokens"),
         (f"{LONG_TAIL} --slice-tokens 512", "512 must be at most the longest document, .* 256"),
         (f"{LONG_TAIL} --slice-tokens x", "must be a list of different positive integers"),

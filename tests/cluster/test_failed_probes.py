@@ -122,8 +122,8 @@ def test_a_node_is_only_reported_unless_the_user_says_otherwise(
 ) -> None:
     assert handle("report", "abc", "c", *TRAINED) == ("", ["a", "b", "c"])
     assert capsys.readouterr().err.splitlines() == [
-        f"[elastic] warning: node c failed its probe: {TEXT}; --on-failed-probe exclude would "
-        "exclude the node"
+        f"[elastic] warning: node c failed its probe: {TEXT}; use --on-failed-probe "
+        "exclude to exclude such nodes"
     ]
 
 

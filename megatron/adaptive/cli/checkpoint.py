@@ -1,7 +1,7 @@
 """Implements ``checkpoint``, which lists, describes and verifies checkpoints.
 
-``checkpoint`` does not import torch. This module also contains ``hf import`` and ``hf export``,
-which convert Hugging Face folders to checkpoints and back; they import torch.
+``checkpoint`` does not import torch. This module also implements ``hf import`` and ``hf export``,
+which convert Hugging Face folders to checkpoints and back. These two commands import torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
 _GB = 10**9
 _FAMILY_HELP = "your own family of models, as package.module:Class, see docs/huggingface.md"
 _FOLDER = "checkpoints"
-# Values of these manifest keys are too long to print.
+# Keys of the manifest whose values are too long to print.
 _LONG = ("config", "files", "blocks", "options", "states")
 
 
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _newest_folder() -> Path:
-    """Returns the folder ``checkpoints`` of the newest run that has saved a checkpoint."""
+    """Returns the ``checkpoints`` folder of the newest run that has saved a checkpoint."""
     from megatron.adaptive.trace.locate import newest_run, searched
 
     newest = newest_run([f"{_FOLDER}/{prefix}*" for prefix in STEP_PREFIXES])
@@ -154,7 +154,7 @@ def _lines(about: dict[str, Any]) -> list[str]:
 def import_hf(argv: Sequence[str]) -> None:
     """Converts a Hugging Face folder to a checkpoint of iteration 0.
 
-    Also writes the model's flags for the trainer to a file next to the checkpoint.
+    Also writes the trainer flags that describe the model to a file next to the checkpoint.
     """
     parser = CommandParser(
         prog=f"{PROGRAM} hf import",
@@ -178,7 +178,7 @@ def import_hf(argv: Sequence[str]) -> None:
     (output / FLAGS_FILE).write_text(
         shlex.join(flag_words(model.settings)) + "\n", encoding="utf-8"
     )
-    show(f"{path}: train with --load {output} --finetune and the flags in {FLAGS_FILE} there")
+    show(f"{path}: train with --load {output} --finetune and the flags in {output / FLAGS_FILE}")
 
 
 def export_hf(argv: Sequence[str]) -> None:

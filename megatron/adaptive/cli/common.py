@@ -1,4 +1,4 @@
-"""Runs command line programs, and reports expected errors in a uniform way."""
+"""Runs command-line programs, and reports expected errors in a uniform way."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _STOPPED = "stopped by the user"
 
 
 def show(text: str = "", *, file: TextIO | None = None) -> None:
-    """Prints ``text``, which may contain paths or file contents. Escapes control characters."""
+    """Prints ``text`` with control characters escaped, because it may contain file contents."""
     print(printable(text, lines=True), file=file, flush=True)
 
 
 def trainer_options() -> list[str]:
     """Returns all spellings of the trainer's options."""
-    # Import only when needed, because importing the definitions of all options takes time.
+    # Import the definitions of all options only when needed, because the import takes time.
     from megatron.adaptive.config.trainer import flag_specs
 
     return [name for spec in flag_specs().values() for name in spec.names]
@@ -46,7 +46,7 @@ def leave_reason(text: str) -> None:
     path = os.environ.get(_ERROR_FILE)
     if path:
         content = {"message": text, "timestamp": int(time.time()), _PRINTED: True}
-        # If the file cannot be written, the launcher only prints one redundant line.
+        # If writing the file fails, the only effect is that the launcher prints a redundant line.
         with contextlib.suppress(OSError):
             written = Path(f"{path}.part")
             written.write_text(json.dumps(content), encoding="utf-8")
@@ -61,8 +61,9 @@ def has_left_reason(failure: Any) -> bool:
 def open_streams() -> None:
     """Opens ``/dev/null`` for each standard stream that was closed when the process started.
 
-    Otherwise, Python sets a closed stream to ``None``, and the next file that is opened may get the
-    stream's file descriptor, such as 2. Libraries would then write error messages to this file.
+    Otherwise, Python would set a closed stream to ``None``, and the next file that is opened might
+    get the stream's file descriptor, such as 2. Libraries would then write error messages to this
+    file.
     """
     for number, (name, flags) in enumerate(_STREAMS.items()):
         try:
@@ -96,20 +97,20 @@ def _lost_peer(error: Exception) -> AdaptiveError | None:
 
     Returns ``None`` if ``error`` is a different error.
 
-    Until a rank starts to watch its peers, such an error is the only sign that another rank has
+    Before a rank starts watching its peers, such an error is the only sign that another rank has
     exited.
     """
     if "torch.distributed" not in sys.modules:
         return None
-    # Import this function only here. Its module imports torch, which takes seconds and which most
-    # commands do not need.
+    # Import this function only here, because its module imports torch. This import takes seconds,
+    # and most commands do not need torch.
     from megatron.adaptive.engine.process_context import lost_peer
 
     return lost_peer(error, Environment.read().rank)
 
 
 def end_at_once(number: int, frame: object) -> None:
-    """Handles the signal ``number``: prints a line, and exits without cleaning up."""
+    """Handles the signal ``number`` by printing a line and exiting without cleaning up."""
     name = signal.Signals(number).name
     text = _STOPPED if number == signal.SIGINT else f"stopped by signal {name}"
     with contextlib.suppress(OSError):  # Writing fails if the terminal is closed.
@@ -121,8 +122,8 @@ def end_at_once(number: int, frame: object) -> None:
 def interrupts_end_at_once() -> Iterator[None]:
     """Prints a line and exits if Ctrl-C, SIGTERM or SIGHUP arrives during a ``with`` block.
 
-    Use this around imports, because an interrupt during an import may be reported as a different
-    error. Signals that are ignored stay ignored.
+    Use this context manager around imports, because an interrupt during an import may be reported
+    as a different error. Signals that are ignored stay ignored.
     """
     former = from_now_end_at_once()
     try:
@@ -171,7 +172,7 @@ def run_cli(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | N
         print(_STOPPED, file=sys.stderr, flush=True)
         return 130
     except BrokenPipeError:
-        # Python flushes buffered output again at exit. Redirect stdout so that this flush succeeds.
+        # Python flushes buffered output again at exit. Redirect stdout to make this flush succeed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except Exception as error:

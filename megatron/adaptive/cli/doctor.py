@@ -118,8 +118,8 @@ _SIZES = (
     "num_virtual_stages_per_pipeline_rank",
 )
 """Names of the trainer's settings that define the layout of the ranks to probe."""
-# This default secret is public. The check does not start programs or change anything, so users need
-# not copy a real secret between nodes.
+# Public secret that is used by default. The check does not start programs or change anything, so
+# users need not copy a real secret between nodes.
 _KNOWN_TO_ALL = "megatron.adaptive doctor"
 _OPEN = "open the ports between the nodes; gloo and NCCL use any port above 1023"
 _TORCH = (
@@ -146,9 +146,10 @@ class Check:
 
 
 def _check(name: str, text: str, mend: str = "", *, is_error: bool = False) -> Check:
-    """Returns the result of a check. Its state is ``ok`` if ``mend``, the suggested fix, is empty.
+    """Returns the result of a check.
 
-    If there is a fix, the state is ``error`` or ``warning``, depending on ``is_error``.
+    ``mend`` is the suggested fix. If it is empty, the state of the check is ``ok``. Otherwise, the
+    state is ``error`` or ``warning``, depending on ``is_error``.
     """
     return Check(name, ("error" if is_error else "warning") if mend else "ok", text, mend)
 
@@ -157,7 +158,7 @@ def check_node(port: int) -> list[Check]:
     """Checks this node, but not its connections to other nodes, and returns the results.
 
     Args:
-        port: Port on which a run would listen.
+        port: Port that a run would use, which must be free.
     """
     steps = (_software, _extension, _shared_memory, _rdma, _names, _clock)
     return [check for step in steps for check in step()] + [_port(port)]
@@ -314,9 +315,9 @@ def _port(port: int) -> Check:
 
 
 def _ignore(text: str) -> None:
-    """Ignores ``text``, a message about a refused connection.
+    """Ignores ``text``, a message about a rejected connection.
 
-    ``doctor`` only needs to know about accepted connections.
+    ``doctor`` only reports accepted connections.
     """
 
 
@@ -331,7 +332,7 @@ async def answer_peers(port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -
     heard: asyncio.Queue[Check] = asyncio.Queue()
 
     async def attend(link: Connection) -> None:
-        """Replies to a request on ``link`` with the local time, after trying to connect back."""
+        """Tries to connect back to the peer of ``link``, and replies with the result and time."""
         message = await link.receive(_CONNECT_S)
         if message is None or type(back := message.get("back")) is not int or not 0 < back < 65536:
             return await link.close()  # The peer is not a ``doctor`` process.
@@ -370,8 +371,8 @@ def check_way(address: str, port: int, limit_s: float, secret: str = _KNOWN_TO_A
     Args:
         address: Address of the other node.
         port: Port on which ``doctor`` listens on the other node.
-        limit_s: Timeout in seconds. Failed attempts are repeated until then, because ``doctor`` may
-            be started later on the other node.
+        limit_s: Timeout in seconds. Failed attempts are repeated until the timeout, because
+            ``doctor`` may be started later on the other node.
         secret: Secret that both nodes must know.
     """
     end_s = time.monotonic() + limit_s
@@ -458,7 +459,7 @@ def _probe(options: argparse.Namespace, argv: Sequence[str]) -> int:
             starts.
 
     Returns:
-        1 if a rank, link or group is an outlier or did not answer; otherwise 0.
+        1 if a rank, link or group is an outlier or did not respond; otherwise 0.
     """
     environment = Environment.read()
     if not environment.is_launched:
@@ -489,7 +490,7 @@ def _probe(options: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def _probe_layout(options: argparse.Namespace, world_size: int) -> ProbeLayout:
-    """Returns the layout of the ranks to probe, from the sizes in ``options``.
+    """Returns the layout of the ranks to probe, based on the sizes in ``options``.
 
     Raises:
         ConfigError: The sizes do not match the number of ranks, or there is only one rank.
@@ -499,8 +500,8 @@ def _probe_layout(options: argparse.Namespace, world_size: int) -> ProbeLayout:
             "doctor --probe compares ranks and needs at least two of them; start more processes"
         )
     sizes = {name: value for name, value in vars(options).items() if name in _SIZES}
-    # If the user has not set any size, probe a pipeline of all ranks, so that a link of each rank
-    # is measured.
+    # If the user has not set any size, probe all ranks as one pipeline, so that at least one link
+    # of each rank is measured.
     sizes = sizes or {_PIPELINE: world_size}
     return ProbeLayout(
         world_size=world_size,

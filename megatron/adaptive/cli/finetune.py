@@ -15,7 +15,7 @@ from megatron.adaptive.config.environment import Environment, JobOrder
 from megatron.adaptive.errors import AdaptiveError, ConfigError
 
 _REPORT_S = 10.0
-"""Time in seconds to wait for the first process of a node to report an error."""
+"""Time in seconds for which a node's other processes let the first process report an error."""
 
 _DESCRIPTION = """\
 Fine-tunes a Hugging Face transformers model in several processes: all weights, or LoRA adapters.
@@ -61,7 +61,7 @@ def _parser() -> CommandParser:
     text = "auto: move layers between processes if this makes steps faster (off)"
     add("--repartition", choices=moves, default="off", help=text)
     orders = ("given", "work", "time")
-    text = "order of the samples of a step; work or time: cheap samples first and last (given)"
+    text = "order of samples in a step; work and time put cheap samples first and last (given)"
     add("--order", choices=orders, default="given", help=text)
     add("--trace-dir", **folder, help="folder for traces, for `trace` and `job top`")
     details = ("actions", "layers", "collectives", "kernels")
@@ -109,12 +109,12 @@ def main(argv: Sequence[str]) -> int:
 def _train(options: dict[str, Any], local_rank: int) -> int:
     """Fine-tunes a model as one process of a job, and returns the exit status.
 
-    All processes of a node detect the same errors in settings, files and gradients. So only the
-    first process of the node reports them, and the launcher then stops the other processes. A
+    All processes of a node detect the same errors in settings, files and gradients. Only the first
+    process of the node reports them immediately, and the launcher then stops the other processes. A
     process that is still running after a few seconds also reports its error, because the first
-    process may not have the same error.
+    process may not have detected it.
     """
-    # Import these modules only here, because importing torch and transformers takes seconds.
+    # Import this module only here, because it imports torch and transformers, which takes seconds.
     from megatron.adaptive.modules.finetune import DivergedError, FineTuning, fine_tune
 
     settings = FineTuning(**options)

@@ -1,6 +1,6 @@
 """Runs torchrun, but checks the trainer's options first and reports errors in one line.
 
-The command line is the same as torchrun's. The differences from torchrun are:
+The command line is the same as that of torchrun. The differences from torchrun are:
 
 - Wrong options of ``pretrain_gpt.py`` are reported before any process starts.
 - A failed job prints one line about the failed rank, without torchrun's traceback.
@@ -8,8 +8,8 @@ The command line is the same as torchrun's. The differences from torchrun are:
   checkpoint and exit. Under ``nohup``, SIGHUP stays ignored.
 - A SIGTERM or SIGHUP that follows another signal has no effect: the ranks finish saving. A second
   Ctrl-C stops the job.
-- This process ignores SIGUSR1, because the ranks handle it. Slurm sends it to all processes of a
-  job shortly before the job's time limit.
+- This process ignores SIGUSR1, because the ranks handle this signal. Slurm sends SIGUSR1 to all
+  processes of a job shortly before the job's time limit.
 """
 
 from __future__ import annotations
@@ -87,14 +87,14 @@ def _launch(argv: Sequence[str]) -> int:
     least = options.nnodes.partition(":")[0]
     require_files(options.world_size or int(options.nproc_per_node) * int(least))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # When this process is killed, torch prints a warning with a C++ stack trace on each rank, so
-    # hide these warnings.
+    # When this process is killed, torch prints a warning with a C++ stack trace on each rank. Hide
+    # these warnings.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if options.nnodes in ("1", "1:1"):
         os.environ |= loopback_variables(os.environ)
     for name in list(logging.root.manager.loggerDict):
-        # The rank has already printed its error, so hide the lines in which torch repeats this
-        # error.
+        # Hide the lines in which torch repeats a rank's error, because the rank has already printed
+        # this error.
         if name.startswith("torch.distributed."):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     _end_once()
@@ -115,10 +115,10 @@ def _launch(argv: Sequence[str]) -> int:
 def _end_once() -> None:
     """Makes torchrun ignore a SIGTERM or SIGHUP that arrives after another signal.
 
-    While torchrun waits for its ranks to save, a second signal would make it exit immediately. The
-    ranks would then lose their key-value store before they have saved. If the parent process is
-    killed, the kernel may send SIGTERM several times
-    (:func:`megatron.adaptive.config.parent_process.end_with_parent`).
+    While torchrun waits for its ranks to save, a second signal would make torchrun exit
+    immediately. The ranks would then lose their key-value store before they have saved. For
+    example, the kernel may send SIGTERM several times if the parent process is killed (see
+    :func:`megatron.adaptive.config.parent_process.end_with_parent`).
     """
     from torch.distributed.elastic.multiprocessing import api
 
@@ -137,12 +137,12 @@ def _end_once() -> None:
 
 
 def _read_options(argv: Sequence[str]) -> Any:
-    """Returns torchrun's options in ``argv``. A wrong option causes a short error message."""
+    """Parses torchrun's options in ``argv``. Shortens the error message for a wrong option."""
     from torch.distributed.run import determine_local_world_size, get_args_parser
 
     parser: Any = get_args_parser()
     parser.prog = f"{PROGRAM} job launch"
-    help_text = "number of processes on all nodes together, if it differs between nodes"
+    help_text = "total number of processes, if nodes have different numbers of processes"
     parser.add_argument("--world-size", type=count, help=help_text)
 
     def complain(message: str) -> NoReturn:
@@ -170,7 +170,7 @@ def _read_options(argv: Sequence[str]) -> Any:
         raise ConfigError(f"--nproc-per-node must be from 1 to {_MAX_PROCESSES}, got {text}")
     options.nproc_per_node = str(number)
     if options.master_port is None:
-        # Since torch 2.13, torchrun sets these options itself, but later.
+        # torchrun 2.13 and later also set these options, but only after they are needed here.
         most = options.nnodes.rpartition(":")[2]
         if options.rdzv_backend == "static" and not options.rdzv_endpoint and most == "1":
             options.standalone = True

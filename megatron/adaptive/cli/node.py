@@ -8,13 +8,13 @@
 
 Nodes in pods find each other before torchrun starts::
 
-    first node   listens on MASTER_PORT; waits for hellos; numbers the nodes; answers each node
-    worker       tries to connect until the deadline; sends its hello; receives the answer
+    first node   listens on MASTER_PORT; waits for hellos; numbers the nodes; replies to each node
+    worker       tries to connect until the deadline; sends its hello; receives the reply
 
-Each node describes itself in its hello message, after both sides have proved that they know the
-run's secret. While nodes are missing, the first node removes each worker that disconnects or stops
+After both sides have proved that they know the run's secret, each worker describes itself in a
+hello message. While nodes are missing, the first node removes each worker that disconnects or stops
 sending heartbeats from its list, so that the worker can join again. When all workers have received
-their answers, the first node closes the port, so that torchrun can use it.
+their replies, the first node closes the port, so that torchrun can use it.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ _PORT = 29500
 _MASTER_FILE = "master.json"
 _PURPOSE = "pods"
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-# These variables determine which program a node runs. Each node sets them itself, and ignores their
-# values in the master's answer.
+# Variables that determine which program a node runs. Each node sets them itself, and ignores the
+# values in the master's reply.
 _NODE_SETTINGS = ("PYTHON", "CONTAINER", "IMAGE", "CONTAINER_MOUNTS")
 _LOADED = "LD_"
 _REPORT_S = 10.0
@@ -182,7 +182,9 @@ def _print_instructions(address: str, port: int, logs: Path, generated_secret: s
 
 
 def _answer(conf: LaunchConf, numbered: list[tuple[int, int]], port: int) -> dict[str, Any]:
-    """Checks the trainer's flags for the final world size, and returns the answer to all workers.
+    """Validates the trainer's flags against the final world size, and returns the workers' reply.
+
+    Each worker receives this reply with a few more entries, such as its node rank.
 
     Args:
         conf: Configuration of the launch.
@@ -257,10 +259,10 @@ def _worker(argv: Sequence[str]) -> int:
 
 
 def _settings(answered: dict[str, str], overrides: Mapping[str, str]) -> dict[str, str]:
-    """Returns the settings in the master's answer that this node accepts.
+    """Returns the settings in the master's reply that this node accepts.
 
     Args:
-        answered: Settings in the master's answer.
+        answered: Settings in the master's reply.
         overrides: Settings from the command line of this node.
     """
     kept = {}
@@ -268,7 +270,7 @@ def _settings(answered: dict[str, str], overrides: Mapping[str, str]) -> dict[st
         if name in _NODE_SETTINGS or name.startswith(_LOADED):
             continue
         if name not in SETTINGS and not name.startswith(FROM_CONF):
-            raise ConfigError(f"the master's answer sets {name}, which is not a variable of a run")
+            raise ConfigError(f"the master's reply sets {name}, which is not a variable of a run")
         kept[name] = str(text)
     container = answered.get("CONTAINER", "none")
     if container != "none" and "CONTAINER" not in overrides:
@@ -375,7 +377,7 @@ class _Waiting:
 
 
 def _number_nodes(conf: LaunchConf, hellos: Sequence[_Hello]) -> list[tuple[int, int]]:
-    """Returns the node rank and number of processes of each node, in the order of ``hellos``."""
+    """Returns each node's rank and number of processes, in the order of ``hellos``."""
     planned = conf.processes
     free = [rank for rank in range(len(hellos)) if rank not in _wanted(hellos)]
     places = []
@@ -431,18 +433,18 @@ def _wanted(hellos: Sequence[_Hello]) -> list[int]:
 async def _gather(
     conf: LaunchConf, own_hello: _Hello, secret: str, host: str, port: int
 ) -> tuple[int, dict[str, Any], str | None]:
-    """Waits on the first node until all workers have connected, and then answers each worker.
+    """Waits on the first node until all workers have connected, and then replies to each worker.
 
     Args:
         conf: Configuration of the launch, which sets the number of nodes.
         own_hello: Description of this node.
         secret: Secret of the run, which the workers must know.
-        host: Address at which to listen, or empty for all addresses of this node.
+        host: Address on which to listen, or empty for all addresses of this node.
         port: Port on which to listen. It is free again after the function has returned.
 
     Returns:
-        Three values: this node's rank, the answer to the workers, and the address at which the
-        workers reached this node, or ``None`` if there are no workers.
+        This node's rank, the reply to the workers, and the address at which the workers reached
+        this node. The address is ``None`` if there are no workers.
     """
     connected: dict[Connection, _Hello] = {}
     taken: set[Connection] = set()
@@ -493,10 +495,10 @@ async def _gather(
 async def _wait_for_receipts(
     guests: Mapping[Connection, _Hello], taken: set[Connection]
 ) -> list[str]:
-    """Waits a few seconds for all workers to confirm the answer.
+    """Waits a few seconds for all workers to confirm the reply.
 
-    ``guests`` contains all workers, and ``taken`` the connections of workers that have confirmed
-    the answer. Returns the host names of the other workers.
+    ``guests`` contains all workers, and ``taken`` contains the connections of workers that have
+    confirmed the reply. Returns the host names of workers that have not confirmed it.
     """
     waiting = _Waiting(_SILENT_S, 0.0)
     while set(guests) - taken and waiting.left_s > 0:
@@ -525,21 +527,21 @@ async def _wait_for(
 async def _join_master(
     find_master: Callable[[], _MasterAddress | None], hello: _Hello, limit_s: float
 ) -> dict[str, Any]:
-    """Connects to the first node (the master) as a worker, and returns the master's answer.
+    """Connects to the first node (the master) as a worker, and returns the master's reply.
 
     Failed attempts are repeated until the timeout, because the master may not have started yet.
 
     Args:
-        find_master: Function that returns the address of the master, or ``None`` if it is not known
-            yet. The function is called before each attempt. It may raise ``SetupError`` if the host
-            name cannot be resolved, for example before the master's pod is created.
+        find_master: Function that returns the address of the master, or ``None`` if the address is
+            not known yet. The function is called before each attempt. It may raise ``SetupError``
+            if the host name cannot be resolved, for example before the master's pod is created.
         hello: Description of this node.
         limit_s: Timeout in seconds.
 
     Returns:
-        Answer of the master. Most entries are the same for all workers. ``node_rank`` is the rank
-        of this node, ``master_addr`` is the address of the master, and ``own_addr`` is the address
-        of this node on the connection.
+        Reply of the master. Most entries are the same for all workers. ``node_rank`` is the rank of
+        this node, ``master_addr`` is the address of the master, and ``own_addr`` is the local
+        address of this node's connection to the master.
     """
     waiting = _Waiting(limit_s, 0.0)
     why = "its address is unknown"

@@ -76,13 +76,13 @@ _USED_IN_MODE = {
     "--discover": (),
     "--try": (*_OF_TRY, "--model", "--attention", "--output", "--json"),
 }
-"""Maps the option that selects a mode to further options that the mode uses."""
+"""Other options that a mode uses, keyed by the option that selects the mode."""
 _UNUSED_BESIDE = {
     "--pareto": ("--output", "--conf", "--json", "--export", "--explain", "--page"),
     "--export": ("--json", "--explain"),
     "--json": ("--explain",),
 }
-"""Maps an output option to the output options that have no effect if it is set."""
+"""Options that have no effect if another option is set, keyed by this other option."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -142,11 +142,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_modes(names: Sequence[str], values_of: Mapping[str, Sequence[str]]) -> None:
-    """Checks that the selected mode uses all options in the command line.
+    """Checks that the selected mode uses all options on the command line.
 
     Args:
         names: Names of all options of ``plan``.
-        values_of: Values of the options in the command line, by name.
+        values_of: Values of the options on the command line, keyed by option name.
 
     Raises:
         ConfigError: The selected mode does not use an option.
@@ -177,7 +177,8 @@ def _discover(files: Sequence[Path]) -> int:
     """Prints a cluster file, based on the output of tools such as ``scontrol`` or ``nvidia-smi``.
 
     Args:
-        files: Files with the output of such tools. If empty, the tools are run on this machine.
+        files: Files with the output of such tools. If there are no files, the tools are run on this
+            machine.
     """
     texts = [
         (str(path), read_text(path, "pass a file with a tool's output; see --help"))
@@ -252,11 +253,11 @@ def _parser(*, required: bool) -> argparse.ArgumentParser:
     add("--discover", type=Path, nargs="*", metavar="FILE", help=text)
     text = "only compare predictions with traced runs, as plan validate does"
     add("--check", metavar="DIR", help=text)
-    text = "only run a rank of a plan on this device, and add the measurements to the file"
+    text = "only run one rank of a plan on this device, and add the measurements to the plan file"
     add("--try", dest="try_", type=Path, metavar="PLAN.json", help=text)
     ranks = number(int, 0, 100_000_000)
-    add("--rank", type=ranks, default=0, metavar="R", help="rank of --try (%(default)s)")
-    text = "number of ranks of the job of --try; it must match the plan"
+    add("--rank", type=ranks, default=0, metavar="R", help="rank to run with --try (%(default)s)")
+    text = "number of ranks in the job with --try, which must match the plan"
     add("--world-size", type=plans, metavar="N", help=text)
     text = "only print the JSON schema of an input file"
     add("--schema", choices=FORMS, action=_PrintSchema, help=text)
@@ -377,8 +378,8 @@ def _slice_tokens(options: argparse.Namespace, inputs: PlanInputs) -> tuple[int,
     documents, text = inputs.documents, options.slice_tokens
     if text is None and documents is not None:
         raise ConfigError(
-            f"--document-lengths {options.document_lengths} is used only to choose slices by"
-            " tokens; add --slice-tokens auto, or remove it"
+            f"--document-lengths {options.document_lengths} has no effect without --slice-tokens;"
+            " add --slice-tokens auto, or remove --document-lengths"
         )
     if text is not None and documents is None:
         raise ConfigError(needs_lengths(text))
@@ -391,7 +392,7 @@ def _slice_tokens(options: argparse.Namespace, inputs: PlanInputs) -> tuple[int,
 
 
 def _objective(options: argparse.Namespace, inputs: PlanInputs) -> Objective:
-    """Converts the user's limits on a whole run, such as a budget, into limits on one step."""
+    """Converts limits on a whole run, such as a budget, into limits on a single step."""
     for name in ("max_price", "budget"):
         value = getattr(options, name)
         if value == 0:
@@ -418,7 +419,7 @@ def _print(options: argparse.Namespace, inputs: PlanInputs, proposal: Proposal) 
     size = model.parameters
     amount = f"{size / 1e9:.3g} B" if size >= 1e9 else f"{size / 1e6:.3g} M"
     most = "up to " if inputs.documents is not None else ""
-    # A list of layers may lack the number of tokens, which is then 1.
+    # If a model's list of layers does not contain the number of tokens, the number is 1.
     length = f" of {most}{model.tokens_per_sample:,} tokens" * (model.tokens_per_sample > 1)
     types = model.precision.name + " and fp8" * model.precision.fp8
     show(
@@ -446,7 +447,10 @@ def _print(options: argparse.Namespace, inputs: PlanInputs, proposal: Proposal) 
 
 
 def _front(options: argparse.Namespace, inputs: PlanInputs, request: Request) -> int:
-    """Finds the Pareto front of plans that use parts of the cluster. Writes files and a table."""
+    """Finds the Pareto front of plans that use parts of the cluster.
+
+    Writes the front to files, and prints it as a table.
+    """
     rows = find_front(inputs, request)
     write_front(rows, inputs, options.pareto)
     show(table(rows, inputs, options.tokens))

@@ -1,6 +1,6 @@
 """Reads the inputs of ``plan`` and ``plan validate``: model, cluster and measured durations.
 
-``plan`` may also have the lengths of documents that the trainer packs::
+``plan`` also accepts the lengths of documents that the trainer packs::
 
     data/corpus              prefix of corpus.bin and corpus.idx, as in --data-path
     lengths.txt              file with the number of tokens of each document, separated by spaces
@@ -48,9 +48,9 @@ from megatron.adaptive.trace.read import RunTrace, read_run
 from megatron.adaptive.trace.status_files import PROGRESS_NAME, ProgressTail, progress_file
 
 _DRAWN = 100_000
-"""Number of document lengths that are drawn from a distribution."""
+"""Number of document lengths to draw from a distribution."""
 _PIECE = 1 << 20
-"""Number of characters in each of the parts in which a file of lengths is split into words."""
+"""Number of characters of a file of lengths that are split into words at a time."""
 _LOGNORMAL = "lognormal"
 _MOST_TOKENS = 10**9
 _FLAG = "--document-lengths"
@@ -96,7 +96,7 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> N
 
 
 def read_inputs(options: argparse.Namespace) -> PlanInputs:
-    """Reads model, cluster and profile, and warns on stderr about measured links that are not used.
+    """Reads model, cluster and profile, and warns on stderr about unused measurements of links.
 
     Raises:
         ConfigError: A file is missing or invalid, or the files contradict each other.
@@ -158,14 +158,14 @@ def parse_counts(name: str, text: str | None) -> tuple[int, ...]:
     """Parses a list of positive integers, such as ``1,2,4`` in ``--tp 1,2,4``.
 
     Args:
-        name: Name of the option, for error messages.
+        name: Name of the option, used in error messages.
         text: Value of the option, or ``None`` if the option is not set.
 
     Returns:
         The integers, or an empty tuple if the option is not set.
 
     Raises:
-        ConfigError: The text is not a list of integers, or a number is less than 1 or occurs twice.
+        ConfigError: The text is not a list of different positive integers.
     """
     if text is None:
         return ()
@@ -181,13 +181,13 @@ def parse_counts(name: str, text: str | None) -> tuple[int, ...]:
 
 
 def measured_kinds(model: Model, spreads: Sequence[int]) -> tuple[str, ...]:
-    """Returns the names of the kinds of layers to measure.
+    """Returns the names of the layer types to measure.
 
-    MoE layers for expert-parallel sizes that are not in ``spreads`` are omitted.
+    MoE layers are only included for the expert-parallel sizes in ``spreads``.
 
     Args:
         model: Model whose layers are measured.
-        spreads: Expert-parallel sizes, that is, numbers of ranks that share the experts of a layer.
+        spreads: Expert-parallel sizes (numbers of ranks that share the experts of a layer).
     """
     parts = [kind.partition("/") for kind in model.kinds]
     spread = {name for name, mark, _ in parts if mark}
@@ -208,16 +208,16 @@ def add_host_argument(parser: argparse.ArgumentParser) -> None:
 def calibrated(
     options: argparse.Namespace, model: Model, cluster: Cluster, document: dict[str, Any] | None
 ) -> dict[str, Any] | None:
-    """Returns a profile in which durations are fitted to the traces passed to ``--calibrate``.
+    """Returns a profile whose durations are fitted to the traces passed to ``--calibrate``.
 
     Args:
-        options: Parsed options that :func:`add_input_arguments` has added.
+        options: Parsed options, including those of :func:`add_input_arguments`.
         model: Model that the traced runs trained.
         cluster: Cluster that contains the node types of the runs' hosts.
         document: Content of a profile file, or ``None`` if there is no profile.
 
     Returns:
-        Content of the profile. Without ``--calibrate``, this is ``document``.
+        Content of the profile, or ``document`` if ``--calibrate`` is not set.
 
     Raises:
         ConfigError: Required information about a run is missing, such as a host's node type, or the
@@ -236,7 +236,7 @@ def calibrated(
 def traced_runs(
     folders: Iterable[Path], options: argparse.Namespace, model: Model, cluster: Cluster
 ) -> list[TracedRun]:
-    """Reads traced runs, and adds to each run its microbatch size and the node types of its hosts.
+    """Reads traced runs, including their microbatch sizes and the node types of their hosts.
 
     Args:
         folders: Folders of traces. The progress file of the trainer must be next to the traces.
@@ -332,8 +332,8 @@ def read_lengths(text: str, most: int) -> tuple[Lengths, int]:
         most: Number of tokens after which the trainer truncates documents.
 
     Returns:
-        Number of tokens that the trainer learns from each document, and the maximum of this number
-        for any document of the data.
+        Number of tokens of each document that the trainer predicts, and an upper bound of these
+        numbers for all documents of the data.
 
     Raises:
         ConfigError: The text does not have one of the possible forms, or a length is invalid.
@@ -343,13 +343,13 @@ def read_lengths(text: str, most: int) -> tuple[Lengths, int]:
         return _lognormal(text, most), most
     if Path(f"{text}.idx").is_file():
         check_indexed(text)
-        # A sample is one token shorter than its document, because the last token is only predicted.
+        # A sample is one token shorter than its document, because the last token is only a label.
         sizes = sequence_lengths(text)
         lengths: Lengths = sizes[sizes > 1] - 1
     else:
         lengths = _listed(text)
     if not len(lengths):
-        raise ConfigError(f"{_FLAG} {text}: no document has a token to learn; give other data")
+        raise ConfigError(f"{_FLAG} {text}: no document has a token to learn; pass other data")
     lengths = np.minimum(lengths, most)
     return lengths, int(lengths.max())
 
@@ -369,9 +369,12 @@ def _lognormal(text: str, most: int) -> Lengths:
 
 
 def _listed(text: str) -> Lengths:
-    """Returns the numbers in the file ``text``, a JSON list or words separated by whitespace."""
+    """Returns the numbers in the file ``text``.
+
+    The file contains a JSON list, or numbers separated by whitespace.
+    """
     content = read_text(
-        Path(text), f"{_FLAG}: give a prefix of .bin and .idx, a file, or lognormal:MEDIAN:SIGMA"
+        Path(text), f"{_FLAG}: pass a prefix of .bin and .idx, a file, or lognormal:MEDIAN:SIGMA"
     )
     content = content.strip().removeprefix("[").removesuffix("]")
     numbered = enumerate(_words(content.replace(",", " ").replace("\n", " ")), start=1)
@@ -380,10 +383,7 @@ def _listed(text: str) -> Lengths:
 
 
 def _words(content: str) -> Iterator[str]:
-    """Yields the words of ``content``.
-
-    To save memory, only a part of the text is split into words at once.
-    """
+    """Yields the words of ``content``. Splits one part of the text at a time, to save memory."""
     end = 0
     while end < len(content):
         start = end

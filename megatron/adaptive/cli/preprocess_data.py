@@ -35,9 +35,9 @@ def available_cores() -> int:
 
 @contextmanager
 def progress_display(total_bytes: int | None) -> Iterator[Progress]:
-    """Shows a progress bar on stderr during a ``with`` block, and yields a function to advance it.
+    """Shows a progress bar on stderr during a ``with`` block. Yields a function that advances it.
 
-    If stderr is not a terminal, the bar is only printed every 10 s.
+    If stderr is not a terminal, the bar is printed only every 10 s.
 
     Args:
         total_bytes: Size of the whole input in bytes, or ``None`` if unknown.
@@ -71,7 +71,7 @@ def tidy_on_sigterm() -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``preprocess_data`` with ``argv``, or with the process's arguments if it is ``None``."""
+    """Runs ``preprocess_data`` with ``argv``, which defaults to the arguments of the process."""
     return run_cli(_run, argv)
 
 
@@ -133,7 +133,7 @@ def _parser() -> CommandParser:
 
 
 def make_corpus_main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``make_corpus`` with ``argv``, or with the process's arguments if it is ``None``."""
+    """Runs ``make_corpus`` with ``argv``, which defaults to the arguments of the process."""
     return run_cli(_make_corpus, argv)
 
 

@@ -1,8 +1,8 @@
-"""Runs Megatron-LM's trainer, which is part of megatron-core's wheel since version 0.17.
+"""Runs Megatron-LM's trainer, which has been part of megatron-core's wheel since version 0.17.
 
-The wheel contains the trainer but not Megatron-LM's scripts. This module does the work of a script:
-it builds a GPT model, reads the data and computes the loss. Flags, training steps, checkpoints and
-logging are those of Megatron-LM, extended by this project's plug-in and its flags.
+The wheel contains the trainer but not Megatron-LM's scripts. This module replaces such a script: it
+builds a GPT model, reads the data and computes the loss. Flags, training steps, checkpoints and
+logging are those of Megatron-LM, extended by this project's plug-in.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ _NOT_HERE = {
     "inter_document_masking": "attention within each document only",
     "use_legacy_models": "models from before megatron-core",
 }
-# These flags allow training without GPUs. They turn off layers and fused functions that require
-# CUDA.
+# Flags for training without GPUs. They turn off layers and fused functions that require CUDA.
 _ON_CPU = (
     "--distributed-backend",
     "gloo",
@@ -43,16 +42,16 @@ _ON_CPU = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains GPT with Megatron-LM's flags, as one of the processes that torchrun has started."""
+    """Trains a GPT model with Megatron-LM's flags, as one of torchrun's processes."""
     is_missing = importlib.util.find_spec("megatron.training") is None
     if {"-h", "--help"} & set(argv):
-        print(_USAGE, end="\n\n", flush=True)  # If Megatron-LM is installed, its help follows.
+        print(_USAGE, end="\n\n", flush=True)  # If installed, Megatron-LM adds its own help.
         if is_missing:
             print(_lacking())
             return 0
     if is_missing:
         raise SetupError(_lacking())
-    if not hasattr(typing, "override"):  # Python before 3.12 does not have this function.
+    if not hasattr(typing, "override"):  # Python before 3.12 has no such function.
         vars(typing)["override"] = importlib.import_module("typing_extensions").override
     from megatron.adaptive import accelerator, plugin
 
@@ -70,7 +69,7 @@ Megatron-LM's own trainer with its own flags and those of the plug-in."""
 
 
 def _lacking() -> str:
-    """Returns an error message that says what to install for ``train megatron-lm``."""
+    """Returns an error message that lists what ``train megatron-lm`` requires."""
     return (
         f"megatron-core {metadata.version('megatron-core')} does not contain Megatron-LM's "
         "trainer; train megatron-lm requires megatron-core 0.17 or newer (with Python 3.12), or "
@@ -118,8 +117,8 @@ def model(
 ) -> Any:
     """Builds a chunk of a GPT model.
 
-    megatron-core 0.17 and 0.18 do not contain such a function. ``pre_process`` is true for a chunk
-    with the embedding, and ``post_process`` is true for a chunk with the output layer.
+    ``pre_process`` is true for a chunk with the embedding, and ``post_process`` is true for a chunk
+    with the output layer. megatron-core 0.17 and 0.18 do not contain such a function.
     """
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer.spec_utils import import_module
@@ -143,8 +142,8 @@ def model(
     layers = block() if args.spec is None else import_module(args.spec)
     predictions = None
     if args.mtp_num_layers is not None:
-        # Get the specifications of all layers. Multi-token prediction uses the specification of the
-        # last layer of the model, which may be on another rank.
+        # Get the specifications of all layers, because multi-token prediction uses that of the
+        # model's last layer, which may be on another rank.
         all_layers = gpt_layer_specs.get_gpt_decoder_layer_specs(
             config,
             use_transformer_engine=uses_engine,
@@ -177,7 +176,7 @@ def model(
 def _transformer_config(args: Any) -> Any:
     """Returns megatron-core's model configuration for the parsed flags ``args``.
 
-    megatron-core releases define the function for this configuration in different modules.
+    The module that defines the required function depends on the release of megatron-core.
     """
     for module in ("arguments", "argument_utils"):
         candidate = importlib.import_module(f"megatron.training.{module}")
@@ -190,11 +189,11 @@ def _transformer_config(args: Any) -> Any:
 
 
 def datasets(num_samples: Sequence[int | None], vp_stage: int | None = None) -> Any:
-    """Builds the training, validation and test data sets on ranks of the first and last stages.
+    """Builds the training, validation and test data sets on ranks of the first and last stage.
 
     ``num_samples`` contains the number of samples of each data set. All ranks of a tensor-parallel
-    group read the data themselves. The files are mapped into memory, so each node stores them in
-    memory only once.
+    group read the data themselves. The files are memory-mapped, so that the ranks of a node share
+    one copy in memory.
     """
     from megatron.core.datasets import gpt_dataset
     from megatron.core.datasets.blended_megatron_dataset_builder import (
@@ -219,7 +218,7 @@ def _cached_datasets() -> Any:
     return importlib.import_module("megatron.adaptive.data.datasets")
 
 
-# Megatron-LM reads this attribute of the function.
+# Attribute that Megatron-LM reads. It means that every rank calls the function.
 datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
@@ -325,11 +324,11 @@ def _loss(mask: Any, output: Any) -> tuple[Any, Any, dict[str, Any]]:
     """Computes the loss of a microbatch from the losses of its tokens.
 
     Args:
-        mask: Weight of each token in the loss, which is 0 for tokens without a loss.
-        output: Loss of each token, which the model has computed.
+        mask: Weight of each token in the loss. It is 0 for tokens that do not count.
+        output: Loss of each token, as computed by the model.
 
     Returns:
-        Sum of the losses, number of tokens, and a dictionary with both for the log.
+        Sum of the losses, number of tokens, and a dictionary with both values for the log.
     """
     import torch
     from megatron.core.rerun_state_machine import get_rerun_state_machine

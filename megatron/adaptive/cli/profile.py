@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _run(argv, environment)
     except ConfigError:
-        # All processes detect the same error, so only rank 0 reports it.
+        # All processes detect the same error, so let only rank 0 report it.
         if environment.rank == 0:
             raise
         return EXIT_EXPECTED_ERROR

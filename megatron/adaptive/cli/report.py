@@ -91,7 +91,7 @@ _GIB = 1 << 30
 
 
 def gather(job: str, logs: Path) -> dict[str, Any]:
-    """Reads all files in a job's folder that the report needs, and returns the content of the page.
+    """Reads the files in a job's folder, and returns the content of the report's page.
 
     Args:
         job: ID of the job, which is also the name of its log folder.
@@ -136,7 +136,7 @@ def gather(job: str, logs: Path) -> dict[str, Any]:
 
 
 def _node_of_each_rank(folder: Path, names: Sequence[str], processes: Sequence[int]) -> list[str]:
-    """Returns the name of the node on which each rank ran last, ordered by rank.
+    """Returns the name of the node on which each rank ran most recently, ordered by rank.
 
     ``folder`` contains the output of the nodes ``names``. ``processes`` contains the number of
     processes of each node, ordered by node rank.
@@ -150,8 +150,7 @@ def _node_of_each_rank(folder: Path, names: Sequence[str], processes: Sequence[i
     names_by_node_rank = [
         latest.get(number, ("", f"node {number}"))[1] for number in range(len(processes))
     ]
-    # Limit the counts, because a damaged file may contain a huge number, and the list below would
-    # become as long as that number.
+    # Limit the counts. Otherwise, a huge number in a damaged file would make the list below huge.
     counts = [min(count, 1 << 12) for count in processes]
     return [
         name for name, count in zip(names_by_node_rank, counts, strict=True) for _ in range(count)
@@ -216,7 +215,10 @@ def _curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _use(path: Path) -> dict[str, Any]:
-    """Returns the resource usage in the file ``path``: a list of values over time per quantity."""
+    """Returns the resource usage in the file ``path``, as a list of values for each quantity.
+
+    Each list contains the values of one quantity, such as CPU usage, over time.
+    """
     samples = _thinned(list(samples_of(path)))
     gpus: dict[int, dict[str, list[Any]]] = {}
     rows = [{gpu["index"]: gpu for gpu in sample.get("gpus", [])} for sample in samples]
@@ -245,8 +247,8 @@ def _messages(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Returns each node's distinct messages with their counts, and notes on omitted messages.
 
-    ``folder`` contains the output of the nodes ``names``. ``batch`` is the path of the output of
-    the batch script.
+    ``folder`` contains the output of the nodes ``names``. ``batch`` is the path of the batch
+    script's output.
     """
     messages: list[dict[str, Any]] = []
     notes = []
@@ -270,7 +272,7 @@ def _messages(
 MAX_CELLS = 200_000
 """Maximum number of cells in the table of times by rank and iteration.
 
-If there were more cells, the table only contains evenly spaced iterations.
+If the table of all iterations has more cells, only evenly spaced iterations are shown.
 """
 _NS_PER_MS = 1e6
 
@@ -284,11 +286,11 @@ def traced(folder: Path, nodes: Sequence[str]) -> tuple[dict[str, Any] | None, l
             of ranks if some nodes are unknown.
 
     Returns:
-        Content of the page, or ``None`` if there are no traces, and notes for the reader of the
-        page.
+        Content of the page, and notes for its readers. The content is ``None`` if there are no
+        traces.
     """
     if not folder.is_dir():
-        return None, ["no traces; TRACE=true adds the times of all ranks, and a timeline"]
+        return None, ["no traces; set TRACE=true to add the times of all ranks and a timeline"]
     try:
         run = read_run(folder)
         figures = run_figures(run, workers=1)
@@ -307,8 +309,8 @@ def traced(folder: Path, nodes: Sequence[str]) -> tuple[dict[str, Any] | None, l
     content = {
         "ranks": list(labels),
         "labels": list(labels.values()),
-        # Replace the plotting library in the page by a placeholder, because the report already
-        # contains this library.
+        # The report already contains the plotting library, so replace the library's code in this
+        # page by a placeholder.
         "page": text.replace(plotly_js(), "{{plotly}}"),
         **_times(figures),
     }
@@ -322,7 +324,7 @@ def _label(run: RunTrace, rank: int) -> str:
 
 
 def _times(figures: RunFigures) -> dict[str, Any]:
-    """Returns the time in ms from the first to the last action of each rank in each iteration."""
+    """Returns the time in ms between each rank's first and last action in each iteration."""
     has_actions = figures.num_actions > 0
     ms = np.where(has_actions, figures.end_ns - figures.start_ns, 0) / _NS_PER_MS
     limit = max(2, MAX_CELLS // max(1, ms.shape[1]))

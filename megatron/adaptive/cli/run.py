@@ -4,7 +4,7 @@
 
     start all nodes of a job from one machine:
         python -m megatron.adaptive train elastic --machines machines.txt pretrain_gpt.py ...
-    take part in a job as one node; run it on each node:
+    take part in a job as one node (run this command on each node):
         python -m megatron.adaptive train elastic --checkpoint DIR pretrain_gpt.py ...
     the same for a script that trains a Pipeline:
         python -m megatron.adaptive train elastic --checkpoint DIR train.py ...
@@ -91,7 +91,12 @@ def _parser() -> argparse.ArgumentParser:
         ("--join-within", "join_s", 60.0, "maximum time for machines to answer at the start"),
         ("--wait", "wait_s", 600.0, "time to wait if no layout fits the available machines"),
         ("--stop-within", "stop_s", 600.0, "maximum time for ranks to finish a step and save"),
-        ("--plan-within", "plan_s", 10.0, "time limit of the planner; then a simple rule is used"),
+        (
+            "--plan-within",
+            "plan_s",
+            10.0,
+            "planner's time limit, after which a simple rule is used",
+        ),
     ):
         text = f"{text} ({default:g})"
         add(name, dest=dest, type=_SECONDS, default=default, metavar="SECONDS", help=text)
@@ -104,8 +109,8 @@ def _parser() -> argparse.ArgumentParser:
         "--runs",
         choices=("trainer", "pipeline"),
         help=(
-            "type of the script, if it cannot be detected from the script's text: it takes the "
-            "trainer's arguments, or trains a Pipeline in Pipeline.loop"
+            "type of the script, if the type cannot be detected: trainer if the script takes the "
+            "trainer's arguments, pipeline if it trains a Pipeline in Pipeline.loop"
         ),
     )
     text = "maximum number of restarts without a new checkpoint in between (3)"
@@ -123,14 +128,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_reactions(parser: argparse.ArgumentParser) -> None:
-    """Adds flags to ``parser`` that say what to do with nodes that are slow or fail a probe."""
+    """Adds the flags to ``parser`` that set the reactions to slow nodes and to failed probes."""
     add = parser.add_argument
     add(
         "--on-straggler",
         choices=("ignore", "replan", "exclude"),
         help=(
             "reaction to a node that stays slow: give it fewer layers, or exclude it; requires "
-            "--trace-dir of the trainer or trace_dir of a Pipeline (replan with it)"
+            "--trace-dir of the trainer or trace_dir of a Pipeline (default: replan if traces are "
+            "written)"
         ),
     )
     add(
@@ -189,8 +195,8 @@ def _run(options: argparse.Namespace) -> int:
     folder: Path | str | None
     if is_pipeline:
         arguments, folder = _pipeline_arguments(options)
-        # Slow nodes are detected from traces, so this setting has no effect if the script does not
-        # write traces.
+        # This setting has no effect if the script does not write traces, because slow nodes are
+        # detected from traces.
         on_straggler: Policy = options.on_straggler or "replan"
     else:
         folder = options.checkpoint or last_value(options.arguments, _SAVE)
@@ -261,7 +267,7 @@ def _on_straggler(wished: Policy | None, schedule: ScheduleConfig) -> Policy:
     """Returns the reaction to slow nodes, and checks that slow nodes can be detected.
 
     Args:
-        wished: Reaction that the user has chosen, or ``None`` for the default.
+        wished: Reaction that the user has selected, or ``None`` for the default.
         schedule: Schedule settings of the trainer, which include the settings of the diagnosis.
     """
     is_diagnosed = schedule.trace_dir is not None and schedule.diagnose_interval > 0
@@ -275,7 +281,7 @@ def _on_straggler(wished: Policy | None, schedule: ScheduleConfig) -> Policy:
 
 
 def _check_probes(wished: ProbePolicy, interval: int) -> None:
-    """Raises an error if nodes that fail a probe must be excluded, but no probe is configured."""
+    """Raises an error if failed probes are to exclude nodes, but no probe is configured."""
     if wished == "exclude" and not interval:
         raise ConfigError(
             "--on-failed-probe exclude without --probe-interval: nodes can only fail if they "

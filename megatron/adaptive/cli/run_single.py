@@ -38,7 +38,8 @@ _SIZES = {
 }
 """Options for the sizes of the run, with default values and help texts.
 
-The example script reads these sizes from environment variables with the same names in capitals.
+The example script reads these sizes from environment variables whose names are the same words in
+capital letters.
 """
 
 _FOLDERS = {"runs_dir": WORK_FOLDER / "runs", "data_dir": WORK_FOLDER / "data" / "stdlib"}
@@ -61,7 +62,7 @@ _SET_CHUNKS = {
     "--pipeline-schedule",
     "--plan",
 }
-"""Options of the trainer that replace the number of model chunks, or the schedule."""
+"""Options of the trainer that override the number of model chunks or the schedule."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -130,9 +131,11 @@ def _parser() -> CommandParser:
 
 
 def _check_chunks(options: argparse.Namespace, trainer_flags: Sequence[str]) -> None:
-    """Checks that the schedule supports the number of chunks, unless the trainer's flags set them.
+    """Checks that the schedule supports the number of chunks.
 
-    The trainer has the same check, but its error names flags that this program does not have.
+    The check is skipped if the trainer's flags set the schedule or the number of chunks. The
+    trainer also performs this check, but its error message mentions flags that this program does
+    not have.
 
     Raises:
         ConfigError: The schedule requires a different number of chunks.
@@ -152,9 +155,9 @@ def _check_chunks(options: argparse.Namespace, trainer_flags: Sequence[str]) -> 
 def _default_flags(options: argparse.Namespace, trainer_flags: Sequence[str]) -> list[str]:
     """Returns default flags for the trainer, depending on the sizes of the run.
 
-    If all stages have the same number of layers, the first and the last stage take longer, because
-    they also compute the embedding and the loss. So the flags let the trainer move layers after it
-    has measured the stages, unless the user's flags fix the stages.
+    If all stages have the same number of layers, the first and the last stage take longer than the
+    others, because they also compute the embedding and the loss. Unless the user's flags fix the
+    stages, the default flags therefore let the trainer measure the stages and then move layers.
     """
     flags = []
     names = {flag.split("=", 1)[0] for flag in trainer_flags}
@@ -162,8 +165,8 @@ def _default_flags(options: argparse.Namespace, trainer_flags: Sequence[str]) ->
     if _LAYERS % stages and "--num-layers" not in names:
         flags += ["--partition", format_partition(nearly_even_split(_LAYERS, stages))]
     may_move = options.pipeline_parallel > 1 and options.schedule != "megatron"
-    # The schedule ``auto`` measures slices of documents in the first steps, in which layers must
-    # not move.
+    # The schedule ``auto`` measures slices of documents in the first steps. During these steps,
+    # layers must not move.
     may_move = may_move and not (options.schedule == "auto" and "--slice-tokens" in names)
     if may_move and not names & _FIXED_STAGES:
         flags += ["--repartition", "auto", "--repartition-interval", str(_REPARTITION_INTERVAL)]
@@ -171,9 +174,10 @@ def _default_flags(options: argparse.Namespace, trainer_flags: Sequence[str]) ->
 
 
 def _run_dir(runs: Path, options: argparse.Namespace) -> Path:
-    """Returns the folder of the run. With ``--resume``, this is the folder of the latest run.
+    """Returns the folder of the run, or with ``--resume``, the folder of the latest run.
 
-    A new folder is created in ``runs``, and the link ``latest`` is set to it.
+    Without ``--resume``, creates a new folder in ``runs``, and makes the link ``latest`` point to
+    this folder.
     """
     latest = runs / "latest"
     if options.resume:
@@ -320,8 +324,8 @@ def _resume_command(
         if folder != usual.resolve():
             arguments += [f"--{name.replace('_', '-')}", str(folder)]
     arguments.append("--resume")
-    # The learning rate schedule in the checkpoint ends with this run, so a longer run must replace
-    # this schedule.
+    # The learning rate schedule in the checkpoint ends with this run, so a longer run must override
+    # it.
     longer_run = [] if stopped else ["--train-iters", "N", "--override-opt-param-scheduler"]
     if more := [*trainer_flags, *longer_run]:
         arguments += ["--", *more]

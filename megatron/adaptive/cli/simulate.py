@@ -31,7 +31,7 @@ from megatron.adaptive.trace.files import replaced
 _BAR = 40
 _MAX_ACTIONS = 200_000
 _MAX_WORK = 4_000_000
-"""Maximum number of forward passes to simulate per schedule. A million take up to 30 s."""
+"""Maximum number of forward passes to simulate per schedule. A million of them take up to 30 s."""
 _SCHEDULES = "1f1b,interleaved,zb-v,adaptive"
 _PROFILE_KEYS = {
     "forward": "forward_s",
@@ -45,7 +45,7 @@ _PROFILE_KEYS = {
     "microbatch_jitter": "microbatch_sigma",
     "slow_rank": "rank_factors",
 }
-"""Maps the name of an option to the key of a profile that has the same meaning."""
+"""Keys of a profile, keyed by the name of the option that has the same meaning."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -69,8 +69,8 @@ def main(argv: Sequence[str]) -> int:
     for name, reason in refused.items():
         show(f"left out: {name}: {reason}")
     if options.chart is not None:
-        # Import this module only here, because the import takes half a second, and only the chart
-        # needs it.
+        # Import this module only here, because the import takes half a second, and only charts
+        # require the module.
         from megatron.adaptive.trace.views.picture import write_comparison
 
         write_comparison([(str(o.candidate), o.example) for o in outcomes], options.chart)
@@ -86,8 +86,8 @@ def _simulate(
     """Simulates each schedule in ``--schedules`` that supports the sizes in ``options``.
 
     Returns:
-        Outcomes in the order of ``--schedules``, and the reason why a schedule does not support
-        these sizes, for each such schedule.
+        Outcomes in the order of ``--schedules``, and the reasons why the other schedules do not
+        support these sizes, keyed by schedule.
 
     Raises:
         ConfigError: The name of a schedule is unknown, or no schedule supports these sizes.
@@ -109,9 +109,9 @@ def _simulate(
         try:
             candidate = _candidate(options, name, num_slices)
             if num_slices > 1:
-                # The schedule "hinted" orders actions by their relative durations. With attention,
-                # backward passes take longer than forward passes, and weight gradients take less
-                # time.
+                # The schedule "hinted" orders actions by their relative durations. These durations
+                # depend on the fraction of attention, because attention has no weight gradients,
+                # and its backward pass takes twice as long as its forward pass.
                 candidate = replace(candidate, pace=pace_of(profile, num_slices))
             outcomes.append(evaluate(candidate, options.microbatches, profile, seeds))
         except ScheduleError as error:
@@ -169,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--profile", type=Path, metavar="FILE", help=text)
     for name, default, unit, text in (
         ("forward", "1", "S", "seconds of a rank's forward pass"),
-        ("exchange", "0", "S", "seconds of all-to-alls in a forward pass, and in a backward pass"),
+        ("exchange", "0", "S", "seconds of all-to-alls in each forward and backward pass"),
         ("latency", "0", "S", "seconds until a message arrives at the next rank"),
         ("occupancy", "0", "S", "seconds for which a message occupies its link"),
         ("jitter", "0", "SIGMA", "sigma of lognormal jitter per action"),
@@ -194,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="number of parts of each weight gradient, or 0 for a whole backward pass",
     )
-    text = "order of the stages over the ranks; v requires 2 chunks"
+    text = "order in which stages are assigned to ranks; v requires 2 chunks"
     add("--placement", choices=("loop", "v"), help=text)
     out = parser.add_argument_group("output")
     add = out.add_argument
@@ -214,8 +214,8 @@ def _add_slices(parser: argparse.ArgumentParser) -> None:
     )
     add("--sequence-slices", type=_counts, default="1", metavar="N,N", help=text)
     text = (
-        "attention's fraction of the time of a forward pass, from 0 to 1; its backward pass "
-        "takes twice as long"
+        "fraction of a forward pass that attention takes, from 0 to 1; the backward pass of "
+        "attention takes twice as long as its forward pass"
     )
     add("--attention-share", type=number(float, 0, 1), default=0.0, metavar="SHARE", help=text)
     text = "whether slices have equal costs or equal numbers of tokens"
@@ -325,7 +325,7 @@ def _candidate(options: argparse.Namespace, name: str, num_slices: int) -> Candi
 
 
 def _print_table(head: str, outcomes: Sequence[CandidateOutcome]) -> None:
-    """Prints step time, speed-up over the first schedule, bubble and memory of each schedule.
+    """Prints each schedule's step time, speed-up over the first schedule, bubble and memory.
 
     ``head`` is the text above the table.
     """

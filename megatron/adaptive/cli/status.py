@@ -1,8 +1,8 @@
 """Prints the state of a job, for ``get_result.sh``.
 
 Reads the logs of a job on Slurm or in pods, and prints the job's state, nodes and progress. Log
-files may be large, missing or truncated. If Slurm requeues a job, the job appends to the files of
-its earlier start.
+files may be large, missing or truncated. If Slurm requeues a job, the new start of the job appends
+to the files of the earlier start.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     add("job", help="ID of the job, which is the name of its log folder")
     add("--log-dir", type=Path, default=WORK_FOLDER / "logs", help="LOG_DIR of conf.sh (logs)")
     add("--follow", action="store_true", help="print again every 5 s until the job has finished")
-    add("--json", action="store_true", help="print JSON; with --follow, a line each time")
+    add("--json", action="store_true", help="print JSON; with --follow, one line each time")
     options = parser.parse_args(argv)
     while True:
         status = read_status(options.job, options.log_dir)
@@ -131,7 +131,10 @@ _MEDIAN_OF = 50
 _STALLED = 5
 _LEAST_STALL_S = 30.0
 _SILENT_S = 15.0
-"""Time in seconds (three intervals) without a sample after which a node is reported as lost."""
+"""Time in seconds without a sample after which a node is reported as lost.
+
+It is three times the interval between two samples.
+"""
 _RUNNING = ("RUNNING", "COMPLETING", "")
 _GOOD_ENDS = ("COMPLETED", "CANCELLED", "PENDING", "REQUEUED", "SUSPENDED", "PREEMPTED", "TIMEOUT")
 _GOES_ON = (
@@ -171,7 +174,7 @@ _WARNING = re.compile(r"warning", re.IGNORECASE)
 def _differences(
     requested: Mapping[str, str], effective: Mapping[str, str]
 ) -> tuple[tuple[str, str, str], ...]:
-    """Returns name, requested value and effective value of each setting whose values differ."""
+    """Returns the name, requested value and effective value of each setting whose values differ."""
     has_rampup = "--rampup-batch-size" in requested.get("TRAINER_FLAGS", "")
     return tuple(
         (name, requested[name], value)
@@ -183,7 +186,7 @@ def _differences(
 
 
 def _kind(line: str) -> str:
-    """Returns ``error`` or ``warning`` if ``line`` reports an error or a warning, or ``""``."""
+    """Returns ``error`` or ``warning`` if ``line`` reports one of these, otherwise ``""``."""
     return "error" if _ERROR.search(line) else "warning" if _WARNING.search(line) else ""
 
 
@@ -193,7 +196,7 @@ def node_names(folder: Path) -> list[str]:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Returns the content of ``run.json``, or an empty dictionary if it is missing or damaged.
+    """Returns the content of ``run.json``, or an empty dict if the file is missing or damaged.
 
     Secrets are masked, because older versions wrote them to the file.
     """
@@ -261,7 +264,7 @@ def samples_of(path: Path, latest: bool = False) -> Iterator[dict[str, Any]]:
 
 
 def _is_sample(sample: Any) -> bool:
-    """Returns whether ``sample`` is a sample of resource usage whose values are numbers."""
+    """Returns whether ``sample`` is a valid sample of resource usage."""
     with contextlib.suppress(KeyError, TypeError):
         for gpu in sample.get("gpus", []) if isinstance(sample, dict) else [{}]:
             gpu["index"] + gpu["memory_used_bytes"] + len(gpu.get("pids", []))
@@ -310,7 +313,7 @@ class NodeStatus:
         errors: Last distinct lines in both files that report an error.
         warnings: Last distinct lines in both files that report a warning.
         use: Latest sample of the node's resource usage, or ``None`` if there is no sample.
-        is_former: Whether the node only took part in an earlier start of the job.
+        is_former: Whether the node took part only in an earlier start of the job.
     """
 
     name: str
@@ -343,8 +346,9 @@ class JobStatus:
         is_stalled: Whether the job is running without progress: the latest iteration is older than
             five times ``iteration_ms``, and older than 30 s.
         requested: Variables of the configuration, keyed by name.
-        effective: Values of these variables that the run has reported, keyed by name.
-        differences: Name, requested value and effective value of each variable whose values differ.
+        effective: Values that the run has reported for these variables, keyed by name.
+        differences: Name, requested value and effective value of each variable for which the two
+            values differ.
     """
 
     job: str
@@ -376,7 +380,7 @@ def read_status(job: str, logs: Path, progress: ProgressTail | None = None) -> J
     Args:
         job: ID of the job, which is also the name of its log folder.
         logs: Folder that contains one log folder per job.
-        progress: Reader of the job's progress file, which must be up to date, or ``None`` to create
+        progress: Reader that has read the job's progress file up to its end, or ``None`` to create
             a reader.
 
     Raises:
@@ -398,8 +402,8 @@ def read_status(job: str, logs: Path, progress: ProgressTail | None = None) -> J
     ended = progress.ended_ns >= since_ns and bool(progress.ended)
     nodes = _read_nodes(folder, record)
     lost = {} if ended else _lost(slurm_job, nodes)
-    # Show the output of the batch script like the output of a node, because it contains Slurm's
-    # message about the node that failed.
+    # Show the output of the batch script in the same way as the output of a node, because Slurm
+    # writes messages about failed nodes to the batch script's output.
     if (logs / f"{job}.batch").is_file():
         nodes += (_node(folder, "batch", tail(logs / f"{job}.batch"), []),)
     latest = lines[-1] if lines else {}
@@ -446,8 +450,8 @@ def _read_nodes(folder: Path, record: Mapping[str, Any]) -> tuple[NodeStatus, ..
 def _is_over(slurm_job: SlurmState, nodes: Sequence[NodeStatus], *, has_ended: bool) -> bool:
     """Returns whether a job has finished.
 
-    If Slurm does not know the job, it has finished if ``has_ended`` is true, or if the last sample
-    of each node marks the end of the job.
+    A job that is unknown to Slurm has finished if ``has_ended`` is true, or if the last sample of
+    each node marks the end of the job.
     """
     if slurm_job.state:
         return slurm_job.state not in _GOES_ON
@@ -473,7 +477,7 @@ def slurm_state(job: str) -> SlurmState:
         ["squeue", "-h", "-j", job, "-o", "%T|%u|%r|%N"],
         ["sacct", "-n", "-X", "-P", "-j", job, "-o", "state,user,reason,nodelist"],
     ):
-        # There are no rows if Slurm has forgotten the job, or if accounting is off.
+        # The list of rows is empty if Slurm has forgotten the job, or if accounting is off.
         rows = [row for row in slurm_rows(command) if len(row) > 3] if job.isdigit() else []
         if rows:
             node_list = ",".join(row[3] for row in rows if row[3] and not row[3].startswith("None"))
@@ -518,9 +522,9 @@ def _is_former(node: NodeStatus, record: Mapping[str, Any]) -> bool:
 def _lost(slurm_job: SlurmState, nodes: tuple[NodeStatus, ...]) -> dict[str, str]:
     """Returns the reason why each lost node is considered lost, keyed by node name.
 
-    A node is lost if Slurm reports this, or if its samples have stopped while the job is running.
-    After the job has finished, samples are ignored if Slurm reports the state of the node, because
-    processes may have been killed before they could write a last sample.
+    A node is lost if Slurm reports that the node is down, or if the node's samples have stopped
+    while the job is running. After the job has finished, the samples of nodes known to Slurm are
+    ignored, because processes may have been killed before they could write a last sample.
     """
     reasons: dict[str, str] = {}
     if slurm_job.state in _GOOD_ENDS:
@@ -583,7 +587,10 @@ def _median(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 
 def _effective_sizes(start: Mapping[str, Any], latest: Mapping[str, Any]) -> dict[str, str]:
-    """Returns sizes that a run has reported, such as its batch size, by variable in ``conf.sh``."""
+    """Returns sizes that a run has reported, such as its batch size.
+
+    They are keyed by the name of the variable in ``conf.sh``.
+    """
     sizes = {name: start.get(key) for name, key in _SIZES.items()}
     if latest:
         sizes["TRAIN_ITERS"] = start.get("total_iterations")

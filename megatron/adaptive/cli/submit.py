@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     if options.dry_run:
         print(script, end="")
         return 0
-    # If Slurm is missing, this command fails before any file has been written.
+    # Call Slurm first, so that no file is written if Slurm is missing.
     slurm(["sbatch", "--version"])
     make_folder(settings.parent)
     job = submit(conf, script, settings)
@@ -122,11 +122,11 @@ def slurm(command: Sequence[str], variables: Mapping[str, str] | None = None) ->
 
     Args:
         command: Command line of the program.
-        variables: Environment variables to add to those of this process. ``None`` adds no
-            variables.
+        variables: Environment variables to set in addition to those of this process, or ``None``
+            for no additional variables.
 
     Raises:
-        SetupError: The program is missing or fails, or Slurm does not answer.
+        SetupError: The program is missing or fails, or Slurm does not respond.
     """
     if shutil.which(command[0]) is None:
         raise SetupError(
@@ -258,7 +258,7 @@ def _srun(conf: LaunchConf) -> list[str]:
 
 
 def settings_text(conf: LaunchConf) -> str:
-    """Returns the settings for the nodes of a job as JSON. Secrets are included only by name."""
+    """Returns the settings for the nodes of a job as JSON, with only the names of secrets."""
     settings = {"conf": conf.texts(), "folder": str(conf.folder), "secrets": [*conf.secrets]}
     return json.dumps(settings, indent=2) + "\n"
 
@@ -276,7 +276,7 @@ def submit(conf: LaunchConf, script: str, settings: Path) -> int:
 
     Raises:
         ConfigError: The log folder cannot be written, or Slurm rejects the job.
-        SetupError: Slurm is missing or does not answer.
+        SetupError: Slurm is missing or does not respond.
     """
     with open(settings, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         # The file must be private, because TRAINER_FLAGS may contain a secret.

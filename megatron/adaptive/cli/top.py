@@ -1,7 +1,7 @@
-"""Implements ``job top``, which shows in the terminal what each rank of a run is doing now.
+"""Implements ``job top``, which shows in the terminal what each rank of a run is doing.
 
 Shows each rank's current action, the training progress, step time, tokens per second, loss, bubble
-(fraction of idle time), waits and memory. For a finished run, shows the last state::
+(fraction of idle time), waits and memory. If the run has finished, shows its last state::
 
     run 17-4 · adaptive · 2 stages x 1 chunk                              running, 0.2 s old
     iteration 45 of 60 ━━━━━━━━━━━━━╸━━━━ 75%, 4.0 s left
@@ -69,7 +69,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _watch(run: LiveRun, console: Console, interval_s: float) -> None:
-    """Updates the display every ``interval_s`` seconds until Ctrl-C, and leaves the last frame."""
+    """Updates the display every ``interval_s`` seconds until Ctrl-C.
+
+    The last frame stays on the terminal.
+    """
     snapshot = run.refresh()
     with (
         contextlib.suppress(KeyboardInterrupt),
@@ -128,8 +131,8 @@ def draw(snapshot: Snapshot, width: int, height: int | None = None) -> Renderabl
     Args:
         snapshot: Snapshot of the run.
         width: Width of the terminal in columns.
-        height: Height of the terminal in lines, or ``None`` for :data:`PIPE_ROWS` lines. If there
-            is no room for a line per rank, the table has a line per stage.
+        height: Height of the terminal in lines, or ``None`` for :data:`PIPE_ROWS` lines. If the
+            terminal is too small for one line per rank, the table has one line per stage.
     """
     parts: list[RenderableType] = [_title(snapshot)]
     if snapshot.iteration or snapshot.total_iterations:
@@ -233,7 +236,7 @@ def _rank_table(ranks: Sequence[LiveRank], width: int) -> Table:
 
 
 def _table(columns: str) -> Table:
-    """Creates an empty table with the words of ``columns`` as headings.
+    """Creates an empty table whose headings are the words in ``columns``.
 
     Text is left-aligned, and numbers are right-aligned.
     """
@@ -245,7 +248,9 @@ def _table(columns: str) -> Table:
 
 
 def _stage_table(snapshot: Snapshot, width: int, room: int) -> Table:
-    """Creates a table with each stage's activity, and the median and worst values of its ranks.
+    """Creates a table with a line per stage.
+
+    A line shows what the stage's ranks are doing, and the median and worst values of these ranks.
 
     Args:
         snapshot: Snapshot of the run.
@@ -285,7 +290,7 @@ def _stage_table(snapshot: Snapshot, width: int, room: int) -> Table:
 
 
 def _word(rank: LiveRank) -> str:
-    """Returns one or two words for what ``rank`` is currently doing."""
+    """Returns one or two words that describe what ``rank`` is currently doing."""
     now = rank.now
     if rank.header is None:
         return "unreadable" if rank.problem else "not started"
@@ -322,7 +327,7 @@ def _now(rank: LiveRank, chunks: int) -> Text:
 
 
 def _bar(rank: LiveRank) -> Text:
-    """Draws the step of a rank as a bar: computation, waits by cause, and the remaining time."""
+    """Draws the step of a rank as a bar of computation, waits by cause, and remaining time."""
     text = Text()
     if rank.busy is None:
         return text
@@ -335,7 +340,7 @@ def _bar(rank: LiveRank) -> Text:
 
 
 def _waits(waits: Mapping[str, float]) -> Text:
-    """Returns the cause of the longest wait, and the fraction of the step that this wait takes.
+    """Returns the main cause of waits, and the fraction of the step that these waits take.
 
     ``waits`` contains the fraction of the step for each cause.
     """
@@ -350,7 +355,7 @@ def _mark(rank: LiveRank) -> Text:
 
 
 def _findings(snapshot: Snapshot) -> list[str]:
-    """Returns a line for each of the three findings whose fixes would save the most time."""
+    """Returns one line for each of the (at most) three findings with the largest gains."""
     return [
         f"gain {finding['gain']:.1%}: {finding['headline']}; {finding['do']}"
         for finding in sorted(snapshot.findings, key=lambda finding: -finding["gain"])[:3]

@@ -1,4 +1,4 @@
-"""Implements ``trace``: prints a run's figures, writes views, diagnoses and imports traces.
+"""Implements ``trace``, which prints a run's figures, writes views, and diagnoses and imports runs.
 
 python -m megatron.adaptive trace runs/latest --format html,xlsx --output-dir views
 python -m megatron.adaptive trace diagnose runs/latest
@@ -102,7 +102,7 @@ def visualize(argv: Sequence[str]) -> int:
     """
     parser = _parser(
         f"{_TRACE} draw",
-        "Draw the order in which one iteration was executed: a row per stage, forward passes "
+        "Draw the order in which one iteration was executed: one row per stage, forward passes "
         "blue, backward passes green, shaded by chunk, waits by cause, idle time grey.",
         by_shape=True,
     )
@@ -110,9 +110,9 @@ def visualize(argv: Sequence[str]) -> int:
 
 
 def diagnose_run(argv: Sequence[str]) -> int:
-    """Prints why a run is slow, or in which calls it hangs, and returns the exit status.
+    """Prints why a run is slow, or in which calls the run hangs, and returns the exit status.
 
-    If the folder contains dumps of torch's flight recorder, the job is assumed to hang.
+    If the folder contains dumps of torch's flight recorder, the run is assumed to hang.
     """
     from megatron.adaptive.trace.diagnose import Diagnosis, diagnose
     from megatron.adaptive.trace.diagnose.cause import built_in_causes, find_cause
@@ -166,9 +166,8 @@ def _answer(
         parser: Parser with the flags that choose the run and its iterations.
         argv: Arguments of the command line.
         find: Function that analyzes a run. It takes the run, its iterations and the parsed flags.
-        find_other: Function that analyzes a folder with files other than traces, and returns
-            ``None`` for a folder of traces. If ``find_other`` is ``None``, only traces are
-            supported.
+        find_other: Function that analyzes folders with files other than traces. It returns ``None``
+            for a folder of traces. If ``find_other`` is ``None``, only traces are supported.
     """
     help_text = "print the result as JSON instead of text"
     parser.add_argument("--json", action="store_true", help=help_text)
@@ -292,7 +291,7 @@ def _show(
         formats: Default of ``--format``: names of file formats that are separated by commas, or
             ``all``.
         report: Whether to print a report on how the run spent its time.
-        events: Additional view to write for the shown replica, or ``None`` for no additional view.
+        events: View to write for the shown replica in addition to ``formats``, or ``None``.
     """
     _add_output_arguments(parser, formats, report)
     arguments = parser.parse_args(argv)
@@ -321,7 +320,7 @@ def _show(
 
 
 def _without_ending(name: str, views: Sequence[View]) -> str:
-    """Returns ``name`` without the file extension of a view, ``.json`` or ``.txt``."""
+    """Returns ``name`` without the extension of a view. Also removes ``.json`` and ``.txt``."""
     endings = {".txt", ".json", *(v.ending for v in (*built_in_views().values(), *views))}
     present = [end for end in endings if name.endswith(end) and len(end) < len(name)]
     return name.removesuffix(max(present, key=len, default=""))
@@ -333,8 +332,8 @@ def _parser(prog: str, description: str, *, by_shape: bool = False) -> argparse.
     Args:
         prog: Name of the program in the help text.
         description: Description of the program in the help text.
-        by_shape: Whether the parser has the older flags: ``--run-dir`` instead of a positional
-            argument, and the expected numbers of pipeline ranks and model chunks.
+        by_shape: Whether to add the older flags: ``--run-dir`` instead of a positional argument,
+            and flags for the expected numbers of pipeline ranks and model chunks.
     """
     parser = CommandParser(prog=prog, description=description)
     parser.set_defaults(pipeline_parallel=None, model_chunks=None)
@@ -363,7 +362,7 @@ def _parser(prog: str, description: str, *, by_shape: bool = False) -> argparse.
 
 
 def _add_output_arguments(parser: argparse.ArgumentParser, formats: str, report: bool) -> None:
-    """Adds the flags that choose a replica, the file formats and the path of the results."""
+    """Adds the flags that choose a replica, the file formats and the paths of the results."""
     add = parser.add_argument
     replica = (
         "data-parallel replica to show (default: 0; all replicas in the page and for Perfetto)"
@@ -387,9 +386,9 @@ def _add_output_arguments(parser: argparse.ArgumentParser, formats: str, report:
 def _chosen_iterations(
     run: RunTrace, arguments: argparse.Namespace, dp_rank: int | None
 ) -> tuple[int, ...] | None:
-    """Returns the iterations that the user chose with flags, or ``None`` without such a flag.
+    """Returns the iterations that the user chose with flags, or ``None`` without these flags.
 
-    If some of the chosen iterations are complete, the result contains only the complete iterations.
+    Omits incomplete iterations, unless all chosen iterations are incomplete.
 
     Args:
         run: Traced run.
@@ -422,7 +421,7 @@ def _range(text: str) -> tuple[int, int]:
 
 
 def _select(arguments: argparse.Namespace) -> ViewInput:
-    """Reads the run that the user chose. Raises ``TraceError`` if it is missing or damaged."""
+    """Reads the run that the user chose. Raises ``TraceError`` if the run is missing or damaged."""
     run = load_run(arguments.run_dir, arguments.pipeline_parallel, arguments.model_chunks)
     dp_rank = arguments.dp_rank or 0
     covered = _chosen_iterations(run, arguments, dp_rank)
@@ -434,10 +433,10 @@ def _select(arguments: argparse.Namespace) -> ViewInput:
 
 
 def _report(selection: ViewInput) -> dict[str, Any]:
-    """Returns the report about the shown step and each traced rank as a dictionary.
+    """Returns a dictionary with figures of the shown step and of each traced rank.
 
     ``bubble_fraction`` is the idle time divided by the step time. ``times`` contains the mean and
-    the population standard deviation of the durations for each kind of action.
+    the population standard deviation of the durations, keyed by kind of action.
     """
     run = selection.run
     step = selection.step
@@ -499,27 +498,27 @@ def _experts(run: RunTrace, iteration: int) -> dict[str, Any]:
 
 
 def _layers(run: RunTrace, iteration: int) -> dict[str, Any]:
-    """Returns the time of each layer in an iteration, or ``{}`` if layers were not traced."""
+    """Returns the times of layers in an iteration, or ``{}`` if layers were not traced."""
     figures = layer_figures(run, iteration)
     return {"layers": [asdict(of_layer) for of_layer in figures]} if figures else {}
 
 
 def _collectives(run: RunTrace, iteration: int) -> dict[str, Any]:
-    """Returns the time of each kind of collective, or ``{}`` if collectives were not traced."""
+    """Returns the times of each kind of collective, or ``{}`` if collectives were not traced."""
     figures = collective_figures(run, iteration)
     return {"collectives": [asdict(of_kind) for of_kind in figures]} if figures else {}
 
 
 def _kernels(run: RunTrace, iteration: int) -> dict[str, Any]:
-    """Returns the kinds of kernels that took longest, or ``{}`` if kernels were not recorded."""
+    """Returns the kernels that took the most time, or ``{}`` if kernels were not recorded."""
     figures = kernel_figures(run, iteration)[:_MOST_KERNELS]
     return {"kernels": [asdict(of_name) for of_name in figures]} if figures else {}
 
 
 def _kernel_lines(run: RunTrace, iteration: int, step_ms: float) -> list[str]:
-    """Returns a table of the longest kernels in ``iteration`` as lines of text.
+    """Returns a table of the kernels that took the most time in ``iteration``, as lines of text.
 
-    If kernels were only recorded in other iterations, the result is a line that lists these
+    If kernels were recorded only in other iterations, the result is a line that lists these
     iterations. If no kernels were recorded, the result is empty.
     """
     figures = kernel_figures(run, iteration)[:_KERNELS_SHOWN]
@@ -614,12 +613,12 @@ def _expert_lines(experts: Mapping[str, Any], step_ms: float) -> list[str]:
 
 
 def _extremes(values: Sequence[float]) -> tuple[float, ...]:
-    """Returns the minimum and the maximum of ``values``, or one value if these are equal."""
+    """Returns the minimum and the maximum of ``values``, or only one value if both are equal."""
     return tuple(dict.fromkeys((min(values), max(values))))
 
 
 def _times(row: Sequence[Span]) -> dict[str, dict[str, float]]:
-    """Returns number, mean and standard deviation of the durations in ms, by kind of action.
+    """Returns the count, mean and standard deviation of durations in ms, keyed by kind of action.
 
     Args:
         row: Spans of one rank.
@@ -677,7 +676,7 @@ def _length_lines(lengths: Lengths) -> list[str]:
 
 
 def _table(ranks: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> list[list[str]]:
-    """Returns the cells of the table of ``ranks``, row by row, starting with the headings.
+    """Returns the cells of a table with one row per rank. The first row contains the headings.
 
     The table has a column for each kind of action in ``kinds``.
     """

@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def otlp_requests(run: RunTrace) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yields requests in OTLP's JSON format, each with the number of spans that it contains.
+    """Yields requests in OTLP's JSON format, each with the number of spans in the request.
 
     Args:
         run: Trace of the run.
@@ -95,7 +95,7 @@ def otlp_requests(run: RunTrace) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def _unix_offset_ns(run: RunTrace, trace: RankTrace) -> int:
-    """Returns the number of nanoseconds to add to the run's common time to obtain Unix time."""
+    """Returns the offset in nanoseconds from the run's common time to Unix time."""
     header = trace.header
     if not run.alignment.clocks:
         return header.unix_ns - header.monotonic_ns
@@ -117,7 +117,7 @@ def _send(run: RunTrace, url: str, limit_s: float) -> int:
     reason = ""
     is_down = False
     for request, count in otlp_requests(run):
-        # After a failure, drop all later batches. Otherwise, each batch would wait for a collector
+        # After a failure, drop all later batches, because each of them would wait for a collector
         # that is down.
         if not is_down:
             answer = post(url, request, limit_s)

@@ -3,7 +3,7 @@
 ::
 
     python -m megatron.adaptive transport --check          checks two processes on this machine
-    torchrun ... -m megatron.adaptive transport --check    checks all nodes, a process on each
+    torchrun ... -m megatron.adaptive transport --check    checks all processes of a job
 
 Each transport is tried between two ranks for about two seconds. A table shows whether the transport
 works, its latency and bandwidth, or the reason why it does not work.
@@ -41,8 +41,7 @@ class Outcome:
         hosts: Host names of the two processes.
         transport: Name of the transport.
         chosen: Whether a run would use this transport between the two ranks.
-        works: Whether the transport connected the ranks and delivered payloads without changing
-            them.
+        works: Whether the transport connected the ranks and delivered payloads unchanged.
         latency_us: Half of the round-trip time of a 1 KiB message, in microseconds.
         gb_per_s: Bandwidth with 4 MiB messages, in 10^9 bytes per second.
         note: Reason why the transport does not work, or why a run would use it.
@@ -101,7 +100,7 @@ def _check(options: argparse.Namespace, environment: Environment) -> int:
         raise ConfigError("transport requires at least two ranks, got one; start more processes")
     check = TransportCheck(config, environment, timedelta(seconds=_MEETING_S))
     outcomes = [Outcome(**facts) for facts in check.outcomes(options.seconds)]
-    # A launcher kills all ranks once one rank has failed, so print the table before any rank can
+    # A launcher kills all ranks as soon as one rank fails, so print the table before any rank can
     # exit.
     if environment.rank == 0:
         _print(outcomes, as_json=options.json)

@@ -1,4 +1,4 @@
-"""Implements ``plan --try``, which runs one rank of a plan and adds measurements to the plan."""
+"""Implements ``plan --try``, which runs a rank of a plan and adds measurements to the plan."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _ERROR = "error: "
 
 @dataclass(frozen=True, kw_only=True)
 class _Trial:
-    """Rank to try, with the plan that it belongs to.
+    """Rank to try, and the plan to which the rank belongs.
 
     Attributes:
         path: Path of the plan file.
@@ -84,8 +84,8 @@ def try_plan(options: argparse.Namespace) -> int:
     """
     trial = _read(options)
     former = tried_ranks(trial.content, str(trial.path))
-    # The memory of the rank and its order of actions do not depend on the name of the device, so
-    # use a placeholder until the rank reports the name.
+    # The rank's memory and order of actions do not depend on the name of the device, so use a
+    # placeholder until the rank reports the name.
     cluster = cluster_of(trial.content, "here")
     plan = plan_of(trial.content, trial.model, cluster, str(trial.path))
     needed = needed_bytes(plan, trial.model, cluster)[trial.pp_rank]
@@ -113,12 +113,12 @@ def try_plan(options: argparse.Namespace) -> int:
         print(json.dumps(trial.content["tried"], indent=2))
         return 0
     show(_table(trial, tried, step_s, has_links=bool(links)))
-    show(f"\n{target}: plan with these values; to plan with them, use plan --profile {target}")
+    show(f"\n{target}: the plan with these values; to use them, run plan --profile {target}")
     return 0
 
 
 def _read(options: argparse.Namespace) -> _Trial:
-    """Reads the plan, checks that the rank in ``options`` can be tried, and returns both."""
+    """Reads the plan, checks that the rank in ``options`` can be tried, and returns the trial."""
     path: Path = options.try_
     content = load_plan(path)
     flags = plan_flags(content, str(path))
@@ -224,8 +224,8 @@ def _measure_links(trial: _Trial, plan: Plan) -> dict[str, Any]:
     """Measures messages and all-reduces between two ranks on this machine.
 
     Returns:
-        Entries of a profile file. They are empty if the plan has a single rank, if the machine has
-        a single GPU, or if the measurement failed, which is printed as a warning.
+        Entries of a profile file. The result is empty if the plan has a single rank, if the machine
+        has a single GPU, or if the measurement fails. In the latter case, a warning is printed.
     """
     if trial.world_size == 1 or count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) == 1:
         return {}
@@ -249,12 +249,14 @@ def _measure_links(trial: _Trial, plan: Plan) -> dict[str, Any]:
 
 
 def _run_launcher(command: Sequence[str], errors: Path) -> int:
-    """Runs a launcher with its ranks, kills remaining ranks, and returns the exit status.
+    """Runs a launcher and its ranks, and returns the exit status.
+
+    If the launcher does not exit in time, it is killed together with its ranks.
 
     Args:
         command: Command of the launcher.
-        errors: File for the error output of the launcher and the ranks. With a pipe instead, this
-            function would wait until all ranks have closed the pipe.
+        errors: File for the standard error of the launcher and the ranks. A pipe cannot be used,
+            because this function would wait until all ranks have closed the pipe.
 
     Raises:
         TimeoutExpired: The launcher did not exit in time.

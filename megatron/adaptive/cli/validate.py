@@ -1,11 +1,11 @@
 """Implements ``plan validate``, which shows how well the planner predicts traced runs.
 
-    python -m megatron.adaptive plan validate --data DIR --model M --cluster FILE [--profile FILE]
-        [--rows] [--json]
+    python -m megatron.adaptive plan validate --data DIR --model MODEL --cluster CLUSTER
+        [--profile PROFILE] [--rows] [--json]
 
 ``DIR`` is a folder with the traces of a run, or a folder that contains several such folders. The
-runs must have trained model ``M`` on the cluster described by ``FILE``. To compare predictions with
-published runs, use ``studies/planner.py``.
+runs must have trained ``MODEL`` on the cluster described by the file ``CLUSTER``. To compare
+predictions with published runs, use ``studies/planner.py``.
 """
 
 from __future__ import annotations
@@ -195,9 +195,9 @@ def _plan(run: TracedRun, inputs: PlanInputs, options: argparse.Namespace) -> Pl
 
 
 def _gpus(run: TracedRun, cluster: Cluster) -> dict[int, tuple[int, int]]:
-    """Returns the index of the node and the index of the GPU of each rank.
+    """Returns the node index and the GPU index of each rank, keyed by rank.
 
-    Each host is assigned the first unused node in the cluster that has the node type of the host.
+    Each host is assigned to the first unused node of the cluster that has the host's node type.
     """
     nodes: dict[str, int] = {}
     used: dict[str, int] = {}

@@ -1,9 +1,9 @@
 """Runs one node of a job: connects to the manager, and starts and signals the node's ranks.
 
 A signal (SIGTERM or SIGUSR1) announces that the node will be taken away. The agent then notifies
-the manager. The manager makes the job save, starts the next layout without this node, and releases
-the agent. When the agent exits or loses its connection, it kills the node's ranks, because the
-manager could no longer stop them.
+the manager, which makes the ranks save a checkpoint, starts the next layout without this node, and
+releases the agent. If the agent exits or loses its connection to the manager, it kills the node's
+ranks, because the manager can no longer stop them.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from megatron.adaptive.network import is_loopback, own_address
 _CONNECT_S = 20.0
 _END_S = 20.0
 EXIT_REFUSED = 2
-"""Exit status that is reported for a rank if the node rejects the request to start the rank."""
+"""Exit status that the agent reports for a rank if it rejects the request to start the rank."""
 _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 _START_KEYS = frozenset(("what", "number", "ranks", "copies", "program"))
 _DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
 
 
 class Agent:
-    """Runs one node of the job, by executing the requests of the manager.
+    """Runs one node of the job by executing the manager's requests.
 
     Args:
         name: Name of the node, unique in the job.
@@ -76,10 +76,9 @@ class Agent:
         self.status: int | None = None
         """Exit status that the manager sent when it released the agent; ``None`` before that."""
         self.why = ""
-        """Reason that the manager gave for releasing the agent. It may be empty."""
+        """Reason that the manager gave for releasing the agent; may be empty."""
         self.notice: signal.Signals | None = None
-        """First signal that announced the removal of this node, or ``None`` before that.
-        """
+        """First signal that announced the removal of this node, or ``None`` if there was none."""
         self._link: Connection | None = None
         self._orders: asyncio.StreamWriter | None = None
         self._asked: dict[str, int] = {}
@@ -91,8 +90,8 @@ class Agent:
         """Creates an agent from the line of JSON that the manager writes to standard input.
 
         Raises:
-            SetupError: The line is missing or malformed, for example because a user and not the
-                manager started the program.
+            SetupError: The line is missing or malformed, for example because a user started the
+                program instead of the manager.
         """
         try:
             parameters = json.loads(sys.stdin.readline())
@@ -101,7 +100,8 @@ class Agent:
             return cls(**parameters, work=NodeWork(**work))
         except (ValueError, TypeError, KeyError, AttributeError):
             raise SetupError(
-                "--agent is only for the manager of a job, which uses it to start agents; remove it"
+                "--agent is reserved for the manager of a job, which starts agents with it; "
+                "remove this flag"
             ) from None
 
     async def run(self) -> None:
@@ -119,8 +119,8 @@ class Agent:
         try:
             await self._serve(link)
         finally:
-            # Keep the handlers of the signals in ``_NOTICES`` until the process exits, because the
-            # default action of these signals would kill the process.
+            # Keep the signal handlers for ``_NOTICES`` until the process exits, because the default
+            # action of these signals would kill the process.
             loop.remove_signal_handler(signal.SIGINT)
             assert self._orders is not None
             # When this connection is closed, the forkserver kills the ranks that it started, and
@@ -174,8 +174,8 @@ class Agent:
         agent_end, forkserver_end = socket.socketpair()
         environment = {name: value for name, value in os.environ.items() if name not in _DROPPED}
         environment.setdefault("OMP_NUM_THREADS", "1")
-        # When a rank fails, torch prints a C++ stack trace on each of the other ranks, so hide
-        # these traces.
+        # When a rank fails, torch prints a C++ stack trace on each of the other ranks. Hide these
+        # traces.
         environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if is_loopback(self._address):  # The job runs only on this machine.
             environment |= loopback_variables(environment)
@@ -214,8 +214,8 @@ class Agent:
             elif kind == "signal":
                 self._order(signal=message["number"])
             elif kind == "leave":
-                # A message without a status means that the manager considers this node lost. The
-                # node may then join again.
+                # If the message has no status, the manager considers this node lost, and the node
+                # may join again.
                 self.status = message.get("status")
                 self.why = message.get("why", "")
                 return
@@ -223,8 +223,8 @@ class Agent:
     def _prepare(self, copies: Mapping[str, Any] | None) -> dict[str, str]:
         """Prepares the keeper for new ranks, and returns the environment variables of these ranks.
 
-        ``copies`` contains the settings for the snapshots that the keeper stores, or is ``None`` if
-        no snapshots are taken. In that case, the result is empty.
+        ``copies`` contains the settings for the snapshots that the keeper stores. If it is
+        ``None``, no snapshots are taken, and the result is empty.
         """
         if copies is None:
             return {}
@@ -256,8 +256,8 @@ class Agent:
     def _end_checks(self) -> None:
         """Kills device checks that are still running, because they would slow down new ranks.
 
-        If a check is still running at this time, it hangs, and the manager no longer waits for the
-        result.
+        A check that is still running at this point is hanging, and the manager no longer waits for
+        its result.
         """
         for key in self._checks:
             self._order(signal=int(signal.SIGKILL), key=key)

@@ -1,8 +1,8 @@
-"""Measures how long a process has waited, excluding time during which it was stopped.
+"""Measures how long a process has waited, excluding the time during which it was stopped.
 
-A process may be stopped by Ctrl-Z, a debugger or a paused virtual machine. When it continues, all
-of its timeouts seem to have passed, although its peers answered in time. So each wait is divided
-into short slices, and a stop of any length counts as one slice.
+A process may be stopped by Ctrl-Z, a debugger or a paused virtual machine. When the process
+resumes, all of its timeouts seem to have expired, even if its peers replied in time. Each wait is
+therefore divided into short slices, and a stop of any length counts as one slice.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 SLICE_S = 1.0
-# A gap of more than this many seconds between two readings of the clock means that the process was
-# stopped. A running process reads the clock more often, even on a busy machine.
+# If more than this many seconds pass between two readings of the clock, the process was stopped. A
+# running process reads the clock more often, even on a busy machine.
 _LONGEST_GAP_S = 5.0
 
 
@@ -24,7 +24,7 @@ class AwakeClock:
     """Measures elapsed time in seconds, excluding time during which this process was stopped.
 
     :meth:`now_s` must be called at least every two seconds. A gap of more than five seconds between
-    two calls is considered a stop.
+    two calls counts as a stop.
 
     Args:
         clock: Function that returns the time in seconds; ``time.monotonic`` by default.

@@ -39,9 +39,9 @@ def _specs(table: Mapping[str, tuple[Any, ...]]) -> dict[str, FieldSpec]:
 
 
 def _slices_of(text: str) -> int | str:
-    """Parses ``text`` as the number of slices per sequence, or as the number of tokens per slice.
+    """Parses ``text``, a number of slices per sequence or a number of tokens per slice.
 
-    Returns an integer, or ``auto`` if the trainer chooses the number during training.
+    Returns an integer, or ``auto`` if the trainer should choose the number during training.
 
     Raises:
         ValueError: The text is neither a number nor ``auto``.
@@ -71,7 +71,7 @@ SETTINGS = _specs(
         "CONTEXT_MP_SIZE": (_Number, "", "number of ranks that share each sequence"),
         "PARTITION": (str, "", "number of layers of each stage, such as 0-11-8-8"),
         "SCHEDULE": (str, "adaptive", "order of actions in the pipeline"),
-        "RECOMPUTE": (str, "none", "what backward passes recompute", "none", "selective", "full"),
+        "RECOMPUTE": (str, "none", "activations to recompute", "none", "selective", "full"),
         "DISTRIBUTED_OPTIMIZER": (
             bool,
             "false",
@@ -98,11 +98,15 @@ SETTINGS = _specs(
             "additional flags of pretrain_gpt.py; if a flag is repeated, the last value is used",
         ),
         "CHECKPOINT_DIR": (str, "", "folder of checkpoints, for both saving and resuming"),
-        "LOCAL_CHECKPOINT_DIR": (str, "", "folder on each node's local disk that is written first"),
+        "LOCAL_CHECKPOINT_DIR": (
+            str,
+            "",
+            "folder on each node's local disk, to which checkpoints are written first",
+        ),
         "SAVE_INTERVAL": (_Number, "100", "number of iterations between checkpoints"),
         "LOG_DIR": (str, "logs", "folder with a subfolder for the logs of each job"),
         "TRACE": (bool, "false", "write traces of the pipeline"),
-        "HOMOGENEOUS_CLUSTER": (bool, "true", "whether all nodes are equal"),
+        "HOMOGENEOUS_CLUSTER": (bool, "true", "whether all nodes are of the same type"),
         "NNODES": (_Nodes, "", "number of nodes"),
         "NPROC_PER_NODE": (_Number, "", "number of processes on each node, usually one per GPU"),
         "WORLD_SIZE": (_Number, "", "total number of processes"),
@@ -118,24 +122,18 @@ SETTINGS = _specs(
         "SLURM_ACCOUNT": (str, "", "account to charge"),
         "SLURM_FLAGS": (str, "", "additional options of sbatch"),
         "CPUS_PER_TASK": (_Number, "", "number of CPU cores for the job on each node"),
-        "REQUEUE": (
-            bool,
-            "true",
-            "continue in the same job after an early stop or the loss of a node",
-        ),
+        "REQUEUE": (bool, "true", "requeue the job after an early stop or the loss of a node"),
         "CONTAINER": (str, "none", "container runtime", "none", "pyxis", "enroot", "apptainer"),
         "IMAGE": (str, "", "container image"),
         "CONTAINER_MOUNTS": (str, "", "additional folders to mount in the container, FROM:TO,..."),
-        "RELOAD_CONTAINER": (bool, "false", "create the container again"),
+        "RELOAD_CONTAINER": (bool, "false", "recreate the container"),
         "PROFILE": (bool, "false", "run the PyTorch profiler, and write its results to LOG_DIR"),
         "NSYS": (bool, "false", "run each node's processes in Nsight Systems"),
         "NCU": (bool, "false", "run each node's processes in Nsight Compute"),
         "PYTHON": (str, "", "Python interpreter on the nodes; default: this one"),
     }
 )
-"""Variables of ``conf.sh``, keyed by name. A variable with an empty default has no value by
-default.
-"""
+"""Variables of ``conf.sh``, keyed by name. A variable with an empty default is unset by default."""
 for _name in ("SEQUENCE_SLICES", "SLICE_TOKENS"):
     SETTINGS[_name] = replace(SETTINGS[_name], reader=_slices_of)
 
@@ -143,8 +141,8 @@ for _name in ("SEQUENCE_SLICES", "SLICE_TOKENS"):
 def check_names(variables: Mapping[str, str], where: str) -> None:
     """Rejects unknown variables whose names begin with a capital letter.
 
-    Users may choose any other names for their own variables. ``where`` describes the source of the
-    variables in the error message.
+    Names that begin with other characters are allowed, because users may define their own
+    variables. ``where`` describes the source of the variables in the error message.
 
     Raises:
         ConfigError: A name is unknown. The message suggests the known variable with the most
@@ -183,7 +181,7 @@ def read_value(name: str, text: str) -> object:
 
 _LIMIT_S = 20.0
 # The script sources the file $1. It then prints the name and the value of each variable that the
-# file has set, with a NUL byte after each. For an array, it prints a marker instead of the value.
+# file has set, each followed by a NUL byte. If the value is an array, it prints a marker instead.
 _SCRIPT = r"""
 set -eu
 cd -- "$2"
@@ -205,13 +203,14 @@ _ARRAY = "\001array"
 def read_variables(path: Path) -> dict[str, str]:
     """Runs the file ``path`` in bash, and returns the variables that it sets.
 
-    The file runs in its own folder, and inherits only a few variables, such as ``PATH``.
+    The working directory is the folder of the file. The file inherits only a few environment
+    variables, such as ``PATH``.
 
     Args:
         path: Path of the file, such as ``conf.sh``.
 
     Returns:
-        Text values of the variables, keyed by name, in alphabetical order.
+        Values of the variables as strings, keyed by name. The names are in alphabetical order.
 
     Raises:
         ConfigError: The file is missing, fails in bash, or sets an array.
@@ -260,10 +259,10 @@ _GROUP = re.compile(r"([A-Za-z][\w.-]*):([1-9]\d{0,4})x([1-9]\d{0,4})")
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchGroup:
-    """Group of equal nodes with consecutive ranks.
+    """Group of nodes of the same type, which have consecutive ranks.
 
     Attributes:
-        kind: Name of the node type; empty if all nodes are equal.
+        kind: Name of the node type; empty if all nodes have the same type.
         nodes: Number of nodes, or ``None`` if it is unknown before the nodes have connected.
         processes: Number of processes on each node, or ``None`` to start one process per GPU.
         partition: Slurm partition of the group; empty for Slurm's default partition.
@@ -279,13 +278,13 @@ class LaunchGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConf:
-    """The checked configuration with which a job is started.
+    """Validated configuration with which a job is started.
 
     Attributes:
         folder: Folder of ``conf.sh``, to which paths are relative.
-        values: Value of each variable in ``SETTINGS``, keyed by name, or ``None`` if it has no
-            value.
-        groups: Groups of equal nodes, ordered by rank.
+        values: Values of the variables in ``SETTINGS``, keyed by name. The value of an unset
+            variable is ``None``.
+        groups: Groups of nodes of the same type, ordered by rank.
         environment: Environment variables that ``conf.sh`` sets for all processes.
     """
 
@@ -351,8 +350,8 @@ def load_conf(
 
     Args:
         path: Path of ``conf.sh``, or ``None`` to use only defaults.
-        changes: Texts of the form ``NAME=VALUE`` that override the file and the plan.
-        plan: Path of a plan file to use instead of the file in the variable ``PLAN``.
+        changes: Strings of the form ``NAME=VALUE`` that override the file and the plan.
+        plan: Path of a plan file to use instead of the file that the variable ``PLAN`` names.
 
     Raises:
         ConfigError: A name is unknown or a value is invalid.
@@ -400,10 +399,10 @@ def make_conf(
 
 
 def read_changes(changes: Sequence[str]) -> dict[str, str]:
-    """Parses texts of the form ``NAME=VALUE`` from the command line, and returns a dict of them.
+    """Parses strings of the form ``NAME=VALUE`` from the command line, and returns them as a dict.
 
     Raises:
-        ConfigError: A text does not have this form.
+        ConfigError: A string has a different form.
     """
     values = {}
     for change in changes:
@@ -474,7 +473,7 @@ def _groups(values: Mapping[str, Any]) -> tuple[LaunchGroup, ...]:
 
 
 def _by_kind(name: str, text: str, kinds: Sequence[str]) -> dict[str, str]:
-    """Parses ``TYPE=VALUE ...`` and returns the value for each node type in ``kinds``.
+    """Parses a list such as ``TYPE=VALUE ...``, and returns the value of each type in ``kinds``.
 
     A single value without a type is used for all types.
     """

@@ -1,9 +1,9 @@
 """Exchanges JSON messages and heartbeats between the nodes of a job.
 
-Both sides prove that they know the job's secret, and each message is authenticated. If one side
-receives nothing for :data:`SILENCE_S` seconds, it considers the other side lost, because a machine
-that loses power does not close its connections. Time during which the receiving process was stopped
-is not counted.
+Both sides prove that they know the job's secret, and each message is authenticated. A machine that
+loses power does not close its connections. A side that receives nothing for :data:`SILENCE_S`
+seconds therefore considers the other side lost. The time during which the receiving process was
+stopped is not counted.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from megatron.adaptive.handshake import (
 BEAT_S = 1.0
 SILENCE_S = 20.0
 PATIENCE_S = 60.0
-"""Time in seconds without a message after which an agent exits, if the manager started the agent.
+"""Time in seconds without a message after which agents on machines of the machines file exit.
 
-This timeout is longer than :data:`SILENCE_S`, because no other manager can take over such a job.
+This timeout is longer than :data:`SILENCE_S`, because no other manager can take over a job that has
+a machines file.
 """
 
 
@@ -69,7 +70,8 @@ class Connection:
 
         Raises:
             StrangerError: The program at the address does not know the secret.
-            OSError: No program listens at the address. The error message contains the reason.
+            OSError: The connection failed, for example because no program listens at the address.
+                The error message contains the reason.
         """
         dialing = asyncio.get_running_loop().run_in_executor(
             None, dial, (address, port), secret, purpose, within_s
@@ -99,7 +101,7 @@ class Connection:
     def peer(self) -> str:
         """Returns the address of the other side.
 
-        An IPv4 address that is mapped to IPv6 is returned as IPv4.
+        Returns an IPv4-mapped IPv6 address in the form of an IPv4 address.
         """
         return str(self._writer.get_extra_info("peername", ("",))[0]).removeprefix("::ffff:")
 
@@ -109,17 +111,16 @@ class Connection:
         return str(self._writer.get_extra_info("sockname", ("",))[0])
 
     def send(self, kind: str, **values: Any) -> None:
-        """Sends a message of the kind ``kind`` with the entries ``values``.
+        """Sends a message of the type ``kind`` with the entries ``values``.
 
-        The message is dropped if the connection is closed.
-
-        Calls of :meth:`receive` then report that the connection is closed.
+        If the connection is closed, this method drops the message and does not raise an error. The
+        method :meth:`receive` reports that the connection is closed.
         """
         if not self._writer.is_closing():
             self._writer.write(self._session.seal(json.dumps({"what": kind, **values}).encode()))
 
     def beat(self) -> None:
-        """Starts to send a heartbeat every :data:`BEAT_S` seconds."""
+        """Starts sending a heartbeat every :data:`BEAT_S` seconds."""
         self._beating = asyncio.get_running_loop().create_task(self._beat())
 
     async def receive(self, silence_s: float = SILENCE_S) -> dict[str, Any] | None:
@@ -154,7 +155,7 @@ class Connection:
         try:
             payload = await result_within(reading, silence_s)
         except asyncio.CancelledError:
-            if reading.cancelled():  # :meth:`close` has cancelled the read, but not this task.
+            if reading.cancelled():  # :meth:`close` cancelled the read, but not this task.
                 raise EOFError("the connection was closed here") from None
             raise
         self._reading = None
@@ -199,12 +200,13 @@ class Listener:
 
     Args:
         attend: Coroutine function that handles one connection. The connection stays open when the
-            coroutine returns. If a message is malformed, only its connection is closed.
+            coroutine returns. If the coroutine fails because of a malformed message, only this
+            connection is closed.
         secret: Secret of the job, which both sides must know.
         purpose: Label of the connections, which must be the same on both sides.
-        report: Function that prints a line of text when a connection is rejected.
-        host: Address of this machine at which to listen. If it is empty or is not an address of
-            this machine, the listener uses all addresses.
+        report: Function that prints a line of text. It is called when a connection is rejected.
+        host: Address of this machine on which to listen. If it is empty or is not an address of
+            this machine, the listener listens on all addresses.
         port: Port on which to listen; 0 for any free port.
 
     Raises:
@@ -224,8 +226,8 @@ class Listener:
         self._attend = attend
         self._report = report
         self._loop = asyncio.get_running_loop()
-        # The keys are the tasks that handle connections. The value of a task is its socket until
-        # the task has created a connection from the socket, and ``None`` afterwards.
+        # Maps each task that handles a connection to the task's socket, or to ``None`` once the
+        # task has created a :class:`Connection` from the socket.
         self._tasks: dict[asyncio.Task[None], SealedSocket | None] = {}
         self._is_closed = False
         self._gate = Gate(bind(host, port), lambda: secret, purpose, self._admit, report)

@@ -1,19 +1,19 @@
 """Excludes nodes that fail a probe of the running job, and uses them again once they pass.
 
 The ranks probe each other (``--probe-interval``) and report the nodes that failed. With the policy
-``exclude``, such a node gets no ranks if any layout fits without it. The excluded node is then
+``exclude``, such a node gets no ranks if any layout fits the other nodes. The excluded node is then
 measured alone, at increasing intervals, until it is fast enough to pass the probe::
 
     probe fails ──> excluded ── 5 s ──> measure ── fails, 10 s ──> measure ── passes ──> used again
 
-A single node cannot measure its link to another node. So a node with a slow link stays excluded
-until it joins again, for example because the user removes its line from the machines file and then
-adds the line again.
+A single node cannot measure its link to another node. A node with a slow link therefore stays
+excluded until it joins again, for example because the user removes its line from the machines file
+and then adds the line again.
 
-Some nodes are slow only while they train, for example because they become hot. Such a node passes
-when it is measured alone, but then fails again in the job, and each time the ranks must be
-restarted in a different layout. To make this rare, the interval is not reset when the node passes,
-but only when it joins again.
+Some nodes are slow only while they train, for example because they overheat. Such a node passes
+when it is measured alone, but fails again in the job, and the ranks must be restarted in a
+different layout each time. To make such restarts rare, the interval is reset only when the node
+joins again, and not when it passes.
 
 Only the manager excludes nodes. Ranks only report measurements, and a node cannot exclude itself.
 If another manager takes over the job, it uses all nodes again, because it does not know which nodes
@@ -44,7 +44,7 @@ class FailedProbes:
         policy: Reaction to a node that fails a probe: ``report`` or ``exclude``.
         stragglers: Object that chooses layouts and stores which nodes are excluded.
         members: Nodes of the job. When a node passes its check, the event ``passed`` is put into
-            the queue of this object.
+            the event queue of ``members``.
         in_use: Function that returns the names of the nodes that run ranks.
     """
 
@@ -59,8 +59,8 @@ class FailedProbes:
         self._stragglers = stragglers
         self._members = members
         self._in_use = in_use
-        # Maps the name of a node to the number of the last incarnation (start of the ranks in a
-        # layout) in which a failure of the node was handled.
+        # Number of the last incarnation (start of the ranks in a layout) in which a failure of a
+        # node was handled, keyed by node name.
         self._handled: dict[str, int] = {}
         self._checks: dict[str, asyncio.Task[None]] = {}
         self._waits_s: dict[str, float] = {}
@@ -73,7 +73,7 @@ class FailedProbes:
 
         Args:
             failed: Nodes that have failed a probe since the ranks were started, with the
-                measurements that missed a limit.
+                measurements that violated a limit.
             running: State of the ranks that are running.
             nodes: Nodes that are present, in the order in which they get ranks.
 
@@ -88,7 +88,7 @@ class FailedProbes:
             self._handled[name] = running.incarnation.number
             text = f"node {name} failed its probe: {entry.text}"
             if self._policy == "report":
-                say(f"warning: {text}; --on-failed-probe exclude would exclude the node")
+                say(f"warning: {text}; use --on-failed-probe exclude to exclude such nodes")
             elif await self._stragglers.leave_out(name, entry.text, nodes):
                 reasons.append(f"{text}; the node is excluded")
                 self._begin_checks(entry)
@@ -102,7 +102,7 @@ class FailedProbes:
         A node that joins again may have been repaired.
 
         Args:
-            name: Name of the node. The node need not be present.
+            name: Name of the node, which need not have failed before.
         """
         self._handled.pop(name, None)
         self._waits_s.pop(name, None)
@@ -113,7 +113,7 @@ class FailedProbes:
         """Includes the node ``name`` in layouts again, after it has passed its check.
 
         Args:
-            name: Name of the node in the event ``passed``.
+            name: Name of the node, as contained in the event ``passed``.
         """
         self._checks.pop(name, None)
         self._handled.pop(name, None)
@@ -145,8 +145,8 @@ class FailedProbes:
         """Measures the node in ``failed`` repeatedly, until it passes or leaves the job."""
         name = failed.node
         while True:
-            # Double the wait before each measurement. Keep it long if the node passes, because the
-            # node may fail in the job again.
+            # Double the wait before each measurement. Do not reset it when the node passes, because
+            # the node may fail in the job again.
             wait_s = self._waits_s.get(name, _FIRST_WAIT_S)
             self._waits_s[name] = min(2 * wait_s, _MOST_WAIT_S)
             await asyncio.sleep(wait_s)
@@ -161,7 +161,7 @@ class FailedProbes:
                 return
 
     async def _passes(self, node: Node, failed: FailedNode) -> bool:
-        """Returns whether all devices of ``node`` now reach the limits in ``failed``."""
+        """Returns whether all devices of ``node`` now meet the limits in ``failed``."""
         for local_rank in range(node.slots):
             self._count += 1
             order = {

@@ -55,7 +55,7 @@ class Program(ABC):
         self.folder = folder
 
     def check(self) -> None:
-        """Checks that at least one checkpoint is intact if the folder contains checkpoints.
+        """Checks that the folder contains an intact checkpoint, if it contains any checkpoints.
 
         Checkpoints that contain pickles are accepted here. The ranks refuse them later if the user
         has not allowed pickles.
@@ -90,9 +90,9 @@ class Program(ABC):
         """
 
     def goes_on(self, before: IncarnationProgress, statuses: Iterable[int]) -> str:
-        """Returns the reason to restart the ranks although they exited without failures.
+        """Returns the reason to restart ranks that have exited without failures.
 
-        Returns an empty string if the job is finished.
+        An empty string means that the job is finished.
 
         Args:
             before: Progress that the ranks have written.
@@ -105,7 +105,7 @@ class Program(ABC):
 
 
 class TrainerProgram(Program):
-    """Runs this project's trainer, and sets the layout and the folders with flags.
+    """Runs this project's trainer, and passes the layout and the folders to it as flags.
 
     Args:
         arguments: The user's arguments for the trainer.
@@ -156,9 +156,8 @@ class ScriptProgram(Program):
     ) -> tuple[list[str], dict[str, str]]:
         measured = None if layout.is_to_be_measured else MeasuredModule.read(self._model)
         if measured is not None and measured.is_random and measured.micro_batch_size is None:
-            # Random numbers, such as dropout masks, depend on the microbatch size. So record the
-            # size that the first layout uses in the model's file, and use the same size in later
-            # layouts.
+            # Random numbers, such as dropout masks, depend on the microbatch size. Record the size
+            # of the first layout in the model's file, so that later layouts use the same size.
             replace(measured, micro_batch_size=layout.micro_batch).write(self._model)
         order = JobOrder(
             checkpoints=str(self.folder.path),
@@ -217,7 +216,7 @@ ProbePolicy = Literal["report", "exclude"]
 """Reaction to a node that fails its probe: report it, or exclude it until it passes."""
 
 NodeProgram = Literal["script", "restore", "check"]
-"""Program that a manager may request a node to run.
+"""Program that a manager may ask a node to run.
 
 ``script`` is the job's script, ``restore`` restores snapshots, and ``check`` measures a node that
 failed its probe."""
@@ -264,7 +263,7 @@ class JobSpec:
         join_s: Timeout in seconds for nodes to join before the first start.
         wait_s: Time in seconds to wait for more nodes if no layout fits the available nodes.
         stop_s: Timeout in seconds for ranks to finish the current step and save a checkpoint.
-        max_restarts: Maximum number of failures in a row without a new checkpoint between them.
+        max_restarts: Maximum number of consecutive failures without a new checkpoint in between.
         address: Address at which other machines can reach the manager, or ``None`` to detect it.
         copy_every: Number of steps between in-memory copies of the training state; 0 for no copies.
         copy_bytes: Maximum size of the copies on a node in bytes, or ``None`` to use the available
@@ -292,7 +291,7 @@ class JobSpec:
 
     @property
     def copy_settings(self) -> dict[str, Any] | None:
-        """Returns the interval and memory limit of in-memory copies, or ``None`` without any."""
+        """Returns the interval and memory limit of in-memory copies, or ``None`` for no copies."""
         if not self.copy_every:
             return None
         return {"every": self.copy_every, "limit_bytes": self.copy_bytes}
@@ -365,7 +364,7 @@ class NodeWork:
             if not Path(path).resolve().is_relative_to(allowed):
                 raise SetupError(
                     f"the manager requested the path {path}, which is neither in {allowed} nor "
-                    "among this node's own arguments; start every node of a job with the same"
+                    "among this node's own arguments; start all nodes with the same arguments"
                 )
         return {
             "key": key,
@@ -377,7 +376,7 @@ class NodeWork:
         }
 
     def _paths(self, arguments: Sequence[str]) -> Iterator[str]:
-        """Yields the paths in ``arguments``, except those in the user's own arguments."""
+        """Yields the paths in ``arguments`` that do not occur in the user's own arguments."""
         for before, argument in zip(("", *arguments), arguments, strict=False):
             name, equals, value = argument.partition("=")
             if not (equals and name.startswith("--")):
@@ -398,12 +397,12 @@ class RunningRanks:
         incarnation: Record of the incarnation that the ranks run.
         layout: Layout of the ranks.
         folder: Folder to which the ranks write their progress.
-        where: Name of the node of each rank. The keys have the form ``incarnation/rank``, and are
+        where: Name of each rank's node. The keys have the form ``incarnation/rank``, and are
             ordered by rank.
         statuses: Exit statuses of the ranks that have exited, with the same keys as ``where``.
         stopping: Reason why the ranks were asked to save and exit, or empty.
-        fault: Description of the first failure, or empty. It is replaced if it turns out later that
-            a signal from outside the job killed a rank.
+        fault: Description of the first failure, or empty. If it turns out later that a signal from
+            outside the job killed a rank, this description is replaced.
         has_kill: Whether ``fault`` says that a signal from outside the job killed a rank.
         gone: Description of the first node whose loss or departure made a rank exit, or empty.
         deadline_s: Time in seconds, on the manager's clock, at which the remaining ranks are
@@ -431,14 +430,13 @@ class RunningRanks:
     def record_fault(
         self, fault: str, deadline_s: float, *, gone: str = "", kill: bool = False
     ) -> None:
-        """Records the failure ``fault``, and the deadline for the exit of all other ranks.
+        """Records the failure ``fault``, and the time by which all other ranks must exit.
 
         Args:
             fault: Description of the failure.
             deadline_s: Time in seconds, on the manager's clock, by which the other ranks must exit.
             kill: Whether a signal from outside the job killed a rank. Such a signal is recorded as
-                the cause even if the failure of another rank, which lost its peer, was noticed
-                first.
+                the cause even if another rank has already failed, because it lost its peer.
             gone: Description of the loss or departure of the node that caused the failure, or
                 empty. It is recorded even after other failures, because ranks that cannot reach the
                 node may exit before the node is known to be lost.
@@ -452,17 +450,20 @@ class RunningRanks:
 
 
 def earliest(*moments: float | None) -> float | None:
-    """Returns the earliest deadline of ``moments`` in seconds. ``None`` stands for no deadline."""
+    """Returns the earliest of the deadlines ``moments``, or ``None`` if all deadlines are ``None``.
+
+    The deadlines are in seconds.
+    """
     return min((moment for moment in moments if moment is not None), default=None)
 
 
 def ended_well(status: int) -> bool:
-    """Returns whether a rank that exits with ``status`` has succeeded."""
+    """Returns whether ``status`` is the exit status of a successful rank."""
     return status in (0, EXIT_MEASURED)
 
 
 def how_ended(status: int) -> str:
-    """Returns a description in words of how a process with the exit status ``status`` ended."""
+    """Returns a phrase that describes how a process with the exit status ``status`` ended."""
     if status < 0:
         return f"was killed by signal {signal.Signals(-status).name}"
     return f"exited with status {status}"
@@ -474,13 +475,13 @@ def assign(nodes: Sequence[Node], layout: ParallelLayout) -> list[Node]:
     Ranks fill one node after the other. All ranks of a tensor-parallel group are on the same node.
 
     Args:
-        nodes: Nodes to use. They get ranks in this order, unless the layout defines an order of
-            nodes.
+        nodes: Nodes to use. They get ranks in this order, unless the layout specifies its own order
+            of nodes.
         layout: Layout to run.
 
     Returns:
-        Node of each rank, in order of ranks. The list is shorter than the number of ranks if nodes
-        are missing.
+        Node of each rank, ordered by rank. If nodes are missing, the list does not contain the last
+        ranks.
     """
     places: list[Node] = []
     by_name = {node.name: node for node in nodes}
@@ -503,7 +504,7 @@ def rank_orders(
         arguments: Arguments of the script.
         places: Node of each rank, ordered by rank.
         incarnation: Number of the incarnation that begins.
-        variables: Environment variables that all ranks get.
+        variables: Environment variables to set for all ranks.
     """
     counts = Counter(node.name for node in places)
     groups = {name: number for number, name in enumerate(counts)}

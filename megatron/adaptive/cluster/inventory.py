@@ -39,10 +39,10 @@ class RdmaPort:
 
     Attributes:
         device: Name of the device, such as ``mlx5_0``.
-        port: Number of the port, from 1.
+        port: Number of the port, counted from 1.
         state: State of the port, such as ``ACTIVE``.
         link: Link layer, ``Ethernet`` or ``InfiniBand``.
-        gid_index: Index of the port's RoCE v2 address (GID), or ``None`` if the port lacks such an
+        gid_index: Index of the port's RoCE v2 address (GID), or ``None`` if the port has no such
             address.
         gbit_per_s: Data rate of the port in Gbit/s; 0 if unknown.
     """
@@ -56,7 +56,7 @@ class RdmaPort:
 
 
 def resolve(host: str) -> str:
-    """Resolves ``host`` to an address, if possible to an address other than a loopback address.
+    """Resolves ``host`` to an address, and avoids loopback addresses if possible.
 
     Raises:
         SetupError: The host name cannot be resolved.
@@ -139,9 +139,9 @@ def rdma_ports(root: Path = _RDMA) -> list[RdmaPort]:
 
 
 def _gid_index(port: Path) -> int | None:
-    """Returns the index of the first RoCE v2 address (GID) for IPv4 of ``port``.
+    """Returns the index of the port's first RoCE v2 address (GID) for IPv4.
 
-    Returns ``None`` if the port has no such address.
+    Returns ``None`` if the port has no such address. ``port`` is the port's folder in sysfs.
     """
     for path in sorted((port / "gids").glob("*"), key=lambda path: int(path.name)):
         kind = _read(port / "gid_attrs" / "types" / path.name)
@@ -154,7 +154,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text().strip()
     except OSError:
-        return ""  # The file of an entry that is not set cannot be read.
+        return ""  # Files of unset entries exist, but reading them fails.
 
 
 ENDED = "ended"
@@ -170,7 +170,7 @@ def why_no_gpu_use() -> str | None:
         return "the package nvidia-ml-py is not installed"
     try:
         pynvml.nvmlInit()
-    # Initialization fails, for example, without a driver or without permission.
+    # Initialization fails if, for example, no driver is installed or permission is denied.
     except Exception as error:
         return f"NVML cannot be initialized: {error}"
     return None
@@ -200,7 +200,7 @@ def count_gpus(visible: str | None) -> int:
 
 
 class ResourceSampler:
-    """Runs a thread that samples the usage of this node's GPUs and of some processes.
+    """Runs a thread that samples the resource usage of this node's GPUs and of some processes.
 
     The sampler must be closed after use.
 

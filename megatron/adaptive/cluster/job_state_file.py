@@ -35,7 +35,7 @@ _NUMBERS = ("unix_ns", "iteration", "total_iterations", "lost_steps")
 _EPOCH = "epoch"
 _MOST_EARLIER = 1000
 MEASURES = "processes that measure the model"
-"""Words at the end of a layout's description if the ranks measure the model and do not train."""
+"""End of a layout's description if the layout's ranks only measure the model and do not train."""
 _PHASES = ("notice", "checkpoint", "end", "plan", "start", "load", "first_step")
 
 
@@ -49,7 +49,7 @@ _NAMED = 8
 
 
 def some_names(names: Iterable[str]) -> str:
-    """Joins ``names`` with commas. If there are many names, only counts the last ones."""
+    """Joins ``names`` with commas. If there are many names, replaces the last ones by a count."""
     listed = list(names)
     more = len(listed) - _NAMED
     return ", ".join(listed) if more < _NAMED else f"{', '.join(listed[:_NAMED])} and {more} more"
@@ -73,7 +73,7 @@ def incarnation_folder(job: Path, number: int, manager: str) -> Path:
 
 @dataclass(kw_only=True)
 class Incarnation:
-    """One incarnation of the job: the period from the start of the ranks in a layout to their end.
+    """One incarnation of the job: the period during which ranks run in one layout.
 
     Attributes:
         number: Number of the incarnation, counted from 1 by each manager.
@@ -84,10 +84,10 @@ class Incarnation:
         resumed: Iteration of the checkpoint from which the incarnation resumed.
         lost_steps: Number of completed steps that have to be repeated.
         source: Origin of the training state: ``start``, ``checkpoint``, ``checkpoint on the
-            nodes' own disks`` or ``copies in memory``. If a newer state could not be used, the
-            reason follows.
-        marks_ns: Times at which the events ``notice``, ``ended``, ``planned`` and ``begun``
-            happened, keyed by event, on the manager's clock, in nanoseconds since the Unix epoch.
+            nodes' own disks`` or ``copies in memory``, followed by the reason if a newer state
+            could not be used.
+        marks_ns: Times of the events ``notice``, ``ended``, ``planned`` and ``begun`` on the
+            manager's clock, in nanoseconds since the Unix epoch, keyed by event.
         phases_s: Duration in seconds of each phase of the change to this layout, keyed by the name
             of the phase.
         before: Last progress of the previous incarnation, or ``None`` for the first incarnation.
@@ -110,7 +110,7 @@ class Incarnation:
     step_s: float | None = None
 
     def begun_at(self, iteration: int | None) -> None:
-        """Updates this object if the ranks resumed from a different iteration than ``resumed``.
+        """Updates this object if the ranks resumed from an iteration other than ``resumed``.
 
         Ranks resume from a later iteration if the nodes' local disks contain a newer checkpoint,
         and from an earlier iteration if the newest checkpoint is damaged.
@@ -172,7 +172,8 @@ _SLOW = tuple(entry.name for entry in fields(SlowRank))
 class IncarnationProgress:
     """Summary of the progress file that the ranks of one incarnation write.
 
-    Times are in nanoseconds since the Unix epoch, and ``None`` before the event.
+    Attributes whose names end with ``_ns`` are points in time in nanoseconds since the Unix epoch.
+    Each of them is ``None`` until its event happens.
 
     Attributes:
         total: Number of iterations in the whole training run; 0 if it is not known yet.
@@ -233,11 +234,14 @@ class ProgressReader:
         return replace(self._now, step_s=statistics.median(self._steps_ms) / 1e3)
 
     def _found(self, line: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the values in ``line`` for attributes of :class:`IncarnationProgress`."""
+        """Returns new values for attributes of :class:`IncarnationProgress`, taken from ``line``.
+
+        The values are keyed by attribute name.
+        """
         moment_ns = line["unix_ns"]
         now = self._now
         if "total_iterations" in line:
-            # The ranks have moved layers between each other, but were not restarted.
+            # The ranks have moved layers among themselves, but were not restarted.
             if line.get("moved"):
                 return {}
             start = line.get("start_iteration")
@@ -260,7 +264,9 @@ class ProgressReader:
 
 
 def phases(incarnation: Incarnation, now: IncarnationProgress) -> dict[str, float]:
-    """Returns the duration in seconds of each phase of a change of layout, as far as known.
+    """Returns the durations of the phases of a layout change in seconds, keyed by phase name.
+
+    Phases whose durations are not known yet are omitted.
 
     Args:
         incarnation: Incarnation that runs the new layout.
@@ -346,8 +352,8 @@ class StateFile:
         header = {"format": _FORMAT, "manager": manager, "unix_ns": time.time_ns()}
         draft = self._folder / f".{_STATE}.{os.getpid()}"
         try:
-            # Write a line per entry without json.dumps(indent=...), which runs in pure Python and
-            # would block the manager for too long while nodes wait for its answers.
+            # Write one line per entry. json.dumps(indent=...) cannot be used, because it runs in
+            # pure Python and would block the manager for too long while nodes wait for its replies.
             body = {**header, **self._with_earlier(state)}.items()
             lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in body]
             draft.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -7,16 +7,16 @@
     slowness of a node         factor by which layers take longer than expected for its node type
 
 The plan sets the parallel sizes, the number of layers per stage, the microbatch size and the
-recomputation. Settings that affect the losses are kept: the global batch size, the tensor-parallel
-size and, if dropout is used, the microbatch size, because dropout draws its random numbers per
-microbatch. A node that is slow, or that runs fewer processes than its type allows, is described by
-a separate node type. The new type has the links of the original type, and its durations are
-multiplied by the node's slowness.
+recomputation. The plan does not change settings that affect the losses: the global batch size, the
+tensor-parallel size and, if dropout is used, the microbatch size, because dropout draws its random
+numbers per microbatch. A node that is slow, or that runs fewer processes than its type allows, is
+described by a separate node type. The new type has the links of the original type, and its
+durations are multiplied by the node's slowness.
 
-For a script with a ``Pipeline``, the plan is based on measurements of the ranks at the first start.
-The microbatch size is kept if the script sets it, or if the model draws random numbers. A node that
-was absent when the model was measured is treated like the first measured node. Choices are made in
-this order::
+For a script with a ``Pipeline``, the plan is based on measurements that the ranks take at the first
+start. The plan does not change the microbatch size if the script sets it, or if the model draws
+random numbers. A node that was absent when the model was measured is treated like the first
+measured node. Choices are made in this order::
 
     model.json + present nodes ──> largest number of processes that some layout can use
                                    ──> the requested pipeline size, or the next larger one,
@@ -25,8 +25,8 @@ this order::
                                            predicted step
 
 The planner runs in a separate process, so that a long search does not block the manager. This
-process is started once, and imports its modules while machines are still joining. A plan that is
-ready only after the timeout is ignored.
+process is started once, and imports its modules while machines are still joining. A plan that
+arrives after the timeout is ignored.
 """
 
 from __future__ import annotations
@@ -92,10 +92,11 @@ def node_kind(base: NodeType, gpus: int, slowness: float) -> NodeType:
 def read_inputs(paths: Sequence[Path]) -> tuple[Cluster, dict[str, Any] | None]:
     """Reads one cluster file and any number of profiles from ``paths``.
 
-    The kind of each file is recognized by its content.
+    The type of each file is detected from its content.
 
     Returns:
-        The cluster, and all profiles merged into one, or ``None`` if there are no profiles.
+        The cluster, and a profile merged from all profiles. The latter is ``None`` if there are no
+        profiles.
 
     Raises:
         ConfigError: A file is missing or invalid, or there is not exactly one cluster file.
@@ -130,7 +131,7 @@ def read_inputs(paths: Sequence[Path]) -> tuple[Cluster, dict[str, Any] | None]:
 
 
 def cluster_of(cluster: Cluster, counts: Mapping[NodeType, int]) -> Cluster:
-    """Returns a copy of ``cluster`` with the node types and numbers of nodes in ``counts``.
+    """Returns a copy of ``cluster`` with the node types and node counts in ``counts``.
 
     Args:
         cluster: Cluster that defines the links between the node types.
@@ -143,7 +144,7 @@ def cluster_of(cluster: Cluster, counts: Mapping[NodeType, int]) -> Cluster:
 
 
 _PLANS = 6
-"""Number of plans that are tried, starting with the best, because the trainer may reject a plan."""
+"""Number of plans to try, from best to worst, because the trainer may reject some plans."""
 _UNEQUAL_PLANS = 4 * _PLANS
 _CHOSEN = (
     "--plan",
@@ -159,7 +160,7 @@ class Planning:
     """Plans the layouts of one job that runs the trainer.
 
     Args:
-        paths: Paths of the cluster file and the profiles, which are recognized by their content.
+        paths: Paths of the cluster file and the profiles, in any order.
         arguments: Command-line arguments of the trainer.
         unequal: Whether stages may have different numbers of replicas.
 
@@ -216,7 +217,7 @@ class Planning:
             raise ConfigError(
                 f"{PLAN_WITH} does not support experts or multi-token prediction layers, because "
                 "the planner of elastic jobs plans only dense layers; remove "
-                f"{PLAN_WITH}, and the job chooses its layouts without the planner"
+                f"{PLAN_WITH}, so that the job chooses its layouts without the planner"
             )
         if self._unequal:
             try:
@@ -228,7 +229,7 @@ class Planning:
                 ) from None
 
     def check(self, machines: Path | None) -> None:
-        """Checks that a plan exists if all known machines join.
+        """Checks that a plan exists for the case that all known machines join.
 
         Args:
             machines: Path of the machines file; ``None`` if nodes join by themselves, in which case
@@ -260,8 +261,8 @@ class Planning:
         if missing := self.unknown(offers):
             raise ConfigError(
                 f"--machines {path}: {missing} {'are' if ',' in missing else 'is'} not in "
-                f"{self._where}; add to the hosts of a node type, or leave the hosts of one type "
-                "empty"
+                f"{self._where}; add {'them' if ',' in missing else 'it'} to the hosts of a node "
+                "type, or leave the hosts of one type empty"
             )
         return offers
 
@@ -274,8 +275,8 @@ class Planning:
 
         Args:
             offers: Available nodes. Nodes that are missing from the cluster file are ignored.
-            most_cpu_s: Maximum CPU time of the search in seconds. When it is used up, the best plan
-                so far is returned.
+            most_cpu_s: Maximum CPU time of the search in seconds. After that time, the best plan
+                found so far is returned.
 
         Raises:
             ConfigError: No plan fits. The message contains the limit that rules out all plans.
@@ -302,10 +303,10 @@ class Planning:
     def _fastest(
         self, options: SearchOptions, nodes: Sequence[str], inputs: PlanInputs
     ) -> tuple[ParallelLayout | None, ConfigError | None]:
-        """Returns the best layout that the trainer accepts, and the reason of the first rejection.
+        """Returns the best layout that the trainer accepts, and the error of the first rejection.
 
-        The layout is ``None`` if the trainer rejects all plans. The reason is ``None`` if it
-        accepts the first plan.
+        The layout is ``None`` if the trainer rejects all plans. The error is ``None`` if the
+        trainer accepts the first plan.
         """
         wished = self._config.schedule.pipeline_schedule
         options = replace(options, schedules=(wished if wished in policy_names() else "1f1b",))
@@ -321,8 +322,8 @@ class Planning:
     def _with_unequal(self, options: SearchOptions) -> SearchOptions:
         """Returns options for a search that also tries different numbers of replicas per stage.
 
-        The search treats a stage with fewer replicas as if it used larger microbatches. In the run,
-        these microbatches are divided among the replicas of the stage.
+        The search treats a stage with fewer replicas as if it used larger microbatches. During
+        training, all microbatches have the same size, and are distributed over a stage's replicas.
         """
         samples = self._config.batch.global_batch_size
         sizes = options.micro_batch and tuple(
@@ -493,8 +494,8 @@ def plan_script(path: Path, offers: Sequence[Offer]) -> ParallelLayout:
 
 def _running(module: MeasuredModule, places: Sequence[tuple[Offer, int]]) -> Running:
     unsplit = module.profile(split=False)
-    # Several nodes may share a machine. The planner combines the nodes of a machine that are
-    # equally slow.
+    # Several nodes may share a machine. The planner treats equally slow nodes of a machine as one
+    # node.
     hosts: dict[tuple[str, float], int] = {}
     on_host: dict[str, int] = {}
     for offer, count in places:
@@ -509,7 +510,7 @@ def _running(module: MeasuredModule, places: Sequence[tuple[Offer, int]]) -> Run
         node_kind(type_by_host.get(host, other), count, slowness)
         for (host, slowness), count in hosts.items()
     ]
-    # Processes on a host share its memory, so divide the memory by their current number.
+    # Processes on a host share its memory, so divide the memory by the current number of processes.
     processes_on_host: dict[NodeType, int] = {}
     for (host, _), kind in zip(hosts, kinds, strict=True):
         processes_on_host[kind] = max(processes_on_host.get(kind, 0), on_host[host])
@@ -548,8 +549,8 @@ def _host(offer: Offer) -> str:
 def _places(offers: Sequence[Offer], count: int) -> list[tuple[Offer, int]]:
     """Assigns ``count`` processes to nodes, filling one machine after the other.
 
-    ``offers`` are the available nodes. Returns pairs of a node and its number of processes. The
-    slower nodes of a machine come last.
+    ``offers`` are the available nodes. Returns pairs of a node and its number of processes. On each
+    machine, the slowest nodes come last.
     """
     hosts: dict[str, list[Offer]] = {}
     for offer in offers:
@@ -565,7 +566,7 @@ def _places(offers: Sequence[Offer], count: int) -> list[tuple[Offer, int]]:
 
 
 def _sizes(module: MeasuredModule, count: int) -> list[int]:
-    """Returns the pipeline sizes to try, best sizes first. 0 means that all sizes are tried."""
+    """Returns the pipeline sizes to try, from best to worst. The size 0 stands for all sizes."""
     requested = module.pipeline_size
     if requested is None:
         return [0]
@@ -580,9 +581,9 @@ def _partition(module: MeasuredModule, stages: int) -> tuple[int, ...] | None:
 
 
 _FIRST_S = 180.0
-"""Timeout in seconds for the first plan on a machine, which includes compiling the search code."""
+"""Timeout in seconds for the first plan on a machine, including the compilation of search code."""
 _SEARCH = 0.5
-"""Fraction of a plan's timeout that the search may use. The rest is for its preparation."""
+"""Fraction of a plan's timeout that the search may use. The rest is for preparing the search."""
 
 
 class PlannerChooser(Chooser):
@@ -593,7 +594,7 @@ class PlannerChooser(Chooser):
     only later layouts are planned. The chooser must be closed after use.
 
     Args:
-        paths: Paths of the cluster file and the profiles, which are recognized by their content.
+        paths: Paths of the cluster file and the profiles, in any order.
         arguments: Command-line arguments of the trainer.
         within_s: Timeout for each plan in seconds.
         unequal: Whether stages may have different numbers of replicas.
@@ -617,7 +618,7 @@ class PlannerChooser(Chooser):
         self._pool = multiprocessing.get_context("spawn").Pool(1, _begin)
 
     def check(self, machines: Path | None) -> str:
-        """Checks the input files, and whether a plan exists if all known machines join.
+        """Checks the input files, and that a plan exists for the case that all known machines join.
 
         The call blocks until the check is complete.
 
@@ -642,11 +643,11 @@ class PlannerChooser(Chooser):
         self._pool.terminate()
 
     def _plan(self, offers: Sequence[Offer], within_s: float) -> tuple[ParallelLayout | None, str]:
-        """Asks the planner's process for a layout for the nodes in ``offers``, and waits for it.
+        """Waits until the planner's process has chosen a layout for the nodes in ``offers``.
 
         Returns:
-            The layout, and a warning for the user that lists ignored nodes, or an empty text. If no
-            layout fits, the layout is ``None`` and the text is the reason.
+            The layout and a string. The string is a warning that lists ignored nodes, or empty. If
+            no layout fits, the layout is ``None``, and the string is the reason.
         """
         try:
             layout: ParallelLayout
@@ -667,7 +668,7 @@ class PlannerChooser(Chooser):
             raise SetupError(f"the planner did not answer within {within_s:g} s") from None
         except AdaptiveError as error:
             raise ConfigError(str(error)) from None
-        # An error of any other type is a bug in the planner. Print a traceback, and let the job
+        # Errors of other types are bugs in the planner. Print a traceback, and let the job
         # continue.
         except Exception as error:
             traceback.print_exc()
@@ -690,7 +691,7 @@ class PlannerChooser(Chooser):
             limit_s = max(
                 _FIRST_S,
                 limit_s,
-                # No simpler rule can choose a layout for a script, so wait longer for the planner.
+                # If the job runs a script, only the planner can choose a layout, so wait longer.
             )
         if key not in self._known:
             try:

@@ -2,10 +2,10 @@
 
 Without ``--plan-with``, the layout uses as many processes as the batch size and the number of
 layers allow. Among these layouts, the rule chooses the smallest pipeline size that is at least the
-size on the command line. If there is none, it chooses the largest pipeline size. It avoids smaller
-sizes than on the command line, because with fewer stages the model may not fit in memory. The
-global batch size never changes. Nodes that are known to be slow get fewer layers. With
-``--plan-with``, the planner chooses the layout (``layout_planner``).
+size on the command line. If there is none, the rule chooses the largest pipeline size. It avoids
+sizes below the one on the command line, because the model may not fit in memory with fewer stages.
+The global batch size never changes. Nodes that are known to be slow get fewer layers. With
+``--plan-with``, the planner chooses the layout (see ``layout_planner``).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ParallelLayout:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """Returns a key that is equal for two equal layouts, even if different rules chose them."""
+        """Returns a key that is the same for equal layouts, even if different rules chose them."""
         nodes = [name for name, _ in self.places]
         degrees = self.tensor, self.pipeline, self.data, self.widths
         return *degrees, self.partition, self.micro_batch, nodes
@@ -223,9 +223,8 @@ def _weighted_split(num_layers: int, weights: Sequence[float]) -> tuple[int, ...
     """Splits ``num_layers`` layers into stages so that the slowest stage is as fast as possible.
 
     ``weights`` contains the time per layer of each stage. Each stage gets at least one layer. Each
-    further layer is assigned to the stage whose time including this layer would be shortest. In
-    case of a tie, the layer is assigned to the stage that is farthest from both ends of the
-    pipeline.
+    further layer is assigned to the stage that would take the shortest time with this layer. In
+    case of a tie, the stage that is farthest from both ends of the pipeline gets the layer.
     """
     count = len(weights)
     layers = [1] * count
@@ -278,7 +277,7 @@ def _unit(flags: Sequence[str]) -> int:
 
 
 def _degrees(config: TrainerConfig, usable: int) -> Iterator[tuple[int, int]]:
-    """Yields possible pairs of a number of replicas and a pipeline size, the best pair first.
+    """Yields the possible pairs ``(number of replicas, pipeline size)``, sorted by preference.
 
     ``usable`` is the number of tensor-parallel groups that the available processes can form.
     """

@@ -1,4 +1,4 @@
-"""Runs a job in one layout after another as its nodes come and go.
+"""Runs a job in one layout after another as nodes join and leave.
 
 An incarnation is the period during which ranks run in one layout. After an incarnation, the manager
 starts the next incarnation, or the job ends::
@@ -9,8 +9,8 @@ starts the next incarnation, or the job ends::
          └──────────────── from the last complete checkpoint <──┴─ node or rank lost
 
 A new layout changes how the ranks divide the model and the batch. It changes neither the global
-batch size nor the order of the data. Checkpoints do not depend on the layout, so the next layout
-resumes from the newest complete checkpoint.
+batch size nor the order of the data. Checkpoints do not depend on the layout, so ranks in a new
+layout can resume from the newest complete checkpoint.
 
 If nodes join by themselves, each node runs a :class:`Participant`. One of the nodes is the
 manager::
@@ -104,7 +104,7 @@ class Manager:
         self._lease = Lease(spec.checkpoints)
         self._program.folder.lease = self._lease
         self._secret = new_secret()
-        # This random name is part of the names of folders and runs.
+        # Random name of this manager. It is part of the names of folders and runs.
         self._name = secrets.token_hex(4)
         self._clock = AwakeClock()
         self._members = Membership(
@@ -224,7 +224,7 @@ class Manager:
 
     @property
     def _is_successor(self) -> bool:
-        """Returns whether another manager ran this job before."""
+        """Returns whether another manager ran this job before this manager."""
         return "run" in self._lease.former
 
     async def _recover(self) -> None:
@@ -235,7 +235,10 @@ class Manager:
             await self._next(None)
 
     async def _first_nodes(self) -> None:
-        """Waits until all listed machines have answered, or the expected number has joined."""
+        """Waits until no agent is starting and, without a machines file, enough nodes have joined.
+
+        Also returns when the timeout expires or the job is asked to stop.
+        """
         expected = self._spec.nodes
         limit_s = self._spec.join_s
         if self._is_successor:
@@ -369,22 +372,22 @@ class Manager:
         return incarnation
 
     async def _watch(self, running: RunningRanks) -> None:
-        """Waits until each rank in ``running`` has exited or its node is lost."""
+        """Waits until each rank in ``running`` has exited or is on a node that is lost."""
         while len(running.statuses) < len(running.where):
             event = await self._next(earliest(running.deadline_s, self._reconsider_s))
             kind = "" if event is None else event.kind
             if event is not None and kind == "ended" and event.message["key"] in running.where:
                 self._rank_ended(running, event)
-            # ``_overdue`` marks nodes as lost without an event, so check all nodes after a
-            # deadline.
+            # The method ``_overdue`` marks nodes as lost without sending an event, so check all
+            # nodes after a deadline.
             if event is None or kind == "lost":
                 for key in running.alive:
                     name = running.where[key]
                     is_gone = self._members.nodes[name].status in ("lost", "gone")
-                    # After an event, mark only the ranks on the node of the event. Ranks on another
-                    # lost node may have exited normally, and the queue may still contain their exit
-                    # statuses. Do not check the node's status, because the node may have joined
-                    # again.
+                    # After an event, record only the ranks on the event's node as killed. Ranks on
+                    # another lost node may have exited normally, and the queue may still contain
+                    # their exit statuses. Do not check the status of the event's node, because this
+                    # node may have joined again.
                     if is_gone if event is None else name == event.node:
                         running.statuses[key] = -signal.SIGKILL
                         running.record_fault(
@@ -424,7 +427,7 @@ class Manager:
             running.record_fault(fault, self._clock.now_s() + _GRACE_S, gone=gone, kill=kill)
 
     def _overdue(self, running: RunningRanks) -> None:
-        """Kills the remaining ranks, or if they have been killed, marks their nodes as lost."""
+        """Kills the remaining ranks, or marks their nodes as lost if the kill had no effect."""
         if running.killed:
             for name in {running.where[key] for key in running.alive}:
                 node = self._members.nodes[name]
@@ -454,7 +457,7 @@ class Manager:
             newcomers = some_names(node.name for node in nodes if node.name not in former_names)
             self._ask_to_save(running, f"{newcomers} came" if newcomers else "another plan")
         elif not running.stopping:
-            # The layout stays the same, so forget when this change of the nodes was noticed.
+            # The layout stays the same, so discard the time at which the nodes changed.
             self._notice_ns = None
 
     def _ask_to_save(self, running: RunningRanks, reason: str) -> None:
@@ -530,7 +533,7 @@ class Manager:
             await self._next(None)
 
     async def _next(self, until_s: float | None) -> Event | None:
-        """Waits for an event, updates the state of the node of the event, and returns the event.
+        """Waits for an event, updates the state of the event's node, and returns the event.
 
         Returns ``None`` if the deadline ``until_s`` passes first.
         """
@@ -552,8 +555,8 @@ class Manager:
             self._notice_ns = self._notice_ns or time.time_ns()
             self._reconsider_s = now_s
         elif event.kind == "ready":
-            # The node has imported its modules, so ranks can start without delay. Other nodes may
-            # be ready soon, so wait a short time before choosing a layout.
+            # The node has imported its modules, so ranks can start on it without delay. Other nodes
+            # may be ready soon, so wait a short time before choosing a layout.
             self._notice_ns = self._notice_ns or time.time_ns()
             self._reconsider_s = now_s + _SETTLE_S
         elif event.kind == "failed":
@@ -572,7 +575,10 @@ class Manager:
         return event
 
     def _way_back(self, node: Node) -> str:
-        """Returns how a lost node comes back, as the end of a log line, if the user must act."""
+        """Returns the end of a log line that explains how to restart the lost node ``node``.
+
+        The result is empty if this manager does not start the node's agent.
+        """
         if self._spec.machines is None or node.machine is None:
             return ""
         return f"; when it works again, run touch {self._spec.machines} to start it again"
@@ -617,7 +623,7 @@ class Manager:
         return not self._is_deposed
 
     def _fence(self) -> bool:
-        """Prevents ranks of earlier layouts that still run from saving checkpoints.
+        """Prevents ranks of earlier layouts that are still running from saving checkpoints.
 
         Returns:
             Whether this manager still holds the job's lease.
@@ -629,7 +635,7 @@ class Manager:
         return self._holds()
 
     def _nodes_in_use(self) -> Sequence[str]:
-        """Returns the names of the nodes on which ranks run now, or ran last."""
+        """Returns the names of the nodes on which ranks are running, or ran most recently."""
         return self._incarnations[-1].nodes if self._incarnations else ()
 
     def _latest(self) -> int:
@@ -670,8 +676,8 @@ _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 class Participant:
     """Takes part in a job as one node. :meth:`run` may only be called once per object.
 
-    The node switches between the roles of manager and agent in the same event loop. It always
-    handles signals, so that a signal during a switch does not kill the process.
+    The node switches between the roles of manager and agent in the same event loop. It handles
+    signals at all times, so that a signal during a switch does not kill the process.
 
     Args:
         spec: Description of the job.
@@ -756,7 +762,10 @@ class Participant:
         return None
 
     async def _over(self, notice: signal.Signals | None) -> None:
-        """Ends the role of manager or agent: handles the signals, and cancels all other tasks."""
+        """Ends this node's role as manager or agent, and cancels all other tasks.
+
+        From now on, this object handles the signals.
+        """
         self._listen()
         self._notice = self._notice or notice
         rest = asyncio.all_tasks() - {asyncio.current_task()}

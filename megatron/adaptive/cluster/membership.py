@@ -4,7 +4,7 @@ The machines file has one host per line, and is read again whenever it changes::
 
     # comment
     node-a slots=8
-    node-b                         one process per GPU, one without a GPU
+    node-b                         one process per GPU, or one process without GPUs
     localhost name=c slots=1       nodes on one machine need different names
 
 Each change of a node's status puts an event into a queue, from which the manager reads.
@@ -61,7 +61,7 @@ class Machine:
 
     @property
     def is_local(self) -> bool:
-        """Returns whether the host is this machine, by host name or by interface address."""
+        """Returns whether the host name or address belongs to this machine."""
         host_name = socket.gethostname().lower()
         is_own = self.has_loopback or self.host.lower() in (host_name, host_name.partition(".")[0])
         return is_own or interface_of(self.host) is not None
@@ -136,9 +136,8 @@ RETRY_S = 10.0
 PURPOSE = "manager"
 """Label of connections between agents and the manager, which must be the same on both sides."""
 PROTOCOL = 2
-"""Version of the message format between agents and the manager. It must be increased with each
-change that other versions would misunderstand. Up to version 0.2 of this package, messages had no
-version."""
+"""Version of the message format between agents and the manager. Increase it with each incompatible
+change. Up to version 0.2 of this package, messages had no version."""
 OTHER_VERSION = "runs a different version than this node; install the same version on all nodes"
 _FROM_AGENTS = ("ready", "ended", "notice")
 _NODES_AT_MOST = 1 << 16
@@ -173,10 +172,10 @@ Status = Literal["starting", "present", "leaving", "gone", "lost", "unreachable"
 
 
 class Event(NamedTuple):
-    """Event for the manager.
+    """Event that the manager handles.
 
-    A node has changed, the manager has received a signal (``stop``), or a timer has fired
-    (``tick``).
+    Events are created when a node changes, when the manager receives a signal (``stop``), and when
+    a timer fires (``tick``).
 
     Attributes:
         kind: Name of the event: ``joined``, ``ready``, ``failed``, ``notice``, ``removed``,
@@ -206,11 +205,10 @@ class Node:
         slots: Number of processes that the node may run.
         is_ready: Whether the node has imported the modules of the ranks, so that ranks start
             without delay.
-        copies_port: Port at which the node receives snapshots from other nodes.
-        link: Connection to the node's agent, or ``None`` before it joins.
+        copies_port: Port on which the node receives snapshots from other nodes.
+        link: Connection to the node's agent, or ``None`` before the agent joins.
         process: Process of the agent, or ``None`` if the manager did not start the agent.
-        asked: Futures for the answers on which :meth:`Membership.ask` waits, keyed by message
-            number.
+        asked: Futures for the replies that :meth:`Membership.ask` awaits, keyed by message number.
         started_s: Time in seconds, on the clock ``time.monotonic``, when this entry was created.
     """
 
@@ -282,7 +280,7 @@ class Membership:
         return "127.0.0.1" if self._is_alone else own_address(None, alone=True)
 
     async def start(self) -> None:
-        """Starts to accept connections, and starts an agent on each listed machine.
+        """Starts accepting connections, and starts an agent on each listed machine.
 
         Raises:
             OSError: No port is available.
@@ -310,16 +308,16 @@ class Membership:
                 link.send("signal", number=int(number))
 
     async def ask(self, name: str, kind: str, limit_s: float, **values: Any) -> dict[str, Any]:
-        """Sends a message to the agent of the node ``name``, and returns the agent's answer.
+        """Sends a message to the agent of the node ``name``, and returns the agent's reply.
 
         Args:
             name: Name of the node.
             kind: Kind of the message, such as ``start`` or ``inventory``.
-            limit_s: Timeout for the answer, in seconds.
+            limit_s: Timeout for the reply, in seconds.
             values: Additional entries of the message.
 
         Raises:
-            TimeoutError: No answer arrived before the timeout.
+            TimeoutError: No reply arrived before the timeout.
             ConnectionError: The node was lost.
         """
         node = self.nodes[name]
@@ -337,7 +335,10 @@ class Membership:
             node.asked.pop(number, None)
 
     def usable(self) -> list[Node]:
-        """Returns the nodes that can run ranks: first listed machines, then nodes that joined."""
+        """Returns the nodes that can run ranks.
+
+        Nodes on listed machines come first, followed by nodes that joined by themselves.
+        """
         order = {machine.name: index for index, machine in enumerate(self._read)}
         present = [node for node in self.nodes.values() if node.status == "present"]
         return sorted(present, key=lambda node: order.get(node.name, len(order)))
@@ -388,9 +389,9 @@ class Membership:
                 self._start_agent(machine)
 
     def start_lost_again(self) -> bool:
-        """Restarts the agents on listed machines that are lost or did not answer.
+        """Restarts the agents on listed machines that are lost or unreachable.
 
-        An agent on the same machine is started at most once in :data:`RETRY_S` seconds.
+        On each machine, an agent is started at most once every :data:`RETRY_S` seconds.
 
         Returns:
             Whether any agent was started.
@@ -566,7 +567,7 @@ class Membership:
 
 
 def allow_files(count: int) -> None:
-    """Raises this process's limit on open files to ``count``, if the system allows so many."""
+    """Raises this process's limit on open files to ``count``, or as far as the system allows."""
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard_limit != resource.RLIM_INFINITY:
         count = min(count, hard_limit)

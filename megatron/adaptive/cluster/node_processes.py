@@ -58,7 +58,7 @@ class NodePlace:
     """Place of a node in the job, which is known once all nodes have connected.
 
     Attributes:
-        node_rank: Index of this node among the job's nodes, from 0.
+        node_rank: Index of this node among the job's nodes, counted from 0.
         processes: Number of processes on each node, indexed by node rank.
         master_addr: Address of the first node (node rank 0).
         master_port: Port on which torchrun on the first node listens.
@@ -218,8 +218,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE_S = 1.0
 _OUTPUTS = ("out", "err")
 _SHORTEST_SECRET = 8
-"""Minimum length of secrets that are masked. Shorter values, such as 1, also occur elsewhere.
-"""
+"""Minimum length of secrets to mask. Shorter values, such as ``1``, also occur in other output."""
 
 
 def run_node(
@@ -239,7 +238,7 @@ def run_node(
         conf: Configuration of the launch.
         node: Place of this node in the job.
         run_dir: Folder of the job's logs.
-        name: Name of the node, with which the names of the node's log files begin.
+        name: Name of the node. The names of its log files begin with this name.
         variables: Environment variables for the processes, in addition to those of this process.
         echo: Whether to also print the output of the processes on the terminal.
 
@@ -334,7 +333,7 @@ def _environment(conf: LaunchConf, variables: Mapping[str, str]) -> dict[str, st
 
 @contextlib.contextmanager
 def _signals_to(job: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Forwards signals to ``job``. At the end of the context, kills ``job`` if it still runs."""
+    """Forwards signals to ``job``. When the context ends, kills ``job`` if it is still running."""
     former = {number: signal.signal(number, lambda n, _: job.send_signal(n)) for number in _SIGNALS}
     former[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda n, _: _signal_ranks(job.pid, n))
     try:

@@ -1,12 +1,12 @@
-"""Forks ranks from a process that has already imported their modules, so that they start fast.
+"""Forks ranks from a process that has already imported their modules, so that ranks start quickly.
 
-Importing torch and megatron-core takes longer than the rest of starting a rank. The forkserver
-imports them once per node, before any rank is needed, and then forks each rank. The forkserver has
-a single thread, and does not open any device. On a node with GPUs, it only imports torch, because a
-process that has detected GPUs cannot be forked.
+Importing torch and megatron-core takes longer than all other parts of a rank's start. The
+forkserver imports them once per node, before any rank is needed, and then forks each rank. The
+forkserver has a single thread, and does not open any device. On a node with GPUs, it imports only
+torch, because a process that has detected GPUs cannot be forked.
 
 The forkserver reads commands from the file descriptor on its command line, with one JSON object per
-line, and writes its answers to the same descriptor::
+line, and writes its replies to the same descriptor::
 
     {"start": {"key": "3/0", "variables": {}, "script": "", "arguments": [], "folder": "",
                "limit_s": 0}}          kill the process after limit_s seconds; 0 for no limit
@@ -59,7 +59,7 @@ def main(descriptor: int) -> None:
         descriptor: File descriptor of the socket.
     """
     orders = socket.socket(fileno=descriptor)
-    end_with_parent()  # The agent may exit during the imports below, so call this first.
+    end_with_parent()  # Must precede the imports, because the agent may exit during them.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # The agent handles these signals.
     _import()
@@ -69,7 +69,7 @@ def main(descriptor: int) -> None:
 
 
 def _import() -> None:
-    """Imports the modules that ranks need. Ignores errors, which the ranks report later."""
+    """Imports the modules that ranks need. Ignores errors, because the ranks report them later."""
     with contextlib.suppress(Exception):
         importlib.import_module("torch")
         if any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists():
@@ -126,8 +126,8 @@ class _Forkserver:
         sys.stderr.flush()
         parent = os.getpid()
         # Block SIGUSR1 before the fork, so that a signal directly after the fork stays pending
-        # until the rank's training loop handles it. A forked process ignores SIGUSR1 like the
-        # forkserver, so the signal would otherwise be lost.
+        # until the rank's training loop handles it. Like the forkserver, the forked process at
+        # first ignores SIGUSR1, so the signal would otherwise be lost.
         kept_back = {signal.SIGUSR1}
         signal.pthread_sigmask(signal.SIG_BLOCK, kept_back)
         pid = os.fork()
@@ -139,7 +139,7 @@ class _Forkserver:
         self._send(started=rank["key"], pid=pid)
 
     def _become(self, rank: dict[str, Any], parent: int) -> NoReturn:
-        """Runs the script of ``rank`` in the forked process, and then exits from the process."""
+        """Runs the script of ``rank`` in the forked process, and then exits the process."""
         status = 1
         try:
             with contextlib.suppress(OSError):

@@ -28,16 +28,15 @@ _NONE: Mapping[str, Any] = {"run": "", "buddy": None, "settings": {}}
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotSource:
-    """The newest step that can be restored from copies, or the reason why there is no such step.
+    """Newest step that can be restored from copies, or the reason why no step can be restored.
 
     Attributes:
         step: Newest step whose parts all still exist; 0 if there is no such step.
         seen: Newest step for which any part of a snapshot still exists, or 0 if no part exists.
         why: Reason why no step can be restored, or empty if a step can be restored.
-        parts: Copies from which ``step`` is restored. Each copy is described by the entry in its
-            node's inventory and by two additional entries. ``node`` is the name of the node that
-            has the copy, and ``needs`` contains the indices of the required parts that the copy
-            provides.
+        parts: Copies from which ``step`` is restored. Each element is a copy's entry in the
+            inventory of its node, with two more keys: ``node`` is the name of this node, and
+            ``needs`` contains the indices of the required parts that the copy provides.
     """
 
     step: int = 0
@@ -67,9 +66,9 @@ def newest(kept: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> SnapshotS
 
     Args:
         kept: Pairs of a remaining node's name and the list of copies in this node's memory. In the
-            entry of a copy, ``needs`` lists the parts of which a complete step consists. Each part
-            has the entries ``ranks`` and ``is_sent``: a copy from any rank in ``ranks`` provides
-            the part. If ``is_sent`` is false, copies that another node sent do not count.
+            entry of a copy, ``needs`` lists the parts that make up a complete step. A part is
+            provided by a copy from any of its ``ranks``. If its ``is_sent`` is false, copies that
+            were sent by another node do not provide the part.
     """
     copies: list[Mapping[str, Any]] = []
     needs: dict[tuple[str, int], Sequence[Mapping[str, Any]]] = {}
@@ -95,9 +94,8 @@ def newest(kept: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> SnapshotS
                 if copy["rank"] in need["ranks"] and (copy["kind"] == "own" or need["is_sent"])
             ]
             if fitting:
-                # Prefer a copy that is needed anyway for another part, so that fewer copies are
-                # read. If there is no such copy, prefer a copy on the rank's own node to a copy on
-                # another node.
+                # Prefer a copy that is already needed for another part, so that fewer copies are
+                # read. Otherwise, prefer a copy on the rank's own node to a copy on another node.
                 best = min(fitting, key=lambda copy: (not copy["needs"], copy["kind"] != "own"))
                 best["needs"].append(index)
             else:

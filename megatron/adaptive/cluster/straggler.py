@@ -53,8 +53,8 @@ class Stragglers:
     async def choose(self, nodes: Sequence[Node]) -> ParallelLayout | None:
         """Chooses a layout. Excluded nodes are used only if no layout fits without them.
 
-        If necessary, excluded nodes are used again one by one, starting with the last excluded
-        node.
+        If necessary, excluded nodes are used again one by one, starting with the most recently
+        excluded node.
 
         Args:
             nodes: Available nodes, in the order in which they get ranks.
@@ -68,7 +68,7 @@ class Stragglers:
             aside.remove(next(name for name in reversed(self._aside) if name in aside))
 
     def included(self, nodes: Sequence[Node]) -> list[Node]:
-        """Returns those of ``nodes`` that are not excluded."""
+        """Returns the nodes in ``nodes`` that are not excluded."""
         return [node for node in nodes if node.name not in self._aside]
 
     async def leave_out(self, name: str, why: str, nodes: Sequence[Node]) -> bool:
@@ -95,7 +95,7 @@ class Stragglers:
     def joined(self, name: str) -> None:
         """Forgets that the node ``name`` was slow or excluded.
 
-        The node may have been repaired before it joins.
+        A node that joins again may have been repaired.
         """
         self._slowness.pop(name, None)
         self._aside.pop(name, None)
@@ -118,8 +118,8 @@ class Stragglers:
 
         Args:
             slow_ranks: Ranks that diagnoses have reported as slow since the ranks were started.
-            running: State of the ranks. If a node is slow, the predicted step time of the layout in
-                this object is increased.
+            running: State of the ranks. If a node is slow, the predicted step time of
+                ``running.layout`` is increased.
             nodes: Available nodes, in the order in which they get ranks.
 
         Returns:
@@ -211,9 +211,9 @@ class Stragglers:
 
 
 def _slow_down(running: RunningRanks, name: str, times: float) -> None:
-    """Increases the predicted step time in ``running``, because a node is slow.
+    """Increases the predicted step time in ``running``, because the node ``name`` is slow.
 
-    The node ``name`` takes ``times`` times as long as before.
+    The node is slower than predicted by the factor ``times``.
     """
     layout = running.layout
     nodes = running.where.values()
