@@ -526,7 +526,7 @@ def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reaso
     return Reason(
         counter=CLOCK,
         text=(
-            f"its processor on {host} has a clock of {clocks[0] / 1e6:.2f} GHz, not "
+            f"its processor on {host} runs at {clocks[0] / 1e6:.2f} GHz instead of "
             f"{clocks[1] / 1e6:.2f} GHz{cap}"
         ),
         remedy=(
@@ -548,7 +548,7 @@ def _slow_gpu_clock(m: Measured, column: int, chosen: slice, factor: float) -> R
     host = m.headers[column].host
     return Reason(
         counter=GPU_CLOCK,
-        text=f"its GPU on {host} has a clock of {clocks[0]:.0f} MHz, not {clocks[1]:.0f} MHz",
+        text=f"its GPU on {host} runs at {clocks[0]:.0f} MHz instead of {clocks[1]:.0f} MHz",
         remedy=f"check limits, power and temperature of the GPU on {host} (nvidia-smi -q)",
     )
 

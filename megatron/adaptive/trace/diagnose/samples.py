@@ -135,7 +135,7 @@ class Measured:
 
     @cached_property
     def replicas(self) -> dict[tuple[int, ...], list[int]]:
-        """Maps (data-parallel rank, tensor-parallel rank) to the columns of a pipeline's ranks."""
+        """Maps (data-parallel rank, tensor-parallel rank) to the columns of one pipeline."""
         return self._grouped("dp_rank", "tp_rank")
 
     @cached_property

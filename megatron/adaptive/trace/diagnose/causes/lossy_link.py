@@ -37,7 +37,7 @@ LATE_TOGETHER = 0.8
 """Minimum fraction of the delay that must fall into iterations with retransmitted TCP segments."""
 
 RANDOMLY = 0.02
-"""Maximum probability that late messages and retransmitted segments coincide by chance."""
+"""Maximum probability that delays and retransmissions coincide by chance."""
 
 DRAWS = 1000
 """Number of random permutations of the iterations for estimating this probability."""

@@ -40,7 +40,7 @@ class SlowLink(Cause):
         return find_slow_links(evidence.measured)
 
     def keeps(self, finding: Finding, *, is_simulated: bool) -> bool:
-        # On a slow rank, messages also arrive late, because the receiving thread is slow. Such a
+        # Messages also arrive late on a slow rank, because its receiving thread is slow. Such a
         # delay does not make the step longer.
         is_symptom = is_simulated and not self._slow_ranks.isdisjoint(finding.ranks)
         return not is_symptom or finding.cost_fraction >= LINK_OF_STEP

@@ -87,7 +87,7 @@ With fewer microbatches, actions are compared across all iterations.
 """
 
 OF_PARTIAL = 3
-"""Minimum number of ranks in a pipeline needed to tell long microbatches from spikes of a rank."""
+"""Minimum number of ranks in a pipeline to distinguish long microbatches from spikes of a rank."""
 
 
 def find_spikes(m: Measured) -> list[Finding]:

@@ -24,7 +24,7 @@ from megatron.adaptive.trace.diagnose.samples import Measured
 from megatron.adaptive.trace.diagnose.stage_costs import StageCosts, best_partition
 
 UNEVEN = 0.10
-"""Minimum fraction of the slowest rank's time that a suggested partition must save."""
+"""Minimum fraction of the slowest rank's time that a different partition must save for a report."""
 
 
 class UnevenStages(Cause):
