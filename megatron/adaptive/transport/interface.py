@@ -142,7 +142,7 @@ class Arrival:
     def take(self) -> torch.Tensor:
         """Returns the payload and transfers its ownership to the caller.
 
-        Must be called exactly once per message, in the order in which the messages arrived.
+        Must be called once per message, in the order in which the messages arrived.
         """
         raise NotImplementedError
 
@@ -400,7 +400,8 @@ class Header:
     def decode(numbers: Sequence[int], *, peer: int) -> Header:
         """Creates a header from the ``numbers`` that ``peer`` sent, and validates each field.
 
-        Raises: TransportError: A field has an invalid value.
+        Raises:
+            TransportError: A field has an invalid value.
         """
         magic, sequence, step, kind, chunk, microbatch, code, dimensions = numbers[:8]
         variant, plain = divmod(code, 1 << _VARIANT_SHIFT)
