@@ -3,12 +3,12 @@
 :func:`install` replaces the pipeline schedules of an unmodified Megatron-LM with this package's
 engine, and :func:`add_arguments` adds the engine's flags (see ``docs/plugin.md``).
 :class:`Pipeline` trains any module in which :class:`CutPoint` marks the possible stage boundaries,
-and :class:`Profiler` measures such a module (see ``docs/cutpoint.md``). :func:`record_trace`
-records a user's own training loop, so that the what-if analysis can estimate how much time a change
-would save (see ``docs/traces.md``).
+and :class:`Profiler` measures the layers of such a module (see ``docs/cutpoint.md``).
+:func:`record_trace` records a trace of a user's own training loop, from which the what-if analysis
+can estimate how much time a change would save (see ``docs/traces.md``).
 
-Importing this package is fast, because a module is imported only when one of its names is used for
-the first time.
+Importing this package is fast, because each module is imported only when one of its names is first
+used.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import signal
 
 _ON_INTERRUPT = signal.getsignal(signal.SIGINT)
 if __name__ == "__main__" and _ON_INTERRUPT is signal.default_int_handler:
-    # Without this line, an interrupt during the imports below would print a traceback.
+    # Prevent an interrupt during the imports below from printing a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import difflib
@@ -39,11 +39,11 @@ class Subcommand:
 
     Attributes:
         name: Words to type after ``python -m megatron.adaptive``, such as ``train single``.
-        function: Function that runs the subcommand, written as ``module.function``. The module is
-            in the package ``cli``.
+        function: Function that runs the subcommand, written as ``module.function``, with a module
+            of the package ``cli``.
         summary: Short description, printed in the list of subcommands.
-        former: Name of the subcommand in earlier versions, or an empty string if the name has not
-            changed.
+        former: Name of the subcommand in earlier versions, or an empty string if it was not
+            renamed.
     """
 
     name: str
@@ -230,11 +230,11 @@ which one to take:
 
 train recipe, elastic and rank run the same trainer; train flags lists its flags."""
 }
-"""Text after the list of modes in the help of a subcommand, keyed by the subcommand."""
+"""Text that follows the list of modes in a subcommand's help, keyed by the subcommand."""
 
 
 def _modes(group: str) -> list[Subcommand]:
-    """Returns the modes of the subcommand ``group``. The list is empty if it has no modes."""
+    """Returns the modes of the subcommand ``group``, or an empty list if ``group`` has no modes."""
     return [mode for mode in SUBCOMMANDS.values() if mode.name.startswith(f"{group} ")]
 
 
@@ -277,8 +277,8 @@ def main() -> int:
 def program() -> int:
     """Runs :func:`main` as the whole program, and returns the exit status.
 
-    Python needs some time to exit, in particular if torch has been imported. If a signal arrives
-    during this time, the program prints one line that names the signal, and ends.
+    Python takes some time to exit, especially if torch has been imported. If a signal arrives
+    during this time, the program prints one line with the name of the signal and exits.
     """
     status = main()
     from_now_end_at_once()
@@ -342,7 +342,7 @@ def _unknown_mode(group: str, arguments: Sequence[str]) -> ConfigError:
 def _nearest_mode(modes: Iterable[Subcommand], word: str) -> str:
     """Returns the full name of the mode most similar to ``word``, or ``""`` if none is similar.
 
-    ``word`` is compared with the current and the former names of ``modes``.
+    Both the current and the former names of ``modes`` are considered.
     """
     targets = {}
     for mode in modes:

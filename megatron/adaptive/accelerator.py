@@ -1,8 +1,8 @@
-"""Chooses the device on which this process computes.
+"""Chooses the device that this process uses for computation.
 
-:class:`Accelerator` is the device of this process, with methods that hide the differences between
-CUDA and CPU (memory, synchronization, backend). :func:`install`, which lets megatron-core run
-without CUDA, is defined in :mod:`~megatron.adaptive.without_cuda`.
+:class:`Accelerator` represents this device. Its methods hide the differences between CUDA and CPU
+(memory, synchronization, backend). :func:`install`, which lets megatron-core run without CUDA, is
+defined in :mod:`~megatron.adaptive.without_cuda`.
 """
 
 from __future__ import annotations
@@ -54,33 +54,34 @@ __all__ = [
 
 _CPU = torch.device("cpu")
 
-# These are parameter numbers and values for the function mallopt, from <malloc.h>.
+# Parameter numbers and values for the function mallopt, as in <malloc.h>.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _HEAP_KEPT_BYTES = 1 << 30
 MAPPED_FROM_BYTES = 32 << 20
-"""Size in bytes from which a CPU tensor is outside of the heap. glibc allows no larger value."""
+"""CPU tensors of at least this size in bytes are outside the heap. glibc allows no larger value."""
 
 _ANCHOR_FOR_NS = 1_000_000_000
-"""Nanoseconds after which :class:`CudaClock` uses a newer CUDA event as its reference (anchor)."""
+"""Time in nanoseconds after which :class:`CudaClock` replaces its reference event (the anchor)."""
 _MOST_DRIFT_NS = 2_000_000
-"""Largest plausible drift, in nanoseconds, of the device's clock while one anchor is in use."""
+"""Largest plausible drift of the device's clock, in nanoseconds, during the use of one anchor."""
 _NO_DELAY_NS = 1 << 62
 
-# The flag cudaHostRegisterPortable locks pages for all CUDA contexts of the process.
+# Value of the flag cudaHostRegisterPortable, which locks pages for all CUDA contexts of the
+# process.
 _PORTABLE = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """The device on which this process computes.
+    """Device that this process uses for computation.
 
     Attributes:
         device: Device that holds the parameters and activations.
         backend: Backend of ``torch.distributed`` for collectives, ``nccl`` or ``gloo``.
         name: Product name of the GPU, or ``CPU`` if the device is a CPU.
-        shares: Number of ranks that compute on this GPU, or 1 on a CPU.
-        asked_backend: Backend that the user selected, or ``None`` if the user selected no backend.
+        shares: Number of ranks that use this GPU, or 1 on a CPU.
+        asked_backend: Backend that the user selected, or ``None`` if the user did not select one.
     """
 
     device: torch.device
@@ -93,7 +94,7 @@ class Accelerator:
     def is_shared(self) -> bool:
         """Returns whether other ranks also use this GPU.
 
-        Measured times then include the work of these ranks.
+        If they do, measured times include the work of these ranks.
         """
         return self.shares > 1
 
@@ -121,15 +122,15 @@ class Accelerator:
             torch.cuda.synchronize(self.device)
 
     def memory_in_use_bytes(self) -> int:
-        """Returns the size of all tensors on the GPU, or of the process on a CPU, in bytes."""
+        """Returns the size in bytes of all tensors on the GPU, or of the whole process on a CPU."""
         if self.is_cuda:
             return torch.cuda.memory_allocated(self.device)
         return int(psutil.Process().memory_info().rss)
 
     def peak_memory_bytes(self) -> int:
-        """Returns the largest value, in bytes, that :meth:`memory_in_use_bytes` has had so far.
+        """Returns the peak of :meth:`memory_in_use_bytes`, in bytes.
 
-        On a GPU, this is the peak of the memory of all tensors. On a CPU, it is the peak of the
+        On a GPU, this is the peak size of all tensors. On a CPU, it is the peak size of the
         process.
         """
         if self.is_cuda:
@@ -140,7 +141,7 @@ class Accelerator:
     def free_unused_memory(self) -> None:
         """Frees tensors in unreachable reference cycles, and torch's cached memory on the GPU.
 
-        A model whose run has ended usually is in such cycles.
+        A model is usually part of such a cycle, so its memory is not freed without this call.
         """
         free_unused_memory(self.device)
 
@@ -155,7 +156,8 @@ class Accelerator:
 
 def _peak_resident_bytes() -> int:
     """Returns the peak resident memory of this process, in bytes."""
-    # ru_maxrss also includes the memory of the program that started this process, so read VmHWM.
+    # Read VmHWM, because ru_maxrss also includes the memory of the program that started this
+    # process.
     for line in lines_of(Path("/proc/self/status")):
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -165,16 +167,16 @@ def _peak_resident_bytes() -> int:
 class CpuClock:
     """Measures when CPU work was completed, with the same methods as :class:`CudaClock`.
 
-    A mark is a point in the sequence of work. On a CPU, it is the time that ``time.monotonic_ns``
-    returns, because CPU work is complete as soon as its call returns.
+    A mark is a point in the sequence of work. On a CPU, a mark is simply the current time of
+    ``time.monotonic_ns``, because CPU work is complete when the function that does it returns.
     """
 
     def mark(self) -> int:
-        """Returns the current monotonic time in nanoseconds, which serves as a mark."""
+        """Returns the current monotonic time in nanoseconds as a mark."""
         return time.monotonic_ns()
 
     def resolve_ns(self, mark: int) -> int:
-        """Returns ``mark`` unchanged, because it already is a time in nanoseconds."""
+        """Returns ``mark`` unchanged, because it is already a time in nanoseconds."""
         return mark
 
     def is_passed(self, mark: int) -> bool:
@@ -186,7 +188,7 @@ class CpuClock:
 
 
 class CudaMark(NamedTuple):
-    """Event in a CUDA stream, and the host time at which the program recorded the event."""
+    """Event in a CUDA stream, and the host time at which the event was recorded."""
 
     event: torch.cuda.Event
     host_ns: int
@@ -195,17 +197,17 @@ class CudaMark(NamedTuple):
 class CudaClock:
     """Measures when GPU work was completed, using events in the current CUDA stream.
 
-    The host does not wait for the GPU.
+    Recording and resolving events, which are called marks, does not make the host wait for the GPU.
 
-    The events are called marks. The host time of a mark is computed from a reference event (the
-    anchor), whose host time is known, because CUDA measures the time between two events. The first
-    anchor is recorded while the device is idle. CUDA returns elapsed times as 32-bit floats in
-    milliseconds. After some minutes, such a float is too coarse to time a kernel. Therefore, about
-    once a second, a mark becomes the new anchor.
+    CUDA only measures the time between two events. To compute the host time of a mark, the clock
+    uses a reference event with a known host time, the anchor. The first anchor is recorded while
+    the device is idle. CUDA returns elapsed times as 32-bit floats in milliseconds, which after
+    some minutes are too coarse to time a kernel. Therefore, about once a second, a mark becomes the
+    new anchor.
 
-    The clocks of device and host drift apart. The device cannot pass a mark before the host has
-    recorded the mark, but it passes some marks immediately afterwards. So the smallest delay during
-    the last second is an estimate of the drift.
+    The clocks of device and host drift apart. The device passes some marks immediately after the
+    host has recorded them, but never earlier. The smallest delay between the two during the last
+    second is therefore an estimate of the drift.
     """
 
     def __init__(self) -> None:
@@ -218,7 +220,8 @@ class CudaClock:
 
     def mark(self) -> CudaMark:
         """Records an event in the current stream and returns it as a mark."""
-        # A thread that waits for a blocking event sleeps, so receiver threads can use its CPU core.
+        # Use a blocking event. A thread that waits for it sleeps, so receiver threads can use the
+        # CPU.
         event = torch.cuda.Event(enable_timing=True, blocking=True)
         host_ns = time.monotonic_ns()
         event.record()
@@ -233,7 +236,7 @@ class CudaClock:
         time_ns = self._anchor_ns + passed_ns
         self._least_delay_ns = min(self._least_delay_ns, time_ns - mark.host_ns)
         if passed_ns > _ANCHOR_FOR_NS:
-            # A larger delay is not caused by drift. It means that the device was never idle, so
+            # A larger delay is not caused by drift. It means that the device was never idle, and
             # every mark had to wait for earlier work.
             if abs(self._least_delay_ns) < _MOST_DRIFT_NS:
                 time_ns -= self._least_delay_ns
@@ -255,7 +258,7 @@ class CudaClock:
 def lock_pages(address: int, size_bytes: int, device: torch.device) -> bool:
     """Locks (pins) pages of host memory, so that a GPU can access the memory by DMA.
 
-    ``torch.cuda.cudart().cudaHostUnregister`` unlocks the pages again.
+    To unlock the pages, call ``torch.cuda.cudart().cudaHostUnregister``.
 
     Args:
         address: Address of the first byte of the memory.
@@ -263,22 +266,22 @@ def lock_pages(address: int, size_bytes: int, device: torch.device) -> bool:
         device: GPU that will access the memory. It must be the current CUDA device.
 
     Returns:
-        Whether the pages are now locked. The driver refuses to lock pages beyond the limit on
-        locked memory.
+        Whether the pages are now locked. The driver does not lock pages beyond the system's limit
+        on locked memory.
     """
     if int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, _PORTABLE)) == 0:
         return True
-    # CUDA reports the failed call a second time, as an error of the next kernel. Launch a kernel
-    # here to consume this error, so that the caller's next kernel does not fail.
+    # CUDA reports the failed call again as an error of the next kernel. Launch a kernel here to
+    # consume this error, so that the caller's next kernel does not fail.
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device=device)
     return False
 
 
 class _LockedMemory(mmap.mmap):
-    """Holds host memory, and unlocks the memory's pages when no object refers to it any more."""
+    """Holds host memory, and unlocks its pages when it is garbage-collected."""
 
-    address = 0  # This is the address of the locked pages, or 0 while the pages are not locked.
+    address = 0  # Address of the locked pages, or 0 while no pages are locked.
 
     def __del__(self) -> None:
         if self.address:
@@ -289,17 +292,17 @@ class _LockedMemory(mmap.mmap):
 def locked_memory(size_bytes: int, device: torch.device) -> torch.Tensor:
     """Allocates page-locked (pinned) host memory, which a GPU can access by DMA.
 
-    The memory has exactly the size ``size_bytes``. torch itself would round the size of pinned
-    memory up to a power of two.
+    The memory has exactly the size ``size_bytes``, whereas torch rounds the size of pinned memory
+    up to a power of two.
 
     Args:
         size_bytes: Size of the memory in bytes.
         device: GPU that will access the memory. It must be the current CUDA device.
 
     Returns:
-        Tensor ``[size_bytes] uint8``. Its pages stay locked as long as the tensor or a view of the
-        tensor exists. If the driver refuses to lock more memory, the tensor is returned with
-        unlocked pages.
+        Tensor ``[size_bytes] uint8``. Its pages stay locked as long as the tensor or a view of it
+        exists. If the driver refuses to lock more memory, the pages of the returned tensor are not
+        locked.
     """
     if not size_bytes:
         return torch.empty(0, dtype=torch.uint8)
@@ -320,9 +323,9 @@ def free_unused_memory(device: torch.device) -> None:
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Returns a copy of ``tensor`` on ``device``, or ``tensor`` itself if it is there already.
 
-    The host does not wait for the GPU. CUDA copies from host memory without a wait only if the
-    memory is page-locked (pinned) and contiguous. Therefore, other tensors on the host are first
-    copied into page-locked memory, which torch reuses as soon as the GPU has read it.
+    The host does not wait for the GPU. CUDA can copy from host memory asynchronously only if the
+    memory is page-locked (pinned) and contiguous. Other host tensors are therefore first copied
+    into page-locked memory, which torch reuses after the GPU has read it.
 
     Args:
         tensor: Tensor on any device. The caller must not change it before the GPU has read it.
@@ -337,9 +340,9 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def make_current(device: torch.device) -> None:
     """Makes ``device`` the calling thread's current CUDA device. Does nothing for a CPU.
 
-    Every thread that uses CUDA must call this function first, because GPU 0 is the current device
-    of a new thread. Otherwise, when such a thread leaves a ``torch.cuda.stream()`` context, torch
-    creates a CUDA context on GPU 0, which takes about 0.5 GB per process.
+    Every thread that uses CUDA must call this function first, because a new thread's current device
+    is always GPU 0. Without the call, torch creates a CUDA context on GPU 0 when the thread leaves
+    a ``torch.cuda.stream()`` context. A CUDA context takes about 0.5 GB per process.
 
     Args:
         device: Device of this process. If the device is a GPU, its index must be set.
@@ -368,17 +371,17 @@ def detect(local_rank: int, *, backend: str | None = None) -> Accelerator:
 
     If a node has more processes than GPUs, several processes share a GPU. These processes
     communicate over gloo, because NCCL does not support two ranks on one device. A process cannot
-    always find out whether its GPU is shared, so :func:`agree_on_sharing` later chooses the final
-    backend. If the process groups already exist, use ``engine.process_context.device_in_groups``
-    instead.
+    always find out by itself whether its GPU is shared, so :func:`agree_on_sharing` later makes the
+    final choice. If the process groups already exist, use
+    ``engine.process_context.device_in_groups`` instead.
 
     Args:
-        local_rank: Index of the process on its node, from 0.
-        backend: Backend that the user selected, ``nccl`` or ``gloo``. ``None`` chooses the backend
+        local_rank: Index of the process on its node, starting at 0.
+        backend: Backend that the user selected, ``nccl`` or ``gloo``. ``None`` selects the backend
             that suits the hardware.
 
     Raises:
-        SetupError: The user selected ``nccl``, but there are fewer GPUs than ranks. Or
+        SetupError: The user selected ``nccl``, but there are fewer GPUs than ranks, or
             ``CUDA_VISIBLE_DEVICES`` lists GPUs, but the machine has none.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -403,8 +406,8 @@ def agree_on_sharing(
     """Counts the ranks that share this rank's GPU, and chooses the backend of the job.
 
     All ranks must call this function together. A launcher may show only one GPU to each rank, as
-    Slurm does with ``--gpus-per-task``. A rank then cannot find out alone whether a second rank
-    uses the same GPU.
+    Slurm does with ``--gpus-per-task``. In this case, a rank cannot find out by itself whether
+    another rank uses the same GPU.
 
     Args:
         accelerator: Device of this rank, as returned by :func:`detect`.
@@ -439,7 +442,7 @@ def agree_on_sharing(
 
 
 def device_identity(accelerator: Accelerator, rank: int) -> str:
-    """Returns a string that two ranks have in common only if they use the same GPU.
+    """Returns a string that is equal for two ranks only if they use the same GPU.
 
     Args:
         accelerator: Device of this rank.
@@ -460,8 +463,8 @@ def _require_devices(backend: str | None, ranks: int) -> None:
     """Checks that this machine has enough GPUs for its ranks, if the user requested GPUs.
 
     Args:
-        backend: Backend that the user selected, ``nccl`` or ``gloo``; ``None`` if the user selected
-            no backend.
+        backend: Backend that the user selected (``nccl`` or ``gloo``), or ``None`` if the user did
+            not select one.
         ranks: Number of ranks on this node.
 
     Raises:
@@ -487,7 +490,7 @@ def _require_devices(backend: str | None, ranks: int) -> None:
 
 
 def why_no_gpu() -> str:
-    """Returns a message that states why torch finds no GPU, and what the user can do about it."""
+    """Returns a message that explains why torch finds no GPU, and what the user can do about it."""
     if torch.version.cuda is None:
         return (
             f"torch {torch.__version__} is built without CUDA; install a torch with CUDA "
@@ -521,11 +524,11 @@ def why_no_gpu() -> str:
 
 
 def keep_freed_memory() -> None:
-    """Lets the C library keep freed memory for later tensors. Does nothing if there is a GPU.
+    """Makes the C library keep freed memory for later tensors. Does nothing if there is a GPU.
 
     By default, the C library returns the top of the heap to the system in nearly every backward
-    pass, and then gets the memory back page by page. In a GPT with hidden size 256, this causes
-    2,000 page faults per backward pass, which take 3-5% of its duration.
+    pass, and then allocates the memory again, page by page. For a GPT with hidden size 256, this
+    causes 2,000 page faults per backward pass, which take 3-5% of the pass.
 
     The setting applies to the whole process. Therefore, call this function when training begins,
     not when a module is imported.
@@ -539,10 +542,10 @@ def keep_freed_memory() -> None:
 
 
 def quiet_libraries() -> None:
-    """Silences warnings of libraries that users cannot do anything about.
+    """Silences library warnings about which users cannot do anything.
 
     These warnings concern missing optional GPU packages and internals of torch. Use this function
-    in processes of this project, such as the trainer, and use :func:`quiet_imports` in a user's
+    in this project's own processes, such as the trainer, and use :func:`quiet_imports` in a user's
     process. Call the function before megatron-core is imported, because that import causes most of
     the warnings.
     """

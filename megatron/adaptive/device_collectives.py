@@ -1,14 +1,14 @@
 """Makes collectives over gloo accept GPU tensors.
 
 Ranks that share a GPU communicate over gloo, because NCCL does not support two ranks on one device.
-gloo has three kinds of collectives. The first kind copies GPU tensors through host memory, which
-works. The second kind rejects GPU tensors. The third kind treats the addresses of GPU tensors as
-addresses in host memory, and sends wrong data. :data:`TREATMENTS` lists all collectives, and
-:func:`install` replaces those of the second and third kind.
+gloo's collectives handle GPU tensors in one of three ways. Some copy GPU tensors through host
+memory, which works. Others reject GPU tensors. The rest treat the addresses of GPU tensors as host
+addresses, and send wrong data. :data:`TREATMENTS` lists all collectives, and :func:`install`
+replaces those that do not work.
 
 The replaced functions are methods of ``torch.distributed.ProcessGroup``. All functions of
-``torch.distributed`` call these methods, so it does not matter how megatron-core has imported the
-functions.
+``torch.distributed`` call these methods, so the replacement works regardless of how megatron-core
+imports those functions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Method = Callable[..., Any]
 
 
 class _AllWorks:
-    """Handle for several collectives that replace a single collective.
+    """Handle for several collectives that together replace a single collective.
 
     Args:
         works: ``torch.distributed`` handles of the collectives.
@@ -35,7 +35,7 @@ class _AllWorks:
         self._works = works
 
     def wait(self, *limit: datetime.timedelta) -> bool:
-        """Waits until all collectives are complete, up to ``limit`` for each collective."""
+        """Waits until all collectives are complete, for up to ``limit`` per collective."""
         for work in self._works:
             work.wait(*limit)
         return True
@@ -62,12 +62,12 @@ class _Receive:
     def wait(self, *limit: datetime.timedelta) -> bool:
         """Waits for the message, and copies the message to the GPU in the current CUDA stream."""
         answer = bool(self._work.wait(*limit))
-        # Megatron-core's receive buffers are leaves that require a gradient. With gradients
-        # enabled, autograd would reject the copy.
+        # Megatron-core's receive buffers are leaves that require a gradient. Disable gradients,
+        # because autograd would otherwise reject the copy.
         with torch.no_grad():
             for tensor, host in zip(self._tensors, self._host, strict=True):
                 tensor.copy_(host)
-        # A second call must not copy the message again, so release the tensors.
+        # Release the tensors, so that a second call does not copy the message again.
         self._host = []
         self._tensors = []
         return answer
@@ -79,7 +79,7 @@ class _Receive:
     def _source_rank(self) -> int:
         """Returns the sender's rank in the group.
 
-        torch calls this method if the message may come from any rank.
+        torch calls this method after receiving a message that may come from any rank.
         """
         return int(self._work._source_rank())
 
@@ -167,7 +167,7 @@ def _with_settings(single: Any, options: Any = None) -> Any:
     """Copies the settings of ``options`` to ``single``, and returns ``single``.
 
     Args:
-        single: Options of one of several collectives that replace a single collective.
+        single: Options of one of the collectives that together replace a single collective.
         options: Options of the replaced collective, or ``None`` to copy nothing.
     """
     for name in ("reduceOp", "timeout", "asyncOp"):
@@ -182,7 +182,7 @@ def _differ(parts: Sequence[torch.Tensor]) -> bool:
 
 
 TREATMENTS: Mapping[str, Callable[..., Any] | None] = {
-    # gloo itself copies the tensors of these methods through pinned host memory.
+    # For these methods, gloo itself copies the tensors through pinned host memory.
     "allreduce": None,
     "broadcast": None,
     "reduce": None,
@@ -191,20 +191,20 @@ TREATMENTS: Mapping[str, Callable[..., Any] | None] = {
     "alltoall": None,
     "alltoall_base": None,
     "all_to_all_single": None,
-    # gloo copies the tensors of these methods itself, but only if all parts have the same size.
+    # For these methods, gloo itself copies the tensors, but only if all parts have the same size.
     "allgather": _gather_unequal,
     "_allgather_base": None,
     "all_gather_single": None,
-    # gloo implements these methods with all-reduce, which accepts GPU tensors, but not parts of
-    # different sizes.
+    # gloo implements these methods with all-reduce, which accepts GPU tensors, but requires parts
+    # of equal size.
     "reduce_scatter": _scatter_unequal_sums,
     "_reduce_scatter_base": None,
     "reduce_scatter_single": None,
     "reduce_scatter_tensor_coalesced": None,
     "reduce_scatter_single_coalesced": None,
-    # This method of gloo rejects GPU tensors with the error "unsupported device type cuda".
+    # gloo rejects GPU tensors in this method with the error "unsupported device type cuda".
     "allreduce_coalesced": _reduce_one_by_one,
-    # gloo wrongly treats the addresses of these methods' GPU tensors as addresses in host memory.
+    # gloo wrongly treats the addresses of GPU tensors as host addresses in these methods.
     "allgather_coalesced": _gather_lists_one_by_one,
     "allgather_into_tensor_coalesced": _gather_one_by_one,
     "all_gather_single_coalesced": _gather_one_by_one,
@@ -217,17 +217,17 @@ TREATMENTS: Mapping[str, Callable[..., Any] | None] = {
 }
 """Functions that replace methods of a gloo process group for GPU tensors, by method name.
 
-``None`` means that the method works and is not replaced. The methods are those of
-``ProcessGroupGloo.cpp`` in torch 2.6 to 2.11, and those that torch 2.13 also offers under
-additional names.
+``None`` means that the method works and is not replaced. The list contains the methods of
+``ProcessGroupGloo.cpp`` in torch 2.6 to 2.11, and the additional names that torch 2.13 has for some
+of them.
 """
 
 
 def install() -> None:
-    """Replaces the process group methods that gloo cannot run with GPU tensors.
+    """Replaces the process group methods that do not work with GPU tensors over gloo.
 
-    The change applies to the whole process. CPU tensors, and groups of other backends, work as
-    before. A second call does nothing.
+    The change applies to the whole process. CPU tensors and groups of other backends are not
+    affected. A second call does nothing.
     """
     for name, treatment in TREATMENTS.items():
         original = getattr(dist.ProcessGroup, name, None)
@@ -242,8 +242,8 @@ def _treated(original: _Method, treatment: Callable[..., Any]) -> _Method:
         gpu_tensor = next((tensor for tensor in _tensors(arguments) if tensor.is_cuda), None)
         if gpu_tensor is None or group._get_backend(gpu_tensor.device).name() != "gloo":
             return original(group, *arguments, **named)
-        # Some treatments copy into the caller's tensors, which may be leaves that require a
-        # gradient. Like torch's own collectives, the copies are not part of the autograd graph.
+        # Some replacements copy into the caller's tensors, which may be leaves that require a
+        # gradient. As in torch's own collectives, these copies are not part of the autograd graph.
         with torch.no_grad():
             return treatment(group, original, *arguments, **named)
 

@@ -15,11 +15,11 @@
         ├── PeerLostError    the process at the other end has exited or cannot be reached
         └── DeadlineError    nothing arrived within the timeout
 
-A message is one line that states what the user specified, what is wrong with it, and what the user
-must change. Messages from a distributed run also state rank, peer, stage, microbatch, elapsed time
-and timeout. Command-line programs print such an error on one line and exit with status 2. Any other
-exception is a bug, so its traceback is printed. A module may define a subclass that is raised only
-in this module.
+A message is a single line that states what the user specified, what is wrong with it, and what to
+change. Messages from a distributed run also state the rank, peer, stage, microbatch, elapsed time
+and timeout, if they apply. Command-line programs print such an error on one line and exit with
+status 2. Any other exception is a bug, so its traceback is printed. A module may define its own
+subclasses.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Imports the optional C++ extension ``megatron.adaptive._C``.
 
-Only this module imports ``_C``, and only when a caller requests the extension. So all Python code
-also works without the extension. If the import fails, this module remembers the reason.
+Only this module imports ``_C``, and only when a caller requests the extension. All Python code can
+therefore be imported without the extension. If the import fails, this module stores the reason.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from types import ModuleType
 from megatron.adaptive.errors import SetupError
 
 _NAME = "megatron.adaptive._C"
-# Version of the interface between Python and C++. It must equal the number in
-# csrc/bindings/module.cc. Increase both numbers if the Python code no longer works with an older
-# build of the extension.
+# Version of the interface between Python and C++, which must match csrc/bindings/module.cc.
+# Increase both numbers when the Python code no longer works with older builds of the extension.
 _INTERFACE = 6
 _REMEDY = (
     "build it with `python setup.py build_ext --inplace` in the checkout, or install the wheel for "
@@ -40,8 +39,7 @@ def require(purpose: str) -> ModuleType:
     """Returns the extension, or raises an error if the extension is not usable.
 
     Args:
-        purpose: Name of the feature that needs the extension. The error message begins with this
-            name.
+        purpose: Name of the feature that needs the extension. The error message begins with it.
 
     Raises:
         SetupError: The extension is not usable. The message states the reason and how to build the
@@ -55,7 +53,7 @@ def require(purpose: str) -> ModuleType:
 
 @functools.cache
 def _attempt() -> tuple[ModuleType | None, str | None]:
-    # Callers ask often, and a failed import would fail again, so cache the result.
+    # Cache the result, because callers ask often, and Python would repeat a failed import.
     try:
         module = importlib.import_module(_NAME)
     except ModuleNotFoundError as error:

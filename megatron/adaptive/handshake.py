@@ -10,14 +10,14 @@ a message before it has checked the other side's proof::
       length, MAC, payload   <───────────────────>  length, MAC, payload
 
 Proofs and keys are computed with HMAC-SHA256 from the purpose of the connection and both nonces,
-with the secret as key. Therefore a proof is useless in any other connection, and an attacker who
-sends the received proof back proves nothing. The MAC (message authentication code) of a message
-also covers the index of the message, so no message can be repeated, dropped or reordered. Nothing
-is encrypted, so messages must not contain secrets.
+using the secret as the key. A proof is therefore useless in any other connection, and sending a
+received proof back proves nothing. The MAC (message authentication code) of a message also covers
+the index of the message, so repeated, dropped or reordered messages are detected. Nothing is
+encrypted, so messages must not contain secrets.
 
-:class:`Handshake` and :class:`Session` only compute bytes, which their callers send and receive. In
-this package's Python code, only :class:`Gate` accepts TCP connections. It passes a connection on
-only after the peer has proved that it knows the secret.
+:class:`Handshake` and :class:`Session` do no I/O: their callers send and receive the bytes. In this
+package's Python code, only :class:`Gate` accepts TCP connections. It hands over a connection only
+after the peer has proved that it knows the secret.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _HELLO_BYTES = len(_MAGIC) + _NONCE_BYTES
 _LENGTH = struct.Struct("!I")
 _COUNT = struct.Struct("!Q")
 HEAD_BYTES = _LENGTH.size + _MAC_BYTES
-"""Size in bytes of the header before each payload. It contains the payload's length and MAC."""
+"""Size in bytes of the header that precedes each payload and contains its length and MAC."""
 LONGEST = 1 << 22
 """Maximum size of a payload in bytes."""
 _Payload = TypeVar("_Payload", bytes, memoryview)
@@ -59,12 +59,12 @@ class StrangerError(ConnectionError):
 
 
 def new_secret() -> str:
-    """Returns a new random secret of 256 bits, as text of hexadecimal digits."""
+    """Returns a new random secret of 256 bits as a hexadecimal string."""
     return secrets.token_hex(32)
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes ``text`` atomically to the file ``path``, which other users can never read.
+    """Writes ``text`` atomically to the file ``path``. Other users cannot read it at any time.
 
     Raises:
         OSError: The file cannot be written.
@@ -80,7 +80,7 @@ def write_private(path: Path, text: str) -> None:
 class Session:
     """Signs and checks the messages of a connection after both sides have proved the secret.
 
-    One thread may send messages while a second thread receives messages.
+    One thread may send messages while another one receives messages.
 
     Args:
         sending: HMAC key that signs messages to the other side.
@@ -93,7 +93,7 @@ class Session:
         self._sent = self._received = 0
 
     def head(self, payload: bytes | memoryview) -> bytes:
-        """Returns the header (length and MAC) to send before the message ``payload``.
+        """Returns the header (length and MAC) to send before ``payload``.
 
         Raises:
             ValueError: The payload is longer than :data:`LONGEST`.
@@ -141,9 +141,9 @@ def _mac(key: bytes, number: int, payload: bytes | memoryview) -> bytes:
 class Handshake:
     """Lets both sides of a connection prove to each other that they know the secret.
 
-    Each connection needs a new object. First send :attr:`first`. While :attr:`wanted` is not 0,
-    read that number of bytes, pass them to :meth:`advance`, and send the bytes that the method
-    returns. After that, :attr:`session` is set.
+    Each connection needs a new object. First send :attr:`first`. Then, as long as :attr:`wanted` is
+    not 0, read that number of bytes, pass them to :meth:`advance`, and send the returned bytes.
+    Finally, :attr:`session` is set.
 
     Args:
         secret: Secret of the job. If the secret is empty, every handshake fails.
@@ -151,8 +151,8 @@ class Handshake:
         visiting: Whether this side opened the connection.
 
     Attributes:
-        first: Bytes to send at the start, or no bytes if this side is the listener.
-        wanted: Number of bytes that the next call of :meth:`advance` needs, or 0 after the
+        first: Bytes to send at the start. Empty if this side is the listener.
+        wanted: Number of bytes to pass to the next call of :meth:`advance`, or 0 after the
             handshake.
         session: Object that signs and checks later messages, or ``None`` during the handshake.
     """
@@ -210,7 +210,7 @@ class SealedSocket:
 
     Args:
         connection: Connected socket on which the handshake is complete.
-        session: Object from the handshake, which signs and checks the messages on this socket.
+        session: Session from the handshake, which signs and checks the messages on this socket.
     """
 
     def __init__(self, connection: socket.socket, session: Session) -> None:
@@ -222,19 +222,19 @@ class SealedSocket:
         """Sends ``payload`` as one message.
 
         Raises:
-            OSError: The connection failed, or the socket's timeout passed.
+            OSError: The connection failed, or the socket timed out.
         """
         self.socket.sendall(self.session.seal(payload))
 
     def receive(self, most: int = LONGEST) -> bytes:
-        """Waits for the next message, and returns the payload of the message.
+        """Waits for the next message, and returns its payload.
 
         Args:
-            most: Largest accepted size of the payload in bytes.
+            most: Maximum size of the payload in bytes.
 
         Raises:
-            OSError: The connection ended, the socket's timeout passed, the message is too long, or
-                the message does not come from the peer.
+            OSError: The connection ended, the socket timed out, or the message is too long or does
+                not come from the peer.
         """
         head = read_exactly(self.socket, HEAD_BYTES)
         length = self.session.length(head)
@@ -252,10 +252,9 @@ class SealedSocket:
             self.socket.sendall(piece)
 
     def receive_memory(self, *parts: memoryview) -> None:
-        """Fills ``parts`` with the bytes that the peer has sent by :meth:`send_memory`.
+        """Fills ``parts`` with the bytes that the peer has sent with :meth:`send_memory`.
 
-        Do not use the bytes before this method has returned, because some bytes may not be verified
-        yet.
+        Do not use the bytes before this method has returned, because they may not be verified yet.
 
         Raises:
             OSError: The connection ended, or a message does not come from the peer.
@@ -296,15 +295,15 @@ def dial(
     """Connects to a listener of the job, completes the handshake, and returns the socket.
 
     If the connection is lost during the handshake, this function connects again, because a listener
-    with too many visitors drops some of the visitors.
+    drops visitors if it has too many of them.
 
     Args:
         address: Host and port of the listener.
         secret: Secret of the job.
         purpose: Text that states the purpose of the connection. Both sides must use the same text.
-        within_s: Time limit in seconds for connection and handshake. The returned socket has the
-            same timeout.
-        is_early: Whether the listener may not have received the secret yet. If true, this function
+        within_s: Time limit in seconds for the connection and the handshake. The returned socket
+            has the same timeout.
+        is_early: Whether the listener may not have received the secret yet. If True, this function
             connects again after a wrong proof.
 
     Raises:
@@ -339,10 +338,10 @@ def bind(host: str, port: int, *, backlog: int = 4096) -> socket.socket:
     """Returns a socket that listens on one address of this machine, or on all addresses.
 
     Args:
-        host: Address or host name of this machine, to which the socket is bound. If the value is
-            empty, or names a different machine, the socket listens on all IPv4 and IPv6 addresses.
+        host: Address or host name of this machine to which the socket is bound. If it is empty, or
+            belongs to a different machine, the socket listens on all IPv4 and IPv6 addresses.
         port: Port number, or 0 to let the kernel choose a free port.
-        backlog: Maximum number of connections that wait in the kernel until they are accepted.
+        backlog: Maximum number of connections that wait in the kernel to be accepted.
 
     Raises:
         OSError: The port cannot be used.
@@ -370,7 +369,7 @@ def _local_address(host: str) -> tuple[socket.AddressFamily, str] | None:
         if len(resolved) == 1:
             ((family, address),) = resolved
             # Debian resolves a machine's own name to a loopback address, which other machines
-            # cannot reach. Do not listen on that address unless the caller passed it.
+            # cannot reach. Only listen on this address if the caller passed it explicitly.
             if not is_loopback(address) or host in (address, "localhost"):
                 with socket.socket(family) as probe:
                     probe.bind((address, 0))
@@ -380,7 +379,7 @@ def _local_address(host: str) -> tuple[socket.AddressFamily, str] | None:
 
 _MOST_WAITING = 4096
 _SHARE = 4
-"""Divisor of the limit on open files, which gives the largest number of unauthenticated peers.
+"""Unauthenticated peers may use this fraction (1 / value) of the limit on open files.
 """
 _PROVE_S = 5.0
 _CLOSE_S = 1.0
@@ -390,8 +389,8 @@ _REPORT_S = 60.0
 class Gate:
     """Accepts connections in a thread, and admits visitors that prove that they know the secret.
 
-    A visitor is a connected peer that has not yet proved that it knows the secret. The visitor must
-    do so within five seconds, and may send about a hundred bytes until then. The gate handles all
+    A visitor is a connected peer that has not yet proved that it knows the secret. It must do so
+    within five seconds, and may send only about a hundred bytes until then. The gate handles all
     visitors concurrently. If there are too many visitors, the gate drops one.
 
     Args:
@@ -399,15 +398,15 @@ class Gate:
         secret: Function that returns the job's current secret. While the secret is empty, the gate
             admits no visitor.
         purpose: Text that states the purpose of the connections. Both sides must use the same text.
-        admit: Function that is called with each admitted connection, whose socket is blocking and
-            has no timeout. The function runs in the gate's thread, so it must return quickly. If
-            the function raises an exception, the gate closes the connection.
+        admit: Function that is called with each admitted connection. The socket is blocking and has
+            no timeout. The function runs in the gate's thread, so it must return quickly. If it
+            raises an exception, the gate closes the connection.
         report: Function that prints a line about rejected visitors. The gate calls it at most once
             a minute.
 
     Attributes:
         port: Port on which the gate listens.
-        most: Largest number of visitors at the same time.
+        most: Maximum number of visitors at the same time.
     """
 
     def __init__(
@@ -423,10 +422,10 @@ class Gate:
         self._purpose = purpose
         self._admit = admit
         self._report = report
-        # The keys are tasks that wait for a visitor's proof, and the values are the addresses of
-        # the visitors. The oldest visitor comes first.
+        # Maps each task that waits for a visitor's proof to the address of the visitor. The oldest
+        # visitor comes first.
         self._waiting: dict[asyncio.Task[Session | None], str] = {}
-        # These tasks were cancelled to make room for new visitors, but have not closed their
+        # Tasks that were cancelled to make room for new visitors, but have not closed their
         # connections yet.
         self._dropped: set[asyncio.Task[Session | None]] = set()
         self._is_closed = False
@@ -437,7 +436,7 @@ class Gate:
         self.most = _MOST_WAITING if unlimited else max(1, min(_MOST_WAITING, files // _SHARE))
         self.port = int(listening.getsockname()[1])
         self._accepting: asyncio.Task[None]  # The gate's thread creates this task.
-        # If creating the event loop or starting the thread fails, undo everything.
+        # If the event loop cannot be created, or the thread cannot be started, undo all steps.
         with contextlib.ExitStack() as undo:
             undo.callback(listening.close)
             self._loop = asyncio.new_event_loop()
@@ -452,7 +451,7 @@ class Gate:
         Visitors that have not been admitted yet are disconnected.
         """
         self._is_closed = True
-        # If the event loop is already closed, it raises this error.
+        # The event loop raises this error if it is already closed.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._stop)
         if threading.current_thread() is not self._thread:
@@ -475,8 +474,8 @@ class Gate:
                 try:
                     connection, peer = await self._next_visitor()
                 except ConnectionError:
-                    continue  # The visitor has already closed the connection.
-                except OSError:  # The most likely reason is that too many files are open.
+                    continue  # The visitor has closed the connection in the meantime.
+                except OSError:  # Usually because too many files are open.
                     self._make_room()
                     await asyncio.sleep(0.01)
                     continue
@@ -497,8 +496,8 @@ class Gate:
     async def _next_visitor(self) -> tuple[socket.socket, Any]:
         """Waits for the next connection, and returns its socket and the peer's address.
 
-        asyncio's ``sock_accept`` is not used, because it writes a traceback to the log if it is
-        cancelled just when a connection arrives.
+        Does not use asyncio's ``sock_accept``, which logs a traceback if it is cancelled at the
+        moment at which a connection arrives.
         """
         while True:
             try:
@@ -565,7 +564,7 @@ class Gate:
     def _make_room(self) -> None:
         """Drops the oldest visitor from the address with the most visitors.
 
-        An attacker's address usually has the most visitors, so a process of the job is seldom
+        An attacker's address usually has the most visitors, so the job's own processes are rarely
         dropped.
         """
         if self._waiting:

@@ -9,8 +9,8 @@ import psutil
 
 from megatron.adaptive.errors import ConfigError, SetupError
 
-# This address is reserved for documentation, so no machine has it. Connecting a UDP socket to this
-# address sends nothing, but makes the kernel choose the source address of the default route.
+# This address is reserved for documentation, so no machine has it. Connecting a UDP socket to it
+# sends nothing, but makes the kernel choose the source address of the default route.
 _ANYWHERE = "192.0.2.1"
 _PORT = 9
 
@@ -50,13 +50,13 @@ def own_address(interface: str | None, peer: str | None = None, *, alone: bool =
         interface: Name of the network interface to use. With ``None``, this function tries the
             interface of the route to ``peer``, then the interface of the default route, and then
             the first active interface.
-        peer: Address or host name of a different node of the job, or ``None`` if no such address is
-            known.
-        alone: Whether the whole job runs on this machine. A loopback address is then sufficient.
+        peer: Address or host name of a different node of the job, or ``None`` if unknown.
+        alone: Whether the whole job runs on this machine. If True, a loopback address is
+            sufficient.
 
     Raises:
         ConfigError: The network interface ``interface`` does not exist or has no address.
-        SetupError: The node has only loopback addresses.
+        SetupError: The node has only loopback addresses, but the job uses other nodes.
     """
     if interface is not None:
         by_interface = addresses()

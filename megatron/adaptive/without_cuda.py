@@ -2,22 +2,22 @@
 
 megatron-core passes the device ``"cuda"`` to tensor factories such as ``torch.zeros``, asks
 ``torch.cuda`` for the current device and its random state, and compares ``Tensor.type()`` with
-``torch.cuda.*`` names. This module gives megatron-core's modules a stand-in for the module
-``torch``, which has a substitute for each of these functions. The stand-in looks up all other names
-in torch itself, when they are used::
+``torch.cuda.*`` names. This module gives megatron-core a stand-in for the module ``torch``, with a
+substitute for each of these functions. The stand-in looks up all other names in torch itself when
+they are used::
 
     megatron.core.x    import torch ──> stand-in ── torch.zeros ──> substitute ──> torch.zeros
                                             └────── torch.matmul ────────────────> torch.matmul
     transformers, ...  import torch ─────────────────────────────────────────────> torch
 
-An import hook (a finder at the head of ``sys.meta_path``) gives modules of Megatron-LM an
-``__import__`` that returns the stand-ins. torch is unchanged for all other libraries, so one
-process may use both torch and the stand-ins. The methods ``Tensor.cuda()`` and ``Module.cuda()``
-belong to classes that all libraries share. Therefore they are replaced for all libraries, but they
-check their caller, and differ from torch's methods only if a module of Megatron-LM calls them.
+An import hook (a finder at the head of ``sys.meta_path``) gives Megatron-LM's modules an
+``__import__`` that returns the stand-ins. torch is unchanged for all other libraries, so both torch
+and the stand-ins can be used in one process. The methods ``Tensor.cuda()`` and ``Module.cuda()``
+belong to classes that all libraries share, so they are replaced for all libraries. The replacements
+check their caller, and behave differently from torch's methods only for modules of Megatron-LM.
 
-Each function ``_substitute_*`` makes one substitution, and a test fails without this substitution.
-So the tests show which substitution a new release of torch or megatron-core breaks. With CUDA, this
+Each function ``_substitute_*`` makes one substitution, for which there is a test. The tests show
+which substitution is broken by a new release of torch or megatron-core. If CUDA is available, this
 module changes nothing.
 """
 
@@ -44,10 +44,10 @@ from megatron.adaptive.errors import SetupError
 _CPU = torch.device("cpu")
 _OWN_PACKAGE = "megatron.adaptive"
 _SUBSTITUTED = ("megatron.", "emerging_optimizers")
-"""Beginnings of the names of modules that get the substitutes.
+"""Name prefixes of the modules that get the substitutes.
 
-megatron-core imports the package ``emerging_optimizers`` if it is installed. This package compiles
-functions when it is imported.
+megatron-core imports the package ``emerging_optimizers`` if it is installed, and that package
+compiles functions when it is imported.
 """
 _FACTORIES = (
     "arange",
@@ -71,8 +71,7 @@ _FACTORIES = (
     "zeros",
     "zeros_like",
 )
-# The keys are results of ``Tensor.type()`` for GPU tensors, and the values are the results for CPU
-# tensors.
+# Maps the result of ``Tensor.type()`` for a GPU tensor to the result for a CPU tensor.
 _TYPE_NAMES = {
     f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("BFloat16", "Float", "Half")
 }
@@ -117,7 +116,7 @@ def install() -> bool:
 
 
 def install_for_trainer() -> bool:
-    """Lets Megatron-LM's own trainer run without CUDA, too. Does nothing if there is a GPU.
+    """Lets Megatron-LM's own trainer also run without CUDA. Does nothing if there is a GPU.
 
     This function is called when ``megatron.training.initialize`` is imported after :func:`install`.
 
@@ -128,10 +127,10 @@ def install_for_trainer() -> bool:
         return False
     finder = _installed()
     assert finder is not None
-    # For GPUs with a compute capability below 10, the trainer requires the setting
-    # CUDA_DEVICE_MAX_CONNECTIONS=1. Report 10, so that this setting is not required.
+    # Report compute capability 10. For older GPUs, the trainer requires the setting
+    # CUDA_DEVICE_MAX_CONNECTIONS=1.
     properties = types.SimpleNamespace(name="CPU", major=10, minor=0)
-    # The trainer creates process groups and seeds only if there is at least one device.
+    # The trainer only creates process groups and sets seeds if there is at least one device.
     finder.substitutes("torch.cuda").update(
         device_count=lambda: 1,
         set_device=lambda device: None,
@@ -141,16 +140,16 @@ def install_for_trainer() -> bool:
 
 
 def include_program(namespace: dict[str, Any]) -> None:
-    """Also gives the substitutes to the modules of a program that uses Megatron-LM.
+    """Gives the substitutes also to the modules of a program that uses Megatron-LM.
 
     The program consists of the calling module, the modules in the same folder, and the modules in
     the folder that contains Megatron-LM (such as ``gpt_builders.py``). A module gets the
-    substitutes only if it has imported something from Megatron-LM. :func:`renew_program` gives the
-    substitutes to modules that are imported later. This function does nothing unless
-    :func:`install` has installed the substitutes.
+    substitutes only if it has imported something from Megatron-LM. To include modules that are
+    imported later, call :func:`renew_program`. This function does nothing unless :func:`install`
+    has installed the substitutes.
 
     Args:
-        namespace: Global names of the calling module, that is, its ``globals()``.
+        namespace: Global names of the calling module, as returned by ``globals()``.
     """
     finder = _installed()
     if finder is not None and not _is_own(namespace.get("__name__", "")):
@@ -161,7 +160,7 @@ def renew_program() -> None:
     """Gives the substitutes to modules that a program imported since :func:`include_program`.
 
     Call this function before the first training step. The code of these modules has already run, so
-    the function replaces their global names that refer to functions of torch.
+    the function replaces those of their global names that refer to functions of torch.
     """
     finder = _installed()
     if finder is not None:
@@ -171,8 +170,8 @@ def renew_program() -> None:
 def _as_part_of_import(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a copy of ``function`` whose stack frames look like those of the import system.
 
-    The module ``warnings`` skips such stack frames. Without the copy, a warning about code that
-    imports a module would refer to this file.
+    The module ``warnings`` skips such stack frames. Without the copy, a warning about an import
+    would point to this file instead of the code that imports the module.
     """
     code = function.__code__.replace(co_filename="<importlib._bootstrap of megatron.adaptive>")
     return types.FunctionType(
@@ -183,12 +182,12 @@ def _as_part_of_import(function: Callable[..., Any]) -> Callable[..., Any]:
 class _Names(dict[str, Any]):
     """Dictionary of substitutes, keyed by name. Looks up other names in the original module.
 
-    A dictionary is used because looking up a key runs no Python code, and megatron-core looks up
-    names of torch a hundred times in each layer.
+    Looking up a key of a dictionary runs no Python code. This matters because megatron-core looks
+    up about a hundred names of torch in each layer.
     """
 
-    # Python looks up special methods in the class, not in the instance, so each original module
-    # needs a separate subclass.
+    # Python looks up special methods in the class instead of the instance, so each original module
+    # needs its own subclass.
     __missing__: Callable[[str], Any]
 
 
@@ -231,7 +230,7 @@ class Finder(importlib.abc.MetaPathFinder):
         self.substitutes("torch")["distributed"] = self._modules["torch.distributed"]
 
     def substitutes(self, module: str) -> dict[str, Any]:
-        """Returns the substitutes in torch's ``module``, keyed by name. Callers may add some."""
+        """Returns the substitutes for names of ``module``. Callers may add more."""
         return self._substitutes[module]
 
     def add_module(self, module: types.ModuleType) -> None:
@@ -252,7 +251,7 @@ class Finder(importlib.abc.MetaPathFinder):
         """Returns the import spec of ``fullname``, or ``None`` if it is not part of Megatron-LM."""
         if not fullname.startswith(_SUBSTITUTED) or _is_own(fullname):
             return None
-        # The program may use torch between two imports, so do this at every import.
+        # The program may use torch between two imports, so update its modules at every import.
         self._replace_in(self._programs)
         spec = None
         for finder in sys.meta_path:
@@ -261,14 +260,14 @@ class Finder(importlib.abc.MetaPathFinder):
                 spec = find(fullname, path, target)
             if spec is not None:
                 break
-        # Only modules with Python source need substitutes. All other loaders are for C modules and
+        # Only modules with Python source need substitutes. Other loaders load C modules and
         # namespace packages.
         if spec is not None and type(spec.loader) is SourceFileLoader:
             spec.loader = _Loader(self, spec.loader)
         return spec
 
     def include_program(self, namespace: dict[str, Any]) -> None:
-        """Gives the substitutes to a program. ``namespace`` has the global names of its module."""
+        """Gives the substitutes to the program whose main module has the globals ``namespace``."""
         if not any(program is namespace for program in self._programs):
             self._programs.append(namespace)
         self.renew_program()
@@ -326,8 +325,8 @@ class Finder(importlib.abc.MetaPathFinder):
         level: int = 0,
     ) -> Any:
         """Works like ``__import__``, but returns the stand-in of ``name`` if there is one."""
-        # The statement "import a.b" expects that __import__ returns a, and "from a.b import c"
-        # expects a.b.
+        # For the statement "import a.b", __import__ must return a. For "from a.b import c", it must
+        # return a.b.
         returned = name if fromlist else name.partition(".")[0]
         stand_in = None if level else self._modules.get(returned)
         if stand_in is not None and returned not in self._substitutes:
@@ -344,7 +343,7 @@ class _Loader(SourceFileLoader):
         self._finder = finder
 
     def get_code(self, fullname: str) -> types.CodeType | None:
-        """Returns the code of a module with replaced constants. ``__pycache__`` is not changed."""
+        """Returns the code of a module with replaced constants. Does not change ``__pycache__``."""
         code = super().get_code(fullname)
         return None if code is None else _with_constants(code, self._finder.constants)
 
@@ -386,7 +385,8 @@ def _is_own(name: str) -> bool:
 
 
 def _is_installed(file: str) -> bool:
-    # Compare strings, because pathlib would take 0.25 s for the thousands of modules of a program.
+    # Compare strings. With pathlib, this would take 0.25 s for the thousands of modules of a
+    # program.
     return f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file
 
 
@@ -417,7 +417,7 @@ def _substitute_synchronize(finder: Finder) -> None:
 
 
 class _NoStream:
-    """Stands in for a CUDA stream or event. Never waits, because CPU work is already complete."""
+    """Stands in for a CUDA stream or event. Never waits, because CPU work is synchronous."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -428,7 +428,7 @@ class _NoStream:
     def synchronize(self) -> None: ...
 
     def record_event(self, event: Any = None) -> _NoStream:
-        """Returns an object that stands in for an event that is already complete."""
+        """Returns a stand-in for an event that has already completed."""
         return self
 
 
@@ -486,7 +486,7 @@ def _substitute_tensor_moves(finder: Finder) -> None:
 
 
 def _substitute_tensor_type(finder: Finder) -> None:
-    """Replaces the names of CUDA tensor types in megatron-core's code by names of CPU types.
+    """Replaces the names of CUDA tensor types in megatron-core's code with names of CPU types.
 
     megatron-core's optimizers group parameters by ``Tensor.type()``, and reject parameters whose
     type is not one of these names.
@@ -513,9 +513,9 @@ def _substitute_random_state(finder: Finder) -> None:
 def _substitute_compiler(finder: Finder) -> None:
     """Makes ``torch.compile`` return functions of Megatron-LM uncompiled.
 
-    On a CPU, the first call of a compiled function takes half a minute. A call of ``torch.compile``
-    loads the compiler, which alone takes a third of the time that a process needs to start. Set the
-    environment variable ``TORCHDYNAMO_DISABLE=0`` to turn compilation on again.
+    On a CPU, the first call of a compiled function takes half a minute. Calling ``torch.compile``
+    also loads the compiler, which takes a third of a process's startup time. Set the environment
+    variable ``TORCHDYNAMO_DISABLE=0`` to enable compilation again.
     """
 
     def compile_if_asked(model: Any = None, **options: Any) -> Any:
@@ -529,8 +529,8 @@ def _substitute_compiler(finder: Finder) -> None:
 def _substitute_grouped_products(finder: Finder) -> None:
     """Provides a package ``grouped_gemm`` with the only function that megatron-core calls.
 
-    The real package computes the matrix products of all experts in one kernel, to save kernel
-    launches. A CPU launches no kernels, so one product per expert is as fast.
+    The real package saves kernel launches by computing the matrix products of all experts in one
+    kernel. There are no kernel launches on a CPU, so one product per expert is equally fast.
     """
 
     def products(
@@ -558,8 +558,8 @@ def _substitute_exchanged_parts(finder: Finder) -> None:
     @functools.wraps(dist.all_to_all_single)
     def exchange(output: torch.Tensor, input: torch.Tensor, *rest: Any, **options: Any) -> Any:
         named = {name: number(value) for name, value in options.items()}
-        # Look up the function at each call, because this package replaces it while a pair of
-        # microbatches runs at the same time.
+        # Look up the function at each call, because this package replaces it while two microbatches
+        # run concurrently.
         return dist.all_to_all_single(output, input, *map(number, rest), **named)
 
     finder.substitutes("torch.distributed")["all_to_all_single"] = exchange
@@ -568,7 +568,7 @@ def _substitute_exchanged_parts(finder: Finder) -> None:
 def _substitute_unequal_parts(finder: Finder) -> None:
     """Makes all-gather and reduce-scatter accept parts of different sizes, which gloo rejects.
 
-    megatron-core's token dispatchers use such parts if an expert is split over several ranks.
+    megatron-core's token dispatchers use such parts if an expert is split across several ranks.
     """
 
     def differ(parts: list[torch.Tensor], options: dict[str, Any]) -> bool:
@@ -593,8 +593,7 @@ def _substitute_unequal_parts(finder: Finder) -> None:
     def reduce_scatter(
         output: torch.Tensor, parts: list[torch.Tensor], *args: Any, **options: Any
     ) -> Any:
-        # A positional argument may select an operation other than the sum, but the code below
-        # computes the sum.
+        # The code below computes a sum, but a positional argument may select a different operation.
         if args or not differ(parts, options):
             return dist.reduce_scatter(output, parts, *args, **options)
         received = output.new_empty(len(parts), *output.shape)
@@ -644,7 +643,7 @@ def _allowing_no_cuda(start: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _AnyIndex(tuple[Any, ...]):
-    """Tuple of one element that is returned for every index, even for a ``torch.device``."""
+    """Tuple of a single element, which is returned for every index, even for a ``torch.device``."""
 
     def __new__(cls, element: Any) -> _AnyIndex:
         return super().__new__(cls, (element,))

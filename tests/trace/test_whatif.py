@@ -72,12 +72,12 @@ def test_shares_are_printed_only_if_there_is_a_slowdown_to_share_out() -> None:
     assert even.cause == "none"
     assert not -1 < even.last_stage_share < 1
     text = even.format()
-    assert "the slowdown is too small to divide" in text
+    assert "the slowdown is too small to attribute to causes" in text
     assert "would remove" not in text
 
     slow = answers(takes=lambda step, replica, stage, m: 2.0 if (replica, stage) == (1, 1) else 1.0)
     text = slow.format()
-    assert "too small to divide" not in text
+    assert "too small to attribute to causes" not in text
     share = f"{slow.worker_share:.0%}" if slow.worker_share < 0.995 else "all"
     assert f"repairing the slowest workers would remove {share} of the slowdown" in text
     assert "repairing the last stage, none;" in text

@@ -1,4 +1,4 @@
-"""Opens the channels between the ranks of a job. All ranks must call :meth:`Connector.connect`.
+"""Opens the channels between the ranks of a job. Every rank must call :meth:`Connector.connect`.
 
 ::
 
@@ -9,10 +9,10 @@
                      report failures            gather
     other kinds:     each kind opens its own    kind.open
 
-Native channels are channels of the C++ extension (shared memory, RDMA, TCP). If such a channel
-cannot be opened, for example because of a memory limit or a firewall, gloo replaces all native
-channels of the job. If the user forced a transport, the failure is an error instead. The failure is
-sent to all ranks, so that all ranks make the same decision.
+Native channels are those of the C++ extension (shared memory, RDMA, TCP). If one of them cannot be
+opened, for example because of a memory limit or a firewall, the whole job falls back to gloo in
+place of the native channels. If the user requested a specific transport, the failure is an error
+instead. Failures are sent to all ranks, so that all ranks make the same decision.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def own_endpoint(
     Args:
         rank: Global rank.
         location: Host and process of this rank, as returned by ``liveness.here``.
-        device: Device on which this rank computes.
+        device: Device that this rank uses for computation.
         own_gpu: Whether the device is a GPU that no other rank uses.
-        options: Transport settings, which may include the name of an RDMA device.
+        options: Transport settings, including the name of an RDMA device if the user set one.
         address: Network address of this rank, or ``None`` if it has no address.
     """
     module = extension.load()
@@ -109,15 +109,15 @@ class Connector:
     """Opens the channels between this rank and its peers.
 
     Attributes:
-        members: Global ranks of this rank's pipeline. They only send messages to each other.
+        members: Global ranks of this rank's pipeline. Messages are only sent within a pipeline.
         gather: Function that exchanges values between all ranks of the job.
         accelerator: Device of this rank, on which received tensors are placed.
-        payloads: Shape, dtype and number of the messages, if known.
+        payloads: Shape and dtype of the messages, and the number in flight, as far as known.
         describe: Function that returns the name of a rank for error messages.
-        timeout_s: Maximum time in seconds for which a send waits for a peer that does not receive
+        timeout_s: Maximum time in seconds that a send waits for a peer that is not receiving
             messages.
-        collective_ranks: Number of ranks that communicate within the forward and backward passes of
-            a stage.
+        collective_ranks: Number of ranks that run collectives together in the forward and backward
+            passes of a stage.
     """
 
     members: list[int]
@@ -131,19 +131,19 @@ class Connector:
     def own_end(
         self, places: Sequence[Mapping[str, Any]], options: TransportConfig, host: str | None
     ) -> Endpoint:
-        """Returns the endpoint of this rank, to be passed to :meth:`connect`.
+        """Returns the endpoint of this rank, which the caller passes to :meth:`connect`.
 
         Args:
             places: Host and process of every rank, as returned by ``liveness.here``.
             options: Transport settings of the user.
-            host: Host at which the job's ranks connect to each other at the start, or ``None`` if
-                this host is not on the network.
+            host: Address at which the job's ranks connect to each other at the start, or ``None``
+                if this host is not on the network.
         """
         rank = dist.get_rank()
         interface = options.transport_interface
         alone = len({location["machine"] for location in places}) == 1
         address: str | None = None
-        # A rank without a network address can still use transports within its machine.
+        # A rank without a network address can still reach other ranks on the same machine.
         with contextlib.suppress(SetupError):
             interface = interface or Environment.read().socket_interface
             address = own_address(interface, host, alone=alone)
@@ -163,23 +163,23 @@ class Connector:
         options: TransportConfig,
         log: Callable[[str], None] = lambda line: None,
     ) -> Transport | None:
-        """Opens the channels to all peers. All ranks of the job must call this method.
+        """Opens the channels to all peers. Every rank of the job must call this method.
 
         Args:
             endpoint: Endpoint of this rank.
             peers: Global ranks with which this rank exchanges messages. Each peer must also list
                 this rank.
             options: Transport settings of the user.
-            log: Function that rank 0 calls with each line of a summary of the chosen transports.
+            log: Function that rank 0 calls once for each line of the summary of chosen transports.
 
         Returns:
             Transport to all peers, or ``None`` for a rank without peers.
 
         Raises:
-            SetupError: The forced transport cannot connect a pair of ranks. The error is raised on
-                all ranks.
-            TransportError: A channel could not be opened, although its transport can connect the
-                pair of ranks.
+            SetupError: The requested transport cannot connect some pair of ranks. The error is
+                raised on all ranks.
+            TransportError: A channel could not be opened, although its transport supports this pair
+                of ranks.
         """
         gathered = self.gather((endpoint, list(peers), secrets.token_bytes(_SEED_BYTES)))
         ends = [end for end, _, _ in gathered]
@@ -222,7 +222,7 @@ class Connector:
         *,
         seed: bytes,
     ) -> tuple[NativeTransport | None, str | None, dict[tuple[int, int], str]]:
-        """Opens the native channels of this rank. All ranks must call this method.
+        """Opens the native channels of this rank. Every rank must call this method.
 
         Args:
             endpoint: Endpoint of this rank.
@@ -230,12 +230,13 @@ class Connector:
             choices: Chosen transport of each pair of ranks.
             ends: Endpoints of all ranks, by global rank.
             seed: Random bytes that all ranks share. They contain the token that authenticates
-                links, the ID of the job, and the name of a lock for allocating memory on a machine.
+                links, the job ID, and the name of the lock that guards memory allocation on a
+                machine.
 
         Returns:
-            Three values: the transport of this rank, or ``None`` if it has no native channels; the
-            first failure on any rank, or ``None``; and a description of how GPU tensors are copied,
-            by pair of ranks.
+            Tuple of three values: the transport of this rank, or ``None`` if the rank has no native
+            channels; the first failure on any rank, or ``None``; and for each pair of ranks, a
+            description of how GPU tensors are copied.
         """
         device = self.accelerator.device
         size = size_of_channel(
@@ -285,16 +286,15 @@ class Connector:
         """Creates the extension's node, which listens for peers and owns the native channels.
 
         Returns:
-            Three values: the node, or ``None`` if ``links`` is empty; its addresses by kind of
-            link; and the error message, or ``None`` if there was no error.
+            Tuple of three values: the node, or ``None`` if ``links`` is empty; the addresses on
+            which the node listens, keyed by kind of link; and the error message, or ``None``.
         """
         node: Any = None
         try:
             if not links:
                 return None, {}, None
             module = extension.require("this transport")
-            # Count the ranks that may run on the same CPUs as this rank, because they slow each
-            # other down.
+            # Count the ranks that share CPUs with this rank, because they slow each other down.
             num_sharing = sum(end.shares_cpus(endpoint) for end in ends)
             job = int.from_bytes(seed[16:24], "little")
             node = module.Node(endpoint.rank, seed[:16], job, num_sharing, self.describe)
@@ -311,11 +311,12 @@ class Connector:
     ) -> str | None:
         """Opens the channels of ``node`` to all peers, and returns the first failure.
 
-        Returns ``None`` on success. ``kinds`` contains the transport for each peer, and
-        ``listening`` contains the addresses of each rank by kind of link.
+        Returns ``None`` on success. ``kinds`` maps each peer to its transport. ``listening``
+        contains, for each rank, the addresses on which the rank listens, keyed by kind of link.
 
-        All ranks open their channels in the same order, so that they cannot deadlock. After a
-        failure, a rank continues, because its other peers wait for it.
+        All ranks open their channels in the same order to avoid deadlocks. If one channel fails,
+        the remaining channels are still opened, because the peers at their other ends wait for this
+        rank.
         """
         failure: str | None = None
         limit_s = min(self.timeout_s, OPEN_S)
@@ -335,11 +336,10 @@ class Connector:
         choices: Mapping[tuple[int, int], Choice],
         native: NativeTransport | None,
     ) -> Transport | None:
-        """Opens the transports that are not ``native``, and combines them with ``native``.
+        """Opens all other chosen transports, and combines them with ``native``.
 
-        ``choices`` contains the transport that was chosen for each pair of ranks.
-
-        All ranks must call this method.
+        Every rank must call this method. ``choices`` maps each pair of ranks to the chosen
+        transport.
         """
         kind_of = {
             sum(pair) - rank: choice.kind for pair, choice in choices.items() if rank in pair
@@ -370,7 +370,7 @@ class Connector:
     ) -> Transport | None:
         """Opens this rank's channels of a transport that is not native.
 
-        All ranks must call this method.
+        Every rank must call this method.
 
         Args:
             name: Name of the transport.
@@ -403,8 +403,9 @@ class Connector:
 
 
 def _hardware_queues() -> int | None:
-    """Returns the value of ``CUDA_DEVICE_MAX_CONNECTIONS``, or ``None`` if there is no value."""
-    # A user's launcher may set variables that only the trainer refuses.
+    """Returns the value of ``CUDA_DEVICE_MAX_CONNECTIONS``, or ``None`` if it is not set."""
+    # Ignore errors here, because the user's launcher may set environment variables that only the
+    # trainer rejects.
     with contextlib.suppress(SetupError):
         return Environment.read().cuda_device_max_connections
     return None
@@ -417,9 +418,9 @@ def _native_kind(name: str) -> NativeKind | None:
 
 
 def _listen(node: Any, links: Set[str], endpoint: Endpoint) -> dict[str, str]:
-    """Makes ``node`` listen for each kind of link in ``links``. Returns the addresses by kind.
+    """Makes ``node`` listen for each kind of link in ``links``. Returns the address for each kind.
 
-    ``endpoint`` contains the address of this rank for TCP.
+    The TCP address to listen on is taken from ``endpoint``.
     """
     addresses = {}
     if "unix" in links:
@@ -430,9 +431,9 @@ def _listen(node: Any, links: Set[str], endpoint: Endpoint) -> dict[str, str]:
 
 
 def _gpu_paths(node: Any, peers: Iterable[int]) -> list[tuple[int, str]]:
-    """Returns pairs of a peer and a description of how its GPU tensors are copied.
+    """Returns each peer with a description of how GPU tensors are copied to and from it.
 
-    Peers for which ``node`` has no information about GPU tensors are left out.
+    Peers are omitted if ``node`` has no information about GPU tensors for them.
     """
     paths = []
     for peer in peers:
@@ -446,12 +447,12 @@ def _gpu_paths(node: Any, peers: Iterable[int]) -> list[tuple[int, str]]:
 
 
 class CompositeTransport:
-    """Combines several transports. A call for a peer is passed to the transport of this peer.
+    """Combines several transports, and forwards each call to the transport of the peer concerned.
 
     Args:
-        parts: Transport to each peer, by global rank. All of these transports add received messages
-            to ``completions``.
-        completions: Queue of received messages that the transports share.
+        parts: Transport to each peer, keyed by global rank. All of these transports must add
+            received messages to ``completions``.
+        completions: Queue of received messages, shared by the transports.
     """
 
     def __init__(self, parts: Mapping[int, Transport], completions: Completions) -> None:

@@ -1,9 +1,9 @@
 """Sends tensors over a gloo process group: CPU tensors directly, GPU tensors through CPU memory.
 
-A receiver thread per peer posts receives in advance, so that data arrives while the executor
-computes. gloo matches the messages between two ranks by tag and order. A small message whose shape
-is known in advance is sent as one gloo message. Any other message is sent as two gloo messages, a
-header and a payload:
+One receiver thread per peer posts receives in advance, so that data can arrive while the executor
+is computing. gloo matches the messages between two ranks by tag and order. A small message whose
+shape is known in advance is sent as one gloo message. Any other message is sent as two gloo
+messages, a header and a payload:
 
 ::
 
@@ -13,9 +13,9 @@ header and a payload:
     tag 2i+1   payload with the header's shape and dtype
 
 If ``payload_shape`` is given, receives are posted ``DEPTH`` messages in advance. Otherwise, the
-receive for a payload is posted when its header has arrived. gloo returns a ``Work`` object for each
-send. If this object is released before the send has finished, the destructor of its buffer blocks.
-So these objects are kept until the send has finished.
+receive for a payload is posted after its header has arrived. gloo returns a ``Work`` object for
+each send. Releasing this object before the send has finished would block in the destructor of its
+buffer, so the transport keeps the object until then.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from megatron.adaptive.transport.interface import (
 from megatron.adaptive.transport.kind import Gather, Opening, TransportKind
 
 DEPTH = 4
-"""Number of receives that are posted in advance. Tags repeat after this number of messages."""
-# Payloads of up to this size in bytes are copied into the packet that contains their header,
-# because the copy is cheaper than a second gloo message.
+"""Number of receives that are posted in advance. Tags repeat after as many messages."""
+# Maximum size in bytes of a payload that is copied into the same packet as its header. For such
+# payloads, the copy is cheaper than a second gloo message.
 _PACKED_BYTES = 1 << 20
-# The timeout of posted receives is very long, because receives stay posted between steps, for
-# example while a checkpoint is saved. If a peer exits, its connection closes. The executor enforces
-# the deadlines.
+# Posted receives need a very long timeout, because they stay posted between steps, for example
+# while a checkpoint is saved. If a peer exits, its connection closes and the receive fails. The
+# executor enforces the shorter deadlines.
 POSTED_FOR = datetime.timedelta(days=20)
 CLOSE_S = 30.0
 _TICK_S = 0.002
-# gloo can send these dtypes. Tensors of other dtypes are sent as bytes.
+# Dtypes that gloo supports. Tensors of other dtypes are sent as bytes.
 _OF_GLOO = frozenset(
     (
         torch.float32,
@@ -84,7 +84,7 @@ class _Posted:
 
 @dataclass(slots=True)
 class _Sent:
-    """Message that gloo is sending. This object keeps the memory of the message alive."""
+    """Message that gloo is sending. Keeps the memory of the message alive."""
 
     peer: int
     packet: Packet
@@ -96,16 +96,16 @@ class GlooTransport:
     """Sends and receives tensors over a gloo process group of a pipeline's ranks.
 
     Args:
-        group: Gloo process group of the pipeline's ranks, which must not be used for anything else.
+        group: Gloo process group of the pipeline's ranks. It must not be used for anything else.
         peers: Global ranks with which this rank exchanges messages.
         device: Device on which received tensors are placed.
         payload_shape: Shape of all payloads, or ``None`` if shapes vary. All ranks must pass the
-            same shape, because gloo aborts a process that receives more bytes than it expects.
+            same shape, because gloo aborts the process if more bytes arrive than expected.
         dtype: Dtype of the payloads.
         describe: Function that returns the name of a peer, with host and stage, for error messages.
-        timeout_s: Maximum time in seconds for which a send waits for a peer that does not receive
+        timeout_s: Maximum time in seconds that a send waits for a peer that is not receiving
             messages.
-        completions: Queue for received messages and failures, or ``None`` to create a queue.
+        completions: Queue for received messages and failures, or ``None`` to create a new queue.
     """
 
     name = "gloo"
@@ -171,7 +171,7 @@ class GlooTransport:
             count = len(self._pending)
             left = end - time.monotonic()
             try:
-                # gloo rounds the timeout to milliseconds, and treats 0 as no limit.
+                # gloo rounds the timeout to milliseconds, and treats 0 as no timeout.
                 if left >= _TICK_S:
                     self._reap(datetime.timedelta(seconds=left))
                     continue
@@ -231,7 +231,7 @@ class GlooTransport:
             raise self._lost(peer, error) from error
 
     def _reap(self, timeout: datetime.timedelta) -> None:
-        """Waits at most ``timeout`` for the oldest send to finish, and releases its tensors."""
+        """Waits up to ``timeout`` for the oldest send to finish, and releases its tensors."""
         sent = self._pending.popleft()
         try:
             for work in sent.works:
@@ -251,7 +251,7 @@ class GlooTransport:
             self._broken(peer, self._lost(peer, error))
 
     def _broken(self, peer: int, error: Exception) -> None:
-        """Adds ``error``, which broke the channel to ``peer``, to the queue.
+        """Adds ``error`` to the queue, because it broke the channel to ``peer``.
 
         Runs in a thread of the channel.
         """
@@ -312,9 +312,9 @@ class GlooTransport:
         return header, payload
 
     def _receive_payload(self, peer: int, sequence: int, header: Header) -> torch.Tensor:
-        """Waits for the payload from ``peer`` that ``header`` describes, and returns it.
+        """Waits for the payload from ``peer`` that ``header`` describes, and returns the payload.
 
-        ``sequence`` is the number of the message.
+        ``sequence`` is the index of the message on the channel.
         """
         payload = torch.empty(header.shape, dtype=header.dtype)
         if payload.numel():
@@ -341,15 +341,15 @@ _HEADER_BYTES = 8 * HEADER_WORDS
 
 
 class Packet:
-    """Memory of a message: the header, and the payload if its shape is known.
+    """Buffer for one message: the header, and the payload if its shape is known.
 
     Args:
-        shape: Shape of the payload, or ``None`` if the payload is a separate message.
+        shape: Shape of the payload, or ``None`` if the payload is sent separately.
         dtype: Dtype of the payload.
 
     Attributes:
         raw: Bytes that are sent or received, ``[128 + payload bytes] uint8``.
-        payload: View of the payload in this memory. It keeps the memory alive.
+        payload: View of the payload within the buffer. The view keeps the buffer alive.
     """
 
     __slots__ = ("_words", "payload", "raw")
@@ -359,8 +359,8 @@ class Packet:
         self.raw = torch.empty(_HEADER_BYTES + count * dtype.itemsize, dtype=torch.uint8)
         storage = self.raw.untyped_storage()
         self._words = self.raw[:_HEADER_BYTES].view(torch.int64).numpy()
-        # Do not make the payload a view of `raw`. The receiver makes the payload a leaf of its
-        # autograd graph, and a view cannot be a leaf.
+        # Do not create the payload as a view of `raw`. The receiver uses the payload as a leaf of
+        # its autograd graph, and a view cannot be a leaf.
         offset = _HEADER_BYTES // dtype.itemsize
         self.payload = torch.empty(0, dtype=dtype)
         if shape is not None:
@@ -368,13 +368,13 @@ class Packet:
             self.payload.set_(storage, offset, shape)  # type: ignore[call-overload]
 
     def fill(self, header: Header, payload: torch.Tensor | None) -> None:
-        """Writes ``header`` and, unless it is ``None``, ``payload`` into the packet."""
+        """Writes ``header``, and ``payload`` unless it is ``None``, into the packet."""
         self._words[:] = header.words()
         if payload is not None:
             self.payload.copy_(payload)
 
     def header(self, *, peer: int) -> Header:
-        """Reads the header of this packet, which was sent by ``peer``, and returns it.
+        """Reads and returns the header of this packet, which ``peer`` has sent.
 
         Raises:
             TransportError: The packet does not start with a valid header.
@@ -403,12 +403,12 @@ class GlooKind(TransportKind):
 
 
 def gloo_group(members: list[int], gather: Gather) -> dist.ProcessGroup:
-    """Creates a gloo process group for the ranks of each pipeline, and returns this rank's group.
+    """Creates one gloo process group per pipeline, and returns the group of this rank.
 
-    All ranks of the job must call this function.
+    Every rank of the job must call this function.
 
     Args:
-        members: Global ranks of this rank's group, including this rank.
+        members: Global ranks of this rank's pipeline, including this rank.
         gather: Function that exchanges values between all ranks of the job.
     """
     joined: dist.ProcessGroup | None = None

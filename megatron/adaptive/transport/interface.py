@@ -1,8 +1,8 @@
 """Defines the interface between transports and the pipeline executor.
 
-A transport connects a pipeline rank with its neighbours. Messages between two ranks keep their
-order. Messages received from all peers are added to one completion queue, in the order in which
-they arrive. A send never waits for the peer to finish its work: if the channel is full, the
+A transport connects a pipeline rank with its neighbours. Messages between two ranks arrive in the
+order in which they were sent. Messages from all peers are added to a single completion queue as
+they arrive. A send never waits until the peer has finished its work: if the channel is full, the
 transport keeps the message and sends it later.
 
 ::
@@ -15,12 +15,12 @@ transport keeps the message and sends it later.
 
 The completion queue has two implementations: :class:`CompletionQueue` in this file, and
 ``NativeQueue`` in ``native.py`` for messages of the C++ extension. ``select.py`` chooses the
-transport of each pair of ranks from their :class:`Endpoint` objects, and ``connect.py`` opens the
-transport.
+transport for each pair of ranks based on their :class:`Endpoint` objects, and ``connect.py`` opens
+the chosen transports.
 
-This file also defines the header of a message: label, shape, dtype and sequence number. The dtype
-codes are the same as in ``csrc/common/message.h``. Over gloo, the header is sent as integers before
-the payload. The native transports write the same fields into a C++ struct.
+This file also defines the header of a message: label, shape, dtype and sequence number. Dtypes have
+the same codes as in ``csrc/common/message.h``. Over gloo, the header is sent as integers before the
+payload. The native transports write the same fields into a C++ struct.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Endpoint:
     Attributes:
         rank: Global rank.
         host: Name of the rank's host, for error messages.
-        machine: Identifier of the machine, from ``liveness.here``. It is equal for ranks that can
-            see each other's processes.
+        machine: Identifier of the machine, as returned by ``liveness.here``. Ranks that can see
+            each other's processes have the same identifier.
         user: Numeric ID of the Unix user who runs the rank.
         device: Type of the rank's device, ``cpu`` or ``cuda``.
         addresses: Addresses at which the rank listens, by kind of link (``unix``, ``tcp``).
         cpus: Indices of the CPUs on which the rank may run, or empty if unknown.
         ports: Active RDMA ports of the rank's machine, such as ``mlx5_0:1``.
-        lacks: Reason why the rank cannot use a transport, by name of the transport.
+        lacks: Reason why the rank cannot use a transport, keyed by the name of the transport.
     """
 
     rank: int
@@ -66,14 +66,14 @@ class Endpoint:
     lacks: Mapping[str, str] = field(default_factory=dict)
 
     def shares_cpus(self, other: Endpoint) -> bool:
-        """Returns whether this rank and ``other`` may run on the same CPU of the same machine."""
+        """Returns whether this rank and ``other`` run on the same machine and share a CPU."""
         if self.machine != other.machine:
             return False
         return not (self.cpus and other.cpus) or not set(self.cpus).isdisjoint(other.cpus)
 
 
 class Transport(Protocol):
-    """Owns the channels of one rank. Its methods must only be called from the executor's thread."""
+    """Owns the channels of one rank. Only the executor's thread may call the methods."""
 
     name: str
 
@@ -84,32 +84,32 @@ class Transport(Protocol):
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
         """Starts to send ``tensor`` with ``label`` to global rank ``peer``. Returns immediately.
 
-        The transport keeps the tensor's storage alive until the message has been sent. After the
+        The transport keeps the tensor's storage alive until the message has been sent. After this
         call, the caller may release the tensor or replace ``tensor.data``, but must not write to
-        its memory.
+        the tensor's memory.
 
         Raises:
             PeerLostError: The peer's process has exited.
         """
 
     def reserve(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Returns an uninitialized tensor of ``shape`` and ``dtype`` to be sent to ``peer``.
+        """Returns an uninitialized tensor of ``shape`` and ``dtype`` for a message to ``peer``.
 
-        The tensor is in memory of the channel if a slot is free, otherwise in ordinary memory. In
-        both cases, the tensor, or a view that begins at its first element, can be sent. Memory of
-        the channel is sent without a copy and then belongs to the peer, so the caller must not
-        write to it after the send. If the tensor is released without being sent, the memory returns
-        to the channel.
+        The tensor is allocated in a free slot of the channel, or in ordinary memory if there is
+        none. In both cases, the caller can send the tensor, or a view that begins at its first
+        element. A tensor in a slot is sent without a copy. The slot then belongs to the peer, so
+        the caller must not write to it after the send. If the tensor is released without being
+        sent, the slot returns to the channel.
         """
 
     def describe_links(self) -> dict[int, dict[str, Any]]:
-        """Returns properties of the channel to each peer, at least its transport (``kind``)."""
+        """Returns properties of the channel to each peer, at least the transport (``kind``)."""
 
     def flush(self, timeout_s: float) -> None:
-        """Waits until all messages have left this process, for at most ``timeout_s`` seconds.
+        """Waits up to ``timeout_s`` seconds until all messages have left this process.
 
         Raises:
-            DeadlineError: Some messages have not left the process after ``timeout_s`` seconds.
+            DeadlineError: Some messages have not left the process within ``timeout_s`` seconds.
         """
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class Transport(Protocol):
 
 
 class Arrival:
-    """Received message, whose payload can be taken.
+    """Received message. :meth:`take` returns its payload.
 
     Attributes:
         label: Step and action for which the message is the input.
@@ -130,7 +130,7 @@ class Arrival:
             peer writes directly to this rank's memory, so that no thread notices the arrival.
     """
 
-    # __slots__ is empty, because a class that defines slots cannot be combined with the arrival
+    # __slots__ is empty, because Python cannot combine a class that has slots with the arrival
     # class of the C++ extension.
     __slots__ = ()
 
@@ -140,15 +140,15 @@ class Arrival:
     arrived_ns: int | None
 
     def take(self) -> torch.Tensor:
-        """Returns the payload, which then belongs to the caller.
+        """Returns the payload and transfers its ownership to the caller.
 
-        Must be called once per arrival, in the order of arrival.
+        Must be called once per message, in the order in which the messages arrived.
         """
         raise NotImplementedError
 
 
 class HeldArrival(Arrival):
-    """Received message, whose payload is returned by the function ``take``."""
+    """Received message whose payload is obtained by calling a given function."""
 
     __slots__ = ("_take", "arrived_ns", "label", "nbytes", "peer")
 
@@ -172,7 +172,7 @@ class HeldArrival(Arrival):
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Reports that a message has arrived on a rank with which this rank agrees on the next action.
+    """Reports that a message has arrived on another rank, with which this rank agrees on actions.
 
     Attributes:
         label: Step and action for which the message is the input.
@@ -190,20 +190,21 @@ Listener = Callable[[Item | Exception], None]
 
 
 class Completions(Protocol):
-    """Queue of the received messages and failures of a process's channels, oldest first.
+    """Queue of received messages and failures from all channels of a process, oldest first.
 
-    Any thread may add items, and one thread takes them. Waiting releases the GIL and does not poll.
+    Any thread may add items, but only one thread may take them. Waiting releases the GIL and does
+    not poll.
     """
 
     def listen(self, listener: Listener) -> None:
-        """Calls ``listener`` with each item that is added from now on, after it has been queued.
+        """Calls ``listener`` with each item that is added from now on, after queueing the item.
 
-        The listener does not run in the thread that takes items, so it is called even while that
-        thread is busy. There is at most one listener. It must not raise exceptions.
+        The listener runs in a different thread from the one that takes items, so it is called even
+        while that thread is busy. Only one listener is supported, and it must not raise exceptions.
         """
 
     def put(self, item: Item | Exception) -> None:
-        """Adds ``item``, which is an arrival, a notice, or an error that broke a channel."""
+        """Adds ``item``: an arrival, a notice, or an error that broke a channel."""
 
     def poll(self) -> Item | None:
         """Returns the oldest item, or ``None`` if the queue is empty.
@@ -213,7 +214,7 @@ class Completions(Protocol):
         """
 
     def wait(self, deadline_s: float) -> Item | None:
-        """Waits for an item until ``deadline_s``, a time of ``time.monotonic``.
+        """Waits for an item until ``deadline_s``, a time on the clock of ``time.monotonic``.
 
         Returns:
             The oldest item, or ``None`` if the deadline has passed.
@@ -224,7 +225,7 @@ class Completions(Protocol):
 
 
 class CompletionQueue:
-    """Implements the completion queue in Python. :meth:`put` calls the listener."""
+    """Implements the completion queue in Python. :meth:`put` also calls the listener."""
 
     def __init__(self) -> None:
         # Before Python 3.13, SimpleQueue.get() may block forever if its timeout is short.
@@ -251,7 +252,7 @@ class CompletionQueue:
 
 
 def delivered(item: Item | Exception) -> Item:
-    """Returns ``item``, or raises it if it is an error of a channel."""
+    """Returns ``item``, or raises ``item`` if it is the error of a channel."""
     if isinstance(item, Exception):
         raise item
     return item
@@ -259,16 +260,17 @@ def delivered(item: Item | Exception) -> Item:
 
 HEADER_WORDS = 16
 KINDS = (ActionKind.F, ActionKind.B)
-"""Kinds of actions that need a message as input. The index of a kind is its code in messages."""
+"""Kinds of actions that need a message as input. Messages encode a kind as its index here."""
 KIND_CODE = {kind: code for code, kind in enumerate(KINDS)}
 """Number that represents each kind of action in messages."""
 
 MAX_DIMENSIONS = 7
-_MAGIC = 0x4D41_5031  # This number is "MAP1" in ASCII.
+_MAGIC = 0x4D41_5031  # ASCII characters "MAP1".
 _END = -1
 _VARIANT_SHIFT = 8
 
-# The order must match the enum ElementType in message.h, because a dtype's index is its code.
+# Keep this order the same as in the enum ElementType of message.h, because a dtype's index is its
+# code.
 _PLAIN = (
     "float32",
     "float16",
@@ -285,9 +287,9 @@ _PLAIN = (
 )
 _FLOAT8 = len(_PLAIN)
 # Each of these dtypes is sent as a different dtype of the same size, for example 8-bit floats as
-# bytes. A positive number, the variant, identifies the original dtype for the receiver. The numbers
-# must never change, because other versions read them. Dtypes that the installed torch does not have
-# are skipped.
+# bytes. A positive number, the variant, lets the receiver restore the original dtype. These numbers
+# must never change, because other versions of this package read them. Dtypes that the installed
+# torch does not have are skipped.
 _VARIANTS = {
     "float8_e4m3fn": (_FLOAT8, 1),
     "float8_e5m2": (_FLOAT8, 2),
@@ -309,17 +311,17 @@ CODE_OF: dict[torch.dtype, tuple[int, int]] = {
     )
     if hasattr(torch, name)
 }
-"""Code and variant of each dtype that can be sent, as they appear in messages."""
+"""Code and variant that represent each supported dtype in messages."""
 
 DTYPE_OF = {code: dtype for dtype, code in CODE_OF.items()}
-"""Maps a pair of code and variant in a message to the dtype that they represent."""
+"""Dtype for each pair of code and variant in a message."""
 
 
 def code_of(dtype: torch.dtype, dimensions: int = 0) -> tuple[int, int]:
     """Returns the code and the variant that represent ``dtype`` in messages.
 
     Raises:
-        TransportError: ``dtype`` is not supported in messages, or ``dimensions`` is too large.
+        TransportError: ``dtype`` is not supported, or there are too many dimensions.
     """
     code = CODE_OF.get(dtype)
     if code is None or dimensions > MAX_DIMENSIONS:
@@ -332,9 +334,9 @@ def code_of(dtype: torch.dtype, dimensions: int = 0) -> tuple[int, int]:
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns ``tensor`` as a contiguous tensor without lazy negation or conjugation.
+    """Returns ``tensor`` as a contiguous tensor with any lazy negation or conjugation resolved.
 
-    The tensor is copied only if necessary.
+    Copies the tensor only if necessary.
     """
     if tensor.is_neg() or tensor.is_conj():
         tensor = tensor.resolve_conj().resolve_neg()
@@ -343,13 +345,13 @@ def settled(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """Identifies a message: the input of ``action`` in the step ``step`` on the receiving rank.
+    """Identifies a message as the input of ``action`` in step ``step`` on the receiving rank.
 
     Attributes:
         step: Index of the step.
         action: Action for which the message is the input.
-        num_slices: Number of slices of each microbatch, for the name of the action in error
-            messages. Only the sender knows this number, and comparisons ignore it.
+        num_slices: Number of slices of each microbatch, which only the sender knows. It is used to
+            name the action in error messages, and is ignored in comparisons.
     """
 
     step: int
@@ -358,7 +360,7 @@ class Label:
 
     @property
     def name(self) -> str:
-        """Returns the label of the action, such as ``F0-3.5`` for an action of a slice."""
+        """Returns the name of the action. For example, ``F0-3.5`` is an action on one slice."""
         return self.action.label(self.num_slices)
 
 
@@ -370,7 +372,7 @@ class Header:
         label: Action and step of the message, or ``None`` if the sender closes the channel.
         shape: Shape of the payload.
         dtype: Dtype of the payload.
-        sequence: Index of the message on its channel, from 0.
+        sequence: Index of the message on its channel, starting at 0.
     """
 
     label: Label | None
@@ -396,10 +398,10 @@ class Header:
 
     @staticmethod
     def decode(numbers: Sequence[int], *, peer: int) -> Header:
-        """Creates a header from ``numbers``, which ``peer`` has sent, and checks each field.
+        """Creates a header from the ``numbers`` that ``peer`` sent, and validates each field.
 
         Raises:
-            TransportError: The value of a field is invalid.
+            TransportError: A field has an invalid value.
         """
         magic, sequence, step, kind, chunk, microbatch, code, dimensions = numbers[:8]
         variant, plain = divmod(code, 1 << _VARIANT_SHIFT)

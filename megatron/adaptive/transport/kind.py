@@ -1,9 +1,9 @@
 """Defines how a transport declares which ranks it connects, and how it is opened.
 
-A transport is declared by a subclass of :class:`TransportKind`. From these classes, ``select.py``
-determines which pairs of ranks each transport connects, and ``connect.py`` opens the transports
-that were chosen. The transports of this package are listed in ``config/transport_specs.py``. A
-user's class can be in any module, and is selected with ``--transport package.module:Class``.
+A transport is declared by a subclass of :class:`TransportKind`. ``select.py`` uses these classes to
+find out which pairs of ranks each transport can connect, and ``connect.py`` uses them to open the
+chosen transports. ``config/transport_specs.py`` lists the transports of this package. A user's own
+class can be in any module. Select it with ``--transport package.module:Class``.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from megatron.adaptive.errors import AdaptiveError, ConfigError, TransportError
 from megatron.adaptive.transport.interface import Completions, Endpoint, Transport
 
 Gather = Callable[[Any], list[Any]]
-"""Function that takes a value of this rank and returns a list of the values of all ranks.
+"""Function that takes this rank's value and returns a list of the values of all ranks.
 
-All ranks must call this function.
+Every rank must call this function.
 """
 
 _TRANSPORT = ("name", "completions", "send", "reserve", "describe_links", "flush", "close")
@@ -35,13 +35,14 @@ _COMPLETIONS = ("listen", "put", "poll", "wait")
 
 @dataclass(frozen=True, kw_only=True)
 class Payloads:
-    """Describes what is known in advance about a job's messages. Equal on all ranks.
+    """Describes the messages of a job, as far as known in advance. Must be equal on all ranks.
 
     Attributes:
         shape: Shape of the largest message, or ``None`` if unknown.
         dtype: Dtype of the messages.
         varies: Whether some messages are smaller than ``shape``.
-        in_flight: Maximum number of messages on a channel that the receiver keeps at the same time.
+        in_flight: Maximum number of messages of one channel that the receiver holds at the same
+            time.
     """
 
     shape: tuple[int, ...] | None
@@ -59,15 +60,15 @@ class Payloads:
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """Properties of a rank that determine which transports it can use.
+    """Properties of a rank that determine which transports the rank can use.
 
     Attributes:
-        device: Device on which the rank computes.
+        device: Device that the rank uses for computation.
         own_gpu: Whether the device is a GPU that no other rank uses.
         address: Network address of the rank, or ``None`` if it has no address.
-        module: Module of the C++ extension, or ``None`` if the extension is missing.
+        module: Module of the C++ extension, or ``None`` if the extension is not installed.
         rdma_ports: Active RDMA ports of the rank's machine, such as ``mlx5_0:1``.
-        no_rdma: Reason why there are no active RDMA ports.
+        no_rdma: Reason why ``rdma_ports`` is empty.
     """
 
     device: torch.device
@@ -86,15 +87,16 @@ class Opening:
         rank: Global rank of this process.
         peers: Global ranks with which this rank exchanges messages over this transport. A rank
             without peers still takes part in collective calls.
-        members: Global ranks of this rank's pipeline. They only send messages to each other.
+        members: Global ranks of this rank's pipeline. Messages are only sent within a pipeline.
         gather: Function that exchanges values between all ranks of the job.
         accelerator: Device of this rank, on which received tensors are placed.
-        payloads: Shape, dtype and number of the messages, if known.
+        payloads: Shape and dtype of the messages, and the number in flight, as far as known.
         describe: Function that returns the name of a rank for error messages.
-        timeout_s: Maximum time in seconds for which a send waits for a peer that does not receive
+        timeout_s: Maximum time in seconds that a send waits for a peer that is not receiving
             messages.
         options: Transport settings of the user.
-        completions: Queue for received messages, or ``None`` if the transport must create a queue.
+        completions: Queue for received messages, or ``None`` if the transport must create its own
+            queue.
     """
 
     rank: int
@@ -116,7 +118,7 @@ class TransportKind:
 
     Attributes:
         name: Name of the transport on the command line.
-        reason: Reason for choosing this transport, which is logged, or empty.
+        reason: Reason for choosing this transport, which appears in the log. May be empty.
     """
 
     name: str = ""
@@ -129,27 +131,23 @@ class TransportKind:
     def is_candidate(self, first: Endpoint, second: Endpoint) -> bool:
         """Returns whether ``--transport auto`` tries this transport between two ranks.
 
-        The two ranks are ``first`` and ``second``.
-
-        Swapping the two ranks must not change the result.
+        The result must not change if ``first`` and ``second`` are swapped.
         """
         return True
 
     def why_not(self, first: Endpoint, second: Endpoint) -> str | None:
         """Returns the reason why this transport cannot connect two ranks, or ``None`` if it can.
 
-        The two ranks are ``first`` and ``second``.
-
-        This method is only called for ranks that can use the transport. Whether the result is
-        ``None`` must not depend on the order of the ranks.
+        This method is only called if :meth:`lacks` returned ``None`` for both ranks. Swapping
+        ``first`` and ``second`` may change the text of the reason, but not whether there is one.
         """
         return None
 
     def open(self, opening: Opening) -> Transport | None:
-        """Opens this rank's channels. All ranks of the job must call this method.
+        """Opens this rank's channels. Every rank of the job must call this method.
 
         Returns:
-            Object with all members of ``interface.Transport``, or ``None`` for a rank without
+            Object that has all members of ``interface.Transport``, or ``None`` for a rank without
             peers.
         """
         raise NotImplementedError(
@@ -181,14 +179,15 @@ def transport_kind(name: str) -> TransportKind:
 
 
 class _OpeningError(TransportError):
-    """Raised on all ranks if a user's transport could not be opened on one rank."""
+    """Raised on all ranks if any of them could not open a user's transport."""
 
 
 def open_own(kind: TransportKind, opening: Opening) -> Transport | None:
     """Opens a user's transport, and checks that it has all members of the interface.
 
-    All ranks of the job must call this function. An error on one rank is raised on all ranks,
-    unless other ranks are waiting for this rank outside of ``opening.gather``.
+    Every rank of the job must call this function. If opening fails on one rank, the error is raised
+    on all ranks, unless other ranks are blocked waiting for this rank outside of
+    ``opening.gather``.
 
     Args:
         kind: Declaration of the transport.
@@ -222,10 +221,9 @@ def open_own(kind: TransportKind, opening: Opening) -> Transport | None:
 
 
 def _what_lacks(transport: Any, peers: Sequence[int]) -> str | None:
-    """Returns a message that names the members that ``transport`` lacks, or ``None``.
+    """Returns a message that names the missing members of ``transport``, or ``None`` if it has all.
 
-    If ``transport`` is complete, the result is ``None``. If ``peers`` is empty, ``transport`` may
-    be ``None``.
+    If ``peers`` is empty, ``transport`` may be ``None``.
     """
     if transport is None and not peers:
         return None

@@ -1,7 +1,7 @@
 """Detects that another rank of the job has exited, and stops this rank if its main thread hangs.
 
-The main thread may wait forever in a collective with the lost rank. So two other threads watch the
-ranks:
+If a rank is lost, the main threads of the other ranks may wait forever in a collective with that
+rank. To detect this, two additional threads watch the ranks:
 
 ::
 
@@ -11,7 +11,7 @@ ranks:
                              a loss, and a beat per machine                the grace _exit(1)
 
 A pidfd is a file descriptor for a process, which becomes readable when the process exits. The store
-is the key-value store of the job. This module does not find out why a process exited, and does not
+is the key-value store of the job. This module does not determine why a process exited, and does not
 restart anything.
 """
 
@@ -41,29 +41,29 @@ from megatron.adaptive.errors import PeerLostError
 
 _Answer = TypeVar("_Answer")
 _PERIOD_S = 2.0
-# The states of this machine's ranks are read from /proc at intervals of this number of seconds.
+# Interval in seconds at which the states of this machine's ranks are read from /proc.
 _LOOK_S = 1.0
-# A silent rank is only considered lost after this additional number of seconds. During this time, a
-# channel may notice the silence, and raise an error with a better message.
+# Additional time in seconds before a silent rank is considered lost. During this time, a channel
+# may notice the silence first and raise an error with a better message.
 _MARGIN_S = 1.0
-# The store must reply within this number of seconds. If the limit is too short for a busy store, a
-# rank that left normally is considered lost. If it is too long, the launcher kills a surviving rank
-# before that rank has written its error line.
+# Maximum time in seconds to wait for a reply from the store. If a busy store takes longer, a rank
+# that left normally is considered lost. With a much larger value, the launcher would kill a
+# surviving rank before that rank has written its error line.
 _ASK_S = 2.0
 _LEAVE_S = 5.0
 _LOST = "lost"
-# Sentinel that is passed in place of a set of silent ranks if the store does not reply. The store
-# runs on rank 0 or in the launcher.
+# Sentinel that replaces the set of silent ranks if the store does not reply. The store runs on rank
+# 0 or in the launcher.
 _STORE = frozenset({-1})
-# The user has already seen a notice with this prefix, so it is not shown again.
+# Prefix of notices that the user has already seen and that are not shown again.
 _SHOWN = "told: "
 
 
 def here(pp_rank: int) -> dict[str, Any]:
-    """Returns host, process ID and machine of this process, and its pipeline rank ``pp_rank``.
+    """Returns the host, process ID and machine of this process, and its pipeline rank ``pp_rank``.
 
-    ``machine`` is equal for ranks that can see each other's process IDs and sockets. Containers on
-    the same host may have the same host name, but cannot see each other's processes.
+    Ranks that can see each other's process IDs and sockets have the same value of ``machine``.
+    Containers on the same host may share a host name, but cannot see each other's processes.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")
     spaces = Path("/proc/self/ns")
@@ -92,30 +92,30 @@ def describe(places: Sequence[Mapping[str, Any]], rank: int) -> str:
 class Watcher:
     """Watches all other ranks until :meth:`leave`, :meth:`report` or :meth:`close` is called.
 
-    Methods can be called from any thread.
+    All methods are thread-safe.
 
-    A rank that exits without calling :meth:`leave` is considered lost. Then a line ``error: rank
-    ...`` is immediately written to stderr, ``on_lost`` is called once with the same text, and after
-    ``grace_s`` seconds this process exits with status 1. Neither :meth:`close` nor a SIGTERM
-    handler can prevent this exit.
+    A rank that exits without calling :meth:`leave` is considered lost. When a rank is lost, the
+    watcher immediately writes a line ``error: rank ...`` to stderr, calls ``on_lost`` once with the
+    error, and exits this process with status 1 after ``grace_s`` seconds. Neither :meth:`close` nor
+    a SIGTERM handler can prevent this exit.
 
     A rank on this machine that stays stopped by SIGSTOP for ``silent_s`` seconds is also considered
-    lost. When this process exits because of a lost rank, it kills the stopped ranks, because these
-    would not react when the launcher asks them to exit.
+    lost. When this process exits because of a lost rank, it kills the stopped ranks, because they
+    would not react to the launcher's request to exit.
 
     Args:
         places: Location of each global rank, as returned by :func:`here`. It contains ``host``,
             ``pid`` and ``pp_rank``, and ``machine`` if known.
         rank: Global rank of this process.
         store: Key-value store that all ranks of the job share. With ``None``, only the ranks on
-            this machine are watched, and a rank is considered lost if it exits before this rank
-            calls :meth:`leave`.
+            this machine are watched, and a rank is considered lost if it exits before this rank has
+            called :meth:`leave`.
         on_lost: Function that a thread of the watcher calls when a rank is lost. It must not block.
-            Through this function, the main thread can react if it is still running.
-        grace_s: Time in seconds between the call of ``on_lost`` and the exit of the process.
+            Use it to notify the main thread, which can react if it is still running.
+        grace_s: Time in seconds between calling ``on_lost`` and exiting the process.
         silent_s: Time in seconds without a heartbeat after which a machine is considered lost. A
-            process is considered lost if it stays stopped for this time.
-        is_launchers_store: Whether the launcher serves the store instead of rank 0.
+            process that stays stopped for this long is also considered lost.
+        is_launchers_store: Whether the launcher, rather than rank 0, serves the store.
 
     Attributes:
         on_lost: Function that is called when a rank is lost. It can be replaced at any time.
@@ -157,10 +157,10 @@ class Watcher:
         self._thread.start()
 
     def verdict(self, timeout_s: float) -> PeerLostError | None:
-        """Waits up to ``timeout_s`` seconds until a rank is lost. Returns the error, or ``None``.
+        """Waits up to ``timeout_s`` seconds for a lost rank. Returns the error, or ``None``.
 
         When a connection breaks, the main thread calls this method to find out which rank was lost.
-        The error message has already been written to stderr.
+        The message of the returned error has already been written to stderr.
         """
         self._decided.wait(timeout_s)
         return self._lost
@@ -168,13 +168,13 @@ class Watcher:
     def report(self, reason: str, *, is_shown: bool = False) -> None:
         """Informs the other ranks that this rank exits because of ``reason``. Takes at most 2 s.
 
-        Only the first notice in a job is kept, so notices of ranks that fail as a consequence are
-        ignored. After this call, this rank no longer watches other ranks.
+        A job keeps only the first notice and ignores those of ranks that fail as a consequence.
+        After this call, this rank no longer watches other ranks.
 
         Args:
             reason: Reason for the exit. Only its first line is sent.
-            is_shown: Whether the user has already seen the reason. If so, other ranks exit
-                silently.
+            is_shown: Whether the user has already seen the reason. If True, other ranks exit
+                without printing it.
         """
         if self._silence() and self._board is not None:
             line = (reason.splitlines() or [""])[0]
@@ -183,16 +183,16 @@ class Watcher:
         self._local.kill_stopped()
 
     def leave(self) -> None:
-        """Marks this rank as finished, so that it may exit. Must be called after all barriers.
+        """Marks this rank as finished, so that it may exit. Call this method after all barriers.
 
-        The call returns when the store has recorded that this rank has finished. Rank 0, whose
-        process may run the store, also waits up to 5 s until all ranks have left.
+        The method returns after the store has recorded that this rank is finished. Rank 0 may run
+        the store in its process, so it also waits up to 5 s until all ranks have left.
         """
         if self._silence() and self._board is not None:
             self._board.leave(wait_for_all=self._rank == 0)
 
     def close(self) -> None:
-        """Stops watching and stops the threads, unless the process is already exiting."""
+        """Stops watching and ends the threads, unless the process is already exiting."""
         self._silence()
         if self._lost is not None:
             return
@@ -204,7 +204,7 @@ class Watcher:
             self._thread.join(1.0)
 
     def _silence(self) -> bool:
-        """Ignores lost ranks from now on. Returns False if a rank has already been lost."""
+        """Ignores lost ranks from now on. Returns False if a rank was lost before."""
         with self._lock:
             self._quiet = True
             return self._lost is None
@@ -229,7 +229,7 @@ class Watcher:
             local.close()
 
     def _judge(self, gone: set[int]) -> None:
-        """Reports the ranks in ``gone`` as lost, unless they called :meth:`leave` before."""
+        """Reports the ranks in ``gone`` as lost, except those that have called :meth:`leave`."""
         answer = self._board.ask(gone) if self._board is not None else None
         left, notice = answer if answer is not None else (set(), None)
         if gone - left:
@@ -239,7 +239,8 @@ class Watcher:
         """Handles a notice from the store, or ranks that have become silent.
 
         Args:
-            ranks: Silent ranks, or empty for a notice, or ``_STORE`` if the store does not reply.
+            ranks: Silent ranks, an empty set for a notice, or ``_STORE`` if the store does not
+                reply.
             news: Text of the notice, or the reason why the ranks are considered lost.
         """
         if ranks == _STORE and self._is_launchers_store:
@@ -269,8 +270,8 @@ class Watcher:
                 f"{f' in {self.position}' if self.position else ''}; "
                 "the job cannot continue without it; restart it from the last checkpoint"
             )
-        # This thread may never run again if another thread holds the GIL, or if the interpreter
-        # hangs at exit. In this case, the C thread of faulthandler ends the process.
+        # This thread may never run again if another thread keeps the GIL, or if the interpreter
+        # hangs at exit. In both cases, the C thread of faulthandler ends the process.
         faulthandler.dump_traceback_later(self._grace_s + 5.0, exit=True, file=2)
         if not is_shown:
             _write_line(f"error: {self._lost}")
@@ -295,18 +296,19 @@ class _Local:
 
     Args:
         pids: Process IDs of the ranks to watch, by global rank.
-        wake: File descriptor that becomes readable when a wait must be interrupted.
+        wake: File descriptor that becomes readable to interrupt a wait.
         stopped_s: Time in seconds after which a stopped process is considered lost.
 
     Attributes:
-        stopped_s: Argument ``stopped_s``, rounded up to a multiple of the polling interval.
+        stopped_s: Value of the argument ``stopped_s``, rounded up to a multiple of the polling
+            interval.
     """
 
     def __init__(self, pids: Mapping[int, int], wake: int, stopped_s: float) -> None:
         self._wake = wake
         self._pids = {rank: (pid, _started(pid)) for rank, pid in pids.items()}
-        # Count polls instead of measuring time. While this process itself is stopped, time passes
-        # although other processes may be running.
+        # Count polls instead of measuring time, because time also passes while this process itself
+        # is stopped and cannot see whether the others run.
         self.stopped_s = math.ceil(stopped_s / _LOOK_S) * _LOOK_S
         self._looks = dict.fromkeys(pids, 0)
         self._look_s = time.monotonic()
@@ -326,7 +328,7 @@ class _Local:
 
         Returns:
             Two sets of ranks: those whose processes have exited, and those that have been stopped
-            for too long. ``None`` if the watcher was closed.
+            for too long. If the watcher was closed, returns ``None``.
         """
         gone: set[int] = set()
         for fd, _ in self._poll.poll(1000 * _LOOK_S):
@@ -375,18 +377,18 @@ class _Board:
     ::
 
         adaptive/lost       message that says which rank was lost first, and how
-        adaptive/left/<r>   rank r is done
+        adaptive/left/<r>   exists if rank r has left
         adaptive/beat/<m>   counter that each rank of machine m increments every 2 s
 
-    While ranks may be lost, only calls to which the store replies immediately are used. The
-    blocking ``wait`` is only used at the end, when all ranks leave.
+    As long as ranks may be lost, this class only makes calls to which the store replies
+    immediately. It uses the blocking ``wait`` only at the end, when all ranks leave.
 
     Args:
         store: Key-value store of the job.
         machines: Identifier of the machine of each global rank.
         rank: Global rank of this process.
         silent_s: Time in seconds without a heartbeat after which a machine is considered lost.
-        hear: Function that is called for silent ranks and for notices, which is ``Watcher._hear``.
+        hear: Function to call for silent ranks and for notices (``Watcher._hear``).
     """
 
     def __init__(
@@ -416,12 +418,12 @@ class _Board:
         self._thread.start()
 
     def busy_for_s(self) -> float:
-        """Returns the duration of the current call to the store in seconds, or 0 without a call."""
+        """Returns the seconds since the current call to the store began, or 0 without a call."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
     def ask(self, ranks: Iterable[int]) -> tuple[set[int], str | None] | None:
-        """Returns which of ``ranks`` have left, and the notice of a lost rank, if there is one.
+        """Returns which of ``ranks`` have left, and the notice about a lost rank, if there is one.
 
         Returns ``None`` if the store does not reply.
         """
@@ -441,11 +443,10 @@ class _Board:
         self._call(put, _ASK_S)
 
     def leave(self, *, wait_for_all: bool) -> None:
-        """Marks this rank as finished. With ``wait_for_all``, waits until all ranks are marked."""
+        """Marks this rank as finished. If ``wait_for_all``, also waits for all other ranks."""
 
         def mark(store: dist.Store) -> None:
-            # Use add() instead of set(), because add() only returns after the store has recorded
-            # the value.
+            # Unlike set(), add() only returns after the store has recorded the value.
             store.add(f"left/{self._rank}", 1)
             if wait_for_all:
                 keys = [f"left/{rank}" for rank in range(self._world_size)]
@@ -459,9 +460,9 @@ class _Board:
         self._thread.join(1.0)
 
     def _call(self, job: Callable[[dist.Store], _Answer], limit_s: float) -> _Answer | None:
-        """Runs ``job`` in the store's thread and returns its result.
+        """Runs ``job`` in the store's thread and returns the result.
 
-        Returns ``None`` if the job fails or takes more than ``limit_s`` seconds.
+        Returns ``None`` if ``job`` fails or takes longer than ``limit_s`` seconds.
         """
         answers: queue.Queue[_Answer | None] = queue.Queue()
 
@@ -481,8 +482,8 @@ class _Board:
     def _run(self, store: dist.Store) -> None:
         """Runs jobs, and calls :meth:`_tick` once per interval. Runs in the thread of ``store``."""
         try:
-            # Use a separate connection, because other calls may block the job's connection for a
-            # long time.
+            # Use a separate connection, because other callers may block the job's own connection
+            # for a long time.
             if hasattr(store, "clone"):
                 store = store.clone()
             store = dist.PrefixStore("adaptive", store)
@@ -510,8 +511,8 @@ class _Board:
         if notice is not None:
             self._busy_since = None
             self._hear(set(), notice)
-        # Measure silence in heartbeats of this rank instead of seconds. If this process was
-        # stopped, time has passed although no other machine was silent.
+        # Measure silence in heartbeats of this rank instead of seconds. Otherwise, after this
+        # process was stopped for a while, the other machines would appear to have been silent.
         for machine, ranks in enumerate(self._ranks):
             if machine == self._own_machine:
                 continue
@@ -548,7 +549,7 @@ def _status(pid: int) -> list[str]:
 def _write_line(line: str) -> None:
     """Writes ``line`` directly to file descriptor 2, because another thread may lock stderr."""
     with contextlib.suppress(OSError):
-        # Begin a new line on a terminal, because the cursor may be after a progress bar.
+        # Begin a new line on a terminal, because the cursor may be at the end of a progress bar.
         prefix = "\n" if os.isatty(2) else ""
         os.write(2, f"{prefix}{line}\n".encode())
 

@@ -1,17 +1,17 @@
 """Sends tensors with the C++ extension, over shared memory, RDMA verbs or TCP.
 
-One ``_C.Node`` per process and job owns the channels to all peers, and the queue of messages that
-were received. A message is immediately copied from the caller's memory if the channel has a free
-slot. Otherwise, the tensor is kept until a slot is free::
+Each process has one ``_C.Node`` per job, which owns the channels to all peers and the queue of
+received messages. A send immediately copies the tensor if the channel has a free slot. Otherwise,
+the transport keeps the tensor until a slot is free::
 
     send()      tensor ──copy──> slot of the channel ──> peer
     reserve()            slot ─────── send() ──────────> peer     computed in place, no copy
     take()               slot <──────────────────────── peer      a view, no copy
 
-A received message is a tensor in a slot, which is a part of the channel's memory. The slot returns
-to the sender when the last view of the tensor is released, in any order and from any thread. If a
-receiver occupies nearly all slots of a channel, the next messages are copied out of their slots, so
-that the sender is not blocked forever.
+A slot is a part of the channel's memory. The payload of a received message is a tensor in a slot.
+The slot returns to the sender when the last view of the tensor is released. Tensors can be released
+in any order and by any thread. If a receiver occupies nearly all slots of a channel, the next
+messages are copied out of their slots, so that the sender is not blocked forever.
 
 ``staging.py`` handles GPU tensors; ``docs/reference/transport.md`` describes the format of a
 message.
@@ -53,23 +53,23 @@ _CLOSE_S = 30.0
 _DROP_AFTER_S = 0.1
 _STOP = object()
 
-# This private function of torch omits the checks of torch.utils.dlpack. They are not necessary,
-# because the arguments are always DLPack capsules.
+# Use this private function of torch, which omits the checks of torch.utils.dlpack. The checks are
+# not necessary, because the arguments are always DLPack capsules.
 _from_dlpack: Callable[[Any], torch.Tensor] = getattr(
     torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack
 )
 
 
 def make_tensors_with(module: ModuleType, table: Any) -> None:
-    """Lets the extension create and read tensors through torch's table of C functions.
+    """Makes the extension create and read tensors through torch's table of C functions.
 
-    This is twice as fast as creating DLPack capsules, which would take most of the time for a small
-    message.
+    The table is twice as fast as DLPack capsules. Creating a capsule would take most of the time
+    that is needed for a small message.
 
     Args:
         module: Python module of the C++ extension.
         table: Capsule that contains torch's table of functions, or ``None`` for an older torch
-            without such a table.
+            release without such a table.
     """
     module.use_torch(table, _from_dlpack)
 
@@ -88,13 +88,13 @@ class NativeTransport:
 
     Args:
         node: ``_C.Node`` object of the C++ extension, whose channels are open.
-        kinds: Transport to each peer, ``shm``, ``rdma`` or ``tcp``, by global rank of the peer.
+        kinds: Transport to each peer (``shm``, ``rdma`` or ``tcp``), keyed by global rank.
         device: Device on which received tensors are placed.
         describe: Function that returns the name of a peer for error messages.
         least_free: Number of slots per channel that the receiver must keep free for the sender.
-        make_staging: Function that creates the object that copies between GPU and host. Its
-            argument is a function that sends host tensors. By default, a :class:`Staging` object is
-            created on a GPU, and no object on a CPU.
+        make_staging: Function that creates the object for copies between GPU and host. Its argument
+            is a function that sends host tensors. If not set, a :class:`Staging` object is created
+            for a GPU, and no object for a CPU.
     """
 
     def __init__(
@@ -134,9 +134,9 @@ class NativeTransport:
             self._send_odd(peer, label, tensor)
 
     def _send_odd(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Sends ``tensor`` with ``label`` to ``peer``, if its dtype or memory layout is uncommon.
+        """Sends a tensor whose dtype or memory layout needs special handling.
 
-        With an older torch, this method sends all tensors.
+        On torch releases without the table of C functions, this method sends every tensor.
         """
         action = label.action
         if not tensor.is_cpu:
@@ -205,11 +205,11 @@ class NativeTransport:
             self._node.close(max(_DROP_AFTER_S, end_s - time.monotonic()))
 
     def _drain(self, end_s: float) -> None:
-        """Sends all messages and releases arrivals.
+        """Sends all messages, and discards received ones until the time ``end_s``.
 
-        Raises the error of :meth:`flush` if this is not complete at the time ``end_s``.
-
-        Arrivals must be released, because a peer that closes its channels waits for its slots.
+        Received messages must be discarded, because a peer that closes its channels waits until its
+        slots are returned. If messages are still unsent at ``end_s``, raises the error of
+        :meth:`flush`.
         """
         while True:
             try:
@@ -218,7 +218,7 @@ class NativeTransport:
             except DeadlineError:
                 if time.monotonic() >= end_s:
                     raise
-            # Ignore errors here, because flush() reports a peer that has exited.
+            # Ignore errors here. If a peer has exited, flush() reports it.
             with contextlib.suppress(TransportError):
                 while self.completions.poll() is not None:
                     pass
@@ -226,15 +226,13 @@ class NativeTransport:
 
 @lru_cache(maxsize=1)
 def _arrival_class(module: ModuleType) -> type[Any]:
-    """Returns the class of received messages whose payload is in memory of the channel.
+    """Returns the class of received messages whose payload is in the channel's memory.
 
-    ``module`` is the extension.
-
-    The extension creates the objects of this class, and implements most methods of
+    The C++ extension ``module`` creates the objects of this class, and implements most methods of
     :class:`Arrival`.
     """
 
-    # mypy does not know the base class, which the extension defines at run time.
+    # mypy does not know the base class, because the extension defines it at run time.
     class NativeArrival(module.Arrival, Arrival):  # type: ignore[misc, name-defined]
         __slots__ = ()
 
@@ -243,7 +241,7 @@ def _arrival_class(module: ModuleType) -> type[Any]:
             return _label_of(self)
 
         def _take(self) -> torch.Tensor:
-            """Returns the payload in the cases that the extension's method does not handle."""
+            """Returns the payload in those cases that the extension's method does not handle."""
             tensor = _viewed(self, self.tensor())
             return tensor.clone() if self.free_slots < self.least_free else tensor
 
@@ -260,17 +258,17 @@ def _arrival_class(module: ModuleType) -> type[Any]:
 
 
 class DeviceArrival(Arrival):
-    """Received message for a GPU. Its payload is in GPU memory or host memory.
+    """Received message of a rank on a GPU. The payload is in GPU memory or host memory.
 
     Args:
         native: Message as an object of the C++ extension (``_C.Arrival``).
         staging: Object that copies between the GPU and the channel.
-        least_free: Minimum number of slots to keep free. If fewer slots are free, the payload is
-            copied out of its slot.
+        least_free: Minimum number of slots to keep free for the sender. If fewer slots are free,
+            the payload is copied out of its slot.
     """
 
-    # The attributes of Arrival are properties here, because most of them are never read, and
-    # computing all of them in advance would waste time.
+    # The attributes of Arrival are implemented as properties, because most of them are never read,
+    # and computing all of them in advance would waste time.
     __slots__ = ("_copied", "_least_free", "_native", "_settled", "_staging")
 
     def __init__(self, native: Any, staging: Staging, least_free: int) -> None:
@@ -313,7 +311,7 @@ class DeviceArrival(Arrival):
 def _viewed(native: Any, tensor: torch.Tensor) -> torch.Tensor:
     """Returns ``tensor``, viewed as its original dtype if it was sent as a different dtype.
 
-    ``native`` is the received message.
+    ``native`` is the message to which ``tensor`` belongs.
     """
     variant = native.variant
     return tensor.view(DTYPE_OF[native.dtype, variant]) if variant else tensor
@@ -331,7 +329,7 @@ def _label_of(native: Any) -> Label:
 def _action(kind: int, chunk: int, microbatch: int) -> Action:
     """Returns an action from a cache, because creating an action takes as long as a small send.
 
-    ``kind`` is the code of the action's kind.
+    ``kind`` is the code that represents the action's kind in messages.
     """
     if kind >= len(KINDS):
         raise TransportError(
@@ -346,9 +344,9 @@ class NativeQueue:
 
     Args:
         node: Object of the C++ extension that receives the messages (``_C.Node``).
-        staging: Object that copies between GPU and channels, or ``None`` for a CPU.
-        least_free: Minimum number of free slots of a channel. If fewer slots are free, payloads are
-            copied out of their slots.
+        staging: Object for copies between the GPU and the channels, or ``None`` on a CPU.
+        least_free: Minimum number of slots per channel to keep free for the sender. If fewer slots
+            are free, payloads are copied out of their slots.
     """
 
     def __init__(self, node: Any, staging: Staging | None = None, least_free: int = 2) -> None:
@@ -358,7 +356,7 @@ class NativeQueue:
         self._node = node
         self._wait = node.wait_until
         self._arrival = module.Arrival
-        # Items of this class can be returned unchanged, without a call of _open().
+        # Items of this class can be returned unchanged, without calling _open().
         self._ready: type | None = None
         if staging is None:
             self._ready = _arrival_class(module)
@@ -369,8 +367,8 @@ class NativeQueue:
     def listen(self, listener: Listener) -> None:
         """Calls ``listener`` with each item that arrives from now on.
 
-        A new thread takes the items from the node, and passes them first to the listener, and then
-        to the thread that waits for items.
+        A new thread takes the items from the node. It passes each item to the listener first, and
+        then to the thread that waits for items.
         """
         forwarded = CompletionQueue()
         forwarded.listen(listener)
@@ -379,8 +377,8 @@ class NativeQueue:
             target=self._forward, args=(forwarded,), name="arrivals", daemon=True
         )
         self._thread.start()
-        # Stop the thread at exit. A daemon thread that returned from C++ after the interpreter has
-        # been finalized would crash the process.
+        # Stop the thread at exit. If it were still running and returned from C++ after the
+        # interpreter has been finalized, the process would crash.
         atexit.register(_stop, weakref.ref(self))
 
     def put(self, item: Item | Exception) -> None:
@@ -396,10 +394,10 @@ class NativeQueue:
     def wait(self, deadline_s: float) -> Item | None:
         if self._forwarded is not None:
             return self._forwarded.wait(deadline_s)
-        # Pass the deadline to the node unchanged. In a virtual machine, reading the clock in Python
-        # may take as long as sending a message.
+        # Pass the deadline to the node unchanged to avoid reading the clock in Python. In a virtual
+        # machine, this may take as long as sending a message.
         item: Item | None = self._wait(deadline_s)
-        # Check the type here to save a call of _open(), which takes as long as the rest of this
+        # Check the type here to avoid calling _open(), which takes as long as the rest of this
         # method.
         return item if type(item) is self._ready else self._open(item)
 
@@ -415,14 +413,14 @@ class NativeQueue:
         """Converts ``item`` from the node for the executor, or raises it if it is an error."""
         if self._staging is not None and type(item) is self._arrival:
             return DeviceArrival(item, self._staging, self._least_free)
-        # All other items were added to the queue in Python, and need no conversion.
+        # All other items were added to the queue in Python, so they need no conversion.
         if isinstance(item, Exception):
             raise item
         other: Item | None = item
         return other
 
     def _forward(self, forwarded: CompletionQueue) -> None:
-        """Passes items from the node to ``forwarded`` until stopped. Runs in a thread."""
+        """Passes items from the node to ``forwarded`` until it is stopped. Runs in a thread."""
         if self._staging is not None:
             self._staging.make_current()
         while True:

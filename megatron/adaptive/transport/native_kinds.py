@@ -1,8 +1,8 @@
 """Declares the transports of the C++ extension: shared memory, RDMA and TCP.
 
-The extension's node opens all native channels of a rank, so ``connect.py`` opens them together.
-Each class declares which ranks its transport connects, and with which options its channels are
-opened.
+Each class declares which ranks its transport can connect, and with which options the channels are
+opened. ``connect.py`` opens the channels of all three transports together, because they belong to
+the same node of the extension.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ACTIVE = "ACTIVE"
 
 @dataclass(frozen=True, kw_only=True)
 class NativeChannels:
-    """Values from which the options of a rank's native channels are computed.
+    """Values that determine the options of a rank's native channels.
 
     Attributes:
         size: Number and size of a channel's slots.
@@ -44,10 +44,10 @@ class NativeChannels:
 
 
 class NativeKind(TransportKind):
-    """Declares a transport of the C++ extension. ``connect.py`` opens these transports together.
+    """Declares a transport of the C++ extension. ``connect.py`` opens all of these together.
 
     Attributes:
-        link: Kind of socket over which two ranks set up their channel, ``unix`` or ``tcp``.
+        link: Kind of socket that two ranks use to set up their channel, ``unix`` or ``tcp``.
     """
 
     link: ClassVar[Literal["unix", "tcp"]]
@@ -126,8 +126,8 @@ class RdmaKind(NativeKind):
         settings = channels.settings
         options = super().channel_options(channels)
         options["num_qps"] = settings.rdma_queue_pairs
-        # Without a device setting, the extension uses the RDMA device that has the network address
-        # of the link.
+        # If no device is set, the extension uses the RDMA device that has the network address of
+        # the link.
         if settings.rdma_device is not None:
             name, _, port = channels.endpoint.ports[0].partition(":")
             options |= {"device": name, "port": int(port)}
@@ -141,7 +141,7 @@ class RdmaKind(NativeKind):
 
 
 class TcpKind(NativeKind):
-    """Declares TCP, which connects ranks that can reach each other's network address."""
+    """Declares TCP, which connects ranks that can reach each other's network addresses."""
 
     link = "tcp"
 
@@ -174,7 +174,7 @@ def _pci_address(device: torch.device) -> str:
 
 
 def rdma_ports(module: ModuleType, device_name: str | None) -> tuple[tuple[str, ...], str]:
-    """Returns the active RDMA ports of this node, and the reason if there are none.
+    """Returns the active RDMA ports of this machine, and the reason if there are none.
 
     Args:
         module: Python module of the C++ extension.

@@ -1,9 +1,9 @@
 """Sends tensors over NCCL: payloads directly between GPUs, headers over gloo.
 
-NCCL has no tags, and matches the operations of both ends in the order in which they are posted. A
-posted operation occupies the GPU in a busy loop until the other end has posted its operation. So
-each channel (one direction between two ranks) has a separate communicator, with one thread and one
-stream at each end. An end only posts an operation that can run immediately::
+NCCL has no message tags. It matches the operations of both ends in the order in which they are
+posted. A posted operation keeps the GPU busy until the other end has posted its operation.
+Therefore, each channel (one direction between two ranks) has a separate communicator, with one
+thread and one stream at each end. Each end posts an operation only when it can run immediately::
 
     sender                                            receiver
       executor: send() ── event ──┐
@@ -13,11 +13,11 @@ stream at each end. An end only posts an operation that can run immediately::
               sleeps until the send is done                   arrival ──> queue of the executor
               releases the tensor
 
-No compute stream waits for a message. So a late rank only delays the ranks that need its result,
-and does not delay its tensor-parallel neighbours. An arrival is only announced when its data has
-arrived, so a run-time scheduling rule only sees inputs that can be used. The memory of a message is
-released when its send has finished. So a channel keeps the memory of the messages that are being
-sent, and of one more message.
+No compute stream waits for a message, so a late rank delays the ranks that need its result, but not
+its tensor-parallel neighbours. A message is only added to the queue after all of its data has
+arrived, so a run-time scheduling rule only sees inputs that are ready to use. The memory of a
+message is released when its send has finished. Each channel therefore keeps the memory of the
+messages that are being sent, plus one more message.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ from megatron.adaptive.transport.select import rounds_of
 from megatron.adaptive.transport.worker import Worker
 
 OPEN_S = 300.0
-"""Maximum time in seconds to open a channel. Opening is fast, but ranks may begin minutes apart."""
+"""Maximum time in seconds to open a channel. Opening is fast, but ranks may start minutes apart.
+"""
 
 FREE_S = 30.0
 """Maximum time in seconds to free all communicators of a rank."""
@@ -70,19 +71,19 @@ MOST_CTAS = 8
 """Maximum number of thread blocks (CTAs) with which NCCL transfers a message.
 
 By default, NCCL may use 32 blocks or more. During a transfer, each block occupies a multiprocessor
-of the GPU and delays computations, and each has its own buffers in GPU memory. A rank in the middle
+of the GPU, which delays computations, and needs its own buffers in GPU memory. A rank in the middle
 of a pipeline has four channels, which may all transfer at the same time. Both ends of a channel
-must use the same number. The value has not been tuned on GPUs. NCCL's environment variable
+must use the same value. The value has not been tuned on GPUs. NCCL's environment variable
 ``NCCL_MAX_CTAS`` overrides it.
 """
 
 _SEED_BYTES = 40
 _FIRST = -1
-"""Priority of the CUDA streams for messages, which is higher than that of compute streams.
+"""Priority of the CUDA streams for messages, which is higher than the priority of compute streams.
 
-CUDA maps streams to a few hardware queues. A kernel that cannot start yet blocks the kernels of
-other streams in the same queue. Streams with different priorities use different queues, so messages
-do not wait for computations.
+CUDA maps streams to a small number of hardware queues. A kernel that cannot start yet blocks the
+kernels of other streams in the same queue. Streams with different priorities use different queues,
+so messages do not wait for computations.
 """
 
 
@@ -90,13 +91,13 @@ class NcclTransport(GlooTransport):
     """Sends and receives tensors over NCCL, with a communicator per peer and direction.
 
     Args:
-        group: Gloo process group of the pipeline's ranks, which is only used for headers.
+        group: Gloo process group of the pipeline's ranks. It is only used for headers.
         channels: Communicators of this rank's channels.
         streams: Object that provides streams of the device.
         peers: Global ranks with which this rank exchanges messages.
         device: Device on which received tensors are placed.
         describe: Function that returns the name of a peer, with host and stage, for error messages.
-        timeout_s: Maximum time in seconds for which a send waits for a peer that does not receive
+        timeout_s: Maximum time in seconds that a send waits for a peer that is not receiving
             messages.
         completions: Queue for received messages and failures, or ``None`` to create a queue.
     """
@@ -141,7 +142,7 @@ class NcclTransport(GlooTransport):
             raise self._failures[peer]
         payload = settled(tensor.detach())
         header = Header(label, tuple(payload.shape), payload.dtype, self._sent[peer])
-        # Check the header now, so that an invalid value causes an error before anything is sent.
+        # Check the header now, so that invalid values are reported before anything is sent.
         header.words()
         self._hand_over(peer, header, payload, self._streams.mark())
 
@@ -185,8 +186,8 @@ class NcclTransport(GlooTransport):
     def _deliver(self, peer: int, header: Header, payload: torch.Tensor, computed: Moment) -> None:
         """Sends a message to ``peer``, and blocks the channel's thread until the send has finished.
 
-        The message consists of ``header`` and ``payload``. Sending begins when the device has
-        reached the moment ``computed``.
+        The message consists of ``header`` and ``payload``. The send begins when the device has
+        reached ``computed``, the moment at which the payload has been computed.
         """
         if peer in self._failures:
             return
@@ -215,7 +216,7 @@ class NcclTransport(GlooTransport):
 
     def _receive_payload(self, peer: int, sequence: int, header: Header) -> torch.Tensor:
         """Waits for the payload from ``peer`` that ``header`` describes, and returns it."""
-        # Allocate the payload in the stream of this thread, so that the receive does not wait for
+        # Allocate the payload in this thread's stream, so that the receive does not wait for
         # earlier computations.
         payload = torch.empty(header.shape, dtype=header.dtype, device=self._device)
         if payload.numel():
@@ -233,15 +234,14 @@ class Channels:
 
     Args:
         rank: Global rank of this process.
-        groups: Communicator of each channel to or from this rank, by the global ranks of sender and
-            receiver. All ranks must have their channels in the same order, but each rank only has
-            its own channels.
+        groups: Communicators of the channels to and from this rank, keyed by the global ranks of
+            sender and receiver. The channels must be in the same order on all ranks.
         device: Device of this process.
 
     Attributes:
-        outgoing: Communicator for messages to each peer, by global rank. The lower rank of the pair
-            has index 0 in the communicator.
-        incoming: Communicator for messages from each peer, by global rank.
+        outgoing: Communicators for messages to each peer, keyed by global rank. The lower rank of
+            the pair has index 0 in the communicator.
+        incoming: Communicators for messages from each peer, keyed by global rank.
     """
 
     def __init__(
@@ -255,22 +255,23 @@ class Channels:
     def free(self, *, is_idle: bool) -> None:
         """Frees the communicators. Blocks for at most :data:`FREE_S` seconds.
 
-        Freeing an idle communicator waits until the other end also frees it, so the communicators
-        are freed one after another in their order. If the other end does not free it in time, or
-        if there is an error, a warning is printed.
+        Freeing an idle communicator blocks until the other end also frees it, so all ranks free
+        their communicators one at a time and in the same order. Prints a warning if the other end
+        does not free a communicator in time, or if there is an error.
 
-        Errors of aborts are ignored, because they would hide the error that made the caller abort.
+        Errors while aborting are ignored, because they would hide the error that is the reason for
+        aborting.
 
         Args:
-            is_idle: Whether no operation is pending. Otherwise, pending operations are aborted,
+            is_idle: Whether no operations are pending. If False, pending operations are aborted,
                 because they would never complete.
         """
         end_s = time.monotonic() + FREE_S
         failures: list[str] = []
         threads: dict[str, threading.Thread] = {}
         for (sender, receiver), group in self._groups.items():
-            # An older torch has neither method, but frees a communicator when its last reference is
-            # released.
+            # Older torch releases have neither method. They free a communicator when its last
+            # reference is released.
             end = getattr(group, "shutdown" if is_idle else "abort", None)
             if end is None:
                 continue
@@ -283,8 +284,8 @@ class Channels:
             )
             thread.start()
             threads[name] = thread
-            # An abort may wait for the peer up to the timeout of the communicator. Start all aborts
-            # at once, because the peer may only get there after another of them.
+            # An abort may wait for the peer until the communicator's timeout. Start all aborts
+            # concurrently, because a peer may first have to abort another communicator.
             if is_idle:
                 thread.join(max(0.0, end_s - time.monotonic()))
         for name, thread in threads.items():
@@ -295,9 +296,9 @@ class Channels:
             say(f"warning: channels over NCCL could not be freed: {'; '.join(failures)}")
 
     def _end(self, end: Callable[[], None], name: str, failures: list[str]) -> None:
-        """Calls ``end``, which frees the channel ``name``. Runs in a thread.
+        """Calls ``end``, which frees the communicator of channel ``name``. Runs in a thread.
 
-        If there is an error, adds its text to ``failures``.
+        If ``end`` raises an error, adds the error's text to ``failures``.
         """
         try:
             make_current(self._device)
@@ -306,30 +307,31 @@ class Channels:
             failures.append(f"{name}: {_first_line(error)}")
 
 
-# The transport only uses the device through the protocol Streams, so that tests can run the
-# transport's threads without a GPU.
+# The transport accesses the device only through the protocol Streams. Tests can thus run its
+# threads without a GPU.
 
 
 class Moment(Protocol):
-    """Point in a stream, after all work that has been submitted so far."""
+    """Point in a stream that is reached after all work submitted so far."""
 
     def synchronize(self) -> None:
         """Blocks until the device has reached this point, without holding the GIL."""
 
 
 class Streams(Protocol):
-    """Provides the streams of a device. Methods can be called from any thread."""
+    """Provides the streams of a device. All methods are thread-safe."""
 
     def private(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context manager that makes this device and a new stream current."""
 
     def mark(self) -> Moment:
-        """Returns the end of all work submitted so far to the calling thread's current stream."""
+        """Returns the point after all work submitted so far to this thread's current stream."""
 
     def use(self, tensor: torch.Tensor) -> torch.Tensor:
         """Makes ``tensor``, which was computed in another stream, usable in the current stream.
 
-        The memory of the tensor is not reused before the current stream has finished using it.
+        The allocator does not reuse the tensor's memory until the current stream has finished with
+        it.
         """
 
 
@@ -360,7 +362,7 @@ class CudaStreams:
 
 
 class HostStreams:
-    """Replaces CUDA streams on a CPU, where work has finished when a call returns."""
+    """Replaces CUDA streams on a CPU, where all work is synchronous."""
 
     def private(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -373,7 +375,7 @@ class HostStreams:
 
 
 class _Passed:
-    """Point in a stream that has already been reached."""
+    """Moment that has already passed."""
 
     def synchronize(self) -> None:
         """Returns immediately, because there is nothing to wait for."""
@@ -383,7 +385,7 @@ _PASSED = _Passed()
 
 
 class NcclKind(TransportKind):
-    """Declares NCCL, which connects ranks that each have a separate GPU."""
+    """Declares NCCL, which connects ranks that each have their own GPU."""
 
     reason = "each has a GPU of its own"
 
@@ -416,7 +418,7 @@ class NcclKind(TransportKind):
         return CudaStreams(opening.accelerator.device)
 
     def pair_group(self, opening: Opening, store: dist.Store, index: int) -> Any:
-        """Creates a communicator of two ranks, which connect to each other through a store.
+        """Creates a communicator for two ranks, which find each other through a store.
 
         No other rank takes part. The two ranks connect when the first message is sent.
 
@@ -425,21 +427,21 @@ class NcclKind(TransportKind):
             store: Store that only the two ranks use.
             index: Index of this rank in the communicator. The lower rank of the pair has index 0.
         """
-        # A high-priority stream has a separate hardware queue, so messages do not wait for kernels.
+        # High-priority streams use separate hardware queues, so messages do not wait for kernels.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = datetime.timedelta(seconds=max(opening.timeout_s, OPEN_S))
-        # A torch that was built with an old NCCL does not have this attribute.
+        # torch does not have this attribute if it was built with an old NCCL release.
         config = getattr(options, "config", None)
         if config is not None:
             config.max_ctas = MOST_CTAS
         return dist.ProcessGroupNCCL(store, index, 2, options)
 
     def _channels(self, opening: Opening) -> Channels:
-        """Creates a communicator for each channel to or from this rank. All ranks must call this.
+        """Creates a communicator for each channel to or from this rank. Every rank must call this.
 
-        All ranks connect their pairs in the same order, in rounds in which no rank occurs twice. So
-        ranks cannot deadlock, and the pairs of a round connect at the same time. The channels are
-        later freed in the same order.
+        All ranks connect their pairs in the same order, in rounds in which no rank occurs twice.
+        This order avoids deadlocks and lets the pairs of a round connect concurrently. The channels
+        are later freed in the same order.
 
         Raises:
             TransportError: A channel could not be opened. The error is raised on all ranks.
@@ -461,7 +463,8 @@ class NcclKind(TransportKind):
                     for sender, receiver in ((low, high), (high, low)):
                         shared = dist.PrefixStore(f"{sender}-{receiver}", store)
                         group = self.pair_group(opening, shared, int(me == high))
-                        # Keep the group now, so that it is freed if it cannot connect.
+                        # Record the group before it connects, so that it is freed even if it cannot
+                        # connect.
                         groups[sender, receiver] = group
                         _send_probe(group, opening, sender, receiver)
             opening.accelerator.synchronize()
@@ -476,10 +479,9 @@ class NcclKind(TransportKind):
 
 
 def _send_probe(group: Any, opening: Opening, sender: int, receiver: int) -> None:
-    """Sends a first message over the channel from rank ``sender`` to rank ``receiver``.
+    """Sends a first message from rank ``sender`` to rank ``receiver``, which connects the ranks.
 
-    Both ranks must call this. They connect when the message is sent. ``group`` is the communicator
-    of the channel.
+    Both ranks must call this function. ``group`` is the communicator of the channel.
     """
     probe = torch.zeros(1, device=opening.accelerator.device)
     operation = group.send if opening.rank == sender else group.recv

@@ -9,10 +9,10 @@
                       else tcp
       no extension    gloo
 
-Each transport declares which ranks it connects (``kind.py``). This file tries the transports in the
-order of ``config/transport_specs.py``. It also creates log lines with the reason for each choice,
-and computes the memory size of a channel. Both ranks of a pair call the same function with the same
-endpoints, so they choose the same transport without negotiation. ``connect.py`` opens the channels.
+Each transport declares which ranks it can connect (``kind.py``). This file tries the transports in
+the order of ``config/transport_specs.py``, creates log lines with the reason for each choice, and
+computes the memory size of a channel. Both ranks of a pair call the same function with the same
+endpoints, so they agree on a transport without negotiation. ``connect.py`` opens the channels.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from megatron.adaptive.transport.kind import transport_kind
 
 DEFAULT_SLOT_BYTES = 1 << 20
 _DEFAULT_SLOTS = 8
-# A receiver keeps _FREE_SLOTS slots free, and a sender may reserve _RESERVABLE_SLOTS slots in
-# advance.
+# A receiver keeps _FREE_SLOTS slots free, plus those that the sender may reserve in advance (at
+# most _RESERVABLE_SLOTS).
 _FREE_SLOTS = 2
 _RESERVABLE_SLOTS = 2
 _LEAST_SLOTS = 4
@@ -64,7 +64,7 @@ def why_not(kind: str, first: Endpoint, second: Endpoint) -> str | None:
 def candidates(end: Endpoint, other: Endpoint) -> tuple[str, ...]:
     """Returns the transports to try between ``end`` and ``other``, best first.
 
-    The last transport always works.
+    The last one can connect any two ranks.
     """
     return tuple(name for name in by_preference() if transport_kind(name).is_candidate(end, other))
 
@@ -75,10 +75,10 @@ def choose(first: Endpoint, second: Endpoint, forced: str | None = None) -> Choi
     Args:
         first: Endpoint of one rank.
         second: Endpoint of the other rank.
-        forced: Transport that the user requires, or ``None`` to choose the best transport.
+        forced: Transport that the user requested, or ``None`` to choose the best transport.
 
     Raises:
-        SetupError: The required transport cannot connect the two ranks. The message contains the
+        SetupError: The requested transport cannot connect the two ranks. The message contains the
             reason.
     """
     if first.rank > second.rank:
@@ -101,13 +101,13 @@ def choose(first: Endpoint, second: Endpoint, forced: str | None = None) -> Choi
 
 
 def _reason(kind: str, missed: list[str]) -> str:
-    """Returns why ``kind`` was chosen, and the reasons in ``missed`` against better transports."""
+    """Returns why ``kind`` was chosen, and why each better transport in ``missed`` was not."""
     reason = transport_kind(kind).reason
     return "; ".join([reason, *missed] if reason else missed)
 
 
 def log_lines(choices: Mapping[tuple[int, int], Choice]) -> list[str]:
-    """Returns log lines about ``choices``. Pairs of ranks with equal choices share a line."""
+    """Returns log lines that describe ``choices``. Pairs with equal choices share a line."""
     lines = []
     for choice in dict.fromkeys(choices.values()):
         pairs = [f"{low}-{high}" for (low, high), kind in sorted(choices.items()) if kind == choice]
@@ -120,10 +120,10 @@ def log_lines(choices: Mapping[tuple[int, int], Choice]) -> list[str]:
 def queue_warning(
     choices: Mapping[tuple[int, int], Choice], queues: int | None, collective_ranks: int
 ) -> str | None:
-    """Returns a warning if messages may wait for ever in the GPU's only hardware queue.
+    """Returns a warning if messages may be blocked forever in the GPU's only hardware queue.
 
     Args:
-        choices: Chosen transport of each pair of ranks, which compute on GPUs.
+        choices: Chosen transport of each pair of ranks. All of these ranks use GPUs.
         queues: Value of ``CUDA_DEVICE_MAX_CONNECTIONS``, or ``None`` if it is not set.
         collective_ranks: Number of ranks that communicate within forward and backward passes.
 
@@ -142,11 +142,11 @@ def queue_warning(
 
 
 def rounds_of(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sorts pairs of ranks into the order in which all ranks connect them.
+    """Groups pairs of ranks into rounds, in which all ranks connect them.
 
-    The order consists of rounds in which no rank occurs twice. Each pair is in the first round that
-    contains neither of its ranks. A chain or ring of ranks takes two or three rounds, regardless of
-    its length. A rank that connects its pairs in this order only waits for pairs of earlier rounds.
+    No rank occurs twice in a round. Each pair is placed in the first round that contains neither of
+    its two ranks. A chain or ring of ranks needs two or three rounds, regardless of its length. A
+    rank that connects its pairs in this order only waits for pairs of earlier rounds.
 
     Args:
         pairs: Pairs of ranks to connect, with the lower rank first.
@@ -168,7 +168,7 @@ def rounds_of(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class ChannelSize:
-    """Memory size of a channel (one direction between two ranks).
+    """Memory layout of a channel (one direction between two ranks).
 
     Attributes:
         slot_bytes: Size of a slot in bytes. Larger payloads are sent in several pieces.
@@ -180,15 +180,15 @@ class ChannelSize:
 
     @property
     def reservable(self) -> int:
-        """Returns the number of slots that a sender may reserve before it sends."""
+        """Returns the number of slots that a sender may reserve in advance."""
         return min(_RESERVABLE_SLOTS, self.slots // 4)
 
     @property
     def least_free(self) -> int:
         """Returns the number of slots that a receiver must keep free, including reserved slots.
 
-        With fewer free slots, there could be a deadlock: the sender waits for a slot, and the
-        receiver returns no slot before it has received the sender's next message.
+        With fewer free slots, a deadlock is possible: the sender waits for a free slot, while the
+        receiver does not return any slot until it has received the sender's next message.
         """
         return _FREE_SLOTS + self.reservable
 
@@ -199,19 +199,18 @@ def size_of_channel(
     slot_bytes: int | None = None,
     slots: int | None = None,
 ) -> ChannelSize:
-    """Computes how many slots a channel has, and how large a slot is.
+    """Computes the number of slots of a channel and the size of a slot.
 
-    A slot is occupied from the send of its message until the receiver releases the tensor. For an
-    activation, this is after its backward pass. A sender never waits if there is a slot for every
-    microbatch in flight, two for messages that are being sent, and two for payloads that are being
-    computed. If these slots take more than 256 MiB or are more than 64, the channel has the number
-    of slots that these limits allow, but at least 4. A receiver that occupies nearly all slots
-    copies the next messages out of their slots, so that the input of its next action can always
-    arrive.
+    A slot is occupied from the time its message is sent until the receiver releases the tensor,
+    which for an activation is after the backward pass. A sender never waits if there is one slot
+    for every microbatch in flight, two for messages that are being sent, and two for payloads that
+    are being computed. The number of slots is limited to 64 and their memory to 256 MiB, but there
+    are at least 4 slots. A receiver that occupies nearly all slots copies the next messages out of
+    their slots, so that the input of its next action can always arrive.
 
     Args:
         payload_bytes: Size of the messages in bytes, or ``None`` if the size varies.
-        in_flight: Maximum number of messages that the receiver keeps at the same time, or ``None``
+        in_flight: Maximum number of messages that the receiver holds at the same time, or ``None``
             if unknown.
         slot_bytes: Slot size in bytes that the user has set, or ``None`` for the default.
         slots: Number of slots that the user has set, or ``None`` for the default.

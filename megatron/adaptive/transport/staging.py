@@ -1,21 +1,22 @@
 """Sends GPU tensors through a native channel without synchronizing the GPU.
 
-If a channel directly connects the memories of two GPUs (``cuda-ipc``, described in
-``docs/cuda_ipc.md``), the C++ extension copies the tensors, waits for the copies and returns slots.
-This module then only passes the compute stream to the extension. Otherwise, tensors are copied
-through pinned (page-locked) host memory::
+If a channel connects the memory of two GPUs directly (``cuda-ipc``, described in
+``docs/cuda_ipc.md``), the C++ extension copies the tensors, waits for the copies and returns the
+slots. In this case, this module only passes the compute stream to the extension. Otherwise, tensors
+are copied through pinned (page-locked) host memory::
 
     send      compute stream ── event ──> copy stream: tensor ──> slot ── event ──> worker: commit
     receive   slot ──> copy stream: tensor ── event ──> compute stream waits for it
                                                └─────> worker: return the slot
 
-A private stream per direction lets copies overlap with computation. A worker thread per direction
-waits for events of its stream without holding the GIL, so that the executor never waits.
+Each direction has its own stream, so copies overlap with computation. Each direction also has a
+worker thread that waits for the events of this stream without holding the GIL, so that the executor
+never waits.
 
 Slots in shared memory are pinned when the channel is opened, so that the GPU can directly copy to
-and from them. If pinning fails, for example because of a limit on locked memory, copies go through
-buffers of the GPU driver, as do copies for messages over networks. Such copies are slower, and
-block the calling thread.
+and from them. Copies of messages over a network go through buffers of the GPU driver instead. The
+same happens if pinning fails, for example because of a limit on locked memory. Such copies are
+slower, and block the calling thread.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ class Staging:
 
     Args:
         node: ``_C.Node`` that owns the channels. The executor's thread and a worker thread of this
-            object take turns in using the channels.
+            object take turns using the channels.
         device: GPU to and from which tensors are copied.
         peers: Global ranks to which this rank has a channel.
-        send_from_host: Function that sends a host tensor. It copies the tensor into a slot, unless
-            the tensor is already in a slot.
+        send_from_host: Function that sends a host tensor. If the tensor is not in a slot yet, the
+            function first copies it into one.
     """
 
     def __init__(
@@ -68,10 +69,10 @@ class Staging:
         self._pinned: list[int] = []
         # ``_pinned_out`` contains the peers to which messages are sent from pinned slots.
         self._pinned_out: set[int] = set()
-        # ``_slot_bytes`` contains the slot size by peer, for peers whose channel directly connects
-        # two GPUs.
+        # ``_slot_bytes`` maps each peer whose channel directly connects two GPUs to its slot size.
         self._slot_bytes: dict[int, int] = {}
-        # This lock guards the channels of the node, which the executor's thread and a worker use.
+        # This lock guards the channels of the node, which both the executor's thread and a worker
+        # use.
         self._lock = threading.Lock()
         for peer in peers:
             info = node.info(peer)
@@ -89,7 +90,7 @@ class Staging:
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
         """Starts to copy ``tensor`` to the host. A worker then sends the copy to ``peer``.
 
-        The message has the label ``label``.
+        ``label`` becomes the label of the message.
         """
         payload = settled(tensor.detach())
         code, variant = code_of(payload.dtype, payload.dim())
@@ -102,8 +103,8 @@ class Staging:
                 host = self._node.reserve_tensor(peer, code, tuple(payload.shape))
         if host is None:
             # No pinned slot is both free and large enough. A copy into unpinned memory would block
-            # this thread until the computation has finished. So copy the payload into other pinned
-            # memory, from which the worker copies it into a slot.
+            # this thread until the computation has finished. Therefore, copy the payload into other
+            # pinned memory, from which the worker copies it into a slot.
             host = torch.empty(payload.shape, dtype=payload.dtype, pin_memory=True)
         elif variant:
             host = host.view(payload.dtype)
@@ -125,7 +126,7 @@ class Staging:
     def _send_between_gpus(self, peer: int, label: Label, payload: torch.Tensor) -> None:
         """Sends ``payload`` with ``label`` to ``peer`` through the extension.
 
-        The tensor is first copied to the host if it does not fit into a slot.
+        If ``payload`` does not fit into a slot, it is first copied to the host.
         """
         stream = torch.cuda.current_stream(self._device)
         is_direct = 0 < payload.nbytes <= self._slot_bytes[peer]
@@ -155,10 +156,9 @@ class Staging:
     def lend(self, native: Any) -> Any:
         """Returns the payload of the message ``native`` in GPU memory, as a tensor in its slot.
 
-        The tensor is for use in the current stream.
-
-        After the tensor has been released, its slot returns to the sender when the stream has
-        finished all work that was submitted before the release.
+        Use the tensor only in the current stream. After the tensor has been released, its slot
+        returns to the sender as soon as this stream has finished all work that was submitted before
+        the release.
         """
         stream = torch.cuda.current_stream(self._device)
         return native.tensor_on(stream.cuda_stream, *self._dlpack_device)
@@ -170,8 +170,8 @@ class Staging:
             take: Function that returns the payload in its slot.
 
         Returns:
-            Function that returns the copy. It makes the current stream of its caller wait for the
-            copy.
+            Function that returns the copy. It makes the caller's current stream wait until the copy
+            is complete.
         """
         done = torch.cuda.Event(blocking=True)
         with torch.cuda.stream(self._in):
@@ -189,7 +189,7 @@ class Staging:
     def receive(self, host: torch.Tensor) -> torch.Tensor:
         """Copies the payload ``host`` from the host to the device, and returns the copy.
 
-        The current stream waits for the copy. The slot of ``host`` is released when the copy has
+        The current stream waits for the copy. The slot of ``host`` is released after the copy has
         finished.
         """
         done = torch.cuda.Event(blocking=True)
@@ -204,7 +204,7 @@ class Staging:
         tensor.record_stream(current)
 
         def release(host: torch.Tensor = host) -> None:
-            # The default value of the argument keeps a reference to the slot until the copy has
+            # The argument's default value keeps a reference to the slot until the copy has
             # finished.
             done.synchronize()
 
@@ -231,7 +231,7 @@ class Staging:
 
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Makes the GPU the current device of a worker's thread, in which the jobs then run."""
+        """Makes the GPU the current device of a worker's thread, which then runs the jobs."""
         self.make_current()
         yield
 

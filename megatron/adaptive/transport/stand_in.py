@@ -1,6 +1,6 @@
 """Simulates the channels of a rank whose peers do not exist, for ``plan --try``.
 
-Messages of this rank are not sent to any other rank. Its inputs are random numbers, which are
+The messages that this rank sends are discarded. The inputs that it receives are random numbers,
 created in the order in which the rank needs them::
 
     peer that does not exist                        executor
@@ -8,8 +8,8 @@ created in the order in which the rank needs them::
       slots that nobody reads <────── copy ────────   send(peer, label, tensor)
 
 The number and size of the slots are the same as with shared memory. All slots are written at the
-start, so that they occupy the same memory as with shared memory. On a CPU, the slots are outside of
-the heap of the C library, so that they do not affect the size of the heap.
+start, so that they occupy as much physical memory as with shared memory. On a CPU, the slots are
+allocated outside the heap of the C library, so that they do not change the size of the heap.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from megatron.adaptive.transport.select import size_of_channel
 _SIZE = 0.01
 """Standard deviation of the random inputs.
 
-It is small enough to keep losses finite, and large enough to avoid subnormal numbers, which are
-slow on CPUs."""
+The value is small enough to keep losses finite, and large enough to avoid subnormal numbers, which
+are slow on CPUs."""
 
 
 class ExpectedInput(NamedTuple):
@@ -48,7 +48,7 @@ class ExpectedInput(NamedTuple):
     Attributes:
         action: Action of this rank that needs the input.
         peer: Global rank that would send the input.
-        length: Number of token positions in the input, or ``None`` for the length of the largest
+        length: Number of token positions in the input, or ``None`` for as many as in the largest
             message.
     """
 
@@ -61,7 +61,7 @@ class _Slots:
     """Provides the slots of a channel in one direction, one after the other.
 
     Args:
-        accelerator: Device of this rank, whose memory contains the slots.
+        accelerator: Device of this rank. The slots are allocated in its memory.
         values: Tensor to copy into every slot.
         count: Number of slots.
     """
@@ -84,7 +84,7 @@ class _Slots:
 class StandIn:
     """Implements the interface ``Transport`` for a rank whose peers do not exist.
 
-    The object is also the completion queue. Each input is created when the rank waits for it.
+    The object is also its own completion queue. Each input is created when the rank waits for it.
 
     Args:
         accelerator: Device of this rank.
@@ -127,14 +127,14 @@ class StandIn:
         """Sets which inputs the next step needs.
 
         Args:
-            step: Index of the step, from 0 as in the executor.
+            step: Index of the step, starting at 0 as in the executor.
             expected: Inputs of the step, in the order in which the rank's actions need them.
         """
         self._step = step
         self._expected = deque(expected)
 
     def listen(self, listener: Listener) -> None:
-        """Registers ``listener``, which is called with errors. No other items are reported."""
+        """Registers ``listener``, which is only called for errors, not for inputs."""
         self._errors.listen(listener)
 
     def put(self, item: Item | Exception) -> None:
@@ -142,7 +142,7 @@ class StandIn:
         self._errors.put(item)
 
     def poll(self) -> Item | None:
-        """Returns ``None``, because only :meth:`wait` creates inputs. Raises a queued error."""
+        """Raises the queued error, if there is one. Never returns an input."""
         return self._errors.poll()
 
     def wait(self, deadline_s: float) -> Item | None:

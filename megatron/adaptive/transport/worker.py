@@ -1,4 +1,4 @@
-"""Runs jobs one by one in a thread, so that a transport does not need to wait for a device."""
+"""Runs jobs one at a time in a thread, so that a transport does not need to wait for a device."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Job = Callable[[], None]
 
 
 class Worker:
-    """Runs jobs one by one in a thread, and releases the memory of each finished job.
+    """Runs jobs one at a time in a thread, and releases the memory of each finished job.
 
     Args:
         name: Name of the thread.
-        failed: Function that the thread calls with the error of a failed job, before it runs the
+        failed: Function that the thread calls with the error of a failed job before it runs the
             next job.
-        within: Function that returns a context manager, which for example selects a device and a
-            stream. The thread enters it once, before the first job.
+        within: Function that returns a context manager, for example to select a device and a
+            stream. The thread enters the context manager once, before the first job.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Worker:
 
     @property
     def pending(self) -> int:
-        """Returns the number of jobs that were added and have not finished yet."""
+        """Returns the number of jobs that have not finished yet."""
         return self._added - self._done
 
     def do(self, job: Job) -> None:
@@ -50,10 +50,10 @@ class Worker:
         self._jobs.put(job)
 
     def flush(self, end_s: float) -> bool:
-        """Waits until all jobs have finished, until ``end_s``, or until :meth:`give_up` is called.
+        """Waits until all jobs have finished, ``end_s`` has passed, or :meth:`give_up` is called.
 
         Args:
-            end_s: End of the wait, as a value of ``time.monotonic``.
+            end_s: Time at which to stop waiting, as a value of ``time.monotonic``.
 
         Returns:
             True if all jobs have finished.
@@ -78,7 +78,7 @@ class Worker:
             limit_s: Maximum time in seconds to wait for the thread, or ``None`` for no limit.
 
         Returns:
-            True if the thread has stopped, or False if the time was up first.
+            True if the thread has stopped, or False if the time limit was reached first.
         """
         self._jobs.put(None)
         self._thread.join(limit_s)
@@ -89,8 +89,8 @@ class Worker:
             with self._within():
                 self._do_jobs(self._do)
         except Exception as error:
-            # The context manager could not be entered, so jobs have no device or stream. Skip all
-            # jobs, so that no caller waits for them.
+            # The context manager could not be entered, so jobs would have no device or stream. Skip
+            # all jobs, so that no caller waits for them.
             self._failed(error)
             self._do_jobs(lambda job: None)
 

@@ -259,9 +259,9 @@ def test_a_rank_with_two_waits_has_two_reasons(tmp_path: Path) -> None:
         (
             {CLOCK: 2_000_000, CLOCK_LIMIT: 2_000_000},
             "cpu",
-            "2.00 GHz, not 3.00 GHz, because its limit is 2.0",
+            "2.00 GHz instead of 3.00 GHz, because its limit is 2.0",
         ),
-        ({CLOCK: 2_000_000}, "cpu", "has a clock of 2.00 GHz, not 3.00 GHz"),
+        ({CLOCK: 2_000_000}, "cpu", "runs at 2.00 GHz instead of 3.00 GHz"),
         ({CLOCK: 2_990_000}, "cpu", ""),
         ({CLOCK: 2_000_000}, "cuda", ""),
         ({CLOCK: 2_000_000}, "", ""),
@@ -290,7 +290,7 @@ def test_a_slow_clock_of_a_gpu_is_a_reason(tmp_path: Path) -> None:
     )
     (finding,) = said.findings
     assert finding.reason is not None
-    assert "its GPU on host0 has a clock of 1200 MHz, not 1900 MHz" in finding.reason.text
+    assert "its GPU on host0 runs at 1200 MHz instead of 1900 MHz" in finding.reason.text
 
 
 def test_counters_that_a_machine_lacks_are_named_once(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Finds causes of slow steps, such as slow ranks, links or data reads, spikes and uneven stages.
+"""Finds the causes of slow steps, for example slow ranks, links or data reads, or uneven stages.
 
 - ``find_causes``  searches for all causes, and computes the cost of each finding by simulation
 - ``cause``        defines the interface of a cause, and finds causes by name

@@ -1,8 +1,8 @@
 """Compares each rank's computing time with other ranks, with the plan and with earlier iterations.
 
-The plan is each stage's expected work, which the header of the trace contains. A single statistical
-model combines all evidence. A rank's computing time in an iteration is divided by the planned work.
-The logarithm of this ratio is modelled as the sum of
+The plan is the expected work of each stage, which is stored in the trace header. A single
+statistical model combines all evidence. It considers the ratio of a rank's computing time in an
+iteration to the rank's planned work. The logarithm of this ratio is modelled as the sum of
 
     a mean over all ranks  +  a deviation of the rank     (machines differ: ALIKE)
                            +  a deviation of its stage    (the plan may be wrong; shared by peers)
@@ -10,10 +10,10 @@ The logarithm of this ratio is modelled as the sum of
                                                           (long microbatches; shared by stages)
                            +  noise                       (estimated from the run)
 
-A slow rank has a higher ratio in all or some iterations (a shift). Generalized least squares gives
-the size of the shift and its standard error. The method weights the evidence from peers, from other
-stages and from the rank's other iterations by its certainty. If there are no peers, no plan or no
-earlier iterations, this evidence has no weight.
+A slow rank has a higher ratio in some or all iterations (a shift). The size of the shift and its
+standard error are estimated with generalized least squares. This method weights the evidence from
+peers, from other stages and from the rank's other iterations by certainty. Evidence that does not
+exist, for example because there are no peers or no plan, has no weight.
 """
 
 from __future__ import annotations
@@ -39,33 +39,33 @@ ALIKE = 0.015
 """Prior standard deviation of the relative speeds of identical machines."""
 
 SEEN_BEFORE = 16
-"""Weight of the prior :data:`ALIKE`, as a number of observed ranks."""
+"""Weight of the prior :data:`ALIKE`, expressed as an equivalent number of observed ranks."""
 
 UNSURE_OF_PLAN = 0.25
 """Relative uncertainty of the planned work for embedding and loss."""
 
 UNKNOWN = 10.0
-"""Standard deviation of unknown values, which is so large that these values have no weight."""
+"""Standard deviation of unknown values. It is so large that these values have no weight."""
 
 LEAST_NOISE = 0.004
-"""Minimum relative standard deviation that is assumed for a rank's time over iterations."""
+"""Minimum relative standard deviation to assume for a rank's times in different iterations."""
 
 OF_TIME = 0.1
-"""Minimum fraction of the computing time above which a kind of action (F, B, W) is examined."""
+"""Fraction of the computing time above which a kind of action (F, B, W) is examined."""
 
 MOST_INTERVALS = 20_000_000
-"""Maximum number of intervals of iterations in which shifts are searched, summed over all ranks.
+"""Maximum number of intervals of iterations to search for shifts, summed over all ranks.
 
-If there are more, only intervals that last to the end of the run are searched.
+If there are more intervals, only those that last until the end of the run are searched.
 """
 
 INTERVALS_AT_ONCE = 500_000
-"""Maximum number of scores, one per interval and rank, that are in memory at the same time."""
+"""Maximum number of scores (one per interval and rank) to keep in memory at the same time."""
 
 
 @dataclass(frozen=True)
 class Shift:
-    """Describes how much slower or faster a rank is than expected in consecutive iterations.
+    """Describes how much slower or faster than expected a rank is during consecutive iterations.
 
     Attributes:
         column: Index of the rank on the rank axis of :class:`Measured`.
@@ -73,8 +73,9 @@ class Shift:
         end: Index of the last affected iteration, plus one.
         size: Logarithm of the ratio of the rank's time to the expected time.
         error: Standard error of ``size``.
-        doubt: Value of ``(size / error) ** 2`` that noise alone may reach, because many intervals
-            were searched. The shift is significant if it exceeds this value.
+        doubt: Threshold for ``(size / error) ** 2``, above which the shift is significant. The
+            threshold is higher if more intervals were searched, because noise then reaches higher
+            values.
     """
 
     column: int
@@ -86,22 +87,22 @@ class Shift:
 
     @property
     def excess(self) -> float:
-        """Excess of ``(size / error) ** 2`` over ``doubt``.
+        """Difference between ``(size / error) ** 2`` and ``doubt``.
 
-        The excess is positive if the shift is significant.
+        The difference is positive if the shift is significant.
         """
         return (self.size / self.error) ** 2 - self.doubt
 
 
 @dataclass(eq=False)
 class RankBaselines:
-    """Holds the statistical model of the ranks' computing times, which is searched for shifts.
+    """Holds the statistical model of the ranks' computing times, and searches it for shifts.
 
     Attributes:
         series: ``[iterations, ranks]``, logarithm of the rank's time divided by its planned work.
-        by_kind: ``[iterations, ranks, 3]``, like ``series``, but separately for forward passes,
-            backward passes and separate weight-gradient passes. NaN for kinds that take little
-            time.
+        by_kind: ``[iterations, ranks, 3]``, same as ``series`` for each kind of action: forward
+            passes, backward passes and separate weight-gradient passes. NaN for kinds that take
+            little time.
         lasting: Covariance of the deviations that are constant over the run.
         passing: Covariance of the deviations that vary between iterations.
     """
@@ -118,7 +119,7 @@ class RankBaselines:
         self.doubt(np.zeros(self.series.shape[1]))
 
     def doubt(self, variances: Floats) -> None:
-        """Increases the uncertainty of each rank's constant deviation from the mean.
+        """Increases the uncertainty of each rank's constant deviation.
 
         Args:
             variances: ``[ranks]``, variance to add for each rank.
@@ -127,9 +128,9 @@ class RankBaselines:
         self._level = self.lasting.plus(self.passing, 1 / len(self.series)).inverse()
 
     def distrust(self, column: int) -> None:
-        """Stops using the rank with the index ``column`` as a reference for other ranks.
+        """Stops using the rank with index ``column`` as a reference for other ranks.
 
-        The method increases the uncertainty of this rank's constant deviation.
+        To do so, increases the uncertainty of this rank's constant deviation.
         """
         self.doubt(np.eye(1, self.series.shape[1], column)[0])
 
@@ -138,7 +139,7 @@ class RankBaselines:
         self.series[shift.first : shift.end, shift.column] -= shift.size
 
     def errors(self) -> tuple[Floats, Floats]:
-        """Returns the mean deviation of each rank over the whole run, and its standard error.
+        """Returns each rank's mean deviation over the whole run, and the standard errors.
 
         Both arrays have the shape ``[ranks]``.
         """
@@ -148,7 +149,7 @@ class RankBaselines:
     def kinds(self, shift: Shift) -> dict[str, float]:
         """Returns the size of ``shift`` for each kind of action (F, B, W), as a logarithm.
 
-        Kinds of actions that take little time are omitted.
+        Omits kinds of actions that take little time.
         """
         sizes = {}
         for number, kind in enumerate("FBW"):
@@ -184,9 +185,8 @@ class RankBaselines:
         Args:
             least: Minimum size of a shift, as a logarithm.
             sure: Minimum ratio of a shift's size to its standard error for the shift to be
-                significant. It applies to a shift over the whole run with few ranks. With more
-                ranks or intervals, the threshold is higher, because noise then causes more false
-                findings.
+                significant, if it lasts the whole run and there are few ranks. With more ranks or
+                intervals, the threshold is higher, because noise then causes more false findings.
         """
         count, ranks = self.series.shape
         mean = self.series.mean(axis=0)
@@ -233,7 +233,7 @@ def rank_baselines(m: Measured) -> RankBaselines:
     medians = tame_mean(logs)
     share = np.nansum(middle(m.median_ns, axis=0), axis=(0, 1))
     share = np.where(share >= OF_TIME * share.sum(), share, 0.0)
-    # The chunks of a rank are averaged. Chunks with less certain planned work have less weight.
+    # Average over the chunks of a rank. Chunks with less certain planned work have less weight.
     weights = 1 / (unsure**2 + ALIKE**2)
     weights /= weights.sum(axis=1, keepdims=True)
     by_kind = _weighted(medians, weights[None, :, :, None], axis=2)
@@ -277,12 +277,11 @@ def _plan(m: Measured) -> tuple[Floats, Floats]:
 
 
 def _level_microbatches(m: Measured, logs: Floats) -> None:
-    """Removes the effect of microbatches that take longer on all stages from the durations.
+    """Removes the effect of long microbatches, which take longer on all stages, from the durations.
 
-    Otherwise, long microbatches would look like slow stages.
-
-    Only the difference from the iteration's mean is subtracted, because the model already has a
-    term for the mean (the replica's deviation).
+    Without this correction, long microbatches could be mistaken for slow stages. Only the
+    difference from the iteration's mean is subtracted, because the model already has a term for the
+    mean (the replica's deviation).
 
     Args:
         m: Measured times of the run.
@@ -295,8 +294,9 @@ def _level_microbatches(m: Measured, logs: Floats) -> None:
         entries = max(1, int(np.isfinite(usual[pipeline]).sum()))
         alone = 1.57 * float(middle(spread(rest, axis=-1))) ** 2 / entries
         variance = float(spread(common.ravel())) ** 2
-        # Noise alone also seems to make microbatches longer on all stages. The weight is therefore
-        # the fraction of the variance of ``common`` that is not caused by noise.
+        # Because of noise, microbatches seem to differ even if they have the same length. The
+        # weight is therefore the fraction of the variance of ``common`` that is not caused by
+        # noise.
         weight = max(0.0, 1 - alone / variance) if variance > 0 else 0.0
         is_measured = np.isfinite(common)
         mean = np.nansum(common, axis=1) / np.maximum(1, is_measured.sum(axis=1))
@@ -307,7 +307,7 @@ def _level_microbatches(m: Measured, logs: Floats) -> None:
 def _passing(m: Measured, series: Floats, sampling: Floats) -> Covariance:
     """Returns the covariance of the deviations that vary between iterations.
 
-    These deviations are the noise of each rank, and a deviation that all ranks of a replica share.
+    They consist of the noise of each rank, and a deviation that all ranks of a replica share.
 
     Args:
         m: Measured times of the run.
@@ -338,7 +338,7 @@ def _sampling(logs: Floats) -> Floats:
 
     Returns:
         Standard deviations with shape ``[ranks]``, estimated from the noise of single actions. The
-        mean of n actions has the noise of one action divided by sqrt(n).
+        noise of the mean of n actions is the noise of one action divided by sqrt(n).
     """
     within = middle(spread(logs, axis=-1), axis=(0, 2, 3))
     entries = np.isfinite(logs).sum(axis=(2, 3, 4)).mean(axis=0)
@@ -347,7 +347,7 @@ def _sampling(logs: Floats) -> Floats:
 
 
 def _index_of_group(m: Measured, groups: dict[tuple[int, ...], list[int]]) -> Ints:
-    """Returns the index of the group in ``groups`` to which each rank belongs, ``[ranks]``."""
+    """Returns each rank's index of its group in ``groups``, ``[ranks]``."""
     index = np.zeros(len(m.headers), dtype=np.int64)
     for number, columns in enumerate(groups.values()):
         index[columns] = number
@@ -366,8 +366,8 @@ def _weighted(values: Floats, weights: Floats, axis: int) -> Floats:
 def _filled(series: Floats) -> Floats:
     """Replaces missing values with the rank's median, and clips outliers in single iterations.
 
-    Values are clipped if they are too far from the median of the five surrounding iterations. A
-    rank without any value gets the median of all ranks.
+    A value is clipped if it is too far from the median of the five surrounding iterations. A rank
+    without any values gets the median of all ranks.
     """
     usual = middle(series, axis=0)
     usual = np.where(np.isfinite(usual), usual, middle(series))

@@ -1,11 +1,11 @@
 """Defines the interface of the causes of slow steps that a diagnosis searches for.
 
-Each subclass of :class:`Cause` finds one cause of slow steps in the measured times, describes it,
-suggests remedies, and computes the durations of operations without the cause. The modules in the
-folder ``causes`` contain the causes of this package, which need no registration. Users can define
-causes in any module, and pass them as ``trace diagnose --cause package.module:Class``. A package
-can also publish its causes as entry points of the group ``megatron_adaptive.causes``, whose names
-can be passed to ``--cause``.
+Each subclass of :class:`Cause` searches the measured times for one cause of slow steps. It
+describes the cause, suggests remedies, and computes how long operations would take without the
+cause. The causes of this package are the modules of the folder ``causes``, which are found without
+registration. Users can define causes in any module, and pass them as ``trace diagnose --cause
+package.module:Class``. A package can also publish causes as entry points of the group
+``megatron_adaptive.causes``, whose names can be passed to ``--cause``.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ WORTH_MOVING = 0.03
 """Minimum fraction of the slowest rank's time that a suggested partition must save."""
 
 WORTH_REPORTING = 0.01
-"""Minimum fraction of the step time that a cause must cost if it is no fault by itself.
+"""Minimum fraction of the step time that a cause must cost to be reported if it is not a fault.
 
-Examples are uneven stages and overloaded experts. A faulty rank is also reported while it costs
-less.
+Examples are uneven stages and overloaded experts. A faulty rank is reported even if it costs less.
 """
 
 
@@ -50,8 +49,8 @@ class Remedy:
 
     Attributes:
         advice: Remedies, one sentence each, with the best first.
-        partition: Best number of layers per stage for the measured speeds. Empty if it is unknown
-            or not better than the current partition.
+        partition: Best number of layers per stage for the measured speeds. Empty if unknown or not
+            better than the current partition.
     """
 
     advice: tuple[str, ...] = ()
@@ -63,9 +62,8 @@ class Evidence:
     """Contains the measured times that causes examine.
 
     Attributes:
-        measured: Measured times of the run as arrays. Call ``measured.finding`` to create a
-            finding.
-        times: Time of a layer on each stage, or ``None`` if it is unknown.
+        measured: Measured times of the run as arrays. Use ``measured.finding`` to create a finding.
+        times: Time of a layer on each stage, or ``None`` if unknown.
     """
 
     measured: Measured
@@ -85,8 +83,8 @@ class Evidence:
     def move_layers(self, finding: Finding) -> Remedy:
         """Returns the advice to move layers away from the slow stages in ``finding``.
 
-        The remedy is empty if the slowdown has ended, or if the best partition saves too little
-        time.
+        The remedy is empty if the slowdown has already ended, or if even the best partition would
+        save too little time.
         """
         m, times, settings = self.measured, self.times, self.settings
         if times is None:
@@ -110,15 +108,16 @@ class Evidence:
 class RecordedSteps:
     """Contains the operations of recorded steps, with durations that a cause can change.
 
-    To find the cost of a cause, the steps are simulated again with these changes. The simulation
-    has one worker per tensor-parallel group, which represents all ranks in the group. A finding
-    about any rank in the group is therefore applied to that worker.
+    To compute the cost of a cause, the steps are simulated again with these changes. In the
+    simulation, a single worker represents all ranks of a tensor-parallel group. A finding about any
+    rank of the group is therefore applied to this worker.
 
     Attributes:
         evidence: Measured times of the run.
         finding: Finding whose cause is removed.
         operations: Operations of the recorded steps.
-        duration_s: Duration of each operation in seconds. This is a copy that may be modified.
+        duration_s: Duration of each operation in seconds. The array is a copy, which may be
+            modified.
     """
 
     evidence: Evidence
@@ -128,7 +127,7 @@ class RecordedSteps:
 
     @property
     def delay_s(self) -> float:
-        """Delay in seconds of each message or action in the finding, or 0 if there is no delay."""
+        """Delay in seconds per message or action in the finding, or 0 if there is no delay."""
         return (self.finding.delay_ms or 0.0) / 1e3
 
     @cached_property
@@ -157,7 +156,8 @@ class RecordedSteps:
     def with_partition(self, partition: tuple[int, ...]) -> Floats64:
         """Returns the duration in seconds that each operation would have with ``partition``.
 
-        The durations are not changed if ``partition`` is empty or the time of a layer is unknown.
+        If ``partition`` is empty or the time of a layer is unknown, returns the durations
+        unchanged.
         """
         m, times = self.evidence.measured, self.evidence.times
         if times is not None and partition:
@@ -176,9 +176,9 @@ class Cause:
 
     Attributes:
         name: Name of the cause in the diagnosis.
-        order: Position in the search, in ascending order. Findings with equal costs are listed in
-            this order.
-        is_rare: Whether the cause affects only a few steps. If so, the cost of a finding is the
+        order: Number by which the causes are sorted in the search. Findings with equal costs are
+            listed in the same order.
+        is_rare: Whether the cause affects only a few steps. If True, the cost of a finding is the
             mean over all simulated steps.
     """
 
@@ -189,17 +189,16 @@ class Cause:
     def find(self, evidence: Evidence, earlier: Sequence[Finding]) -> Iterable[Finding]:
         """Returns the findings of this cause, created with ``evidence.measured.finding``.
 
-        A finding must be statistically significant and large enough to matter.
+        Return only findings that are statistically significant and large enough to matter.
 
         Args:
             evidence: Measured times of the run.
-            earlier: Findings of the causes that were searched before this cause, in the order of
-                the search.
+            earlier: Findings of the causes that precede this one in the search, in the same order.
         """
         raise NotImplementedError
 
     def describe(self, finding: Finding) -> str:
-        """Returns a headline for ``finding`` that names the affected rank and the effect."""
+        """Returns the middle of the headline, which names the affected rank and the effect."""
         if finding.factor is not None:
             return f"{finding.culprit} takes {finding.factor:.2f} times as long"
         return f"{finding.culprit} takes {finding.delay_text} more"
@@ -211,17 +210,18 @@ class Cause:
     def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
         """Returns the duration in seconds that each operation would have without the cause.
 
-        The cost of ``finding`` is the difference between two simulated step times: with the
-        recorded durations of ``steps``, and with the durations that this method returns.
+        To compute the cost of ``finding``, the steps are simulated with the recorded durations and
+        with the durations that this method returns. The cost is the difference between the step
+        times.
         """
         return steps.duration_s
 
     def keeps(self, finding: Finding, *, is_simulated: bool) -> bool:
-        """Returns whether to keep ``finding`` in the diagnosis now that its cost is known.
+        """Returns whether to keep ``finding`` in the diagnosis, after its cost has been computed.
 
         Args:
             finding: Finding with its cost.
-            is_simulated: Whether the cost was simulated; otherwise the cost is 0.
+            is_simulated: Whether the cost was simulated. If False, the cost is 0.
         """
         return True
 
@@ -240,9 +240,7 @@ def built_in_causes() -> tuple[Cause, ...]:
 
 
 def find_cause(name: str) -> Cause:
-    """Returns an instance of the user-defined cause class ``name``.
-
-    Such a class searches for one cause of slow steps.
+    """Returns an instance of the user-defined subclass of :class:`Cause` called ``name``.
 
     Args:
         name: ``package.module:Class``, or the name of an entry point.

@@ -1,15 +1,15 @@
-"""Represents covariances between ranks and their inverses without storing a matrix of all ranks.
+"""Represents covariances between ranks, and inverses of them, without storing a full matrix.
 
-Each rank has an individual deviation. The ranks of a group, such as a replica, may also share a
-deviation::
+Each rank has an individual deviation. In addition, the ranks of a group, such as a replica, may
+share a deviation::
 
     covariance = diagonal of the variances + sum over kinds of group of (u u' within a group)
 
-Memory and time therefore grow linearly with the number of ranks. The inverse is computed in two
-steps. In the first step, the kind of group with the most groups is inverted group by group
-(Sherman-Morrison formula), because its groups have no rank in common. In the second step, all
-groups of other kinds are added in one low-rank update (Woodbury identity). For 10,000 ranks in 100
-replicas with 100 stages each, the matrix of the update is 101 x 101.
+Memory and time grow only linearly with the number of ranks. The inverse is computed in two steps.
+The first step considers only the kind of group with the most groups, such as all replicas. These
+groups have no ranks in common, so they are inverted one by one (Sherman-Morrison formula). The
+second step adds all groups of other kinds in one low-rank update (Woodbury identity). For 10,000
+ranks in 100 replicas with 100 stages each, the matrix of the update is 101 x 101.
 
 Source: W. W. Hager, "Updating the inverse of a matrix", SIAM Review 31 (2), 1989.
 """
@@ -26,7 +26,7 @@ from megatron.adaptive.trace.span_columns import Ints
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """Describes random deviations that all ranks of a group share. Each rank is in one group.
+    """Describes random deviations that the ranks of a group share. Each rank is in one group.
 
     Attributes:
         group: ``[ranks]``, index of each rank's group. The indices are consecutive and start at 0.
@@ -60,7 +60,7 @@ class Covariance:
         return replace(self, variances=self.variances + added)
 
     def inverse(self) -> InverseCovariance:
-        """Returns the inverse of this covariance, which can be multiplied by arrays."""
+        """Returns the inverse of this covariance, which supports multiplication by arrays."""
         return InverseCovariance(self)
 
 

@@ -1,7 +1,7 @@
 """Searches a trace for all causes of slow steps, and adds a cost and remedies to each finding.
 
-The cost of a finding is the time that the recorded steps would save without its cause, according to
-a simulation with ``whatif``.
+The cost of a finding is the time that a step would save without the cause. It is computed by
+simulating the recorded steps with ``whatif``.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ SIMULATED_SPANS = 300_000
 """Maximum total number of spans in the simulated iterations."""
 
 MOST_RECORDED = 4
-"""Maximum number of sets of simulated iterations that are kept in memory for later findings."""
+"""Maximum number of sets of simulated iterations to keep in memory for later findings."""
 
 MOST_FINDINGS = 20
-"""Maximum number of findings per cause, because the cost of each requires a simulation."""
+"""Maximum number of findings per cause. The number is limited, because each needs a simulation."""
 
 
 def diagnose(
@@ -43,8 +43,8 @@ def diagnose(
 ) -> Diagnosis:
     """Finds causes of slow steps, with the affected ranks and remedies.
 
-    A finding must be statistically significant and large enough to matter, so noise is not
-    reported.
+    Only findings that are statistically significant and large enough to matter are returned, so
+    noise is not reported.
 
     Args:
         run: Trace of the run.
@@ -66,7 +66,7 @@ def diagnose(
             findings += search.find(cause, findings)
         except AdaptiveError:
             raise
-        except Exception as error:  # The class may belong to a user, so any exception can occur.
+        except Exception as error:  # The user's own class may raise any exception.
             line = line_of_error(error, type(cause))
             raise TraceError(
                 f"cause {cause.name}: {line} raised {type(error).__name__}: {error}"
@@ -83,9 +83,9 @@ def diagnose(
 
 
 def _uncounted(run: RunTrace) -> list[str]:
-    """Returns a note that lists the counters that are missing on some machines.
+    """Returns a list with a note about the counters that are missing on some machines.
 
-    The list is empty if no counter is missing.
+    Returns an empty list if no counters are missing.
     """
     names = {name for trace in run.ranks.values() for name in trace.header.uncounted}
     if not names:
@@ -97,7 +97,7 @@ def _uncounted(run: RunTrace) -> list[str]:
 
 
 class _Search:
-    """Searches a run for causes, and simulates its steps without the causes.
+    """Searches a run for causes, and simulates the steps of the run without each cause.
 
     Args:
         run: Trace of the run.
@@ -146,7 +146,7 @@ class _Search:
     def _cost_fraction(self, cause: Cause, finding: Finding) -> float | None:
         """Returns the fraction of the step time that the cause of ``finding`` costs.
 
-        For this purpose, the last affected iterations are simulated without the cause.
+        To compute it, the last affected iterations are simulated without the cause.
 
         Returns:
             Fraction of the step time that the cause costs, or ``None`` if the trace cannot be
@@ -187,7 +187,7 @@ class _Search:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Recorded:
-    """Contains recorded steps that are ready to be simulated with other durations.
+    """Contains recorded steps, prepared for simulation with other durations.
 
     Attributes:
         operations: Operations of the steps.
@@ -203,14 +203,14 @@ class _Recorded:
 
 
 def _badness(finding: Finding) -> tuple[float, float]:
-    """Returns the key by which findings are sorted, so that the worst findings come first."""
+    """Returns the key for sorting findings so that the worst come first."""
     return -(finding.delay_ms or 0.0), -(finding.factor or 0.0)
 
 
 def _pace_ns(m: Measured) -> tuple[float, ...]:
     """Returns each rank's time in ns per microbatch, divided by its planned work in layers.
 
-    The result is empty if the planned work of any rank is unknown.
+    Returns an empty result if the planned work of any rank is unknown.
     """
     planned = m.work or m.layers
     works = [sum(planned[stage] for stage in stages) if planned else 0 for stages in m.stages]

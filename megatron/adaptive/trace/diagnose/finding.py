@@ -1,4 +1,4 @@
-"""Defines the results of a diagnosis, which are findings with evidence, cost and remedies."""
+"""Defines the results of a diagnosis: findings with evidence, cost and remedies."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Period:
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """Describes why ranks did not compute, according to a counter of their machine.
+    """Describes why ranks did not compute, according to a counter of the machine they run on.
 
     Attributes:
         counter: Name of the counter in ``machine_counters``.
         text: Sentence about the ranks or the machine, with the measured values.
-        remedy: Instruction for the user on how to remove the cause.
+        remedy: Instruction for the user to remove the cause.
     """
 
     counter: str
@@ -60,25 +60,24 @@ class Finding:
         hosts: Name of the machine of each affected rank.
         factor: Ratio of the ranks' computing time to the expected time or, for overloaded experts,
             of their tokens to the mean. ``None`` if only ``delay_ms`` is known.
-        delay_ms: Delay in ms of each message, microbatch or action. For overloaded experts, this is
-            the time per microbatch for which other ranks wait to exchange tokens. ``None`` if it is
+        delay_ms: Delay in ms of each message, microbatch or action. For overloaded experts, the
+            time per microbatch that other ranks wait before they can exchange tokens. ``None`` if
             unknown.
         period: Affected iterations.
         against: Reference of the comparison: ``peers`` (ranks with the same work), ``plan``
             (expected times), ``history`` (other iterations) or ``others`` (other ranks or links).
-        confidence: Probability that the finding is not random, between 0.5 and 0.99.
+        confidence: Probability that the finding is not caused by chance, between 0.5 and 0.99.
         counts: Number of iterations, actions, messages or reads that were compared, by name.
         detail: Additional numbers, as a line of text.
         cost_ms: Time in ms that a step would save without the cause, according to a simulation.
         cost_fraction: ``cost_ms`` as a fraction of the step time.
-        description: Middle of the headline, which names the affected rank and the effect. It is
-            filled in by the diagnosis.
+        description: Middle of the headline, with the affected rank and the effect. Filled in by the
+            diagnosis.
         advice: Remedies, one sentence each, with the best first.
-        partition: Best number of layers per stage for the measured speeds. Empty if it is unknown
-            or not better than the current partition.
-        reason: Reason for the slowdown according to the machine's counters, or ``None`` if it is
-            unknown.
-        more_reasons: Other reasons, each of which explains less of the lost time than ``reason``.
+        partition: Best number of layers per stage for the measured speeds. Empty if unknown or not
+            better than the current partition.
+        reason: Reason for the slowdown according to the machine's counters, or ``None`` if unknown.
+        more_reasons: Other reasons, which each explain less of the lost time than ``reason``.
     """
 
     cause: str
@@ -143,14 +142,14 @@ class Diagnosis:
     """Holds the result of diagnosing a run.
 
     Attributes:
-        findings: Detected causes of slow steps, with the most costly first.
+        findings: Detected causes of slow steps, most costly first.
         iterations: Numbers of the examined iterations.
         num_ranks: Number of ranks with a trace.
         counts: Number of examined actions and messages, by name.
         step_ms: Median step time in ms.
         notes: Caveats about the trace, which :meth:`format` does not include.
-        pace_ns: Time in ns that each rank needs for a microbatch, divided by the rank's planned
-            work in layers; empty if the number of layers per stage is unknown.
+        pace_ns: Each rank's time in ns per microbatch, divided by its planned work in layers. Empty
+            if the planned work of any rank is unknown.
     """
 
     findings: tuple[Finding, ...]
@@ -176,6 +175,6 @@ class Diagnosis:
         result = asdict(self)
         for fields, finding in zip(result["findings"], self.findings, strict=True):
             fields["period"]["text"] = str(finding.period)
-            del fields["description"]  # The headline contains the description.
+            del fields["description"]  # Omit the description, because the headline contains it.
             fields |= {"headline": finding.headline, "text": finding.format()}
         return result

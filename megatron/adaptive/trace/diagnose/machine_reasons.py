@@ -1,7 +1,8 @@
 """Uses the counters of a rank's machine to find the reason why the rank did not compute.
 
-A counter explains a slow rank if it exceeds its usual value by a large part of the time that the
-rank lost. The usual value comes from other ranks, or from other iterations on the same rank.
+Most of these counters measure waiting time. Such a counter explains why a rank is slow if its
+excess over the usual value makes up a large part of the time that the rank lost. The usual value is
+that of other ranks, or of other iterations of the same rank.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ EXPLAINS = 0.4
 STARVED = 0.5
 """Minimum fraction of the step time that a rank must wait for a processor to be called starved.
 
-Differences between the times of starved ranks may be random.
+If ranks are starved, differences between their times may be random.
 """
 
 EXPLAINS_TOO = 0.2
@@ -66,7 +67,7 @@ COUNTS = 0.05
 """Minimum fraction of the step time that a counter must reach to be reported as a reason."""
 
 OTHERS_USE = 0.1
-"""Minimum number of processors that other processes must keep busy to be reported as a reason."""
+"""Minimum number of processors that other processes must keep busy for this to be a reason."""
 
 SLOWER_CLOCK = 0.95
 """Maximum ratio of a processor's clock rate to the usual rate for a slow clock to be reported."""
@@ -75,13 +76,13 @@ LOSES = 0.005
 """Minimum fraction of TCP segments that must be retransmitted for packet loss to be reported."""
 
 LOSES_OFTEN = 0.5
-"""Minimum number of retransmitted segments or port faults per iteration to be reported."""
+"""Minimum number of retransmitted segments or port faults per iteration for a report."""
 
 FAULT_TIMES = 4.0
-"""Minimum ratio of a port's faults to the faults on other machines for the port to be reported."""
+"""Minimum ratio of a port's faults to the faults on other machines for a report."""
 
 SLOWER_PORT = 0.6
-"""Ratio of an interface's speed to the speed on other machines below which it is called slow."""
+"""Interfaces are called slow below this ratio of their speed to the speed on other machines."""
 
 OVER_TCP = ("gloo", "tcp")
 """Names of transports that use TCP even between ranks on the same machine."""
@@ -89,7 +90,7 @@ OVER_TCP = ("gloo", "tcp")
 OWN_PAGES = 4.0
 """Minimum ratio of a rank's page reads to the page reads of other ranks on its machine.
 
-A rank with at least this ratio is considered to be the cause of the machine's waits.
+A rank with at least this ratio is considered the cause of the disk waits on its machine.
 """
 
 
@@ -97,15 +98,18 @@ A rank with at least this ratio is considered to be the cause of the machine's w
 class _Wait:
     """Contains the texts for a counter that measures time in which a rank could not compute.
 
-    The texts may contain ``{share}``, the fraction of the steps that was lost, ``{host}``, the name
-    of the machine, ``{processors}``, the number of its processors that the ranks may use,
-    ``{ranks}``, the number of the run's ranks on the machine, and ``{others}``, the number of
-    processors that other processes kept busy.
+    The texts may contain placeholders:
+
+    - ``{share}``: fraction of the step time that was lost
+    - ``{host}``: name of the machine
+    - ``{processors}``: number of processors of the machine that the ranks may use
+    - ``{ranks}``: number of the run's ranks on the machine
+    - ``{others}``: number of processors that other processes kept busy
 
     Attributes:
         counter: Name of the counter.
         text: Sentence with the measured values.
-        remedy: Instruction for the user on how to remove the cause.
+        remedy: Instruction for the user to remove the cause.
     """
 
     counter: str
@@ -114,7 +118,7 @@ class _Wait:
 
 
 _WAITS = (
-    # A thread that is stopped by a quota is also counted as waiting for a processor.
+    # If a quota stops a thread, the thread is also counted as waiting for a processor.
     _Wait(
         THROTTLED,
         "a quota on processor time on {host} takes {share:.0%} of a step",
@@ -202,16 +206,16 @@ _GPU_FAULTS = (
 """Counter, description and remedy for each kind of fault of a GPU."""
 
 _OF_MACHINE = frozenset((MEMORY_WAIT, DISK_WAIT))
-"""Names of the counters of waits that include all programs on a machine."""
+"""Names of the counters that measure the waits of all programs on a machine."""
 
 _CONTAINED = frozenset(((THROTTLED, PROCESSOR_WAIT), (STEAL, PROCESSOR_WAIT)))
-"""Pairs of counters in which the second counter includes the time of the first counter."""
+"""Pairs of counters. The time of the second counter includes the time of the first."""
 
 _LIMITS = (CLOCK_LIMIT, FULL_CLOCK)
 
 
 def shares(m: Measured, counter: str) -> Floats:
-    """Returns the time counted by ``counter`` as a fraction of each iteration.
+    """Returns the time counted by ``counter`` as a fraction of each iteration's duration.
 
     The result has the shape ``[iterations, ranks]``.
     """
@@ -221,7 +225,7 @@ def shares(m: Measured, counter: str) -> Floats:
 
 
 def starved(m: Measured, column: int, chosen: Ints | slice) -> float:
-    """Returns the fraction of the step time for which a rank waited for a processor, or 0.
+    """Returns the fraction of the step time that a rank waited for a processor, or 0.
 
     Args:
         m: Measured times of the run.
@@ -229,8 +233,8 @@ def starved(m: Measured, column: int, chosen: Ints | slice) -> float:
         chosen: Indices of the iterations to use.
 
     Returns:
-        Fraction between :data:`STARVED` and 0.99, or 0 if the rank waited for a smaller fraction or
-        its waits were not counted.
+        Fraction between :data:`STARVED` and 0.99, or 0 if the fraction is smaller than
+        :data:`STARVED` or the waits were not counted.
     """
     share = shares(m, PROCESSOR_WAIT)[chosen, column]
     mean = float(np.nanmean(share)) if np.isfinite(share).any() else 0.0
@@ -238,7 +242,7 @@ def starved(m: Measured, column: int, chosen: Ints | slice) -> float:
 
 
 def turn_wait_ns(m: Measured, columns: Sequence[int], chosen: Ints) -> float:
-    """Returns the mean duration in ns of one wait for a processor, summed over several ranks.
+    """Returns the mean duration in ns of one wait for a processor, added up over several ranks.
 
     Args:
         m: Measured times of the run.
@@ -274,16 +278,16 @@ def reasons_of(m: Measured, column: int, chosen: slice, factor: float) -> list[R
         excess = mean - _usual(m, share, wait.counter, column, chosen)
         if wait.counter == MEMORY_WAIT and mean >= COUNTS:
             excess += _kernel_excess(m, column, chosen)
-        # The counter for disk waits includes all processes of the machine. Therefore, check whether
-        # this rank reads from the disk.
+        # The counter for disk waits includes all processes of the machine, so check whether this
+        # rank reads from the disk.
         is_own = wait.counter != DISK_WAIT or _reads(m, column, chosen)
         is_contained = any((other.counter, wait.counter) in _CONTAINED for _, other in parts)
         if is_own and not is_contained and mean >= COUNTS and excess >= EXPLAINS_TOO * lost:
             parts.append((excess, wait))
     reasons = []
     if sum(excess for excess, _ in parts) >= EXPLAINS * lost:
-        # All reasons that explain enough of the lost time have the same key. The sort is stable, so
-        # they keep the order of the table.
+        # All reasons that explain enough of the lost time have the same sort key. They keep the
+        # order of the table, because the sort is stable.
         parts.sort(key=lambda part: -min(part[0], EXPLAINS * lost))
         reasons = [_reason(m, wait, [column], chosen) for _, wait in parts]
     further = (
@@ -297,7 +301,7 @@ def reasons_of(m: Measured, column: int, chosen: slice, factor: float) -> list[R
 
 
 def reading_reason(m: Measured, column: int, chosen: Ints) -> Reason | None:
-    """Returns the reason why a rank reads data slowly, or ``None`` if its disk is not the reason.
+    """Returns the reason why a rank reads data slowly, or ``None`` if the disk is not the reason.
 
     Args:
         m: Measured times of the run.
@@ -324,7 +328,7 @@ def reading_reason(m: Measured, column: int, chosen: Ints) -> Reason | None:
 
 
 def link_reason(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
-    """Returns the reason for a slow link according to network counters, or ``None`` if unknown.
+    """Returns the reason for a slow link according to the network counters, or ``None``.
 
     Args:
         m: Measured times of the run.
@@ -333,7 +337,7 @@ def link_reason(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | N
     """
     reason = lost_packets(m, columns, chosen) if may_use_tcp(m, columns) else None
     if reason is not None or len({m.headers[column].host for column in columns}) == 1:
-        # No port is involved, because messages within a machine do not use the network.
+        # Messages within a machine do not use the network, so no port can be the reason.
         return reason
     return _port_counts(m, columns, chosen) or _slow_port(m, columns, chosen)
 
@@ -350,10 +354,10 @@ def may_use_tcp(m: Measured, columns: Sequence[int]) -> bool:
 
 
 def lost_packets(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
-    """Returns the reason why a link is slow if its ranks retransmit many TCP segments.
+    """Returns the reason why a link is slow if its ranks retransmit many TCP segments, or ``None``.
 
-    Otherwise, the result is ``None``. ``columns`` contains the indices of the link's ranks on the
-    rank axis, and ``chosen`` contains the indices of the iterations to use.
+    ``columns`` contains the indices of the link's ranks on the rank axis, and ``chosen`` contains
+    the indices of the iterations to use.
     """
     worst, host = 0.0, ""
     for column in columns:
@@ -374,10 +378,10 @@ def lost_packets(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | 
 
 
 def _port_counts(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
-    """Returns the reason why a link is slow if a port has many more faults than on other machines.
+    """Returns a reason if a port of a slow link has many more faults than ports of other machines.
 
-    ``columns`` contains the indices of the link's ranks, and ``chosen`` those of the iterations.
-    The result is ``None`` if there are few faults.
+    Returns ``None`` if there are few faults. ``columns`` contains the indices of the link's ranks,
+    and ``chosen`` contains the indices of the iterations.
     """
     hosts = [header.host for header in m.headers]
     for counter, text, remedy in _FAULTS:
@@ -394,10 +398,10 @@ def _port_counts(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | 
 
 
 def _slow_port(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
-    """Returns the reason why a link is slow if its interface is slower than on other machines.
+    """Returns a reason if an interface of a slow link is slower than interfaces of other machines.
 
-    ``columns`` contains the indices of the link's ranks, and ``chosen`` those of the iterations.
-    The result is ``None`` if the interface is fast or its speed is unknown.
+    Returns ``None`` if the interface is as fast as the others, or its speed is unknown. ``columns``
+    contains the indices of the link's ranks, and ``chosen`` contains the indices of the iterations.
     """
     speeds = np.where(m.machine[LINK_SPEED] > 0, m.machine[LINK_SPEED], np.nan)[chosen]
     measured = [column for column in columns if np.isfinite(speeds[:, column]).any()]
@@ -420,15 +424,15 @@ def _slow_port(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | No
 
 
 def waits_of(m: Measured, columns: Sequence[int]) -> Iterator[tuple[str, Floats]]:
-    """Yields, for each counter of waits, the fraction of time that ranks on one machine waited.
+    """Yields the fraction of time that ranks on one machine waited, for each counter of waits.
 
     Args:
         m: Measured times of the run.
         columns: Indices of ranks on the same machine.
 
     Yields:
-        Name of a counter, and the mean fraction of each iteration for which the ranks waited,
-        ``[iterations]``. The fraction is 0 for iterations in which it is unknown.
+        Name of a counter, and the mean fraction of each iteration that the ranks waited,
+        ``[iterations]``. Unknown fractions are 0.
     """
     for wait in _WAITS:
         if wait.counter != DISK_WAIT:
@@ -437,7 +441,7 @@ def waits_of(m: Measured, columns: Sequence[int]) -> Iterator[tuple[str, Floats]
 
 
 def reason_by(m: Measured, counter: str, columns: Sequence[int], chosen: slice) -> Reason:
-    """Returns the reason why ranks on one machine wait, according to the counter ``counter``.
+    """Returns the reason why ranks on one machine wait, according to ``counter``.
 
     Args:
         m: Measured times of the run.
@@ -458,8 +462,8 @@ def _usual(m: Measured, share: Floats, counter: str, column: int, chosen: slice)
     """
     compared = [other for other in range(len(m.headers)) if other != column]
     if counter in _OF_MACHINE and _reads_most(m, column, chosen):
-        # The waits are counted per machine, so a rank that reads a lot raises the count of all
-        # ranks on its machine. Compare only with ranks on other machines.
+        # The waits are counted per machine, so a rank that reads a lot increases the count of all
+        # ranks on its machine. Therefore, compare only with ranks on other machines.
         compared = [c for c in compared if m.headers[c].host != m.headers[column].host]
     others = share[chosen][:, compared]
     before = np.delete(share[:, column], np.s_[chosen])
@@ -468,9 +472,9 @@ def _usual(m: Measured, share: Floats, counter: str, column: int, chosen: slice)
 
 
 def _kernel_excess(m: Measured, column: int, chosen: slice) -> float:
-    """Returns the fraction of a step by which a rank executes kernel code for longer than usual.
+    """Returns by how much longer than usual a rank executes kernel code, as a fraction of a step.
 
-    If memory is short, the kernel spends this time on freeing memory and reading pages for the
+    If memory is short, the kernel needs additional time to free memory and to read pages for the
     rank. ``chosen`` contains the indices of the iterations to use.
     """
     share = shares(m, KERNEL)
@@ -504,11 +508,11 @@ def _reads_most(m: Measured, column: int, chosen: slice) -> bool:
 
 
 def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reason | None:
-    """Returns the reason for a rank's slowdown if a slow processor clock explains enough of it.
+    """Returns the reason for a slowdown if a slow processor clock explains enough of it.
 
-    Otherwise, the result is ``None``. Ranks that compute on a GPU are skipped, because the clock
-    rate of the processor has little effect on them. ``factor`` is the ratio of the rank's computing
-    time to the expected time.
+    Otherwise returns ``None``. Skips ranks that compute on a GPU, because the processor's clock
+    rate has little effect on them. ``factor`` is the ratio of the rank's computing time to the
+    expected time.
     """
     if m.headers[column].device != "cpu":
         return None
@@ -522,7 +526,7 @@ def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reaso
     return Reason(
         counter=CLOCK,
         text=(
-            f"its processor on {host} has a clock of {clocks[0] / 1e6:.2f} GHz, not "
+            f"its processor on {host} runs at {clocks[0] / 1e6:.2f} GHz instead of "
             f"{clocks[1] / 1e6:.2f} GHz{cap}"
         ),
         remedy=(
@@ -534,10 +538,9 @@ def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reaso
 
 
 def _slow_gpu_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reason | None:
-    """Returns the reason for a rank's slowdown if a slow GPU clock explains enough of it.
+    """Returns the reason for a slowdown if a slow GPU clock explains enough of it, or ``None``.
 
-    Otherwise, the result is ``None``. ``factor`` is the ratio of the rank's computing time to the
-    expected time.
+    ``factor`` is the ratio of the rank's computing time to the expected time.
     """
     clocks = _clocks(m, GPU_CLOCK, column, chosen, factor)
     if clocks is None:
@@ -545,16 +548,16 @@ def _slow_gpu_clock(m: Measured, column: int, chosen: slice, factor: float) -> R
     host = m.headers[column].host
     return Reason(
         counter=GPU_CLOCK,
-        text=f"its GPU on {host} has a clock of {clocks[0]:.0f} MHz, not {clocks[1]:.0f} MHz",
+        text=f"its GPU on {host} runs at {clocks[0]:.0f} MHz instead of {clocks[1]:.0f} MHz",
         remedy=f"check limits, power and temperature of the GPU on {host} (nvidia-smi -q)",
     )
 
 
 def _shared_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
-    """Returns the reason why a rank is slow if more outside processes use its GPU than other GPUs.
+    """Returns a reason if more outside processes use the GPU of a slow rank than other GPUs.
 
-    Otherwise, the result is ``None``. ``column`` is the index of the rank, and ``chosen`` contains
-    the indices of the iterations to use.
+    Otherwise returns ``None``. ``column`` is the index of the rank, and ``chosen`` contains the
+    indices of the iterations to use.
     """
     others = np.nan_to_num(m.machine[GPU_OTHERS][chosen])
     count = float(np.median(others[:, column]))
@@ -570,17 +573,17 @@ def _shared_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
 
 
 def _faulty_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
-    """Returns the reason why a rank is slow if its GPU has far more faults than other GPUs.
+    """Returns a reason if the GPU of a slow rank has far more faults than other GPUs.
 
-    Otherwise, the result is ``None``. ``column`` is the index of the rank, and ``chosen`` contains
-    the indices of the iterations to use.
+    Otherwise returns ``None``. ``column`` is the index of the rank, and ``chosen`` contains the
+    indices of the iterations to use.
     """
     for counter, text, remedy in _GPU_FAULTS:
         means = np.nan_to_num(m.machine[counter][chosen]).mean(axis=0)
         others = np.delete(means, column)
         usual = float(np.median(others)) if others.size else 0.0
         count = float(means[column])
-        # A single uncorrectable memory error is already too many.
+        # Report even a single uncorrectable memory error.
         least = LOSES_OFTEN if counter != GPU_ERRORS else 0.0
         if count > least and count >= FAULT_TIMES * usual:
             host = m.headers[column].host
@@ -595,11 +598,11 @@ def _faulty_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
 def _clocks(
     m: Measured, counter: str, column: int, chosen: slice, factor: float
 ) -> tuple[float, float] | None:
-    """Returns the clock rate of a rank and the usual rate, if their ratio explains the slowdown.
+    """Returns a rank's clock rate and the usual rate if their ratio explains the slowdown.
 
-    The usual rate is the rate on other ranks or in other iterations, whichever is higher. The
-    result is ``None`` if the rate explains too little of ``factor``, which is the ratio of the
-    rank's computing time to the expected time.
+    The usual rate is the rate on other ranks or in other iterations, whichever is higher. Returns
+    ``None`` if the ratio of the rates explains too little of ``factor``, the ratio of the rank's
+    computing time to the expected time.
     """
     clocks = np.where(m.machine[counter] > 0, m.machine[counter], np.nan)
     if not np.isfinite(clocks[chosen, column]).any():

@@ -31,10 +31,10 @@ from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, IterationStart, 
 Floats = npt.NDArray[np.floating[Any]]
 
 MOST_ITERATIONS = 200
-"""Maximum number of iterations in a diagnosis. A longer run is sampled evenly."""
+"""Maximum number of iterations in a diagnosis. Longer runs are sampled evenly."""
 
 MOST_SPANS = 4_000_000
-"""Maximum number of spans in a diagnosis. If a run has more spans, fewer iterations are read."""
+"""Maximum number of spans in a diagnosis. If a run has more, fewer iterations are read."""
 
 MOST_MESSAGE_SPANS = 1_500_000
 """Maximum number of spans to search for messages.
@@ -43,16 +43,16 @@ If a trace has more spans, only some of its iterations are searched.
 """
 
 FIRST_STEPS = 1
-"""Number of warm-up iterations at the start of a run that are not examined."""
+"""Number of iterations at the start of a run that are skipped, because they include warm-up."""
 
 _KINDS = len(DRAWN_ACTIONS)
 
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """Holds the times of a run's iterations as arrays.
+    """Holds the measured times of a run as arrays.
 
-    The "column" of a rank is its index on the arrays' rank axis.
+    The "column" of a rank is its index on the rank axis of these arrays.
 
     Attributes:
         headers: Trace header of each rank, by column.
@@ -66,8 +66,8 @@ class Measured:
         layer_kinds: Kind of each layer, as a number. Layers of the same kind do the same work.
             Empty if all layers do the same work.
         action_ns: ``[iterations, ranks, chunks, 3, microbatches] float32``, durations in ns of
-            forward passes, backward passes and separate weight-gradient passes (summed over the
-            pieces of a pass), excluding the time in which they read data or sent messages. NaN if
+            forward passes, backward passes and separate weight-gradient passes, without the time
+            spent on reading data and sending messages. The pieces of a pass are added up. NaN if
             the rank did not run the action.
         read_ns: ``[iterations, ranks]``, total time in ns of reading data.
         reads: ``[iterations, ranks]``, number of data reads.
@@ -75,10 +75,10 @@ class Measured:
             pipeline.
         messages: Messages between ranks in the iterations, or in a sample of them if there are
             many.
-        clock_error_ns: Maximum error in ns that remains between the clocks of two ranks.
-        experts: For each rank, maps iterations to the markers that contain the load of the experts.
-        machine: ``[iterations, ranks] float64`` for each counter in ``machine_counters``, with NaN
-            for iterations without counters.
+        clock_error_ns: Maximum remaining error in ns between the clocks of two ranks.
+        experts: Map from iterations to markers with the load of the experts, for each rank.
+        machine: Values of each counter in ``machine_counters``, ``[iterations, ranks] float64``.
+            NaN for iterations without counters.
         layer_rows: Times of the layers as in ``IterationStart``, for each rank and iteration. Empty
             for iterations in which layers were not timed.
         collectives: Collectives of each process group and operation; empty if none were recorded.
@@ -107,14 +107,14 @@ class Measured:
     def median_ns(self) -> Floats:
         """Median duration of an action in ns over microbatches, ``[iterations, ranks, chunks, 3]``.
 
-        The value is NaN for actions that the rank did not run.
+        NaN for actions that the rank did not run.
         """
         medians: Floats = middle(self.action_ns, axis=-1)
         return medians
 
     @cached_property
     def microbatch_ns(self) -> Floats:
-        """Computing time in ns for one microbatch in all chunks of a rank, ``[ranks]``."""
+        """Computing time in ns for one microbatch, over all chunks of a rank, ``[ranks]``."""
         totals: Floats = np.nansum(middle(self.median_ns, axis=0), axis=(1, 2))
         return totals
 
@@ -135,7 +135,7 @@ class Measured:
 
     @cached_property
     def replicas(self) -> dict[tuple[int, ...], list[int]]:
-        """Maps (data-parallel rank, tensor-parallel rank) to the columns of a pipeline's ranks."""
+        """Maps (data-parallel rank, tensor-parallel rank) to the columns of one pipeline."""
         return self._grouped("dp_rank", "tp_rank")
 
     @cached_property
@@ -174,7 +174,7 @@ class Measured:
             against: Reference of the comparison: ``peers`` (ranks with the same work), ``plan``
                 (expected times), ``history`` (other iterations) or ``others`` (other ranks or
                 links).
-            confidence: Probability that the finding is not random, between 0.5 and 0.99.
+            confidence: Probability that the finding is not caused by chance, between 0.5 and 0.99.
             counts: Number of actions, messages or reads that were compared, by name. The number of
                 iterations is added.
             factor: Ratio of the ranks' computing time to the expected time or, for overloaded
@@ -247,7 +247,7 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
     heads = [
         n for n in range(len(ranks)) if not n or pipelines[order[n]] != pipelines[order[n - 1]]
     ]
-    # Measure steps within each pipeline, because the clocks of different pipelines may disagree.
+    # Measure each step within a pipeline, because the clocks of different pipelines may disagree.
     steps = np.maximum.reduceat(ends[:, order], heads, axis=1)
     steps -= np.minimum.reduceat(begins[:, order], heads, axis=1)
     last = max(counts)
@@ -279,13 +279,13 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
 def _count(trace: RankTrace, iteration: int) -> int:
     """Returns the number of microbatches in ``iteration``.
 
-    The result is at most the number of spans, in case the recorded number is wrong.
+    The recorded number may be wrong, so the result is limited to the number of spans.
     """
     return min(trace.num_microbatches.get(iteration, 0), trace.num_spans.get(iteration, 0))
 
 
 def _machine(run: RunTrace, iterations: Ints) -> Mapping[str, Floats]:
-    """Returns the counts of each machine counter, ``[iterations, ranks]``, by counter name.
+    """Returns the counts of each machine counter, ``[iterations, ranks]``, keyed by counter name.
 
     Missing counts are NaN.
     """
@@ -300,10 +300,9 @@ def _machine(run: RunTrace, iterations: Ints) -> Mapping[str, Floats]:
 
 
 def _choose(run: RunTrace, iterations: Iterable[int] | None) -> Sequence[int]:
-    """Returns the iterations to read, which are a sample of ``iterations`` if there are many.
+    """Returns the iterations to read: all ``iterations``, or a sample if there are many.
 
-    If ``iterations`` is ``None``, all complete iterations except the first are used, because the
-    first iteration includes warm-up.
+    ``None`` selects all complete iterations except the first, which includes warm-up.
     """
     if iterations is not None:
         candidates = sorted(set(iterations))
@@ -329,17 +328,17 @@ def thinned(iterations: Ints, spans: int, most: int) -> Ints:
     Args:
         iterations: Numbers of the iterations to choose from.
         spans: Total number of spans in these iterations.
-        most: Approximate maximum number of spans in the sample, which contains at least one
-            iteration.
+        most: Approximate maximum number of spans in the sample. The sample always contains at least
+            one iteration.
     """
     keep = max(1, min(len(iterations), len(iterations) * most // max(1, spans)))
     return iterations[np.linspace(0, len(iterations) - 1, keep).astype(np.int64)]
 
 
 def _fill(action_ns: Floats, table: TraceTable, iterations: Ints, trace: RankTrace) -> None:
-    """Adds up the durations of a rank's actions, and writes the sums into ``action_ns``.
+    """Writes the durations of a rank's actions into ``action_ns``.
 
-    If a microbatch is split into slices, the durations of its slices are added up.
+    If a microbatch is split into slices, the durations of the slices are added up.
 
     Args:
         action_ns: ``[iterations, chunks, 3, microbatches]``, array to fill.
@@ -373,9 +372,9 @@ def _of_stages(headers: Sequence[TraceHeader], name: str) -> tuple[Any, ...]:
 
 
 def _clock_error(run: RunTrace) -> float:
-    """Returns the largest error of a clock offset in ns, or 1 s if an offset was not measured.
+    """Returns the maximum error of the clock offsets in ns, or 1 s if an offset was not measured.
 
-    The error of an offset is at most half of the fastest round-trip time to the reference clock.
+    The error of an offset is at most half of the shortest round-trip time to the reference clock.
     """
     clocks = run.alignment.clocks[1:]
     if not clocks:
@@ -387,25 +386,25 @@ NORMAL = 1.4826
 """Ratio of the standard deviation to the median absolute deviation in a normal distribution."""
 
 FROM_END = 4
-"""Minimum number of values that a series must have before and after a change."""
+"""Minimum number of values before and after a change in a series."""
 
 PASSED = 6
 """Minimum number of values in an interval that ends before the end of the series."""
 
 TO_THE_END = 0.85
-"""Fraction of the best score that an interval up to the end of the series must reach.
+"""Fraction of the best score at which an interval that lasts to the end of the series is preferred.
 
-An interval with at least this score is preferred to the interval with the best score.
+Such an interval is chosen even if another interval has a higher score.
 """
 
 APART = 0.2
 """Minimum gap between the lower quartile inside an interval and the upper quartile outside.
 
-The gap is given as a fraction of the rise, which is the median inside minus the median outside.
+The unit is the rise, which is the median inside minus the median outside.
 """
 
 TAME = 1.75
-"""Distance from the median, in standard deviations, to which :func:`tame_mean` clips values."""
+"""Distance from the median, in standard deviations, at which :func:`tame_mean` clips values."""
 
 
 @dataclass(frozen=True)
@@ -414,8 +413,8 @@ class Interval:
 
     Attributes:
         inside: Indices of the values in the interval.
-        rise: Median of the values inside minus median of the values outside.
-        score: Mean inside minus mean outside, in standard errors.
+        rise: Difference between the medians of the values inside and outside the interval.
+        score: Difference between the means inside and outside, in standard errors.
     """
 
     inside: slice
@@ -464,8 +463,8 @@ def tame_mean(values: Floats) -> Floats:
 def noise(series: Floats) -> float:
     """Estimates the standard deviation of the random noise in a series.
 
-    The estimate uses the differences between neighbouring values, which jumps and slow drifts
-    hardly change.
+    The estimate uses the differences between neighbouring values, which are hardly affected by
+    jumps and slow drifts.
 
     Args:
         series: ``[n]`` without NaN. With fewer than three values, the result is 0.
@@ -526,14 +525,14 @@ def best_interval(
     rest = np.concatenate([series[:a], series[b:]])
     height = float(np.median(series[a:b]) - np.median(rest))
     interval = Interval(slice(a, b), height, float(scores[best]))
-    # A few outliers can raise the mean. Therefore, also require that most values inside the
-    # interval exceed most values outside.
+    # Require that most values inside the interval exceed most values outside, because a few
+    # outliers could raise the mean.
     overlaps = np.quantile(series[a:b], 0.25) < np.quantile(rest, 0.75) + APART * interval.rise
     return None if overlaps or interval.rise < rise or interval.score < score else interval
 
 
 def chance(deviations: float) -> float:
-    """Returns the probability that a positive deviation is not random, between 0.5 and 0.99.
+    """Returns the probability, from 0.5 to 0.99, that a positive deviation is not caused by chance.
 
     Args:
         deviations: Size of the deviation in standard deviations.

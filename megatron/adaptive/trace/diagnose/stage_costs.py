@@ -46,7 +46,7 @@ class StageCosts:
 def stage_costs(m: Measured) -> StageCosts | None:
     """Estimates the time of a layer on each stage from ``m``, the measured times of a run.
 
-    The result is ``None`` if the number of layers per stage is unknown.
+    Returns ``None`` if the number of layers per stage is unknown.
     """
     if not m.layers or not sum(m.layers):
         return None
@@ -79,9 +79,9 @@ def split_costs(
     pure = (layers > 0) & (extra_work <= 0)
     pure = pure if pure.any() else layers > 0
     usual = float(np.median(stage_ns[pure] / layers[pure]))
-    # If a stage takes longer than its layers usually do, attribute the extra time to embedding and
-    # loss, up to twice the time planned for them. If there is still more time, the layers
-    # themselves are slow.
+    # If a stage takes longer than its layers usually do, attribute the additional time to embedding
+    # and loss, but at most twice the time planned for them. Any time beyond that means that the
+    # layers themselves are slow.
     extra_ns = np.where(
         extra_work > 0, np.clip(stage_ns - layers * usual, 0, 2 * extra_work * usual), 0.0
     )
@@ -90,10 +90,10 @@ def split_costs(
 
 
 def best_partition(times: StageCosts, num_layers: int) -> tuple[int, ...]:
-    """Returns the number of layers per stage for which the slowest rank is as fast as possible.
+    """Returns the number of layers per stage that minimizes the time of the slowest rank.
 
-    A greedy algorithm assigns each layer to the stage whose rank then has the lowest total time. In
-    case of a tie, it chooses the stage with the fewest layers.
+    A greedy algorithm assigns each layer to the stage whose rank has the lowest total time
+    including the layer. In case of a tie, it chooses the stage with the fewest layers.
 
     Args:
         times: Time of a layer, and of embedding and loss, on each stage.
@@ -110,8 +110,8 @@ def best_partition(times: StageCosts, num_layers: int) -> tuple[int, ...]:
     heapq.heapify(ready)
     placed = 0
     while placed < num_layers:
-        # The heap may contain outdated entries. The time of a rank never decreases, so an
-        # up-to-date first entry is the best.
+        # The heap may contain outdated entries. Because the time of a rank never decreases, the
+        # first entry is the best one if it is up to date.
         entry = ready[0]
         stage = entry[2]
         if entry == candidate(stage):

@@ -1,13 +1,13 @@
 """Reads traces of other programs' runs, from torch.profiler's JSON or OpenTelemetry spans.
 
-A torch.profiler file may have a size of gigabytes, so it is read as a stream. A byte search skips
-events of other categories, so that only named ranges and communication kernels are parsed. The name
-of a range determines the kind of operation (:data:`_COMPUTES`). If a training loop has no such
-names, its user can add them with ``torch.profiler.record_function("forward_step")`` around the
-forward pass and ``"backward_step"`` around the backward pass. Ranges on a GPU's timeline are
-preferred to ranges on the host. The files do not contain the microbatch of a message, so a received
-message is assigned to the next computation, and a sent message to the previous computation.
-Otherwise, the same rules apply as for published tables (see ``published``).
+A torch.profiler file may have gigabytes, so it is read as a stream. A byte search skips irrelevant
+events, so that only named ranges and communication kernels are parsed. The name of a range
+determines the kind of operation (:data:`_COMPUTES`). If a training loop has no such names, users
+can add them with ``torch.profiler.record_function("forward_step")`` around the forward pass, and
+``"backward_step"`` around the backward pass. Ranges on a GPU's timeline are preferred to ranges on
+the host. The files do not contain the microbatch of a message, so a received message is assigned to
+the next computation, and a sent message to the previous one. Otherwise, the rules are the same as
+for published tables (see ``published``).
 
 OpenTelemetry spans are recognized by the names that Megatron-LM uses (:data:`_SPANS`).
 """
@@ -39,12 +39,12 @@ CHUNK_BYTES = 4 << 20
 HEAD_BYTES = 1 << 18
 MOST_LINE_BYTES = 64 << 20
 MOST_HEAD_BYTES = 64 << 20
-"""Maximum number of bytes before the first event. These bytes list the job's process groups."""
+"""Maximum number of bytes before the first event. They list the job's process groups."""
 
 MOST_NS = 1 << 62
-"""Largest plausible time in nanoseconds. Larger times mean that the file is damaged."""
+"""Largest plausible time in nanoseconds. A file with a larger time is damaged."""
 MOST_RANKS = 1 << 20
-"""Largest plausible number of ranks. Larger numbers mean that the file is damaged."""
+"""Largest plausible number of ranks. A file with a larger number is damaged."""
 
 _COMPUTES = {
     "forward-compute": r"PP:(\d{1,9})F(\d{1,9})|forward[ _-]?(?:step|compute|pass|\d+)?"
@@ -54,7 +54,7 @@ _COMPUTES = {
     "weight-compute": r"PP:(\d{1,9})W(\d{1,9})",
     "optimizer": r"Optimizer\.step#.*|optimizer[ _-]?step|_exec_optimizer_step",
 }
-"""Maps each kind of computation to a pattern of the range names that common training loops use."""
+"""Maps each kind of computation to a pattern for the range names of common training loops."""
 _COLLECTIVES = {
     "all-reduce": r"all_?reduce",
     "all-gather": r"all_?gather",
@@ -113,11 +113,11 @@ _NAMES |= {f"c{number}": name for number, name in enumerate(_COLLECTIVES)}
 
 @dataclass
 class _Event:
-    """Contains one operation of a rank, as read from the file. A number of -1 means unknown.
+    """Contains one operation of a rank, as read from the file. Unknown numbers are -1.
 
     Attributes:
-        kind: Kind of operation, as in a published table. If the direction of a message (forward or
-            backward) is unknown, it is ``send``, ``recv``, or ``both`` if the side is unknown too.
+        kind: Kind of operation, as in a published table. For a message of unknown direction
+            (forward or backward), it is ``send`` or ``recv``, or ``both`` if it could be either.
         category: Category of the event (``cat`` in the file): range or kernel, on host or GPU.
         start: Start time in nanoseconds.
         length: Duration in nanoseconds.
@@ -152,16 +152,16 @@ class _RankFile:
         path: Path of the file.
         rank: Global rank, or -1 if unknown.
         world_size: Number of ranks in the job, or 0 if unknown.
-        groups: Maps ``pp``, ``dp`` and ``tp`` to the ranks in this rank's group of that kind.
+        groups: Ranks in this rank's process group of each kind (``pp``, ``dp`` and ``tp``).
         base_ns: Time in nanoseconds to which the times of the events are relative.
         events: Ranges and kernels with a known kind of operation.
         steps: (Number, category, start time) of each step marked by the profiler.
-        unknown: Number of ranges with each unrecognized name.
+        unknown: Number of ranges for each unrecognized name.
         left_out: Number of omitted events, by reason and name.
         is_cut: Whether the file is truncated.
         sizes: Pipeline, tensor-parallel and data-parallel size; empty if unknown.
-        only_group: Lowest rank of the process group if the file lists only one group, otherwise -1.
-        process: Host and process ID from a default file name, otherwise the file name.
+        only_group: Lowest rank of the process group if the file lists a single group, or else -1.
+        process: Host and process ID from a default file name, or else the file name.
     """
 
     path: Path
@@ -179,7 +179,7 @@ class _RankFile:
     process: str = ""
 
     def leave_out(self, reason: str, name: str) -> None:
-        """Counts an omitted event called ``name`` for the note that states the ``reason``."""
+        """Counts an event called ``name`` that is omitted because of ``reason``, for a note."""
         self.left_out.setdefault(reason, Counter())[printable(name)] += 1
 
 
@@ -207,8 +207,8 @@ def read_profiles(source: Path, pipeline: int | None = None) -> RunTrace | None:
 
     Args:
         source: Folder with torch.profiler files or span files, or path of one span file.
-        pipeline: Number of pipeline ranks, or ``None`` to use the number in the files. If it is not
-            ``None``, the ranks of a stage are assumed to be consecutive, as in Megatron-LM.
+        pipeline: Number of pipeline ranks, or ``None`` to use the number in the files. If given,
+            the ranks of a stage are assumed to be consecutive, as in Megatron-LM.
 
     Raises:
         TraceError: A file cannot be read, the files belong to two jobs, or no range has the name of
@@ -257,20 +257,20 @@ def read_profiles(source: Path, pipeline: int | None = None) -> RunTrace | None:
 
 
 def _listed(names: Counter[str]) -> str:
-    """Lists the most frequent of ``names`` and their counts, for messages."""
+    """Returns the most frequent of ``names`` and their counts as text for messages."""
     return ", ".join(f"{printable(name[:60])} ({count})" for name, count in names.most_common(6))
 
 
 def _is_array(head: bytes) -> bool:
-    """Returns whether a file that starts with ``head`` is a list of events in Chrome's format."""
+    """Returns whether a file that starts with ``head`` is an event list in Chrome's format."""
     return head.lstrip(_BLANK).startswith(b"[") and b'"ph"' in head
 
 
 def _joined(files: list[_RankFile]) -> list[_RankFile]:
     """Merges the files that belong to the same process, and returns one entry per rank.
 
-    If the rank of a file is unknown, an unused rank is assigned to it. The files are numbered in
-    the natural order of their names (``rank2`` before ``rank10``).
+    If the rank of a file is unknown, the file gets an unused rank. Such files are numbered in the
+    natural order of their names (``rank2`` before ``rank10``).
     """
     by_process: dict[tuple[str, int], _RankFile] = {}
     for file in sorted(files, key=lambda file: (_first_ns(file), file.path.name)):
@@ -356,8 +356,8 @@ def _read_spans(paths: list[Path]) -> list[_RankFile]:
                 ranks[rank] = _RankFile(path, rank, world, sizes=sizes)
             rank_file = ranks[rank]
             if short == "train_step":
-                # Spans between two steps belong to evaluations. Their step is set to -1, so that
-                # they are omitted.
+                # Spans between two steps belong to evaluations. Set their step to -1, so that they
+                # are omitted.
                 number = _number(span.attributes, "iteration", len(rank_file.steps))
                 rank_file.steps.append((number, _SPAN, span.start))
                 rank_file.steps.append((-1, _SPAN, span.end))
@@ -460,7 +460,7 @@ def _read(path: Path) -> _RankFile:
             ]
             tokens.append(b'"name' + space + b"nccl")
             has_head = True
-        # The last event may be incomplete. Keep its bytes until the next chunk has been read.
+        # The last event may be incomplete, so keep its bytes until the next chunk has been read.
         cut = held.rfind(b"{", 0, max(held.rfind(b'"ph"'), 0))
         if cut > 0:
             _take_events(file, held[:cut], tokens, decode)
@@ -474,10 +474,10 @@ def _read(path: Path) -> _RankFile:
 
 
 def _take_head(file: _RankFile, held: bytes) -> None:
-    """Reads the rank and the job's sizes from the file's name and its first bytes, ``held``.
+    """Reads the rank and the job's sizes from the file's name and its first bytes (``held``).
 
     Raises:
-        TraceError: A value in the head is impossible.
+        TraceError: A value in the first bytes is impossible.
     """
     head = held[: max(held.find(b'"traceEvents"'), 0)].decode("utf-8", "replace")
     decode = json.JSONDecoder().raw_decode
@@ -511,7 +511,7 @@ def _whole(value: Any, limit: int) -> int:
     """Returns ``value`` as an integer, which must be between -1 and ``limit``.
 
     Raises:
-        ValueError: The value is out of range, or text that is not a number.
+        ValueError: The value is out of range, or a text that is not a number.
         TypeError: The value is neither a number nor text.
     """
     number = int(value) if len(str(value)) < 30 else limit + 1
@@ -587,8 +587,8 @@ def _take_event(file: _RankFile, event: Mapping[str, Any]) -> None:
         int(rank) for rank in re.findall(r"\d{1,9}", str(arguments.get("Process Group Ranks", "")))
     ]
     root = min(group) if group else file.only_group
-    # NCCL uses the same kernel to send, to receive and to do both, so the direction cannot be seen
-    # from the kernel's name. The arguments of the event may contain the direction.
+    # NCCL uses the same kernel for sending, for receiving and for both, so the kernel's name does
+    # not contain the direction. The arguments of the event may contain it.
     if kind == "both":
         kind = {"send": "send", "recv": "recv"}.get(
             str(arguments.get("Collective name", "")), "both"
@@ -728,10 +728,10 @@ def _set_steps(file: _RankFile, line: str, events: list[_Event], labels: list[_E
 
 
 def _unspanned(end: str, messages: list[_Event], computes: list[_Event]) -> list[_Event]:
-    """Returns sends or receives (``end``) without a span, because one call sends and receives.
+    """Returns those sends or receives (``end``) that have no span, because one call did both.
 
-    The times of these messages are estimated. The wait for an input begins at the end of the
-    previous computation, and a result is sent at the end of its computation.
+    Their times are estimated: the wait for an input begins at the end of the previous computation,
+    and a result is sent at the end of the computation that produced it.
     """
     has_span = {(e.step, e.direction, e.seq) for e in messages if e.kind.endswith(f"-{end}")}
     missing = []
@@ -750,7 +750,7 @@ def _unspanned(end: str, messages: list[_Event], computes: list[_Event]) -> list
 
 
 def _outermost(computes: list[_Event]) -> list[_Event]:
-    """Removes computations nested in a computation of the same kind, and renumbers the rest."""
+    """Removes computations nested in another one of the same kind, and renumbers the rest."""
     until: dict[str, int] = {}
     counts: Counter[tuple[int, str]] = Counter()
     outermost = []
@@ -770,8 +770,8 @@ def _messages(
 ) -> list[_Event]:
     """Returns the messages with the direction and number of the computation to which they belong.
 
-    A received message without a label belongs to the next computation, and a sent message to the
-    previous computation. If an input arrives during the range of its computation, the start of the
+    Without labels, a received message belongs to the next computation, and a sent message to the
+    previous one. If an input arrives during the range of its computation, the start of the
     computation is moved to the arrival.
 
     Args:

@@ -1,8 +1,8 @@
 """Reads tables of a training job's operations in a published format, and writes runs as traces.
 
-A table is a Parquet or CSV file with one row per operation and the columns :data:`COLUMNS`. For
-computations, the table contains the microbatch. Messages are only numbered: the n-th message that a
-rank receives belongs to the n-th of its computations that need an input.
+A table is a Parquet or CSV file with one row per operation and the columns :data:`COLUMNS`. The
+table contains the microbatch of each computation, but not of messages, which are only numbered. The
+n-th message that a rank receives belongs to the n-th computation on the rank that needs an input.
 """
 
 from __future__ import annotations
@@ -44,15 +44,16 @@ from megatron.adaptive.trace.trace_format import (
 COLUMNS = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration", "seq_id")
 """Required columns of a table.
 
-The columns contain the replica, pipeline rank, global rank, iteration, kind of operation, start and
-duration in seconds, and ``seq_id``, which numbers the operations of the same kind, step and rank.
+The columns contain, in this order, the replica, pipeline rank, global rank, iteration, kind of
+operation, start and duration in seconds, and the index of the operation among those of the same
+kind, step and rank.
 """
 OPTIONAL = ("mc", "gmc", "mb_id", "group")
 """Optional columns of a table.
 
-The columns contain the index of the chunk on its rank, the index of the chunk in the model, the
-microbatch, and the lowest rank of a collective's group. Without the first two columns, each rank
-has one chunk.
+The columns contain, in this order, the index of the chunk on its rank, the index of the chunk in
+the model, the microbatch, and the lowest rank of a collective's group. If the first two columns are
+missing, each rank has one chunk.
 """
 _FROM_0 = ("dp_rank", "stage", "rank", "step")
 ENDINGS = (".parquet", ".csv")
@@ -132,14 +133,14 @@ def _parquet_columns(path: Path) -> dict[str, Any]:
 
 
 def run_of_columns(columns: Mapping[str, Any], origin: Path, world_size: int = 0) -> RunTrace:
-    """Converts a table with the given columns to the trace of a run.
+    """Converts a table to the trace of a run.
 
     Args:
-        columns: Array or sequence of each column, by the names in :data:`COLUMNS` and
+        columns: Array or sequence of each column, keyed by the names in :data:`COLUMNS` and
             :data:`OPTIONAL`.
         origin: Path of the table, for error messages.
-        world_size: Minimum number of ranks in the job. The job has more ranks if the table contains
-            higher ranks.
+        world_size: Minimum number of ranks in the job. If the table contains higher ranks, the
+            number is increased.
 
     Raises:
         TraceError: A column is missing or has an impossible value, or the table is inconsistent.
@@ -184,10 +185,11 @@ def run_of_columns(columns: Mapping[str, Any], origin: Path, world_size: int = 0
 def _on_one_clock(rank: Ints, step: Ints, start_ts: Ints, duration: Ints) -> tuple[Ints, list[str]]:
     """Aligns the first steps of ranks whose clocks seem to differ.
 
-    Returns the start times after the alignment, and notes for the user.
+    Returns the aligned start times, and notes for the user.
 
-    A rank's clock seems to differ if its first step begins earlier or later than the first step of
-    the lowest rank, by more than twice the median length of these steps.
+    A rank's clock seems to differ if its first step begins much earlier or later than the first
+    step of the lowest rank. The difference must be more than twice the median length of these
+    steps.
     """
     rows = np.flatnonzero(step == step.min())
     ranks, index = np.unique(rank[rows], return_inverse=True)
@@ -212,8 +214,8 @@ def _on_one_clock(rank: Ints, step: Ints, start_ts: Ints, duration: Ints) -> tup
 def _one_after_another(step: Ints, start_ns: Ints, duration_ns: Ints) -> Ints:
     """Shifts the steps in time so that each step begins after the previous step has ended.
 
-    Returns the shifted start times in ns. The shift is needed because, in a table, the times of
-    every step may begin at 0.
+    Returns the shifted start times in ns. The shift is needed because the times of every step in a
+    table may begin at 0.
     """
     _, number = np.unique(step, return_inverse=True)
     first = np.full(int(number.max()) + 1, np.inf)
@@ -323,9 +325,8 @@ class _Table:
     def _blocks(self, rows: Ints, spans: TraceTable) -> dict[int, dict[int, TraceTable]]:
         """Returns the spans of each worker and iteration, as a dict of dicts.
 
-        A worker is the index of a rank in the table. Workers are the keys of the outer dict, and
-        iterations are the keys of the inner dicts. ``rows`` contains the index of the table row of
-        each span.
+        The keys of the outer dict are workers (indices of the ranks in the table), and the keys of
+        the inner dicts are iterations. ``rows`` contains the index of each span's table row.
         """
         order = np.lexsort((spans.start_ns, spans.iteration, self._worker[rows]))
         worker = self._worker[rows][order]
@@ -388,7 +389,7 @@ class _Table:
         self._microbatch[order] = nth_of_equal([key[order] for key in keys])
 
     def _spans(self, computes: Ints, placement: Placement) -> tuple[Ints, TraceTable]:
-        """Returns the spans of all operations, and the index of the table row of each span.
+        """Returns the spans of all operations, and the index of each span's table row.
 
         A received message gets two spans: ``wait`` and ``receive``. ``computes`` contains the rows
         of the computations.
@@ -440,7 +441,7 @@ class _Table:
         return np.concatenate(row_parts), TraceTable.concat(span_parts)
 
     def _paired(self, messages: Ints, computes: Ints) -> tuple[Ints, Ints]:
-        """Pairs a rank's n-th message in a step with the rank's n-th computation in that step.
+        """Pairs the n-th message of a rank in a step with the rank's n-th computation in the step.
 
         Returns the rows of the paired messages and of their computations.
         """
@@ -449,7 +450,7 @@ class _Table:
         return messages[partner >= 0], computes[partner[partner >= 0]]
 
     def _global(self, worker: Ints, pp_rank: Ints) -> Ints:
-        """Returns the global rank at ``pp_rank`` in each worker's pipeline, or -1 if missing."""
+        """Returns the global rank with ``pp_rank`` in each worker's pipeline, or -1 if missing."""
         index = find_rows(
             [self._pp_rank, self._dp_rank, self._tp_rank],
             [pp_rank, self._dp_rank[worker], self._tp_rank[worker]],

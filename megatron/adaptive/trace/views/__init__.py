@@ -1,4 +1,4 @@
-"""Displays a trace in several formats, which are the values of ``trace --format``.
+"""Displays a trace in several formats, one for each value of ``trace --format``.
 
 - ``view``      defines the interface of a view, and finds views by name
 - ``formats``   contains one module per view of this package; most of them use a module below

@@ -1,15 +1,15 @@
 """Writes a run as a self-contained ``.html`` page for the browser.
 
 The page contains plotly.js, its own scripts and the trace's spans (named time intervals), and loads
-no other files. Its timeline has a row per rank with actions and waits, and arrows from sends to
+no other files. The timeline has one row per rank with actions and waits, and arrows from sends to
 receives. The page can also show the ideal step, in which no rank is slower than the others, and the
-size of the activations in memory. A slider selects the iteration. For a large run, the page
-contains only some iterations and replicas, so that it opens quickly, and lists what is omitted.
+size of the activations in memory. A slider selects the iteration. To open quickly, the page of a
+large run contains only some iterations and replicas, and lists what is omitted.
 
 A page contains at most :data:`MAX_SPANS` spans. If the run has more, the page contains fewer
-iterations. If a single step has too many spans, its shortest spans are omitted. Visible spans are
-drawn as bars. If too many spans are visible, the page instead draws the fraction of the time spent
-on each kind (``page_draw.js``).
+iterations. If a single step has too many spans, its shortest spans are omitted. The page draws
+visible spans as bars. If too many spans are visible, it draws the fraction of time spent on each
+kind of span instead (``page_draw.js``).
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ from megatron.adaptive.trace.views.palette import IDLE, categories, text_color
 from megatron.adaptive.trace.whatif.operations import ideal_steps
 
 MAX_SPANS = 1_000_000
-"""Maximum number of spans in a page. The page's file is then smaller than 30 MB."""
+"""Maximum number of spans in a page. It keeps the file below 30 MB."""
 MAX_ACTIONS = 40_000
-"""Maximum number of actions in a step for which the page includes the ideal step."""
+"""Maximum number of actions in a step. For larger steps, the page omits the ideal step."""
 
 SCRIPTS = ("page_data.js", "page_draw.js", "page.js")
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Contains the rows that a page shows together: the ranks of one replica, or all ranks.
+    """Contains the rows that a page shows at the same time: the ranks of one replica, or all ranks.
 
     Attributes:
-        name: Name by which the user selects the group on the page.
+        name: Name that the user selects on the page to show the group.
         labels: Label of each row.
         traces: Trace of each row's rank, or ``None`` if it was not recorded.
     """
@@ -86,13 +86,13 @@ def write_page(
         run: Trace of the run.
         target: Path of the ``.html`` file.
         iterations: Numbers of the iterations to show. If the run is large, only some are shown.
-        dp_rank: Data-parallel replica to show. ``None`` means all replicas, or only some of them if
+        dp_rank: Data-parallel replica to show. ``None`` means all replicas, or some of them if
             there are many.
         figures: Statistics of all ranks in these iterations, such as step and idle times, or
             ``None`` to compute them.
-        labels: Row label of each global rank to show. If it is not ``None``, all these ranks are
-            shown in one chart instead of a chart per replica.
-        nodes: Row numbers of the ranks on each node, by the node's name, so that the user can
+        labels: Row label of each global rank to show. If not ``None``, all these ranks are shown in
+            one chart instead of one chart per replica.
+        nodes: Row numbers of the ranks on each node, keyed by the node's name, so that the user can
             select a node. Only used together with ``labels``.
 
     Returns:
@@ -117,7 +117,7 @@ def write_page(
     return notes
 
 
-# The pattern matches JSON escapes of unprintable characters. With one more backslash in front, the
+# Matches JSON escapes of unprintable characters. A backslash is added in front of each, so that the
 # page shows the escape instead of the character.
 _UNPRINTABLE = re.compile(
     r"(?<!\\)((?:\\\\)*)\\(u(?:00[01]|00[89]|007(?=f)|061(?=c)|200(?=[ef])|202(?=[89a-e])|206(?=[6-9])).)"
@@ -139,7 +139,7 @@ def write_html(
         title: Title of the browser window.
         package: Python package whose folder ``assets`` contains ``NAME.html``, ``NAME.css`` and the
             scripts.
-        name: ``NAME`` of the template, in which ``{{blocks}}`` is replaced with the data and
+        name: ``NAME`` of the template. Its text ``{{blocks}}`` is replaced with the data and the
             scripts.
         blocks: (ID, content) of each block of data. The content is written as JSON.
         scripts: File names of the scripts, in the order in which they run after plotly.js.
@@ -179,7 +179,7 @@ def _label(pp_rank: int, trace: RankTrace | None) -> str:
 
 
 def _head(run: RunTrace, iterations: Sequence[int], groups: Sequence[_Group]) -> dict[str, Any]:
-    """Returns the data that describe the whole run: title, kinds, groups and iterations."""
+    """Returns the data about the whole run: title, kinds, groups and iterations."""
     header = next(trace for group in groups for trace in group.traces if trace).header
     last = iterations[-1]
     present = [trace for group in groups for trace in group.traces if trace]
@@ -214,7 +214,7 @@ def _blocks(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields (ID, data block) for each group and iteration.
 
-    Notes on omitted parts are appended to ``notes``.
+    Appends notes on omitted parts to ``notes``.
     """
     num_short = 0
     num_unsimulated = 0
@@ -244,7 +244,7 @@ def _block(
         iteration: Iteration number.
         group: Group of ranks whose spans are included.
         budget: Maximum number of bars (drawn spans) in the block.
-        bubble: Idle fraction of the step, averaged over the group's ranks.
+        bubble: Mean idle fraction of the step over the group's ranks.
     """
     nothing = TraceTable.concat([])
     tables = [trace.table([iteration]) if trace else nothing for trace in group.traces]
@@ -269,7 +269,7 @@ def _block(
     ideal = TraceTable.concat(list((ideal_tables or {}).values()))
     first_ns = int(ideal.start_ns.min()) if ideal_tables else 0
     last_ns = int(ideal.end_ns.max()) if ideal_tables else 0
-    # Times in the page are multiples of ``unit_ns``, so that they fit into 32 bits.
+    # Store times as multiples of ``unit_ns``, so that they fit into 32 bits.
     unit_ns = 1 + (end_ns - start_ns) // (2**31 - 1)
     lower = rows_of([(ideal_tables or {}).get(rank, nothing) for rank in present], run.num_chunks)
     bars = span_columns(lower, len(tables), first_ns, unit_ns)
@@ -308,7 +308,7 @@ MAX_ITERATIONS = 20
 SLOWEST = 4
 """Number of slowest iterations that a page always contains."""
 MAX_REPLICAS = 4
-"""Maximum number of replicas to show. If a run has more, only the first and the slowest are shown.
+"""Maximum number of replicas to show. If there are more, the first and the slowest are shown.
 """
 
 
@@ -358,7 +358,7 @@ def _groups(
 ) -> tuple[list[_Group], list[str]]:
     """Returns the groups of ranks that a page shows, and notes on omitted ranks.
 
-    The parameters are those of :func:`choose`.
+    The parameters are the same as in :func:`choose`.
     """
     if labels is not None:
         every = [run.ranks[rank] for rank in labels]
@@ -384,7 +384,7 @@ def _groups(
 def _iterations(figures: RunFigures, asked: Sequence[int], most: int) -> list[int]:
     """Returns at most ``most`` of the iterations in ``asked``.
 
-    The selected iterations are the slowest iterations, and iterations at even intervals.
+    Selects the slowest iterations, and others at even intervals.
     """
     if len(asked) <= most:
         return list(asked)
@@ -414,8 +414,8 @@ def encode(columns: Mapping[str, Ints], **head: Any) -> dict[str, Any]:
         name: column.astype("float64" if np.abs(column).max(initial=0) > most else "int32")
         for name, column in columns.items()
     }
-    # Columns with wide elements come first, so that each column begins at a multiple of its element
-    # size.
+    # Columns with wide elements come first, so that the offset of each column is a multiple of its
+    # element size.
     ordered = sorted(typed.items(), key=lambda pair: -pair[1].itemsize)
     listed = [[name, column.dtype.name, len(column)] for name, column in ordered]
     packed = gzip.compress(b"".join(column.tobytes() for _, column in ordered), 6, mtime=0)
@@ -425,7 +425,7 @@ def encode(columns: Mapping[str, Ints], **head: Any) -> dict[str, Any]:
 def span_columns(
     rows: Mapping[str, Ints], num_rows: int, start_ns: int, unit_ns: int
 ) -> dict[str, Ints]:
-    """Returns the columns of bars (drawn spans) with times in the page's unit.
+    """Returns the columns of bars (drawn spans), with times in the page's unit.
 
     An additional column, ``offset``, contains the index of each row's first bar.
 

@@ -3,10 +3,10 @@
 Forward passes (F) are blue, backward passes (B) are green, weight-gradient passes (W) are orange,
 and idle time is grey.
 
-The lightness of an action depends on the index of its chunk, from dark (chunk 0) to light. The hues
-can be distinguished with the common kinds of colour blindness, in which blue stays blue and this
-green looks yellow-brown. The colour of a wait depends on its cause and is lighter than any action.
-Idle time without a recorded wait is grey.
+The lightness of an action depends on the index of its chunk, from dark (chunk 0) to light. People
+with common kinds of colour blindness can distinguish the hues, because blue stays blue and this
+green looks yellow-brown to them. The colour of a wait depends on its cause and is lighter than any
+action. Idle time without a recorded wait is grey.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ OTHER_COLORS = {
 }
 OTHER_NAMES = {"data": "reading data", "reduce": "gradient reduction"}
 LEGEND_CHUNKS = 4
-"""Maximum number of chunks in the legend. If there are more, some at even distances are listed.
+"""Maximum number of chunks in the legend. If there are more, an evenly spaced sample is listed.
 """
 
 _HUES = {"F": (0.585, 0.72), "B": (0.350, 0.52), "W": (0.095, 0.85)}
@@ -59,7 +59,8 @@ _DARK, _LIGHT, _SINGLE = 0.33, 0.78, 0.44
 def chunk_color(action: str, chunk: int, num_chunks: int) -> str:
     """Returns the fill colour of ``chunk`` for a kind of action, as ``RRGGBB``.
 
-    There are ``num_chunks`` chunks per rank. The colours are unique for up to about 100 chunks.
+    ``num_chunks`` is the number of chunks per rank. The colours are unique for up to about 100
+    chunks.
     """
     hue, saturation = _HUES[action]
     if num_chunks <= 1:
@@ -73,7 +74,7 @@ def chunk_color(action: str, chunk: int, num_chunks: int) -> str:
 
 
 def cause_of(wait: Span) -> str:
-    """Returns the cause of ``wait``, or an empty text if the cause has no colour of its own."""
+    """Returns the cause of ``wait``, or an empty string if the cause has no separate colour."""
     return wait.reason if wait.reason in WAIT_NAMES else ""
 
 

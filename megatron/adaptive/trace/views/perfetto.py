@@ -3,15 +3,15 @@
 In these viewers, each rank appears as a process, with threads for the step, computations,
 collectives, data, waits, inputs and sends. A flow (an arrow) leads from each send to the input at
 the receiver. The last thread shows the computations of the ideal step, in which no rank is slower
-than the others. Layers and collectives with recorded times appear within the computations, with the
-wait and the transfer of each collective. Counters show the size of the activations in bytes, the
-microbatches in flight and the queued inputs. Times are in microseconds on the run's common clock,
-and the first span starts at 0.
+than the others. Layers and collectives whose times were recorded are nested in the computations,
+and each collective contains its wait and its transfer. Counters show the size of the activations in
+bytes, the microbatches in flight and the queued inputs. Times are in microseconds on the run's
+common clock, and the first span starts at 0.
 
-The format has the following rules. Slices (drawn spans) of a thread must nest, so spans that
-overlap without nesting are put on additional threads with the same name. The end of a flow is
-attached to the slice that is open on its thread at that time, so a slice lasts at least a
-nanosecond and is written before its flow. Process and thread IDs are above 0, because 0 is the idle
+The format imposes some rules. Slices (drawn spans) of a thread must nest, so spans that overlap
+without nesting are put on additional threads with the same name. The end of a flow is attached to
+the slice that is open on its thread at that time, so each slice lasts at least one nanosecond and
+is written before its flow. Process and thread IDs must be above 0, because 0 denotes the idle
 process.
 
 Source: "Trace Event Format" of the Chromium project.
@@ -43,7 +43,7 @@ from megatron.adaptive.trace.views.palette import ACTION_NAMES
 from megatron.adaptive.trace.whatif.operations import ideal_steps
 
 MAX_SPANS = 1_500_000
-"""Maximum number of spans in a file. Viewers in a browser cannot open larger files."""
+"""Maximum number of spans in a file. Browsers cannot open larger files."""
 
 NS_PER_US = 1000
 THREADS: dict[str, tuple[str, ...]] = {
@@ -57,7 +57,7 @@ THREADS: dict[str, tuple[str, ...]] = {
 }
 """Kinds of spans on each thread. Viewers show the threads in this order."""
 LANES = 10_000
-"""Number of thread IDs that each rank reserves per entry of :data:`THREADS`."""
+"""Number of thread IDs that are reserved on each rank per entry of :data:`THREADS`."""
 
 
 Event = dict[str, Any]
@@ -80,7 +80,7 @@ def write_perfetto(
         dp_rank: Data-parallel replica whose ranks are written, or ``None`` for all.
 
     Returns:
-        Lines that describe what was omitted to stay within :data:`MAX_SPANS` spans.
+        Lines that describe what was omitted to stay within the limit of :data:`MAX_SPANS`.
 
     Raises:
         TraceError: An iteration or the replica does not exist or has no spans, or the file cannot
@@ -106,8 +106,8 @@ def perfetto_events(
         ranks: Global ranks to convert, or ``None`` for all.
 
     Yields:
-        Events. The events of a thread are ordered by time, and a slice comes before the slices
-        nested in it.
+        Events. On each thread, they are ordered by time, and a slice comes before the slices nested
+        in it.
     """
     chosen_ranks = sorted(run.ranks if ranks is None else ranks)
     starts = [run.ranks[rank].table([min(iterations)]).start_ns for rank in chosen_ranks]
@@ -173,8 +173,8 @@ def _within_limit(
 ) -> tuple[list[int], list[int], list[str]]:
     """Returns the iterations and ranks to write, and notes on omitted iterations.
 
-    If there are more than :data:`MAX_SPANS` spans, the first of the ``iterations`` are omitted.
-    ``dp_rank`` is the replica to write, or ``None`` for all replicas.
+    If there are more than :data:`MAX_SPANS` spans, omits iterations from the start. ``dp_rank`` is
+    the replica to write, or ``None`` for all replicas.
     """
     for iteration in iterations:
         run.require_iteration(iteration)
@@ -216,7 +216,7 @@ def _num_slices(run: RunTrace, iterations: Sequence[int], ranks: Sequence[int]) 
 
 
 def _names_of(run: RunTrace, trace: RankTrace, index: int) -> Iterator[Event]:
-    """Yields the events that set the name of a rank's process, and its position ``index``."""
+    """Yields the events that set the name of a rank's process, and the position ``index``."""
     header = trace.header
     name = f"rank {header.rank}: {stages_text(header, header.pp_rank)}"
     if any(t.header.dp_rank for t in run.ranks.values()):
@@ -246,7 +246,7 @@ def _tid(rank: int, number: int) -> int:
 
 _IDEAL = "ideal: nobody slower than others"
 _SIDE_BY_SIDE = ("inputs", "sends", _IDEAL)
-"""Threads on which overlapping spans are independent and must not be drawn as nested."""
+"""Threads whose overlapping spans are independent, so they must not be drawn as nested."""
 
 
 def _thread(
@@ -257,7 +257,7 @@ def _thread(
     origin_ns: int,
     flows: dict[tuple[Any, ...], Event],
 ) -> Iterator[Event]:
-    """Yields the slices and flows of a thread, distributed over several threads if slices overlap.
+    """Yields the slices and flows of a thread, spread over several threads if slices overlap.
 
     Args:
         rank: Global rank.
@@ -265,7 +265,8 @@ def _thread(
         name: Name of the thread.
         slices: Spans in the order of :func:`_by_start`, each with its name, category and arguments.
         origin_ns: Time in nanoseconds that corresponds to the file's time 0.
-        flows: Flows that have not been yielded yet. This function removes the flows that it yields.
+        flows: Flows that have not been yielded yet. The flows that this function yields are
+            removed.
     """
     spans = [span for span, _ in slices]
     lanes = _lanes(spans, may_nest=name not in _SIDE_BY_SIDE)
@@ -290,7 +291,7 @@ def _ideal(span: Span, num_slices: SliceCounts) -> Event:
 
 
 def _slice(span: Span, lengths: Lengths, num_slices: SliceCounts) -> Event:
-    """Returns the name, category and arguments with which viewers show a span.
+    """Returns the name, category and arguments with which viewers show ``span``.
 
     Args:
         span: Span to show.
@@ -343,15 +344,15 @@ def _name(span: Span, num_slices: SliceCounts) -> str:
 def _lanes(spans: Sequence[Span], *, may_nest: bool) -> list[int]:
     """Returns the index of the first thread on which each span can be drawn.
 
-    On this thread, the span overlaps no other span, or it can be nested in another span.
+    A span can be drawn on a thread if it does not overlap the thread's other spans, or can be
+    nested in one of them.
 
     Args:
         spans: Spans in the order of :func:`_by_start`.
         may_nest: Whether a span may nest in another span of the same thread.
     """
     lanes: list[int] = []
-    # Each entry belongs to a thread and contains the end times of its open spans, with the
-    # innermost span last.
+    # Each entry contains the end times of one thread's open spans, with the innermost span last.
     ends_of: list[list[int]] = []
     for span in spans:
         stop = max(span.end_ns, span.start_ns + 1)
@@ -370,10 +371,11 @@ def _lanes(spans: Sequence[Span], *, may_nest: bool) -> list[int]:
 
 
 def _microseconds(times_ns: Sequence[int]) -> list[float]:
-    """Converts nanoseconds to microseconds in such a way that viewers recover the nanoseconds.
+    """Converts nanoseconds to microseconds so that viewers can recover the exact nanoseconds.
 
-    A time divided by 1000 may be slightly too small as a float. If a viewer truncates it, the slice
-    begins a nanosecond early and overlaps the previous slice. Viewers discard such slices.
+    As a float, a time divided by 1000 may be slightly too small. If a viewer truncates such a
+    value, the slice begins a nanosecond early and overlaps the previous slice. Viewers discard such
+    slices.
     """
     ns = np.array(times_ns, dtype=np.int64)
     values = ns / NS_PER_US
@@ -403,7 +405,7 @@ def _flows(messages: Messages) -> dict[tuple[Any, ...], Event]:
 
 
 def _counters(rank: int, actions: Sequence[Span], origin_ns: int) -> Iterator[Event]:
-    """Yields the values of counters, such as memory and queued inputs, at each action.
+    """Yields the values of counters at each action, such as memory and queued inputs.
 
     ``origin_ns`` is the time in nanoseconds that corresponds to the file's time 0.
     """
@@ -413,8 +415,8 @@ def _counters(rank: int, actions: Sequence[Span], origin_ns: int) -> Iterator[Ev
     times = _microseconds([action.start_ns - origin_ns for action in actions])
     for action, time in zip(actions, times, strict=True):
         if action.iteration != iteration:
-            # If an iteration was interrupted, some forward passes have no backward pass. Therefore,
-            # the count restarts from 0 in each iteration.
+            # Restart the count from 0 in each iteration. If an iteration was interrupted, some of
+            # its forward passes have no backward pass.
             iteration = action.iteration
             in_flight = 0
         in_flight = max(0, in_flight + {"F": 1, "B": -1}.get(action.action, 0))
@@ -430,7 +432,7 @@ def _counters(rank: int, actions: Sequence[Span], origin_ns: int) -> Iterator[Ev
 
 
 Slice = tuple[Span, Event]
-"""Type of a span with the name, category and arguments with which viewers show it."""
+"""Span, and the name, category and arguments with which viewers show it."""
 
 _PASSES = ("forward", "backward")
 
@@ -447,8 +449,8 @@ def _layer_slices(trace: RankTrace, iterations: Sequence[int]) -> Iterator[Slice
             passes = [row for row in trace.layer_passes(iteration) if row[1] == kind]
             passes.sort(key=lambda row: row[2])
             ends_ns = [row[3] for row in passes]
-            # A backward pass may begin slightly before the pass of the previous layer ends. Slices
-            # must nest, so the previous pass is shortened.
+            # A backward pass may begin slightly before the pass of the previous layer ends. Shorten
+            # the previous pass, because slices must nest.
             for index, (row, following) in enumerate(pairwise(passes)):
                 if row[2] < following[2] < ends_ns[index] < following[3]:
                     ends_ns[index] = following[2]
@@ -459,7 +461,7 @@ def _layer_slices(trace: RankTrace, iterations: Sequence[int]) -> Iterator[Slice
 
 
 def _collective_slices(joined: Sequence[JoinedCollectives], rank: int) -> Iterator[Slice]:
-    """Yields a rank's collectives whose times all members recorded, with their wait and transfer.
+    """Yields a rank's collectives, with wait and transfer, if all members recorded their times.
 
     Args:
         joined: Collectives of all groups, as returned by ``join_collectives``.
@@ -510,8 +512,9 @@ def _kernel_slices(
             continue
         of_step = [span for span in spans if span.iteration == step.iteration]
         for kernel, action in zip(step.kept, actions_of(of_step, step.kept), strict=True):
-            # The clocks of the actions and of the profiler differ by microseconds, so kernels are
-            # clipped. Perfetto drops events that start before time 0.
+            # The clocks of the profiler and of the actions differ by microseconds, so clip the
+            # kernels to the actions. Also clip them at time 0, because Perfetto drops events that
+            # start before.
             start_ns = max(kernel.start_ns, origin_ns)
             end_ns = kernel.end_ns if action is None else min(kernel.end_ns, action.end_ns)
             kind = OUTSIDE if action is None else action.action

@@ -1,7 +1,7 @@
 """Draws timelines of steps, with one row per rank, and maps of lost time.
 
-Time runs from left to right. The colour of a wait depends on its cause, and other idle time is
-grey.
+In a timeline, time runs from left to right. The colour of a wait depends on its cause, and other
+idle time is grey.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ MAX_WIDTH_IN = 22.0
 FORWARD_IN = 0.13
 """Desired width in inches of a short action.
 
-To reach it, the picture gets wider, up to ``MAX_WIDTH_IN``.
+If necessary, the picture is made wider to reach this width, up to ``MAX_WIDTH_IN``.
 """
 AROUND_IN = 1.5
-"""Total height in inches of the parts of the picture above and below the rows."""
+"""Total height in inches of the parts above and below the rows of the picture."""
 ROW_IN_FEW = 0.62
 ROW_IN_MANY = 0.36
 MANY_ROWS = 8
 """Maximum number of rows with the height ``ROW_IN_FEW``. If there are more, rows are lower."""
 MAX_ROWS_IN = 100.0
-"""Maximum total height of the rows in inches, because viewers support at most 65,536 pixels."""
+"""Maximum total height of the rows in inches. Viewers support at most 65,536 pixels."""
 BAR = 0.80
-"""Height of a bar as a fraction of its row. The rest is the gap to the next bar."""
+"""Height of a bar as a fraction of the row height. The rest is the gap to the next bar."""
 INK = "#1F2328"
 FAINT = "#6B6B70"
 DIGIT_EM = 0.64
@@ -65,7 +65,7 @@ UPRIGHT_BELOW_PT = 5.5
 """Font size in points below which the text in bars is rotated by 90 degrees."""
 POINTS_PER_IN = 72
 VISIBLE = 2000
-"""Ratio of the step time to the shortest wait whose cause appears in the legend."""
+"""Ratio of the step time to the shortest wait whose cause is listed in the legend."""
 
 
 def write_picture(step: PipelineStep, path: str | os.PathLike[str]) -> None:
@@ -92,12 +92,12 @@ def write_picture(step: PipelineStep, path: str | os.PathLike[str]) -> None:
     causes = {cause_of(wait) for row in step.waits for wait in row if wait.duration_ns > long_ns}
     _draw_legend(figure, step.num_chunks, step.actions, causes)
     figure.draw_without_rendering()
-    # The bars and texts below are drawn within the axes, so the layout need not be computed again.
+    # Do not compute the layout again, because all bars and texts below are within the axes.
     figure.set_layout_engine("none")
     points = axes.get_window_extent().width / DPI * POINTS_PER_IN
     points_per_ns = points / max(step.step_ns, 1)
-    # The edges of bars must be much thinner than the bars. Otherwise, they would hide the bars of a
-    # dense chart.
+    # The edges of bars must be much thinner than the bars, or they would hide the bars of a dense
+    # chart.
     edge_pt = min(0.5, 0.05 * durations[len(durations) // 2] * points_per_ns)
     _draw_rows(axes, step, edge_pt)
     _write_texts(axes, step, points_per_ns, row_in, min(9.0 if row_in > 0.5 else 7.5, text_pt))
@@ -172,9 +172,9 @@ def _write_texts(
     """Writes the numbers of chunk and microbatch into the bars that are wide enough.
 
     A text is, for example, ``0-3`` for chunk 0 and microbatch 3, or ``0-3.5`` for slice 5 of this
-    microbatch. All texts of a kind of action have the same font size and direction. Texts that
-    would be too small are rotated by 90 degrees. ``points_per_ns`` is the width of a nanosecond in
-    points, ``row_in`` the height of a row in inches, and ``largest`` the maximum font size in
+    microbatch. All texts of one kind of action have the same font size and direction. If they would
+    be too small, they are rotated by 90 degrees. ``points_per_ns`` is the width of a nanosecond in
+    points, ``row_in`` is the height of a row in inches, and ``largest`` is the maximum font size in
     points.
     """
     height_pt = row_in * BAR * POINTS_PER_IN
@@ -185,7 +185,7 @@ def _write_texts(
         letters = DIGIT_EM * np.array(list(map(len, texts)))
         along = 0.88 * widths / letters
         upright = np.minimum(0.95 * widths / DIGIT_HEIGHT_EM, 0.88 * height_pt / letters)
-        # The texts of nine tenths of the bars must fit into their bars at the common font size.
+        # Nine tenths of the texts must fit into their bars at the common font size.
         turned = min(largest, np.sort(along)[len(bars) // 10]) < UPRIGHT_BELOW_PT
         sizes = upright if turned else along
         common = max(min(largest, np.sort(sizes)[len(bars) // 10]), SMALLEST_PT)
@@ -220,7 +220,7 @@ def _write_title(figure: Figure, axes: Axes, step: PipelineStep) -> None:
 def _draw_legend(
     figure: Figure, num_chunks: int, actions: Collection[str], causes: Collection[str]
 ) -> None:
-    """Draws a legend with the colours of actions by chunk, of waits by cause, and of idle time."""
+    """Draws a legend with the colours of actions (by chunk), waits (by cause) and idle time."""
     patches = [
         Patch(color=category.color, label=category.name)
         for category in categories(num_chunks)
@@ -238,7 +238,7 @@ def write_comparison(steps: Sequence[tuple[str, SimResult]], path: str | os.Path
     """Writes a picture with a panel for each simulated step, and replaces an existing file.
 
     Args:
-        steps: Title and simulated step of each panel, from top to bottom.
+        steps: Title and simulated step of each panel, in order from top to bottom.
         path: Path of the file, whose suffix (such as ``.png``) determines the format.
 
     Raises:
@@ -279,7 +279,7 @@ def write_heat(run: RunTrace, answers: WhatIf, path: str | os.PathLike[str]) -> 
     Args:
         run: Trace of the run.
         answers: Result of the what-if analysis (``what_if``) of the run.
-        path: Path of the ``.png`` file, which is replaced if it exists.
+        path: Path of the ``.png`` file. An existing file is replaced.
 
     Raises:
         TraceError: The file cannot be written.

@@ -1,9 +1,9 @@
 """Defines the interface of a view of a trace, and finds the views for ``trace --format``.
 
-A view is a function decorated with :func:`trace_view`. The modules in the folder ``formats``
-contain the views of this package, which need no registration. Users can define their views in any
-module, and pass them as ``--format package.module:name``. A package can also publish its views as
-entry points of the group ``megatron_adaptive.views``, whose names can be passed to ``--format``.
+A view is a function decorated with :func:`trace_view`. The views of this package are the modules of
+the folder ``formats``, which are found without registration. Users can define views in any module,
+and pass them as ``--format package.module:name``. A package can also publish views as entry points
+of the group ``megatron_adaptive.views``, whose names can be passed to ``--format``.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class ViewInput:
         step: Actions and waits of the iteration to draw.
         iterations: Numbers of the iterations in ``figures`` in ascending order, including the
             iteration to draw.
-        dp_rank: Data-parallel replica that the user chose, or ``None`` if the user did not choose.
-            The first replica is drawn in this case.
+        dp_rank: Data-parallel replica that the user chose, or ``None``. With ``None``, the first
+            replica is drawn.
     """
 
     run: RunTrace
@@ -50,7 +50,7 @@ class ViewInput:
 
     @cached_property
     def figures(self) -> RunFigures:
-        """Statistics of the drawn replica's ranks, which are computed when they are first used."""
+        """Statistics of the drawn replica's ranks, computed at the first access."""
         from megatron.adaptive.trace.metrics import run_figures
 
         traces = self.run.replica(self.step.dp_rank)
@@ -60,15 +60,15 @@ class ViewInput:
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """Describes a view, which is one of the values of ``--format``.
+    """Describes a view, one of the values of ``--format``.
 
     Attributes:
         name: Name of the view on the command line.
-        ending: End of the file name, such as ``.xlsx``. The files of all views of a run have the
-            same name before the ending. Empty if the view is printed instead of being written to a
+        ending: End of the file name, such as ``.xlsx``. The file names of all views of a run only
+            differ in their endings. Empty if the view is printed instead of being written to a
             file.
         summary: Short description of the view for help texts.
-        function: Function that writes or returns the view, see :func:`trace_view`.
+        function: Function that writes or returns the view (see :func:`trace_view`).
         is_own: Whether the view was defined by a user instead of this package.
     """
 
@@ -81,7 +81,7 @@ class View:
     def show(self, shown: ViewInput, stem: Path) -> str:
         """Writes the view to its file, and returns a description and notes, one per line.
 
-        If the view has no file, its text is returned instead.
+        If the view has no file, returns the text of the view instead.
 
         Args:
             shown: Run, iterations and ranks that the user chose.
@@ -99,7 +99,7 @@ class View:
             lines = [result] if isinstance(result, str) else [str(line) for line in result or ()]
         except AdaptiveError:
             raise
-        except Exception as error:  # The function may belong to a user, so any exception can occur.
+        except Exception as error:  # A user's function may raise any exception.
             if not self.is_own:
                 raise
             line = line_of_error(error, self.function)
@@ -119,15 +119,17 @@ def trace_view(
     """Returns a decorator that turns a function into a :class:`View`.
 
     The function takes a :class:`ViewInput` and the :class:`~pathlib.Path` of the file to write,
-    whose folder exists. ``replaced(path)`` of ``trace/files.py`` writes a file as a whole. It
-    returns a line that describes the file, such as ``iteration 5 drawn``, a list that also contains
-    notes, or ``None``. With an empty ``ending``, the function takes only the :class:`ViewInput`,
-    and returns the text to print or its lines.
+    whose folder exists. To replace the file atomically, use ``replaced(path)`` of
+    ``trace/files.py``. The function returns a line that describes the file, such as ``iteration 5
+    drawn``, a list of such a line and notes, or ``None``.
+
+    If ``ending`` is empty, the function takes only the :class:`ViewInput`, and returns the text to
+    print or its lines.
 
     Args:
         ending: End of the file name, such as ``.csv``; empty for a view that is printed.
         summary: Short description of the view for help texts.
-        name: Name of the view on the command line, only for views of this package.
+        name: Name of the view on the command line. Only used for views of this package.
     """
     return lambda function: View(
         name=name or f"{function.__module__}:{function.__name__}",
@@ -139,7 +141,7 @@ def trace_view(
 
 
 def built_in_views() -> dict[str, View]:
-    """Returns a dict from name to view, with all views in the modules of ``formats``."""
+    """Returns all views in the modules of ``formats``, keyed by name."""
     from megatron.adaptive.trace.views import formats
 
     values = [value for module in modules_in(formats) for value in vars(module).values()]

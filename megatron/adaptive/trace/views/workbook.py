@@ -7,8 +7,9 @@
 - *iterations*  step time, bubble and waits of each iteration
 - *charts*      Excel charts of the last two sheets, which are updated when cells change
 
-The workbook shows one replica, and names the replica if there are several. Columns, merged cells
-and styles are written in ways that are fast even for charts with hundreds of thousands of cells.
+The workbook shows one replica, and names it if there are several. The code avoids slow functions of
+openpyxl for columns, merged cells and styles, because charts may have hundreds of thousands of
+cells.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ TITLE_ROW = 1
 TIME_ROW = 2
 FIRST_ROW = 3
 PATCH_COLUMNS = 8
-"""Width of a colour sample in the legend in columns."""
+"""Width in columns of a colour sample in the legend."""
 MAX_COLUMNS = 16_384
 GRID_COLUMNS = MAX_COLUMNS - LABEL_COLUMNS
 FORWARD_COLUMNS = 4
-"""Width in columns of a short action in the sheet *order*, which fits the text of most actions."""
+"""Width in columns of a short action in the sheet *order*. Most texts fit into this width."""
 MAX_BINS = 600
 """Maximum number of time columns in the sheet *time*."""
 
@@ -65,18 +66,18 @@ SEPARATOR = Border(left=Side(style="thin", color="FFFFFF"))
 _FAINT = Font(size=8, color="6B6B70")
 BOLD = Font(bold=True)
 MAX_ITERATIONS = 20_000
-"""Maximum number of rows in the sheet *iterations*. If a run is longer, every n-th is shown."""
+"""Maximum number of rows in the sheet *iterations*. For a longer run, every n-th is shown."""
 MAX_RANK_COLUMNS = 256
-"""Maximum number of ranks in the sheet *iterations*, which has a column for each rank."""
+"""Maximum number of ranks in the sheet *iterations*, which has one column per rank."""
 
 MS = "0.000"
 COUNT = "#,##0"
 SHARE = "0.0%"
 HEAD_ROW = 2
 HEAD_HEIGHT = 44
-"""Height in points of a header row, which is enough for three lines of text."""
+"""Height in points of a header row, enough for three lines of text."""
 PART_COLUMN = 5
-"""Number of the first column in the sheet *summary* that shows a part of the step."""
+"""Number of the first column with a part of the step in the sheet *summary*."""
 
 PART_COLORS = {
     "busy": chunk_color("F", 0, 1),
@@ -87,15 +88,15 @@ PART_COLORS = {
 }
 
 _Column = tuple[str, str, Floats]
-"""Type of a column in the sheet *summary*: header, number format, and a value for each rank."""
+"""Column in the sheet *summary*: header, number format, and a value for each rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChartCell:
-    """Describes a range of columns in a row that shows an action, a wait or idle time.
+    """Describes a range of columns in a row. The range shows an action, a wait or idle time.
 
     Attributes:
-        start: First column of the range, where 0 is the first time column.
+        start: First column of the range, counted from the first time column, which is 0.
         end: Column after the last column of the range.
         span: Action or wait to show, or ``None`` for other idle time.
     """
@@ -107,7 +108,7 @@ class ChartCell:
 
 @dataclass(frozen=True)
 class Chart:
-    """Contains a step drawn on a grid in which every column represents the same amount of time.
+    """Contains a step, drawn on a grid whose columns all represent the same amount of time.
 
     Attributes:
         unit_ns: Time per column in nanoseconds.
@@ -129,8 +130,8 @@ def write_workbook(
     Args:
         run: Trace of the run, whose notes (caveats) are written below the summary.
         step: Step (iteration) to draw.
-        figures: Statistics of the ranks in the step's pipeline for all iterations that the workbook
-            covers, including ``step.iteration``.
+        figures: Statistics of the ranks in the step's pipeline, for all iterations in the workbook,
+            including ``step.iteration``.
         target: Path of the ``.xlsx`` file.
 
     Raises:
@@ -159,11 +160,11 @@ def write_workbook(
 
 
 def lay_out(step: PipelineStep) -> Chart:
-    """Returns a grid for ``step`` whose columns are wide enough for the text of most actions.
+    """Returns a grid for ``step`` in which most actions are wide enough for their text.
 
     Up to a tenth of the actions may be narrower than :data:`FORWARD_COLUMNS` columns. Each action
-    occupies at least one column, so a row becomes too long if many actions are shorter than a
-    column.
+    occupies at least one column. If many actions are shorter than a column, their row is longer
+    than it should be.
     """
     durations = sorted(span.duration_ns for row in step.rows for span in row)
     short_ns = durations[len(durations) // 10]
@@ -189,7 +190,7 @@ def fill_bins(step: PipelineStep) -> Chart:
 
 
 def _chart(rows: Sequence[Sequence[Span]], unit_ns: int, num_columns: int, least: int) -> Chart:
-    """Returns a grid of columns of equal time that shows the spans in ``rows``.
+    """Returns a grid with the spans in ``rows``, whose columns represent equal amounts of time.
 
     Args:
         rows: Spans of each rank, ordered by start.
@@ -207,9 +208,9 @@ def _chart(rows: Sequence[Sequence[Span]], unit_ns: int, num_columns: int, least
 
 
 def _cells(row: Sequence[Span], unit_ns: int, least: int) -> Iterator[ChartCell]:
-    """Yields the cells of a row: a cell per span, and idle cells between spans.
+    """Yields the cells of a row: one cell per span, and idle cells between spans.
 
-    A cell has at least ``least`` columns, which represent ``unit_ns`` nanoseconds each.
+    The cell of a span has at least ``least`` columns, which represent ``unit_ns`` nanoseconds each.
     """
     column = 0
     for span in row:
@@ -224,9 +225,9 @@ def _cells(row: Sequence[Span], unit_ns: int, least: int) -> Iterator[ChartCell]
 
 
 def add_order(workbook: Workbook, step: PipelineStep, title: str) -> None:
-    """Adds the sheet *order*, which shows the actions of ``step`` in order, to ``workbook``.
+    """Adds the sheet *order* to ``workbook``, which shows the actions of ``step`` in order.
 
-    Columns beyond Excel's maximum are omitted.
+    Columns beyond Excel's maximum number are omitted.
     """
     chart = lay_out(step)
     about = "cells read chunk-microbatch, width is time"
@@ -260,16 +261,16 @@ def _draw(
     column_width: float,
     tick: int,
 ) -> int:
-    """Draws a chart on a sheet, with a row per rank and time from left to right.
+    """Draws a chart on a sheet. It has a row per rank, and time runs from left to right.
 
     Args:
         sheet: Sheet to fill.
         step: Step that the chart shows.
         chart: Grid of cells that shows the step.
         title: Text in the first row of the sheet.
-        about: Explanation of the cells, which is the first line of the legend.
+        about: Explanation of the cells, used as the first line of the legend.
         column_width: Width of a time column in characters.
-        tick: Number of columns between two times in the header.
+        tick: Number of columns between consecutive times in the header.
 
     Returns:
         Number of the row below the legend of actions.
@@ -278,8 +279,8 @@ def _draw(
     sheet.sheet_view.showGridLines = False
     sheet.freeze_panes = f"B{FIRST_ROW}"
     sheet.column_dimensions["A"].width = max(12, *map(len, map(step.label, range(step.num_ranks))))
-    # A single record sets the width of all columns in the range. Otherwise, up to 16,384 records
-    # would be needed.
+    # Set the width of all columns in the range with a single record. Otherwise, up to 16,384
+    # records would be needed.
     columns = sheet.column_dimensions["B"]
     columns.min, columns.max, columns.width = 2, LABEL_COLUMNS + width, column_width
     sheet.cell(TITLE_ROW, 1, title).font = Font(bold=True, size=12)
@@ -330,7 +331,7 @@ def _patch(
 ) -> None:
     """Writes ``label`` and a colour sample into a row of the legend.
 
-    The sample begins at column ``start`` of the time axis, and may contain a ``text``.
+    The sample begins at column ``start`` of the time axis. It contains ``text``, if given.
     """
     sheet.cell(row, 1, label)
     _merge(sheet, row, start, start + PATCH_COLUMNS)
@@ -343,9 +344,9 @@ def _patch(
 def _merge(sheet: Worksheet, row: int, start: int, end: int) -> None:
     """Merges the columns from ``start`` to ``end - 1`` of a row.
 
-    The range is added directly to the sheet's set of merged ranges. openpyxl's ``merge_cells()``
-    creates an object for each covered cell and compares every pair of ranges, which takes minutes
-    for a wide chart.
+    Adds the range directly to the sheet's set of merged ranges. openpyxl's ``merge_cells()`` would
+    take minutes for a wide chart, because it creates an object for each covered cell and compares
+    every pair of ranges.
     """
     if end - start > 1:
         first, last = LABEL_COLUMNS + 1 + start, LABEL_COLUMNS + end
@@ -385,7 +386,7 @@ def _add_summary(workbook: Workbook, step: PipelineStep, figures: RunFigures) ->
 def _add_iterations(workbook: Workbook, step: PipelineStep, figures: RunFigures) -> int:
     """Adds the sheet *iterations* to ``workbook``, and returns the number of rows for iterations.
 
-    The sheet shows ``figures``, and the labels of its ranks are those of ``step``.
+    The sheet shows ``figures``, with the rank labels of ``step``.
     """
     sheet = workbook.create_sheet("iterations")
     total = len(figures.iterations)
@@ -425,7 +426,7 @@ def _add_charts(workbook: Workbook, step: PipelineStep, num_iterations: int) -> 
     bars = _bars(workbook["summary"], step)
     sheet.add_chart(bars, "B2")
     if num_iterations > 1:
-        # The second chart is placed below the first chart. A row is about half a centimetre high.
+        # Place the second chart below the first. A row is about half a centimetre high.
         row = 4 + int(bars.height / 0.5)
         sheet.add_chart(_curves(workbook["iterations"], num_iterations), f"B{row}")
 
@@ -449,7 +450,7 @@ def _bars(sheet: Worksheet, step: PipelineStep) -> BarChart:
         chart.series[-1].graphicalProperties.solidFill = PART_COLORS[part]
         chart.series[-1].graphicalProperties.line.solidFill = "FFFFFF"
     chart.set_categories(Reference(sheet, min_col=1, min_row=HEAD_ROW + 1, max_row=last))
-    # Excel draws the first row at the bottom. The axis is reversed so that the first rank is at the
+    # Excel draws the first row at the bottom. Reverse the axis, so that the first rank is at the
     # top.
     chart.x_axis.scaling.orientation = "maxMin"
     chart.x_axis.delete = chart.y_axis.delete = False
@@ -492,7 +493,7 @@ def _curves(sheet: Worksheet, num_iterations: int) -> LineChart:
 
 
 def _columns(figures: RunFigures, rows: list[int]) -> list[_Column]:
-    """Returns the columns of *summary*, with means and maxima over the iterations in ``rows``."""
+    """Returns the columns of *summary*, with means and peaks over the iterations in ``rows``."""
 
     def mean(values: Floats) -> Floats:
         is_recorded = figures.num_actions[rows] > 0
@@ -523,7 +524,7 @@ def _columns(figures: RunFigures, rows: list[int]) -> list[_Column]:
 
 
 def _times(figures: RunFigures, rows: list[int]) -> Iterator[_Column]:
-    """Yields columns with the mean and standard deviation of the actions' durations, by chunk.
+    """Yields columns with the mean and standard deviation of action durations, for each chunk.
 
     The values cover the iterations in ``rows``.
     """
@@ -551,7 +552,7 @@ def _block(
 ) -> int:
     """Writes a table with the title ``text``, and returns the number of the row below the table.
 
-    The title is in row ``first_row``. The table contains ``columns``, with a row for each rank.
+    The title is in row ``first_row``. The table contains ``columns``, and one row for each rank.
     """
     sheet.cell(first_row, 1, text)
     for number, (name, _, _) in enumerate(columns, start=2):

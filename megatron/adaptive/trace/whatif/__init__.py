@@ -1,4 +1,4 @@
-"""Estimates by simulation how much faster a run's steps would be without a certain delay.
+"""Simulates a run to estimate how much faster its steps would be without certain delays.
 
 - ``operations``  reads each rank's operations, finds their dependencies, and simulates them
 - ``replay``      simulates other schedules, and microbatches on other replicas

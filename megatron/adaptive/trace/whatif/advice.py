@@ -1,4 +1,4 @@
-"""Defines, for each program that writes traces, the settings that remove causes of delay."""
+"""Defines the settings that remove causes of delay, for each program that writes traces."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from megatron.adaptive.trace.trace_format import TraceHeader
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """Contains the settings of one program that make a run faster, as texts for the user.
+    """Contains texts about the settings with which the user of a program can make a run faster.
 
     Attributes:
         slow_rank: Setting that moves work away from a slow rank.
         slow_replica: Setting that gives a slow replica less work; empty if there is no setting.
-        layers: Name of the parts of the model that a partition divides.
-        partition: Beginning of the setting that selects a partition.
-        links: Advice on how to make messages faster.
-        one_length: Setting that makes microbatches equally long in a run without replicas.
-        lengths: Setting that makes microbatches equally long in a run with replicas.
+        layers: Name for the parts of the model that a partition divides among the stages.
+        partition: First part of the setting that selects a partition.
+        links: Advice for making messages faster.
+        one_length: Setting that gives all microbatches the same length in a run without replicas.
+        lengths: Setting that gives all microbatches the same length in a run with replicas.
         adaptive: Setting that selects the rule ``adaptive`` with two chunks per rank.
-        at_run_time: Setting that chooses the order of actions at run time.
+        at_run_time: Setting that makes the run choose the order of actions at run time.
         more_in_flight: Setting that allows more microbatches in flight.
-        readers: Setting that reads data with more processes.
+        readers: Setting for the number of processes that read data.
         no_trace: Setting that turns tracing off.
     """
 
@@ -46,7 +46,7 @@ class Advice:
 
 TRAINER = Advice(
     slow_rank="--repartition auto moves layers off it; ",
-    slow_replica="--balance-replicas speed gives its replica less; ",
+    slow_replica="--balance-replicas speed gives its replica less work; ",
     layers="layers",
     partition="--partition ",
     links="look at the links named above; use --transport rdma or tcp instead of gloo",
@@ -64,8 +64,8 @@ PIPELINE = Advice(
     layers="segments",
     partition='partition="',
     links="look at the links named above; transport=TransportConfig(transport=...) chooses another",
-    one_length="batch samples of one size, or see order and dealing",
-    lengths="batch samples of one size, or see order and dealing",
+    one_length="batch samples of equal size, or use order and dealing",
+    lengths="batch samples of equal size, or use order and dealing",
     adaptive='schedule="adaptive", chunks=2',
     at_run_time='schedule="adaptive"',
     more_in_flight="a larger activation_cap",

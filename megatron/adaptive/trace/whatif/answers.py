@@ -1,19 +1,24 @@
-"""Reports how much time a run loses, which ranks cause the loss, and what changes would save it.
+"""Reports how much time a run loses, which ranks cause the loss, and which changes would save time.
 
-All results come from simulations of the recorded steps in which some durations are replaced. The
-``ideal`` duration of a computation is the mean over replicas, stages and steps for its kind
-(forward, backward and so on). The ideal duration of a message or collective is the median for its
-kind. In the ideal step, all durations are ideal, so no rank is slower than the others. The slowdown
-caused by a group (such as a rank) is the ratio of two simulated step times. In the first
-simulation, the group has its recorded durations, and all other operations have ideal durations. The
-second simulation is the ideal step. A repair is a change that would make the run faster. Its gain
-is the fraction of the step time that is saved if only the durations affected by the repair are
-replaced. In the simulation, an operation starts when all operations that it depends on have
-finished. Delays of the host (CPU) between operations are not simulated.
+All results come from simulations of the recorded steps, in which some durations are replaced.
 
-Source: arXiv 2505.05713, sections 3 and 4. The paper uses correlation to find which microbatches
-have long sequences. Here, the length of a microbatch is the time of its actions relative to the
-usual time, as the median over stages and kinds of work. Lengths are treated like any other group.
+The ``ideal`` duration of a computation is the mean duration of its kind (forward, backward and so
+on) over replicas, stages and steps. The ideal duration of a message or collective is the median for
+its kind. In the ideal step, all durations are ideal, so no rank is slower than the others.
+
+The slowdown caused by a group, such as a rank, compares two simulated step times. In the first
+simulation, only the operations of the group have their recorded durations, and all others have
+ideal durations. The slowdown is the ratio of this step time to the time of the ideal step.
+
+A repair is a change that would make the run faster. Its gain is the fraction of the step time that
+is saved if only the durations affected by the repair are replaced. In the simulation, an operation
+starts when all operations that it depends on have finished. Delays of the host (CPU) between
+operations are not simulated.
+
+Source: arXiv 2505.05713, sections 3 and 4. The paper uses correlation to find out which
+microbatches have long sequences. In this module, the length of a microbatch is the time of its
+actions divided by their usual time (median over stages and kinds of work). The effect of lengths is
+simulated in the same way as that of any other group.
 """
 
 from __future__ import annotations
@@ -59,46 +64,46 @@ from megatron.adaptive.trace.whatif.result import SHOWN, SLOW, Repair, WhatIf
 from megatron.adaptive.trace.whatif.slice_tokens import token_repairs
 
 SPANS_AT_ONCE = 1_000_000
-"""Maximum number of spans that are read at once. A single step may have more spans."""
+"""Maximum number of spans to read at once, except for single steps, which may have more."""
 SETS_AT_ONCE = 8
-"""Number of alternatives with different durations that are simulated at the same time."""
+"""Number of alternative sets of durations that are simulated at the same time."""
 SLOWEST_WORKERS = 0.03
-"""Fraction of all ranks that count as the slowest ranks. At least one rank counts."""
+"""Fraction of all ranks that are considered the slowest ranks (at least one rank)."""
 CAUSE_SHARE = 0.3
 """Minimum fraction of the slowdown that a cause must explain to be reported."""
 WORTH = 0.002
 """Minimum fraction of the step time that a change must save to be listed."""
 SLICES = 8
-"""Number of slices per microbatch if a step with whole microbatches is simulated with slices."""
+"""Number of slices per microbatch in simulations of runs whose microbatches are not split."""
 SLICES_TEXT = f"sequences in {SLICES} slices that cost nothing more"
 SLICES_FLAG = f"--sequence-slices {SLICES}"
 _EVEN = "stages of equal work"
-"""Name of the change that is not listed if better estimates of other partitions exist.
+"""Name of a change that is only listed if there are no better estimates for other partitions.
 
-These are simulated with the times of single segments.
+The better estimates are simulations with the times of single segments.
 """
 MOST_GROUPS = 64
-"""Maximum number of stages and of replicas to simulate. If there are more, the slowest are used.
+"""Maximum number of stages, and of replicas, to simulate. If there are more, the slowest are used.
 """
 MOST_SPANS = 8_000_000
-"""Maximum number of spans to analyze. For a longer run, evenly spaced iterations are used."""
+"""Maximum number of spans to analyze. Longer runs are sampled at evenly spaced iterations."""
 REPLAYED = 4
-"""Maximum number of steps that are simulated for each alternative schedule."""
+"""Maximum number of steps to simulate for each alternative schedule."""
 RECORDED_SPAN_S = 1e-6
-"""CPU time in seconds that the recorder of the trace needs per span, as measured."""
+"""CPU time in seconds that recording a span takes, according to measurements."""
 
 CAUSES = ("worker", "last stage", "sequence lengths")
 
 
 @dataclass(eq=False)
 class _Part:
-    """Contains the operations of steps that are simulated together, with their dependencies.
+    """Contains the operations of steps that are simulated together, and their dependencies.
 
     Attributes:
         ops: Operations of the steps.
         graph: Dependencies between these operations.
         ideal_s: ``[operations]``, ideal duration of each operation in seconds.
-        length: ``[operations]``, time of the operation's microbatch relative to the usual time.
+        length: ``[operations]``, time of each operation's microbatch relative to the usual time.
     """
 
     ops: Operations
@@ -110,7 +115,7 @@ class _Part:
         """Returns the index of the group to which each operation belongs.
 
         ``group`` is the type of the group: ``stage``, ``replica``, ``rank``, ``kind`` or ``link``.
-        The link is -1 for operations other than messages.
+        For ``link``, the index is -1 for operations other than messages.
         """
         ops = self.ops
         where = ops.where
@@ -131,11 +136,11 @@ def what_if(run: RunTrace, iterations: Iterable[int] | None = None) -> WhatIf:
 
     Args:
         run: Trace of the run.
-        iterations: Numbers of the iterations (steps) to analyze, or ``None`` for all iterations in
-            which the first replica's trace is complete.
+        iterations: Numbers of the iterations (steps) to analyze. ``None`` selects all iterations
+            for which the first replica's trace is complete.
 
     Raises:
-        TraceError: No step can be simulated, or the trace's order of operations is impossible.
+        TraceError: No step can be simulated, or the recorded order of operations is impossible.
     """
     where = pipelines_of(run)
     chosen = sorted(set(run.iterations if iterations is None else iterations))
@@ -144,7 +149,7 @@ def what_if(run: RunTrace, iterations: Iterable[int] | None = None) -> WhatIf:
         whole = run.complete_iterations(min(t.header.dp_rank for t in run.ranks.values()))
         if whole and len(whole) < len(chosen):
             cut = describe_numbers(set(chosen) - set(whole))
-            notes.append(f"iterations {cut} lack operations and are omitted")
+            notes.append(f"iterations {cut} are omitted, because operations are missing")
         chosen = list(whole) or chosen
     if not chosen:
         raise TraceError(
@@ -165,26 +170,26 @@ def what_if(run: RunTrace, iterations: Iterable[int] | None = None) -> WhatIf:
     orphans = sum(part.ops.orphans for part in parts)
     if orphans:
         notes.append(
-            f"{orphans} operations start without their input: no recorded operation produced it"
+            f"{orphans} operations start without their input, which no recorded operation produced"
         )
     return _Answers(run, where, parts).all(notes)
 
 
 def what_if_table(table: Any) -> Any:
-    """Returns the what-if analysis of a table of operations instead of a trace.
+    """Returns the what-if analysis of a table of operations. Use :func:`what_if` for a trace.
 
     Args:
-        table: Pandas ``DataFrame``, or dict of columns by name, with the columns of
+        table: Pandas ``DataFrame``, or dict from names to columns, with the columns of
             ``imports.published.COLUMNS``.
 
     Returns:
         Table with one row per result. Its columns are ``what`` (``slowdown``, ``launch``,
         ``share``, ``stage``, ``repair``, ...), ``name``, ``value`` (a slowdown, a fraction of it,
-        or the gain of a repair) and ``flag``. The table is a ``DataFrame`` if the input is one,
+        or the gain of a repair) and ``flag``. The table is a ``DataFrame`` if the input is one, and
         otherwise a dict of lists.
 
     Raises:
-        TraceError: A column is missing, or the table contradicts itself.
+        TraceError: A column is missing, or the values in the table are inconsistent.
     """
     answers = what_if(run_of_columns(table, Path("the table")))
     rows = [
@@ -223,15 +228,15 @@ def _in_turn(run: RunTrace, where: Pipelines, chosen: Sequence[int]) -> Iterable
 
 
 Durations = Callable[[_Part], Floats]
-"""Function that returns the duration of each operation in seconds, with some of them replaced."""
+"""Function that returns the duration of each operation in seconds, some of them replaced."""
 
 
 def _by_length(part: _Part, durations_s: Floats, power: int) -> Floats:
     """Multiplies the durations of computations by the lengths of their microbatches.
 
     The length of a microbatch is its time relative to the usual time. The length is raised to
-    ``power``, so that -1 removes the effect of unequal lengths. The results are then scaled so that
-    the total computing time of each step stays the same.
+    ``power``, so a power of -1 removes the effect of unequal lengths. The results are then scaled
+    to preserve the total computing time of each step.
     """
     times = durations_s * part.length**power
     rows = slice(0, part.ops.num_computes)
@@ -262,7 +267,7 @@ def _without(group: str, values: Sequence[int]) -> Durations:
 
 
 def _ordered_repairs(steps_s: Mapping[tuple[str, str], float], whole: float) -> list[Repair]:
-    """Returns the possible changes in ``steps_s`` in descending order of the time that they save.
+    """Returns the possible changes in ``steps_s``, sorted by the time that they save, most first.
 
     ``steps_s`` maps the description and flag of each change to a step time in seconds. ``whole`` is
     the step time in seconds without a change.
@@ -275,7 +280,7 @@ def _ordered_repairs(steps_s: Mapping[tuple[str, str], float], whole: float) -> 
 
 
 class _Answers:
-    """Simulates the steps of a run with all alternative durations that the analysis needs."""
+    """Simulates the steps of a run with all sets of durations that the analysis needs."""
 
     def __init__(self, run: RunTrace, where: Pipelines, parts: list[_Part]) -> None:
         self._run, self._where, self._parts = run, where, parts
@@ -352,11 +357,11 @@ class _Answers:
         )
 
     def _groups(self) -> dict[tuple[str, str], Durations]:
-        """Returns the alternative durations with which the slowdown of each group is simulated.
+        """Returns the sets of durations for simulating the slowdown of each group.
 
-        The keys of the dict are (type, name) of the groups. For each group, the durations are
-        recorded for its operations, and ideal for all other operations. The first two entries are
-        the recorded step (``simulated``) and the ideal step.
+        The keys of the dict are (type, name) of the groups. Each set contains recorded durations
+        for the operations of the group, and ideal durations for all other operations. The first two
+        entries are the recorded step (``simulated``) and the ideal step.
         """
         where = self._where
         sets: dict[tuple[str, str], Durations] = {
@@ -379,11 +384,12 @@ class _Answers:
         return sets
 
     def _shares(self, workers: list[int], slowest: list[int]) -> dict[tuple[str, str], Durations]:
-        """Returns the alternative durations with which causes and slow ranks are simulated.
+        """Returns the sets of durations for simulating the causes and the slow ranks.
 
-        For a cause, the durations are those without the cause. For a rank, only its durations are
-        recorded, and all other durations are ideal. ``slowest`` contains the indices of the slowest
-        ranks, which together are one cause, and ``workers`` those of all ranks, slowest first.
+        The set of a cause contains the durations without the cause. The set of a rank contains
+        recorded durations for this rank, and ideal durations for all others. ``slowest`` contains
+        the indices of the slowest ranks, which together count as one cause. ``workers`` contains
+        the indices of all ranks, slowest first.
         """
         shares: dict[tuple[str, str], Durations] = {
             ("share", "worker"): _without("rank", slowest),
@@ -397,15 +403,15 @@ class _Answers:
     def _repaired_s(self, whole: float, durations: Durations, steps: Floats) -> float:
         """Returns the mean step time in seconds after a change that makes steps faster.
 
-        ``durations`` contains the durations after the change, and ``steps`` the step times
-        simulated with them. ``whole`` is the mean step time without the change. Under a run-time
-        scheduling rule, the order of actions changes too, so the rule is simulated.
+        ``durations`` returns the durations after the change, and ``steps`` contains the step times
+        simulated with them. ``whole`` is the mean step time without the change. A run-time
+        scheduling rule would also change the order of actions, so the rule itself is simulated.
         """
         saved = self._replay.saved_s(durations(self._parts[-1]))
         return float(steps.mean()) if saved is None else whole - saved
 
     def _simulate(self, sets: Mapping[tuple[str, str], Durations]) -> dict[tuple[str, str], Floats]:
-        """Returns the simulated time in seconds of each step, ``[steps]``, for each of ``sets``."""
+        """Returns the simulated time of each step in seconds, ``[steps]``, for each of ``sets``."""
         names = list(sets)
         step_s: dict[tuple[str, str], Floats] = {}
         for low in range(0, len(names), SETS_AT_ONCE):
@@ -427,8 +433,8 @@ class _Answers:
             np.add.at(total, cell, part.ops.duration_s[: part.ops.num_computes])
             np.add.at(number, cell, 1)
         self._cells: Floats = total / np.maximum(number, 1)
-        # If all ranks of a replica take longer, its microbatches are long. Dividing by this factor
-        # leaves the speed of the ranks.
+        # If all ranks of a replica take longer, the reason is that its microbatches are long.
+        # Divide by this factor, so that only the speed of the ranks remains.
         cell_sum_s = self._cells.sum(axis=(1, 2))
         ratio = cell_sum_s / self._stage_sum_s()[self._where.pp_rank]
         replica_factor = np.ones(int(self._where.replica.max()) + 1)
@@ -441,19 +447,19 @@ class _Answers:
     def _stage_sum_s(self) -> Floats:
         """Returns the total time in seconds of an F, a B and a W pass on each pipeline rank.
 
-        The time is the sum over the chunks of the rank, and the median over the replicas.
+        The times are summed over the chunks of a rank, and the median over the replicas is used.
         """
         pp_rank = self._where.pp_rank
         number = np.bincount(pp_rank, minlength=len(self._where.stages))
         return medians(pp_rank, self._cells.sum(axis=(1, 2)), number)
 
     def _cell(self, ops: Operations) -> tuple[Ints, Ints, Ints]:
-        """Returns, for each computation, the index of its mean time in ``[ranks, chunks, 3]``."""
+        """Returns the index of each computation's mean time in ``[ranks, chunks, 3]``."""
         rows = slice(0, ops.num_computes)
         return ops.worker[rows], ops.chunk[rows], ops.kind[rows]
 
     def _lengths(self, ops: Operations) -> Floats:
-        """Returns the relative length of each operation's microbatch, or 1 without a microbatch.
+        """Returns the relative length of each operation's microbatch, or 1 if it has no microbatch.
 
         A length of 2 means that the microbatch takes twice as long as usual.
         """
@@ -480,7 +486,7 @@ class _Answers:
         return [link for link in worst if link >= 0 and late[link] > 0][:SHOWN]
 
     def _worst(self, group: str, count: int) -> list[int]:
-        """Returns all stages or replicas, or only those that lose the most time if there are many.
+        """Returns all stages or replicas, or if there are many, only those that lose the most time.
 
         Args:
             group: ``stage`` or ``replica``.
@@ -497,8 +503,8 @@ class _Answers:
     def _by_score(self, slow: Mapping[str, Mapping[str, float]]) -> list[int]:
         """Returns the indices of all ranks, sorted from the slowest to the fastest.
 
-        A rank's score is the smaller of the slowdowns of its replica and of its stage. A stage or
-        replica that was not simulated alone counts as the fastest.
+        A rank's score is the slowdown of its replica or of its stage, whichever is smaller. Stages
+        and replicas that were not simulated separately count as the fastest.
         """
         where = self._where
         scores = [
@@ -514,7 +520,7 @@ class _Answers:
         return sorted(range(len(scores)), key=lambda worker: (-scores[worker], worker))
 
     def _repairs(self, slowest: Sequence[int]) -> dict[str, tuple[str, Durations]]:
-        """Returns the possible changes, by description, with flags or advice, and durations.
+        """Returns the possible changes, keyed by description, with flags (or advice) and durations.
 
         ``slowest`` contains the indices of the slowest ranks.
         """
@@ -535,10 +541,10 @@ class _Answers:
                 factors = np.ones(len(work_s))
                 factors[worker] = 1 / factor
                 name = where.name(worker)
-                repairs[f"{name} as fast as others, not {factor:.2f} times as long"] = (
+                repairs[f"{name} as fast as others, not {factor:.2f} times as slow"] = (
                     self._advice.slow_rank
                     + ("" if is_alone else self._advice.slow_replica)
-                    + "else leave its machine out",
+                    + "otherwise exclude its machine",
                     self._scaled(factors),
                 )
         if len(usual) > 1 and usual.max() > 1.02 * usual.mean():
@@ -555,13 +561,13 @@ class _Answers:
         return repairs
 
     def _scaled(self, factors: Floats) -> Durations:
-        """Returns a function that multiplies each rank's computing times by the rank's factor."""
+        """Returns a function that multiplies each rank's computing times by its factor."""
         return lambda part: (
             part.ops.duration_s * np.where(part.ops.kind <= WEIGHT, factors[part.ops.worker], 1.0)
         )
 
     def _partition(self, usual: Floats) -> tuple[str, Floats]:
-        """Returns the flag for equal stages, and the factor by which each rank's time changes.
+        """Returns the flag for equal stages, and the factor for the change of each rank's time.
 
         ``usual`` contains the usual computing time of each pipeline rank in seconds.
         """
@@ -583,13 +589,12 @@ class _Answers:
     def _with_content(
         self, repaired_s: dict[tuple[str, str], float], whole: float, notes: list[str]
     ) -> dict[tuple[str, str], float]:
-        """Adds step times of a ``Pipeline`` with other settings for microbatches and partition.
+        """Adds the step times of a ``Pipeline`` with other settings for microbatches and partition.
 
         Args:
-            repaired_s: Mean step time in seconds, by description and flag of each possible change.
+            repaired_s: Mean step time in seconds, keyed by the description and flag of each change.
             whole: Mean simulated step time in seconds without a change.
-            notes: Caveats about the result, to which a caveat about the added times may be
-                appended.
+            notes: Caveats about the result. A caveat about the added times may be appended.
         """
         content = content_answers(self._run, [part.ops for part in self._parts])
         left_out = _EVEN if content.covers_partitions else ""
@@ -598,7 +603,7 @@ class _Answers:
         return kept_s | {names: whole - saved for names, saved in content.saved_s.items()}
 
     def _replays(self, simulated: Floats) -> dict[tuple[str, str], float]:
-        """Simulates steps under another schedule, with microbatches on other replicas, or both.
+        """Simulates steps under a different schedule, with microbatches on other replicas, or both.
 
         Returns:
             Dict from (description, flag) of each change to the mean step time in seconds.
@@ -611,8 +616,8 @@ class _Answers:
             return self._sliced(simulated)
         steps = np.concatenate([np.unique(part.ops.iteration) for part in self._parts]).tolist()
         by_length = [step for _, step in sorted(zip(simulated.tolist(), steps, strict=True))]
-        # Choose steps of different durations: sort the steps by duration, and use the middle step
-        # of each quarter.
+        # Choose steps of different durations: sort the steps by duration, divide them into
+        # quarters, and use the middle step of each.
         count = steps_at_most(self._parts[-1].ops, REPLAYED)
         quantiles = (np.arange(count) + 0.5) * len(by_length) / count
         chosen = {by_length[int(index)] for index in quantiles} & set(times.steps)
@@ -665,9 +670,8 @@ class _Answers:
     def _recording(self, whole_s: float) -> dict[tuple[str, str], float]:
         """Estimates the step time in seconds that a run would have without tracing.
 
-        ``whole_s`` is the mean simulated step time with tracing.
-
-        The result is empty for an imported trace, which this project's recorder did not write.
+        ``whole_s`` is the mean simulated step time with tracing. The result is empty for an
+        imported trace, because this project's recorder did not write it.
         """
         if self._header.schedule == "imported":
             return {}
@@ -677,7 +681,7 @@ class _Answers:
     def _recorded(self) -> Floats:
         """Returns the recorded duration of each step in seconds, ``[steps]``.
 
-        A step lasts from the first start to the last end of an operation.
+        A step lasts from the start of its first operation to the end of its last one.
         """
         steps = []
         for part in self._parts:
@@ -700,20 +704,20 @@ class _Answers:
     ) -> str:
         """Returns the cause that explains most of the slowdown.
 
-        The result is ``none`` if little time is lost, and ``mixed`` if no cause explains enough.
+        Returns ``none`` if little time is lost, or ``mixed`` if no single cause explains enough.
 
         Args:
             whole: Mean simulated step time in seconds.
             base: Mean ideal step time in seconds.
             shares: Fraction of the slowdown that each cause in :data:`CAUSES` explains.
             slowest: Index of the slowest rank.
-            repairs: All possible changes, with the fraction of the step time that they save.
+            repairs: All possible changes, with the fraction of the step time that each saves.
         """
         largest = int(np.argmax(shares))
         if whole >= SLOW * base:
             return CAUSES[largest] if shares[largest] >= CAUSE_SHARE else "mixed"
-        # Without replicas, a slow rank itself raises the mean with which it is compared, so its
-        # slowdown looks small. Only the time that a faster rank would save shows that it is slow.
+        # Without replicas, a slow rank raises the mean with which it is compared, so its slowdown
+        # looks small. In this case, use the time that would be saved if the rank were faster.
         name = self._where.name(slowest)
         gains = [
             repair.gain for repair in repairs if repair.description.startswith(f"{name} as fast")

@@ -1,14 +1,15 @@
-"""Simulates ``Pipeline`` runs whose unequal microbatches have another order or distribution.
+"""Simulates runs of a ``Pipeline`` with a different order, distribution or partition.
 
-Recorded steps are simulated under the schedule of the run::
+The order and the distribution over replicas concern microbatches of unequal cost, and the partition
+concerns segments (parts of a stage). Recorded steps are simulated under the schedule of the run::
 
     recorded microbatches ──> dealt over replicas by cost ──┐
                         └───────────────────────────────────┴──> ordered by cost ──> step time
     recorded segments ──> another partition (each stage's time divided among its segments)
 
-All ranks are assumed to be equally fast, which the settings ``order`` and ``dealing`` of
-``Pipeline`` also assume. A microbatch takes equally long on any replica, and a segment (a part of a
-stage) on any rank.
+The simulation assumes that all ranks are equally fast, as do the settings ``order`` and ``dealing``
+of ``Pipeline``. Every microbatch then takes equally long on any replica, and every segment on any
+rank.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from megatron.adaptive.trace.whatif.operations import Floats, Operations
 from megatron.adaptive.trace.whatif.replay import ALIKE, RecordedStep, recorded_replicas
 
 STEPS = 4
-"""Maximum number of steps that are simulated."""
+"""Maximum number of steps to simulate."""
 UNEQUAL = 0.05
-"""Minimum relative spread of the costs of microbatches for another order to be simulated.
+"""Minimum relative spread of microbatch costs for simulating other orders and distributions.
 
-The same minimum applies to another distribution over replicas. Smaller differences are noise.
+Smaller differences are considered noise.
 """
 _MOST_SEGMENTS = 1 << 12
-"""Maximum number of segments in a run for which other partitions are searched."""
+"""Maximum number of segments in a run for which better partitions are searched."""
 _ROUNDS = 4
-"""Maximum number of steps of the search for a better partition. Each moves one segment."""
+"""Maximum number of rounds in the search for a better partition. Each round moves one segment."""
 _TEXTS = {"order": "ordered", "dealing": "dealt over replicas"}
 
 
@@ -50,8 +51,8 @@ class Treatment:
     """Describes the settings with which a step is simulated.
 
     Attributes:
-        is_dealt: Whether microbatches are distributed over replicas by their cost.
-        is_ordered: Whether each replica runs its microbatches in the order of their cost.
+        is_dealt: Whether microbatches are distributed over replicas by cost.
+        is_ordered: Whether each replica orders its microbatches by cost.
         partition: Number of segments in each stage; empty to keep the recorded partition.
     """
 
@@ -65,10 +66,9 @@ class ContentAnswers:
     """Contains the seconds that a step of a ``Pipeline`` would save with other settings.
 
     Attributes:
-        saved_s: Dict from (description, settings) of a change to the seconds that a step would
-            save.
+        saved_s: Seconds that a step would save, keyed by (description, settings) of the change.
         note: Reason why nothing could be simulated; empty if the simulation succeeded.
-        covers_partitions: Whether other partitions of the segments were simulated too.
+        covers_partitions: Whether other partitions of the segments were also simulated.
     """
 
     saved_s: dict[tuple[str, str], float]
@@ -85,7 +85,8 @@ def content_answers(run: RunTrace, parts: Sequence[Operations]) -> ContentAnswer
     """
     header = next(iter(run.ranks.values())).header
     if len(header.layers) != parts[0].where.num_stages or sum(header.layers) > _MOST_SEGMENTS:
-        # If the sizes of the stages are unknown, other partitions cannot be simulated.
+        # Remove the partition if it is unknown or too large, so that no other partitions are
+        # simulated.
         header = replace(header, layers=())
     steps: list[list[RecordedStep]] = []
     error = 0.0
@@ -112,11 +113,11 @@ def content_answers(run: RunTrace, parts: Sequence[Operations]) -> ContentAnswer
 
 
 def _segment_shares(run: RunTrace, header: TraceHeader) -> Floats:
-    """Returns the fraction of a stage's time that each of its segments takes, ``[3, segments]``.
+    """Returns each segment's fraction of the time of its stage, ``[3, segments]``.
 
-    The rows are F, B and W. If the trace contains measured times of segments, these are used,
-    otherwise the estimated work. W is not measured. Its time is divided among the segments with a B
-    in proportion to the sum of F and B.
+    The rows are F, B and W. The fractions come from measured times of segments, or from the
+    estimated work if the trace contains no such times. W is not measured. Its time is divided among
+    the segments that have a B, in proportion to their sums of F and B.
     """
     count = sum(header.layers)
     times = np.zeros((3, count))
@@ -132,15 +133,15 @@ def _segment_shares(run: RunTrace, header: TraceHeader) -> Floats:
     shares = np.zeros_like(times)
     for part in _slices(header.layers):
         totals = times[:, part].sum(axis=1, keepdims=True)
-        # If no time was measured, as for the backward passes of frozen segments, all shares are
-        # equal.
+        # If no times were measured, for example for the backward passes of frozen segments, use
+        # equal shares.
         equal = np.full_like(times[:, part], 1 / max(1, part.stop - part.start))
         shares[:, part] = np.divide(times[:, part], totals, out=equal, where=totals > 0)
     return shares
 
 
 def _slices(partition: Sequence[int]) -> list[slice]:
-    """Returns, for each stage of ``partition``, the range of its segments."""
+    """Returns the range of segments in each stage of ``partition``."""
     ends = list(itertools.accumulate(partition))
     return [slice(end - size, end) for end, size in zip(ends, partition, strict=True)]
 
@@ -151,7 +152,7 @@ class _Simulation:
     Args:
         header: Trace header of any rank.
         steps: Steps of all replicas.
-        shares: ``[3, segments]``, fraction of its stage's F, B and W times that each segment takes.
+        shares: ``[3, segments]``, each segment's fraction of the F, B and W times of its stage.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class _Simulation:
         return bool(self._header.layers) and 0 not in self._header.layers
 
     def answers(self) -> dict[tuple[str, str], float]:
-        """Returns a dict from (description, settings) of a change to the seconds saved per step."""
+        """Returns the seconds saved per step, keyed by (description, settings) of each change."""
         header = self._header
         now_s = self._mean_s(Treatment())
         is_unequal = any(map(self._is_unequal, self._steps))
@@ -182,8 +183,8 @@ class _Simulation:
             "dealing": is_unequal and header.dealing == "turns" and len(self._steps[0]) > 1,
         }
         open_settings = [name for name, is_open in settings.items() if is_open]
-        # If the run ordered its microbatches, it would also order them if they were distributed
-        # differently.
+        # If the run ordered its microbatches, it would also order them after a different
+        # distribution.
         was_ordered = header.order not in ("", "given")
         partition = self._best_partition()
         saved: dict[tuple[str, str], float] = {}
@@ -199,7 +200,7 @@ class _Simulation:
                 try:
                     then_s = self._mean_s(treatment)
                 except ScheduleError:
-                    # The schedule cannot run replicas with these numbers of microbatches.
+                    # The schedule does not support these numbers of microbatches per replica.
                     continue
                 saved[_described(names, cut, header.layers)] = now_s - then_s
         return saved
@@ -208,10 +209,9 @@ class _Simulation:
         return float(np.mean([self._step_s(step, treatment) for step in self._steps]))
 
     def _step_s(self, step: Sequence[RecordedStep], treatment: Treatment) -> float:
-        """Simulates a step with other settings, and returns its time in seconds.
+        """Simulates a step with the settings ``treatment``, and returns its time in seconds.
 
-        ``step`` contains the steps of all replicas, and the result is the time of the slowest
-        replica. ``treatment`` contains the settings.
+        ``step`` contains the steps of all replicas. The result is the time of the slowest replica.
         """
         replicas = list(step)
         if treatment.partition:
@@ -241,7 +241,7 @@ class _Simulation:
         """Returns ``step`` with its segments divided among the stages by ``partition``."""
         segments = step.durations_s[:, self._stage_of] * self._shares[:, :, None]
         stages = [segments[:, part].sum(axis=1) for part in _slices(partition)]
-        # A frozen stage needs backward passes after a trained segment has moved to it.
+        # If a trained segment moves to a frozen stage, this stage needs backward passes.
         has_backward = segments[1].any(axis=1)
         frozen_segments = int(has_backward.argmax()) if has_backward.any() else 0
         return replace(
@@ -253,10 +253,9 @@ class _Simulation:
     def _best_partition(self) -> tuple[int, ...]:
         """Returns the partition with the shortest step time.
 
-        The result is empty if that is the recorded partition.
-
-        The search starts from the better of the recorded partition and the most even partition. It
-        moves single segments as long as this makes the steps shorter.
+        Returns an empty tuple if that is the recorded partition. The search starts from the
+        recorded partition or the most even partition, whichever is better. It moves single segments
+        as long as this makes the steps shorter.
         """
         recorded = self._header.layers
         stages = len(recorded)
@@ -294,7 +293,7 @@ def _joined(steps: Sequence[RecordedStep]) -> RecordedStep:
 def _in_turns(replicas: Sequence[RecordedStep]) -> RecordedStep:
     """Returns one step with the microbatches of all replicas, in the order of the whole batch.
 
-    The batch was distributed over the replicas in turn (round-robin).
+    This assumes that the batch was distributed over the replicas round-robin.
     """
     places = [
         (index, replica)
@@ -349,9 +348,9 @@ def _described(
 ) -> tuple[str, str]:
     """Returns two texts: the description of a change, and the new settings.
 
-    ``names`` contains the settings that change to ``"time"``. ``partition`` is the new number of
-    segments per stage, or empty if it does not change, and ``layers`` contains the recorded
-    numbers.
+    ``names`` contains the settings that change to ``"time"``. ``partition`` contains the new
+    numbers of segments per stage, or is empty if they do not change. ``layers`` contains the
+    recorded numbers.
     """
     texts = [_TEXTS[name] for name in names]
     settings = [f'{name}="time"' for name in names]

@@ -1,8 +1,8 @@
-r"""Reads the operations of some iterations as arrays, and simulates them with given durations.
+r"""Reads the operations of some iterations as arrays, and simulates them with any durations.
 
 This module determines the kind and stage of each operation, and splits each message or collective
-into waiting and transfer. The transfer begins when the last participating rank has joined. The
-trace may have been recorded by this project or imported.
+into a waiting time and a transfer. The transfer begins when the last participating rank has joined.
+The trace may have been recorded by this project or imported.
 
 An operation starts when all operations that it depends on have finished:
 
@@ -21,10 +21,10 @@ precedes the chunk's first forward pass.
                          \\-> message        ^ message   ^ all replicas    ^ all ranks
     rank 1   gather --------> F0 -> B0 -----/
 
-All steps are simulated at once, with several sets of durations. The graph is processed level by
-level in topological order. The level of a node is the length of the longest path to it from a node
-without predecessors. Nodes with more than two predecessors get helper nodes, so that a level
-requires only two array look-ups, a maximum and a sum.
+All steps are simulated at the same time, with several sets of durations. The graph is processed
+level by level in topological order. The level of a node is the length of the longest path to the
+node from a node without predecessors. Helper nodes are inserted in front of nodes with more than
+two predecessors, so that each level requires only two array look-ups, a maximum and a sum.
 
 Source: "Understanding Stragglers in Large Model Training Using What-if Analysis", arXiv 2505.05713,
 section 3. The kinds of work have the same names as in the traces published with the paper.
@@ -88,17 +88,17 @@ class StepSlices(Protocol):
 
 
 def whole(iteration: int, replica: int) -> SliceCounts:
-    """Returns 1, the number of slices in runs whose microbatches are not split."""
+    """Returns 1, the number of slices if microbatches are not split."""
     return 1
 
 
 class StepSizes(Protocol):
-    """Function that returns the bytes of activations of each microbatch in a replica's step."""
+    """Function that returns the activation size in bytes of each microbatch in a replica's step."""
 
     def __call__(self, iteration: int, replica: int) -> tuple[int, ...]:
         """Returns the sizes of the microbatches for an iteration and a replica.
 
-        The result is empty if the sizes are unknown.
+        Returns an empty tuple if the sizes are unknown.
         """
 
 
@@ -117,10 +117,10 @@ class Pipelines:
         replica: ``[workers]``, index of each worker's data-parallel replica. The indices are
             consecutive and start at 0.
         stages: ``[pipeline ranks, chunks]``, index of the stage that each chunk of a rank computes.
-        slices: Function that returns the number of slices of each microbatch, given the numbers of
-            an iteration and a replica. It returns 1 if microbatches are not split.
-        sizes: Function that returns the bytes of activations of each microbatch, given the numbers
-            of an iteration and a replica. It returns an empty tuple if they are equal or unknown.
+        slices: Function that returns the number of slices of each microbatch for an iteration and a
+            replica. It returns 1 if microbatches are not split.
+        sizes: Function that returns the activation size in bytes of each microbatch for an
+            iteration and a replica. It returns an empty tuple if the sizes are equal or unknown.
     """
 
     ranks: Ints
@@ -136,7 +136,7 @@ class Pipelines:
         return self.stages.size
 
     def name(self, worker: int) -> str:
-        """Returns the name of ``worker`` for users: rank, stages, and replica if several exist."""
+        """Returns the display name of ``worker``: rank, stages, and replica if several exist."""
         stages = self.stages[self.pp_rank[worker]].tolist()
         text = f"rank {self.ranks[worker]} (stage{'s' * (len(stages) > 1)} "
         text += ", ".join(map(str, stages))
@@ -148,8 +148,8 @@ class Operations:
     """Contains the operations of some iterations, as arrays with one value per operation.
 
     Computations (forward, backward and weight-gradient passes) come first, ordered by iteration,
-    worker and start. Collectives and optimizer steps follow in the same order. Messages come last,
-    one for each computation whose input came from another rank.
+    worker and start time. Collectives and optimizer steps follow in the same order. Messages come
+    last. There is one message for each computation whose input came from another rank.
 
     Attributes:
         where: Maps each worker to its pipeline rank, replica and stages.
@@ -163,16 +163,16 @@ class Operations:
             ``SpanRow``), or -1 if there is none.
         start_ns: Start time in nanoseconds on the run's common clock.
         end_ns: End time in nanoseconds on the run's common clock.
-        duration_s: Duration in seconds. For communication, it excludes the time spent waiting for
-            other ranks.
+        duration_s: Duration in seconds. For communication, it does not include the time spent
+            waiting for other ranks.
         group: Index of the collective that the operation is part of, or -1 if there is none.
         source: Index of the rank that sent the message, or -1 for operations other than messages.
-        input: Row of the computation that produced the input of this computation or the content of
-            this message, or -1 if there is none.
+        input: Row of the computation that produced the input of this computation, or the content of
+            this message. -1 if there is none.
         message: ``[computations]``, row of the message with the computation's input, or -1 if there
             is none.
-        is_posted: Whether receives are posted one at a time, so that a rank receives the messages
-            of each direction in order.
+        is_posted: Whether receives are posted one at a time. A rank then receives the messages of
+            each direction in order.
         num_computes: Number of computations.
         orphans: Number of computations whose input was not produced by any recorded computation.
     """
@@ -222,7 +222,7 @@ class Operations:
 
 
 def pipelines_of(run: RunTrace, ranks: Iterable[int] | None = None) -> Pipelines:
-    """Returns the ranks to simulate, which are the first rank of each tensor-parallel group.
+    """Returns the ranks to simulate: the first rank of each tensor-parallel group.
 
     Args:
         run: Trace of the run.
@@ -253,7 +253,7 @@ def pipelines_of(run: RunTrace, ranks: Iterable[int] | None = None) -> Pipelines
 def usual_s(kinds: Sequence[Ints], durations_s: Sequence[Floats]) -> Floats:
     """Returns the ideal duration of each kind of work in seconds, ``[kinds]``.
 
-    For computations, this is the mean duration, and for transfers the median. ``kinds`` and
+    The ideal duration is the mean for computations, and the median for transfers. ``kinds`` and
     ``durations_s`` contain the kind of work and the duration in seconds of each operation.
     """
     kind = np.concatenate(kinds)
@@ -355,11 +355,9 @@ def _kinds(table: TraceTable) -> Ints:
 def _inputs(actions: TraceTable, stage: Ints, where: Pipelines, owner: Ints) -> tuple[Ints, int]:
     """Returns the row of the computation that produced each computation's input.
 
-    The second result is the number of inputs that no recorded computation produced. ``actions``
-    contains the computations, ``stage`` their stages, and ``owner`` the indices of their workers.
-
-    The row is -1 if no recorded computation produced the input. It is also -1 for forward passes in
-    the first stage, which are not counted as missing.
+    The row is -1 for forward passes in the first stage, and for inputs that no recorded computation
+    produced. The second result is the number of inputs of the latter kind. ``actions`` contains the
+    computations, ``stage`` their stages, and ``owner`` the indices of their workers.
     """
     is_f = actions.kind == KIND["F"]
     is_b = actions.kind == KIND["B"]
@@ -382,10 +380,11 @@ def _transfers(
     """Returns the transfer times of the messages with the inputs of the computations ``came``.
 
     If the arrival of a message was not recorded, its transfer time is assumed to be the median of
-    the other messages in its direction. ``table`` contains all spans, and ``worker`` the rank index
-    of each span. ``actions`` contains the computations, ``owner`` the rank index of each
-    computation, and ``came`` the rows of the computations that received their input from another
-    rank.
+    the other messages in the same direction.
+
+    ``table`` contains all spans, and ``worker`` the rank index of each span. ``actions`` contains
+    the computations, and ``owner`` the rank index of each computation. ``came`` contains the rows
+    of those computations that received their input from another rank.
 
     Returns:
         Time of each transfer in seconds, arrival time of each message in nanoseconds, and whether
@@ -398,7 +397,7 @@ def _transfers(
         actions.chunk[came],
         actions.microbatch[came],
     ]
-    # Unknown peers (-1) are looked up at the additional last element, which stays -1.
+    # The index -1 of unknown peers selects the additional last element, which stays -1.
     worker_of_rank = np.full(int(where.ranks.max()) + 2, -1)
     worker_of_rank[where.ranks] = np.arange(len(where.ranks))
 
@@ -436,16 +435,16 @@ def _transfers(
 
 
 def _groups(table: TraceTable, worker: Ints, where: Pipelines, kind: Ints) -> Ints:
-    """Returns the index of the collective that each operation is part of, or -1 if there is none.
+    """Returns the index of the collective to which each operation belongs, or -1 if there is none.
 
-    Operations are part of the same collective if they have the same iteration, kind and lowest
-    rank, and the same position among such operations on their rank.
+    Operations belong to the same collective if they have the same iteration, the same kind, the
+    same lowest rank, and the same position among such operations on their rank.
     """
     is_reduce = table.kind == KIND["reduce"]
     root = np.where(is_reduce, where.pp_rank[worker], table.peer)
     if is_reduce.any():
-        # If all ranks finish their gradient reduction at the same time, the reduction is one
-        # collective. Otherwise, each stage has a separate reduction.
+        # If all ranks finish their gradient reduction at the same time, it is a single collective.
+        # Otherwise, each stage has a separate reduction.
         _, step = np.unique(table.iteration, return_inverse=True)
         last, first, least = (np.full(int(step.max()) + 1, bound) for bound in (0, _FAR, _FAR))
         np.maximum.at(last, step[is_reduce], table.end_ns[is_reduce])
@@ -457,7 +456,7 @@ def _groups(table: TraceTable, worker: Ints, where: Pipelines, kind: Ints) -> In
     keys = [column[rows] for column in (table.iteration, kind, root, worker)]
     group = np.full(len(table), -1)
     if len(rows):
-        # Rows are ordered by start time, and a stable sort keeps that order. nth_of_equal()
+        # Rows are ordered by start time, and a stable sort preserves that order. nth_of_equal()
         # therefore numbers each rank's collectives in the order in which they began.
         order = np.argsort(row_keys(keys), kind="stable")
         keys[3][order] = nth_of_equal([key[order] for key in keys])
@@ -469,7 +468,7 @@ def _waits(table: TraceTable, group: Ints) -> Floats:
     """Returns the time in seconds that each rank waited for the last rank of a collective.
 
     ``group`` contains the index of each operation's collective. The time is 0 for operations that
-    are not part of a collective.
+    do not belong to a collective.
     """
     waited = np.zeros(len(table))
     rows = np.flatnonzero(group >= 0)
@@ -505,10 +504,10 @@ def _check_own_order(operations: Operations, actions: TraceTable) -> None:
 
 _GATHER = NAMES.index("params-all-gather")
 _ENDED = 0.05
-"""Maximum fraction of a computation that may overlap with the next operation.
+"""Fraction of a computation that may overlap with the next one before both count as concurrent.
 
-Consecutive operations overlap slightly because of rounding and differences between the clocks of
-GPU and host. Without this tolerance, such operations would be treated as concurrent.
+Consecutive operations may overlap slightly because of rounding and differences between the clocks
+of GPU and host.
 """
 
 
@@ -520,9 +519,9 @@ class Graph:
         node: ``[operations]``, index of the operation's node.
         before: ``[2, nodes]``, up to two predecessors of each node. Node 0 is the start of the
             step.
-        levels: ``[levels + 1]``, index of the first node of each topological level, followed by the
-            number of nodes.
-        final: Indices of the nodes that no other node depends on, ordered by step.
+        levels: ``[levels + 1]``, index of the first node of each topological level, and the number
+            of nodes as the last element.
+        final: Indices of the nodes without successors, ordered by step.
         final_step: ``[steps]``, position in ``final`` of each step's first node.
     """
 
@@ -533,7 +532,7 @@ class Graph:
     final_step: Ints
 
     def simulate(self, durations_s: Sequence[Floats]) -> Floats:
-        """Returns the step times that result from different durations of the operations.
+        """Returns the step times for alternative durations of the operations.
 
         Args:
             durations_s: Alternatives, each with the duration of every operation in seconds.
@@ -565,11 +564,11 @@ def build_graph(operations: Operations) -> Graph:
     """Returns the dependencies between ``operations``, sorted topologically.
 
     Raises:
-        TraceError: Operations depend on each other in a cycle, so the recorded order is impossible.
-            The message names the earliest of these operations.
+        TraceError: The dependencies contain a cycle, so the recorded order is impossible. The
+            message names the earliest operation of the cycle.
     """
     sources, targets, count = _edges(operations)
-    # Node 0 is the start of every step, so the numbers of all other nodes are increased by 1.
+    # Node 0 is the start of every step. Increase the numbers of all other nodes by 1.
     before = _two_each(sources + 1, targets + 1, count + 1)
     level, is_known = _levels(before)
     if not is_known.all():
@@ -636,8 +635,8 @@ def ideal_steps(
 def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
     """Returns the source and target nodes of every dependency, and the number of nodes.
 
-    Each operation has a node. Each collective has one additional node, which waits for all its
-    ranks.
+    Each operation has a node. Each collective has one additional node, which waits for all
+    participating ranks.
     """
     computes = np.arange(ops.num_computes)
     messages = np.flatnonzero(ops.source >= 0)
@@ -649,8 +648,8 @@ def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
         same = segment[rows[1:]] == segment[rows[:-1]]
         pairs.append((rows[:-1][same], rows[1:][same]))
 
-    # Computations on a rank may overlap. Such a computation depends on the last computation that
-    # had finished when it started, which need not be the previous computation.
+    # If computations on a rank overlap, a computation depends on the last one that had finished
+    # when it started. This need not be the previous one.
     span = ops.end_ns[computes] - ops.start_ns[computes]
     ended = ops.end_ns[computes] - (span * _ENDED).astype(np.int64)
     overlaps = (np.diff(rank[computes]) == 0) & (ops.start_ns[computes][1:] < ended[:-1])
@@ -667,8 +666,8 @@ def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
         follow(messages[np.lexsort((ops.end_ns[messages], way[messages]))], way)
     pairs += _around(ops, rank, ended, computes[overlaps], others)
     sources, targets = (np.concatenate(side) for side in zip(*pairs, strict=True))
-    # A collective begins when all ranks have joined. Therefore, the dependencies of all members
-    # become dependencies of the collective's node, on which the members depend.
+    # A collective begins when all ranks have joined. Therefore, the collective's node gets the
+    # dependencies of all members, and the members depend on this node.
     group = ops.group[targets]
     targets = np.where(group >= 0, len(ops) + group, targets)
     members = np.flatnonzero(ops.group >= 0)
@@ -680,7 +679,7 @@ def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
 def _around(
     ops: Operations, rank: Ints, ended_ns: Ints, overlapping: Ints, others: Ints
 ) -> list[tuple[Ints, Ints]]:
-    """Returns for which operation each overlapping computation and each collective waits.
+    """Returns the dependencies of overlapping computations and of collectives.
 
     Args:
         ops: Operations of the iterations.
@@ -718,8 +717,7 @@ def _around(
     early = others[~after & (ops.kind[others] != _GATHER)]
     early = early[ops.start_ns[early] < ops.start_ns[np.maximum(first[number[early]], 0)]]
     pairs += [(latest[after], others[after]), (early, first[number[early]])]
-    # The first forward pass of a chunk needs the chunk's parameters, and therefore waits for their
-    # all-gather.
+    # The first forward pass of a chunk waits for the all-gather of the chunk's parameters.
     gathers = others[ops.kind[others] == _GATHER]
     chunks = ops.where.stages.shape[1]
     of_chunk = number[computes] * chunks + ops.chunk[computes]
@@ -735,9 +733,9 @@ def _around(
 def _two_each(sources: Ints, targets: Ints, count: int) -> Ints:
     """Returns up to two predecessors of each node, ``[2, nodes]``. Missing predecessors are 0.
 
-    A node with more than two predecessors gets helper nodes in between, each with at most two
-    predecessors. ``sources`` and ``targets`` contain the two nodes of each dependency, and
-    ``count`` is the number of nodes.
+    If a node has more than two predecessors, helper nodes with at most two predecessors are
+    inserted in front of it. ``sources`` and ``targets`` contain the two nodes of each dependency,
+    and ``count`` is the number of nodes.
     """
     while True:
         order = np.argsort(targets, kind="stable")
@@ -759,7 +757,7 @@ def _two_each(sources: Ints, targets: Ints, count: int) -> Ints:
 def _levels(before: Ints) -> tuple[Ints, Ints]:
     """Returns the topological level of each node, and whether the level is known.
 
-    The level is unknown for nodes on a cycle and for nodes that depend on a cycle.
+    The levels of nodes that are on a cycle or depend on a cycle are unknown.
     """
     count = before.shape[1]
     waits = (before > 0).sum(axis=0).astype(np.int8)

@@ -1,12 +1,13 @@
-"""Simulates recorded microbatches under another schedule, or on other replicas.
+"""Simulates recorded microbatches under a different schedule, or on other replicas.
 
-A recorded duration is split into three factors: the usual duration of the stage (the median of its
-replicas), the slowdown of the rank relative to its peers, and a remaining factor that depends on
-the length of the microbatch or on chance. If a stage is split in two, each half takes half as long.
-A rank has the same factor for any work, and a microbatch has the same factor on any replica.
+A recorded duration is split into three factors: the usual duration of the stage (the median over
+replicas), the slowdown of the rank relative to its peers, and a remaining factor for the length of
+the microbatch or chance. If a stage is split in two, each half is assumed to take half as long. The
+factor of a rank is assumed to be the same for all work, and the factor of a microbatch is assumed
+to be the same on all replicas.
 
-Under a run-time scheduling rule, the order of actions depends on the durations, so the rule is
-simulated too.
+Under a run-time scheduling rule, the order of actions depends on the durations, so the rule is also
+simulated.
 """
 
 from __future__ import annotations
@@ -43,21 +44,21 @@ from megatron.adaptive.trace.whatif.operations import (
 )
 
 Counts: TypeAlias = tuple[int, ...]
-"""Type of the number of slices of each microbatch in a step."""
+"""Number of slices of each microbatch in a step."""
 
 RULE_STEPS = 3
-"""Maximum number of steps that are simulated under the run's scheduling rule."""
+"""Maximum number of steps to simulate under the run's scheduling rule."""
 MOST_PIPELINES = 256
-"""Maximum number of pipelines (steps times replicas) that are simulated under a rule.
+"""Maximum number of pipelines (steps times replicas) to simulate under a rule.
 
 At least one step is simulated, even if it has more pipelines.
 """
 ALIKE = 0.1
 """Maximum relative difference between the simulated and the recorded step time.
 
-Both step times are based on the recorded durations. The difference is larger if the simulated rule
-had a different limit on activation memory than the run, or if the trace's spans do not cover the
-whole step.
+The simulation uses the recorded durations. The difference is larger if the run had a different
+limit on activation memory than the simulated rule, or if the trace's spans do not cover the whole
+step.
 """
 
 
@@ -67,13 +68,14 @@ class OtherSchedule:
 
     Attributes:
         name: Name of the schedule: ``1f1b``, ``seq-1f1b`` or ``adaptive``.
-        chunks: Number of chunks per rank. With ``adaptive``, two chunks are placed in a V (down the
-            ranks and back up). With one chunk, the backward pass is not split.
+        chunks: Number of chunks per rank. With ``adaptive``, two chunks are placed in a V shape
+            (from the first to the last rank, and back). With one chunk, the backward pass is not
+            split.
         is_dealt: Whether to assign each microbatch to the replica that would finish it first, and
-            to order a replica's microbatches to suit its pipeline. Otherwise, microbatches stay on
-            the replica that recorded them.
-        slices: Number of slices of equal time into which each recorded microbatch is split. It is
-            assumed that splitting has no cost.
+            to order a replica's microbatches to suit its pipeline. If False, microbatches stay on
+            the replica that ran them.
+        slices: Number of slices of equal duration into which each recorded microbatch is split.
+            Splitting is assumed to have no cost.
         pieces: Number of pieces into which each weight-gradient action (W) is split, if the
             schedule splits the backward pass.
     """
@@ -87,17 +89,18 @@ class OtherSchedule:
 
 @dataclass(frozen=True)
 class RecordedTimes:
-    """Contains the forward and backward times of each microbatch, with one stage per rank.
+    """Contains the forward and backward times of each microbatch, if there is one stage per rank.
 
     Attributes:
         steps: Maps each iteration to one array per replica, ``[2, stages, microbatches]``, with the
             times in seconds of the forward pass and of the whole backward pass. If microbatches are
             split, the last axis contains the slices of all microbatches.
         transfer_s: Median transfer time of a message in seconds.
-        work: Computing cost of each stage in any unit; empty if unknown. With fewer than three
-            replicas, only these costs distinguish a slow rank from a stage with more work.
-        slices: Function that returns the number of slices of each recorded microbatch, given the
-            numbers of an iteration and a replica. It returns 1 if microbatches are not split.
+        work: Computing cost of each stage in any unit; empty if unknown. If there are fewer than
+            three replicas, these costs are needed to distinguish a slow rank from a stage with more
+            work.
+        slices: Function that returns the number of slices of each recorded microbatch for an
+            iteration and a replica. It returns 1 if microbatches are not split.
     """
 
     steps: Mapping[int, tuple[Floats, ...]]
@@ -139,7 +142,7 @@ class RecordedTimes:
     def rank_factor(self) -> Floats:
         """Time of each rank divided by the usual time of its peers, ``[replicas, stages]``.
 
-        Peers are the ranks with the same stage in other replicas.
+        The peers of a rank are the ranks with the same stage in other replicas.
         """
         rank_s = self._means.sum(axis=1)
         stage = self.stage_s.sum(axis=0)
@@ -156,9 +159,9 @@ class RecordedTimes:
         )
 
     def usual_part(self, iteration: int, replica: int) -> Floats:
-        """Returns the durations of ``replica`` in ``iteration`` if its ranks had the usual speed.
+        """Returns the durations that ``replica`` would have in ``iteration`` at the usual speed.
 
-        The result contains times in seconds, ``[2, stages, microbatches]``.
+        The durations are in seconds, ``[2, stages, microbatches]``.
         """
         part: Floats = self.steps[iteration][replica] / self.rank_factor[replica][:, None]
         return part
@@ -207,8 +210,8 @@ class RecordedTimes:
         durations_s = np.stack(
             [of_slices[:, :, a:b].sum(axis=2) for a, b in zip(begins, ends, strict=True)], axis=2
         )
-        # A replica is only as fast as its slowest rank, so the cost of a microbatch on that rank
-        # counts.
+        # A replica is only as fast as its slowest rank, so use the cost of each microbatch on that
+        # rank.
         slowest = [
             int(np.argmax(durations_s.sum(axis=(0, 2)) * factor)) for factor in self.rank_factor
         ]
@@ -220,8 +223,8 @@ class RecordedTimes:
         stages = durations_s.shape[1]
         dealt, dealt_counts = [], []
         for share in map(list, deal([cost.tolist() for cost in costs])):
-            # Small differences in cost are noise. Therefore, change the order only if the costs
-            # differ clearly.
+            # Small differences in cost are noise, so change the order only if the costs differ
+            # clearly.
             if np.std(work[share]) > 0.05 * np.mean(work[share]):
                 share = [share[index] for index in order_by_cost(work[share].tolist(), stages)]
             slices = [item for m in share for item in range(begins[m], ends[m])]
@@ -240,10 +243,10 @@ class RecordedTimes:
     ) -> float:
         """Simulates the pipeline of one replica, and returns its step time in seconds.
 
-        ``durations_s`` contains the durations in seconds on ranks of usual speed, ``factor`` the
-        slowdown of each rank, and ``counts`` the number of slices of each microbatch. ``slices`` is
-        the number of slices into which the recorded messages are split, and ``actions`` the number
-        of actions on all replicas.
+        ``durations_s`` contains the durations in seconds on ranks of usual speed, and ``factor``
+        contains the slowdown of each rank. ``counts`` contains the number of slices of each
+        microbatch. ``slices`` is the number of slices into which the recorded messages are split.
+        ``actions`` is the number of actions on all replicas.
         """
         ranks, count = durations_s.shape[1:]
         placement = candidate.placement
@@ -300,7 +303,7 @@ def candidate_for(
     )
     if is_equal or candidate.cap is None:
         return candidate
-    # Raise the limit to the size of the largest microbatch, as the executor of a real step does.
+    # Raise the limit to the size of the largest microbatch, as the executor does in a real step.
     cap = default_cap(candidate.placement, len(counts), mean_slices(counts))
     return replace(candidate, cap=max(cap, *whole_sizes([1.0] * sum(counts), counts)))
 
@@ -334,7 +337,7 @@ def simulated_s(
     )
     policies = candidate.policies(work.num_microbatches, slices)
     if sizes and candidate.cap is not None:
-        # Raise the limit so that every microbatch can start, as the executor of a real step does.
+        # Raise the limit so that every microbatch can start, as the executor does in a real step.
         candidate = replace(candidate, cap=max(candidate.cap, *whole_sizes(sizes, slices)))
     shared = rule_of(policies)
     compiled = shared is not None and saves_time(shared[0], actions)
@@ -344,13 +347,13 @@ def simulated_s(
 class RuleReplay:
     """Simulates the last recorded steps under ``adaptive``, the run's scheduling rule.
 
-    The rule chooses a different order of actions if durations change, so the rule itself is
-    simulated. The recorded steps are simulated once. With changed durations, only the affected
-    replicas are simulated again.
+    If durations change, the rule chooses a different order of actions, so the rule itself is
+    simulated. The recorded steps are simulated once. After a change, only the affected replicas are
+    simulated again.
 
     Args:
         header: Trace header of any rank, which contains the settings of the run.
-        ops: Recorded operations, of which the last :data:`RULE_STEPS` iterations are simulated.
+        ops: Recorded operations. Only the last :data:`RULE_STEPS` iterations are simulated.
     """
 
     def __init__(self, header: TraceHeader, ops: Operations) -> None:
@@ -361,14 +364,14 @@ class RuleReplay:
 
         Args:
             then_s: Duration of each operation after the change, in seconds, ``[operations]``.
-            slices: Number of slices of equal time into which each recorded microbatch is split in
-                the changed step.
+            slices: Number of slices of equal duration into which each recorded microbatch is split
+                by the change.
 
         Returns:
-            Mean time saved per step, or ``None`` if the recorded steps cannot be simulated. This is
-            the case under another schedule than ``adaptive``, with a single stage, or if a rank's
-            actions are missing. It is also the case if the simulated time of a recorded step
-            differs from its recorded time by more than :data:`ALIKE`.
+            Mean time saved per step, or ``None`` if the recorded steps cannot be simulated. This
+            happens if the schedule is not ``adaptive``, if there is only one stage, if a rank's
+            actions are missing, or if a simulated step time differs from the recorded one by more
+            than :data:`ALIKE`.
         """
         if self._recorded is None:
             return None
@@ -407,7 +410,7 @@ class RuleReplay:
         return recorded
 
     def _last(self) -> Ints:
-        """Returns the numbers of the iterations to simulate, which are the last ones of the run."""
+        """Returns the numbers of the iterations to simulate, the last ones of the run."""
         iterations: Ints = np.unique(self._ops.iteration)[-steps_at_most(self._ops, RULE_STEPS) :]
         return iterations
 
@@ -426,10 +429,10 @@ class _RecordedReplica:
 
 
 def steps_at_most(ops: Operations, most: int) -> int:
-    """Returns the number of steps to simulate, which is between 1 and ``most``.
+    """Returns the number of steps to simulate, between 1 and ``most``.
 
-    The number is reduced so that at most :data:`MOST_PIPELINES` pipelines are simulated, one per
-    step and replica.
+    Each step has one pipeline per replica. The number of steps is limited so that at most
+    :data:`MOST_PIPELINES` pipelines are simulated.
     """
     replicas = int(ops.where.replica.max()) + 1
     return max(1, min(most, MOST_PIPELINES // replicas))
@@ -459,7 +462,7 @@ def _rows_by_replica(ops: Operations, iterations: Ints) -> dict[int, list[Ints]]
 
 
 def _span_s(ops: Operations, computes: Ints) -> float:
-    """Returns the time in seconds from the first start to the last end of a computation.
+    """Returns the time in seconds from the start of the first to the end of the last computation.
 
     ``computes`` contains the rows of the computations.
     """
@@ -509,7 +512,7 @@ class RecordedStep:
 
         Args:
             header: Trace header of any rank, which contains the settings of the run.
-            slices: Number of slices of equal time into which each microbatch is split.
+            slices: Number of slices of equal duration into which each microbatch is split.
         """
         counts = counts_of(self.durations_s.shape[2], self.slices)
         counts = tuple(slices * count for count in counts)
@@ -544,7 +547,7 @@ def recorded_step(ops: Operations, rows: Ints, times_s: Floats) -> RecordedStep 
     shape = (3, ops.where.num_stages, int(microbatch.max(initial=0)) + 1)
     work = kind <= WEIGHT
     if shape[1] * shape[2] > int(work.sum()):
-        return None  # If a file is damaged, the number of a microbatch may be huge.
+        return None  # The number of a microbatch may be huge if a file is damaged.
     durations = np.zeros(shape)
     counts = np.zeros(shape, dtype=np.int64)
     cell = kind[work], stage[work], microbatch[work]
@@ -580,7 +583,7 @@ def _slices_of(ops: Operations, rows: Ints) -> SliceCounts:
 
 
 def _sizes_of(ops: Operations, rows: Ints) -> tuple[int, ...]:
-    """Returns the bytes of activations of each microbatch in the step that contains ``rows``."""
+    """Returns the activation bytes of each microbatch in the step that contains ``rows``."""
     if not len(rows):
         return ()
     replica = int(ops.where.replica[ops.worker[rows[0]]])
@@ -588,7 +591,7 @@ def _sizes_of(ops: Operations, rows: Ints) -> tuple[int, ...]:
 
 
 def recorded_replicas(ops: Operations, iteration: int) -> list[tuple[RecordedStep, float]] | None:
-    """Returns each replica's step in ``iteration``, with its recorded time in seconds.
+    """Returns each replica's step in ``iteration``, and the recorded step times in seconds.
 
     Args:
         ops: Recorded operations.
@@ -617,8 +620,8 @@ def recorded_times(
         work: Computing cost of each stage in any unit; empty if unknown.
 
     Returns:
-        Times of the steps in which every rank ran each microbatch of its replica, or ``None`` if
-        there is no such step or if ranks have several stages each.
+        Times of those steps in which every rank ran each microbatch of its replica, or ``None`` if
+        there are no such steps or ranks have several stages.
     """
     where = parts[0].where
     if where.stages.shape[1] > 1:
@@ -639,7 +642,8 @@ def recorded_times(
 def _step_durations(ops: Operations, rows_of: Sequence[Ints]) -> tuple[Floats, ...] | None:
     """Returns the times in seconds of each replica's passes, ``[2, stages, microbatches]``.
 
-    The first axis is F, and B and W together. The result is ``None`` if actions are missing.
+    The first axis contains the time of F, and the total time of B and W. Returns ``None`` if
+    actions are missing.
 
     Args:
         ops: Recorded operations.

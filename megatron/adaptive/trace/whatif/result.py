@@ -12,9 +12,9 @@ from megatron.adaptive.trace.span_columns import Ints
 from megatron.adaptive.trace.whatif.operations import Floats, Pipelines
 
 SHOWN = 5
-"""Number of ranks, and of links, whose slowdown is computed. The slowest are chosen."""
+"""Number of ranks, and of links, for which the slowdown is computed (those that are slowest)."""
 SLOW = 1.05
-"""Minimum slowdown for which the report names a cause and the share of each cause."""
+"""Minimum slowdown for which the report names causes and the share of each."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Repair:
 
     Attributes:
         description: Short text that describes the change.
-        flag: Command-line flags that make the change, or advice if there are no flags.
+        flag: Command-line flags for the change, or advice if there are no flags.
         step_s: Mean step time with the change in seconds.
         gain: Fraction of the simulated step time that the change saves.
     """
@@ -46,17 +46,17 @@ class WhatIf:
         simulated_s: ``[steps]``, time of each step in seconds, simulated with the recorded
             durations but without host delays between operations.
         ideal_s: ``[steps]``, time of each step in seconds, simulated with the ideal durations.
-        slowdowns: Slowdown caused by each group, by type and name of the group. Types are
+        slowdowns: Slowdown caused by each group, keyed by type and name of the group. Types are
             ``stage``, ``replica``, ``rank``, ``kind`` of work, ``link``, and ``length`` of
             microbatches.
-        by_step: ``[steps]``, slowdown in each step, by type and name of the group. Types are
+        by_step: ``[steps]``, slowdown in each step, keyed by type and name of the group. Types are
             ``stage``, ``replica`` and ``kind``.
         worker_share: Fraction of the slowdown that would vanish if the slowest ranks were as fast
             as the other ranks (Mw in the paper).
         last_stage_share: Fraction of the slowdown that would vanish if the last stage were as fast
             as the other stages (Ms in the paper).
-        length_share: Fraction of the slowdown that would vanish if all microbatches took equally
-            long.
+        length_share: Fraction of the slowdown that would vanish if all microbatches took the same
+            time.
         slowest: Indices into ``where.ranks`` of the slowest ranks, on which ``worker_share`` is
             based.
         cause: Main cause of the slowdown, one of :data:`CAUSES`. It is ``none`` if little time is
@@ -89,8 +89,8 @@ class WhatIf:
     def launch_slowdown(self) -> float:
         """Ratio of the mean recorded step time to the mean simulated step time.
 
-        The difference from 1 is the error of the simulation, which mainly comes from host delays
-        that are not simulated.
+        The deviation from 1 is the error of the simulation. It is mainly caused by host delays,
+        which are not simulated.
         """
         return float(self.recorded_s.mean() / self.simulated_s.mean())
 
@@ -167,9 +167,9 @@ class WhatIf:
     def _format_shares(self) -> str:
         """Returns a line with the fraction of the slowdown that each cause explains."""
         if self.slowdown < SLOW and self.cause != "none":
-            return "  compared with the mean there is no slowdown to divide; see the repairs below"
+            return "  no slowdown compared with the mean; see the repairs below"
         if self.slowdown < SLOW:
-            return f"  the slowdown is too small to divide: shares are printed from {SLOW} on"
+            return f"  the slowdown is too small to attribute to causes (less than {SLOW})"
         return (
             f"  repairing the slowest workers would remove {_format_share(self.worker_share)} of "
             f"the slowdown; repairing the last stage, {_format_share(self.last_stage_share)}; "
@@ -178,11 +178,10 @@ class WhatIf:
 
 
 def _format_share(share: float) -> str:
-    """Returns a fraction as a percentage, ``none`` if it is at most 0, or ``all`` if at least 1.
+    """Returns a fraction as a percentage, or ``none`` if it is at most 0, or ``all`` if at least 1.
 
-    A fraction may be below 0 or above 1, because a change replaces durations with the mean of the
-    whole run. The step may therefore become slower than the recorded step, or faster than the ideal
-    step.
+    A fraction may be below 0 or above 1. A change replaces durations with the mean of the whole
+    run, so the step may become slower than the recorded step, or faster than the ideal step.
     """
     if round(share, 2) <= 0:
         return "none"

@@ -1,11 +1,12 @@
 """Simulates recorded steps with slices of a different length (``--slice-tokens``).
 
 The trace contains the lengths of all documents in a step, and the number of slices of each
-microbatch. The time per token, and per pair of tokens that attend to each other, are fitted to the
-recorded slices for each stage and kind of action. The documents are then packed again for slices of
-a different length, and the step is simulated with the fitted times. Slices are assumed to have no
-additional cost. All recorded slices have the same number of tokens, so a fixed time per action
-cannot be distinguished from the time of its tokens.
+microbatch. A model is fitted to the recorded slices for each stage and kind of action. It has two
+parameters: the time per token, and the time per pair of tokens that attend to each other. To
+simulate a different slice length, the documents are packed again, and the fitted times are used.
+Splitting into slices is assumed to have no additional cost, because all recorded slices have the
+same number of tokens, and a fixed time per action cannot be distinguished from the time of the
+tokens.
 """
 
 from __future__ import annotations
@@ -38,23 +39,23 @@ from megatron.adaptive.trace.whatif.replay import (
 
 _MOST_TOKENS = 1 << 40
 _RULES = ("adaptive", "auto")
-"""Schedules for which slices of a different length are simulated."""
+"""Schedules for which other slice lengths are simulated."""
 
 
 def token_repairs(
     run: RunTrace, ops: Operations, whole_s: float, notes: list[str]
 ) -> dict[tuple[str, str], float]:
-    """Simulates the last steps of the run with shorter and with longer slices.
+    """Simulates the last steps of the run with shorter and longer slices.
 
     Args:
         run: Trace of the run.
         ops: Recorded operations of the steps.
         whole_s: Mean step time of the run in seconds.
-        notes: List to which the reason is appended if the run has slices but no other length can be
-            simulated.
+        notes: List of caveats. If the run has slices, but other lengths cannot be simulated, the
+            reason is appended.
 
     Returns:
-        Dict from (description, flag) of a slice length to the mean step time in seconds.
+        Mean step time in seconds, keyed by (description, flag) of the slice length.
     """
     header = next(iter(run.ranks.values())).header
     iterations = np.unique(ops.iteration)[-RULE_STEPS:].tolist()
@@ -85,8 +86,8 @@ def token_repairs(
     now_s = model.mean_s(tokens)
     repairs = {}
     for n in others:
-        # A run with slices of this length would stop with the same error, so the length is not
-        # suggested.
+        # A run with slices of this length would fail with the same error, so do not suggest the
+        # length.
         with contextlib.suppress(ConfigError):
             names = f"slices of {n} tokens that cost nothing more", f"--slice-tokens {n}"
             repairs[names] = whole_s - now_s + model.mean_s(n)
@@ -97,8 +98,8 @@ def _token_ranks(run: RunTrace, tokens: int) -> int:
     """Returns the number of ranks that share the tokens of a slice.
 
     The length of each slice must be a multiple of this number. Traces of earlier versions do not
-    contain the number. For these traces, the result is the tensor-parallel size, or 1 if ``tokens``
-    is not divisible by this size.
+    contain the number. For them, returns the tensor-parallel size, or 1 if ``tokens`` is not
+    divisible by this size.
     """
     headers = [trace.header for trace in run.ranks.values()]
     recorded = max(header.token_ranks for header in headers)
@@ -124,9 +125,9 @@ class _Row:
 
     @property
     def is_sound(self) -> bool:
-        """Whether all slices are equally long, and each contains a token of a document.
+        """Whether all slices are equally long, and each contains at least one token of a document.
 
-        Damaged files may contain other numbers.
+        The numbers in a damaged file may violate this condition.
         """
         of_slice, rest = divmod(self.positions, self.slices)
         before_last = self.positions - of_slice
@@ -135,7 +136,7 @@ class _Row:
 
 
 def _rows(run: RunTrace, ops: Operations, iteration: int) -> list[list[_Row]]:
-    """Returns, for each replica, a list of its microbatches in ``iteration``.
+    """Returns a list of the microbatches in ``iteration`` for each replica.
 
     The lists are empty if the lengths of the microbatches are unknown.
     """
@@ -152,10 +153,9 @@ def _rows(run: RunTrace, ops: Operations, iteration: int) -> list[list[_Row]]:
 
 
 def _tokens(steps: Iterable[Sequence[Sequence[_Row]]]) -> int | None:
-    """Returns the number of tokens per slice, or ``None`` if there is no such number.
+    """Returns the number of tokens per slice, or ``None`` if the number is not unique.
 
-    The result is ``None`` if slices have different numbers of tokens, if no microbatch is split, or
-    if a file is damaged.
+    The result is also ``None`` if no microbatch is split, or if a file is damaged.
     """
     rows = [row for step in steps for replica in step for row in replica]
     if not all(row.is_sound for row in rows):
@@ -171,8 +171,8 @@ class _Step:
     """Contains the documents, recorded times and microbatches of a step.
 
     Attributes:
-        documents: Number of tokens in each document, on all replicas.
-        replicas: Recorded times of each replica, and its recorded step time in seconds.
+        documents: Number of tokens in each document of all replicas.
+        replicas: Recorded times of each replica, and the replica's recorded step time in seconds.
         cuts: Microbatches of each replica.
     """
 
@@ -205,7 +205,7 @@ def _cut(tokens: int, documents: Sequence[int]) -> Cut:
 
 
 def _work(cuts: Sequence[Cut]) -> Floats:
-    """Returns the numbers of tokens and of token pairs in each slice of ``cuts``.
+    """Returns the number of tokens and the number of token pairs in each slice of ``cuts``.
 
     The result has the shape ``[slices, 2]``.
     """
@@ -249,8 +249,8 @@ class _Model:
     def miss(self) -> float:
         """Largest relative difference between the recorded and the simulated time of a step.
 
-        Each step is simulated twice: with the recorded durations, and with the durations that the
-        fitted model predicts for the recorded slice length.
+        Each step is simulated with the recorded durations, and with the durations that the fitted
+        model predicts for the recorded slice length.
         """
         misses = []
         for step in self._steps:

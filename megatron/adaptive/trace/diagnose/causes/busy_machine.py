@@ -1,7 +1,7 @@
 """Finds machines on which all ranks wait, for example because other programs use the processors.
 
-All ranks on such a machine are equally slow. Comparing them with each other therefore does not find
-the cause.
+All ranks on such a machine are equally slow, so the cause cannot be found by comparing them with
+each other.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from megatron.adaptive.trace.diagnose.machine_reasons import COUNTS, reason_by, 
 from megatron.adaptive.trace.diagnose.samples import Floats, Measured, best_interval, chance, noise
 
 SURE = 3.2
-"""Minimum rise of the waiting time, in standard errors, for a part of the run to be reported.
+"""Minimum increase of the waiting time, in standard errors, to report a part of the run.
 """
 
 MOST_OF = 0.75
-"""Minimum fraction of iterations in which ranks wait, for the waits to count as permanent."""
+"""Minimum fraction of iterations in which ranks must wait for the waits to count as permanent."""
 
 LEAST_NOISE = 0.005
 """Minimum standard deviation assumed for the noise, as a fraction of an iteration."""
@@ -60,10 +60,9 @@ class BusyMachineCause(Cause):
 
 
 def _busy_machine(m: Measured, columns: Sequence[int]) -> Finding | None:
-    """Returns a finding if the ranks on a machine often wait for its processors, quotas or memory.
+    """Returns a finding if the ranks on a machine often wait for processors, quotas or memory.
 
-    The result is ``None`` if they do not. ``columns`` contains the indices of all ranks on the
-    machine.
+    Otherwise returns ``None``. ``columns`` contains the indices of all ranks on the machine.
     """
     for counter, series in waits_of(m, columns):
         period = _period(series)
@@ -88,12 +87,12 @@ def _period(series: Floats) -> tuple[slice, str | None] | None:
     """Returns the iterations in which ranks wait, and the kind of this period.
 
     Args:
-        series: ``[iterations]``, fraction of each iteration for which the ranks waited.
+        series: ``[iterations]``, fraction of each iteration that the ranks waited.
 
     Returns:
-        A slice of the iterations in which ranks wait, and the kind of :class:`Period`. The kind is
-        ``None`` if the slice is only a part of the run. The whole result is ``None`` if ranks
-        hardly wait.
+        Tuple of a slice of the iterations in which ranks wait, and the kind of the :class:`Period`.
+        The kind is ``None`` if the slice is only a part of the run. If ranks hardly ever wait,
+        returns ``None`` instead of the tuple.
     """
     everything = slice(0, len(series))
     if len(series) and float(np.mean(series >= COUNTS)) >= MOST_OF:

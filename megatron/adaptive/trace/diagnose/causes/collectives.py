@@ -1,9 +1,9 @@
 """Finds late members of process groups, and groups whose transfers take longer than usual.
 
-Both causes require the times of collectives (``--trace-detail collectives``). A rank is reported as
-late only in groups whose members do the same work at the same time. In other groups, such as
-data-parallel groups, waits show that a whole replica is late, which other causes explain. In groups
-of experts, the rank with the most tokens arrives last (``overloaded_experts``).
+Both causes require the times of collectives (``--trace-detail collectives``). Late ranks are only
+searched for in groups whose members do the same work at the same time. In a data-parallel group,
+for example, waits mean that a whole replica is late, which other causes explain. In a group of
+experts, the rank with the most tokens is the last to arrive (see ``overloaded_experts``).
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ IN_STEP = (*EQUAL_WORK, "expert")
 """Kinds of groups whose members run the same actions at the same time."""
 
 OF_STEP = 0.05
-"""Minimum cost of a finding per step, as a fraction of the step time."""
+"""Minimum cost per step of a reported finding, as a fraction of the step time."""
 
 ERRORS = 5.0
-"""Minimum cost of a finding per step, in standard errors."""
+"""Minimum cost per step of a reported finding, in standard errors."""
 
 CHANGE_SURE = 7.0
-"""Minimum score in standard errors for a change during the run to be reported."""
+"""Minimum score, in standard errors, of a reported change during the run."""
 
 TIMES = 1.7
-"""Minimum ratio of a group's transfer time to the transfer time of other groups or iterations."""
+"""Minimum ratio of a slow transfer's time to the time in other groups or iterations."""
 
 FEWEST_GROUPS = 2
-"""Minimum number of other groups that is required for a comparison."""
+"""Minimum number of other groups needed for a comparison."""
 
 _LEAST_LEFT = 0.1
-"""Lower limit for the duration of an operation without the delay, as a fraction of its duration."""
+"""Minimum time left of an operation after subtracting the delay, as a fraction of its duration."""
 
 
 class SlowMember(Cause):
-    """Finds ranks that the other members of a process group wait for."""
+    """Finds ranks for which the other members of a process group wait."""
 
     name = "slow collective member"
     order = 25
@@ -84,7 +84,7 @@ class SlowMember(Cause):
 
 
 class CongestedCollectives(Cause):
-    """Finds process groups whose transfers take longer than in other groups or iterations."""
+    """Finds process groups whose transfers take longer than those of other groups or iterations."""
 
     name = "congested collectives"
     order = 26
@@ -129,7 +129,7 @@ class CongestedCollectives(Cause):
         kind = finding.detail.partition(" ")[0]
         if kind in IN_STEP:
             return _shortened(steps, steps.affected)
-        # The finding is about a group of another kind, such as a data-parallel group. Such groups
+        # The group is of a different kind, such as a data-parallel group. Groups of these kinds
         # communicate at the end of a step.
         ops = steps.operations
         at_end = np.isin(ops.kind, (OPTIMIZER, REDUCE)) & np.isin(ops.worker, steps.workers)
@@ -137,10 +137,10 @@ class CongestedCollectives(Cause):
 
 
 def _shortened(steps: RecordedSteps, chosen: Mask) -> Floats64:
-    """Subtracts the finding's delay per step from the chosen operations, and returns all durations.
+    """Returns the durations of all operations, after subtracting the delay from the chosen ones.
 
     Args:
-        steps: Operations of recorded steps, and the finding that contains the delay.
+        steps: Operations of recorded steps, and the finding with the delay per step.
         chosen: ``[operations]``, whether the delay affects each operation.
     """
     num_steps = max(1, len(np.unique(steps.operations.iteration)))
@@ -171,14 +171,15 @@ def _per_step(joined: JoinedCollectives, values_ns: Floats, iterations: Ints) ->
 def _slow_member(
     m: Measured, kind: str, ranks: tuple[int, ...], groups: Sequence[JoinedCollectives]
 ) -> Finding | None:
-    """Returns a finding about the member of a group that the other members wait for.
+    """Returns a finding about the member of a group for which the other members wait.
 
-    ``groups`` contains the collectives of the group, with one object per operation, ``kind`` is the
-    kind of the group, and ``ranks`` contains its members. The result is ``None`` if the other
-    members wait only briefly.
+    ``kind`` is the kind of the group, and ``ranks`` contains its members. ``groups`` contains the
+    group's collectives, with one object per operation. If the other members wait only briefly,
+    returns ``None``.
     """
     # All members leave a collective together, so the member that arrives last spends the least time
-    # in it. If ranks are late at random, every rank is sometimes last, and the totals are equal.
+    # in it. If ranks are late at random, each of them is sometimes last, and their totals are
+    # equal.
     spent_ns = np.zeros((len(m.iterations), len(ranks)))
     for joined in groups:
         if joined.operation == "broadcast":
@@ -205,7 +206,7 @@ def _slow_member(
 
 
 def _congestion(m: Measured, joined: JoinedCollectives, others: Floats) -> Finding | None:
-    """Returns a finding if the transfers of a group take too long, and otherwise ``None``.
+    """Returns a finding if the transfers of a group take too long, or else ``None``.
 
     Args:
         m: Measured times of the run.
@@ -252,14 +253,15 @@ def _period(
 
     Args:
         m: Measured times of the run.
-        series_ns: ``[iterations]``, time in ns by which each iteration is longer than usual.
+        series_ns: ``[iterations]``, excess of each iteration's transfer time over the usual time in
+            ns.
         least_ns: Minimum time in ns for a finding.
         differ_ns: Standard deviation in ns of the usual time between groups of the same kind.
 
     Returns:
-        Numbers of the iterations, the additional time in ns, the additional time in standard
-        errors, and the reference of the comparison (``history`` or ``others``). The result is
-        ``None`` if the additional time is too short or may be random.
+        Tuple of the numbers of the iterations, the additional time in ns, the additional time in
+        standard errors, and the reference of the comparison (``history`` or ``others``). If the
+        additional time is too short or may be random, returns ``None``.
     """
     change = best_interval(series_ns, 0.1 * least_ns, rise=least_ns, score=CHANGE_SURE)
     if change is not None:
@@ -273,7 +275,7 @@ def _period(
 
 
 def _least_ns(m: Measured, ranks: Sequence[int], number: float) -> float:
-    """Returns the time in ns that a group must lose per step for a finding to be reported.
+    """Returns the minimum time in ns that a group must lose per step to be reported.
 
     Args:
         m: Measured times of the run.
@@ -286,5 +288,5 @@ def _least_ns(m: Measured, ranks: Sequence[int], number: float) -> float:
 
 
 def _num_hosts(m: Measured, joined: JoinedCollectives) -> int:
-    """Returns the number of machines on which the members of the group in ``joined`` run."""
+    """Returns the number of machines on which the members of the group of ``joined`` run."""
     return len({m.headers[m.column[rank]].host for rank in joined.ranks})

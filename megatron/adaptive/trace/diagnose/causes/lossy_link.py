@@ -1,8 +1,8 @@
 """Finds links with packet loss, on which some messages are late because of retransmissions.
 
-Most messages on such a link are as fast as on other links, so comparing links finds nothing. The
-late messages occur in iterations in which the machine retransmitted more TCP segments than in other
-iterations. Links within a machine are skipped, unless all messages are known to use TCP.
+Most messages on such a link are as fast as on other links, so a comparison of links finds nothing.
+However, the late messages occur in those iterations in which the machine retransmitted more TCP
+segments than usual. Links within a machine are skipped, unless all messages are known to use TCP.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ LATE_OF_AN_ACTION = 0.25
 """Minimum delay of a late message, as a fraction of the median duration of an action."""
 
 LATE_FEWEST = 3
-"""Minimum number of late messages on a link for the link to be reported."""
+"""Minimum number of late messages on a link that is reported."""
 
 LATE_OF_STEP = 0.03
-"""Minimum total delay of a link's late messages per step, as a fraction of the step time."""
+"""Minimum total delay per step of a link's late messages, as a fraction of the step time."""
 
 LATE_TOGETHER = 0.8
-"""Minimum fraction of the delay that must be in iterations with retransmitted TCP segments."""
+"""Minimum fraction of the delay that must fall into iterations with retransmitted TCP segments."""
 
 RANDOMLY = 0.02
-"""Maximum probability that late messages and retransmitted segments coincide by chance."""
+"""Maximum probability that delays and retransmissions coincide by chance."""
 
 DRAWS = 1000
-"""Number of random permutations of the iterations for estimating how likely a coincidence is."""
+"""Number of random permutations of the iterations for estimating this probability."""
 
 LINK_FEWEST = 20
-"""Minimum number of messages that is required to judge a link."""
+"""Minimum number of messages needed to judge a link."""
 
 
 class LossyLink(Cause):
@@ -60,8 +60,8 @@ class LossyLink(Cause):
             if finding.cause == "slow link" and finding.reason is not None
         }
         if explained:
-            # A slow link was already found. Lost packets are counted per machine, so they may
-            # belong to that link.
+            # A slow link has already been found. Lost packets are counted per machine, so that link
+            # may have lost them.
             return []
         return find_lossy_links(evidence.measured)
 
@@ -94,7 +94,7 @@ class _Link:
         count: Total number of messages.
         late_ns: ``[late messages]``, travel time in ns minus the link's median travel time.
         rows: ``[late messages]``, index of each message's iteration.
-        reason: Reason for the delay, which is packet loss on the link's machines.
+        reason: Reason for the delay: packet loss on the link's machines.
     """
 
     ends: tuple[int, int]
@@ -105,7 +105,7 @@ class _Link:
 
 
 def find_lossy_links(m: Measured) -> list[Finding]:
-    """Returns a finding for the lossy link with the largest total delay.
+    """Returns a list with a finding for the lossy link with the largest total delay.
 
     The list is empty if no link is lossy.
     """
@@ -163,7 +163,7 @@ def _lossy_links(m: Measured) -> list[_Link]:
 
 
 def _chance_of_meeting(late_ns: Floats64, lost: Floats64) -> float:
-    """Returns the probability that delays and retransmissions coincide by chance alone.
+    """Returns the probability that delays and retransmissions coincide only by chance.
 
     Args:
         late_ns: ``[iterations]``, total delay of late messages in ns.
@@ -175,7 +175,7 @@ def _chance_of_meeting(late_ns: Floats64, lost: Floats64) -> float:
 
 
 def _is_starved(m: Measured, ends: tuple[int, int], affected: Ints, late_ns: float) -> bool:
-    """Returns whether the ranks of a link waited for processors for longer than ``late_ns``.
+    """Returns whether the ranks of a link waited longer than ``late_ns`` for processors.
 
     Args:
         m: Measured times of the run.

@@ -36,8 +36,8 @@ class OverloadedExperts(Cause):
         return f"{finding.culprit} has {finding.factor:.2f} times the mean number of tokens"
 
     def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
-        # All ranks with the same pipeline rank wait for the overloaded rank, so all of them become
-        # faster without the cause.
+        # All ranks with the same pipeline rank wait for the overloaded rank, so all of them would
+        # be faster without the cause.
         m = steps.evidence.measured
         column = m.column[finding.ranks[0]]
         workers = steps.workers_at(m.headers[column].pp_rank)
@@ -59,10 +59,10 @@ class OverloadedExperts(Cause):
 
 
 OVERLOADED = 1.1
-"""Minimum ratio of a rank's number of tokens to the mean over ranks for the rank to be reported."""
+"""Minimum ratio of an overloaded rank's number of tokens to the mean over ranks."""
 
 OVERLOAD_ERRORS = 3.0
-"""Minimum additional waiting time of the other ranks, in standard errors, to report an overload.
+"""Minimum additional waiting time of the other ranks, in standard errors, to report a rank.
 """
 
 
@@ -70,9 +70,9 @@ def find_overloaded_experts(m: Measured) -> list[Finding]:
     """Returns findings for ranks whose experts receive so many tokens that other ranks wait.
 
     Ranks are compared if the experts of the same layers are divided among them. The rank with the
-    most tokens is the last to reach the all-to-all exchange after the experts, in which other ranks
-    wait. The cost is the waiting time of the other ranks minus the waiting time of this rank, but
-    at most the time that the rank's additional tokens can take.
+    most tokens is the last to reach the all-to-all exchange after the experts, where the other
+    ranks wait for it. The cost is the difference between the waiting time of the other ranks and
+    that of the overloaded rank, but at most the time that the rank needs for its additional tokens.
     """
     layouts = [next((_layout(marker) for marker in markers.values()), ()) for markers in m.experts]
     layers = [tuple(layer for layer, *_ in layout) for layout in layouts]
@@ -85,7 +85,7 @@ def find_overloaded_experts(m: Measured) -> list[Finding]:
             if all(i in m.experts[c] and _layout(m.experts[c][i]) == layouts[c] for c in group)
         ]
         if not chosen or len({layouts[column] for column in group}) < 2:
-            continue  # Every rank has all experts of these layers, so no rank waits.
+            continue  # Every rank has all experts of these layers. No rank waits.
         loads = [[m.experts[column][i] for column in group] for i in chosen]
         tokens = np.array(
             [[sum(sum(row[2:]) for row in load.tokens) for load in of_ranks] for of_ranks in loads]
@@ -100,7 +100,7 @@ def find_overloaded_experts(m: Measured) -> list[Finding]:
         behind = np.delete(waited_ns, most, axis=1).mean(axis=1) - waited_ns[:, most]
         excess = float(np.median(behind))
         error = 1.25 * noise(behind) / math.sqrt(len(behind)) + 1.0
-        # The additional tokens cost at most their fraction of the rank's computing time.
+        # The time for the additional tokens is at most their fraction of the rank's computing time.
         explained = m.num_microbatches * float(m.microbatch_ns[column]) * (1 - 1 / share)
         excess = min(excess, explained)
         least = max(OVERLOAD_ERRORS * error, WORTH_REPORTING * m.step)

@@ -50,21 +50,21 @@ READING_TIMES = 1.5
 """Minimum ratio of a slow read's duration to the duration on other ranks or in other iterations."""
 
 READING_CHANGE_SURE = 6.0
-"""Minimum score in standard errors for a change in read times during the run to be reported."""
+"""Minimum score, in standard errors, of a reported change in read times during the run."""
 
 
 READING_SURE = 3.0
-"""Minimum difference between the duration of slow and usual reads, in standard errors."""
+"""Minimum difference between the durations of slow and usual reads, in standard errors."""
 
 READS_FEWEST = 16
-"""Minimum number of reads that is required to judge a rank."""
+"""Minimum number of reads needed to judge a rank."""
 
 READING_ITERATIONS = 4
-"""Minimum number of iterations with reads that is required to judge a rank."""
+"""Minimum number of iterations with reads needed to judge a rank."""
 
 
 def find_slow_reading(m: Measured) -> list[Finding]:
-    """Returns findings for ranks that lose time reading training data, with the worst first."""
+    """Returns findings for ranks that lose time reading training data, worst first."""
     each = np.where(m.reads > 0, m.read_ns / np.maximum(1, m.reads), np.nan)
     shares = m.read_ns / np.maximum(1, m.step_ns)[:, None]
     levels = middle(each, axis=0)
@@ -87,11 +87,11 @@ def find_slow_reading(m: Measured) -> list[Finding]:
             against = "history"
             chosen, series = chosen[change.inside], series[change.inside]
         level, share = float(np.median(series)), float(np.median(shares[chosen, column]))
-        # If a rank rarely gets a processor, its reads take long even if the disk is fast.
+        # If a rank must wait for a processor, its reads take long even if the disk is fast.
         ready = 1 - starved(m, column, chosen)
         if share * ready < READING_OF_STEP or level * ready < READING_TIMES * before:
-            # A rank that reads for twice the minimum fraction is reported even if all ranks read
-            # equally slowly. In this case, its delay is the whole read time.
+            # A rank that spends twice the minimum fraction on reading is reported even if all ranks
+            # read equally slowly. In this case, the whole read time is its delay.
             if share * ready < 2 * READING_OF_STEP:
                 continue
             before = 0.0

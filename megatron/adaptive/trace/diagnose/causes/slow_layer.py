@@ -1,14 +1,14 @@
 """Finds layers that take longer than other layers, if the trace contains the times of layers.
 
-These times are recorded with ``--trace-detail layers``. Without them, a slow layer appears as a
-slow rank or as uneven stages.
+Use ``--trace-detail layers`` to record these times. Without them, a slow layer appears as a slow
+rank or as uneven stages.
 
-The layers of a model may be of several kinds. A segment of a ``Pipeline`` is compared only with
-segments that make the same calls; the header of the trace contains the kind of each segment. Layers
-with experts and layers for multi-token prediction are not examined. Any other layer is reported
-only if both its forward and its backward pass are slow, because recomputation slows down only the
-backward pass. If several layers are slow by about the same factor, none of them is reported,
-because they may be of another kind (such as every fourth layer).
+The layers of a model may be of several kinds. A segment of a ``Pipeline`` is only compared with
+segments that make the same calls. The trace header contains the kind of each segment. Layers with
+experts and layers for multi-token prediction are not examined. Any other layer is reported only if
+both its forward and its backward pass are slow, because recomputation makes only the backward pass
+slower. If several layers are slow by about the same factor, none of them is reported, because they
+may be of a different kind (such as every fourth layer).
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ SLOWER = 1.25
 """Minimum ratio of a slow layer's time to the time of other layers."""
 
 SURE = 4.0
-"""Minimum difference between the times of a slow layer and of other layers, in standard errors."""
+"""Minimum difference between the times of a slow layer and other layers, in standard errors."""
 
 FEWEST = 4
-"""Minimum number of timed layers in the run that is required to determine the usual time."""
+"""Minimum number of timed layers in the run needed to determine the usual time."""
 
 MOST_SLOW = 0.25
-"""Maximum fraction of slow layers. If more are slow, they are assumed to do different work.
+"""Maximum fraction of slow layers. If more layers are slow, they are assumed to do other work.
 """
 
 
 SLOWER_PASS = 1.15
-"""Minimum ratio of a slow layer's forward and backward times to the times of other layers."""
+"""Minimum ratio for each of a slow layer's two passes (forward and backward) to other layers."""
 
 SLOWER_LAST = 2.0
-"""Minimum ratio of the last layer's time to the time of other layers for it to count as slow.
+"""Minimum ratio of the last layer's time to the time of other layers, if the last layer is slow.
 
 The last layer often does additional work. For other layers, the minimum ratio is :data:`SLOWER`.
 """
 
 ALIKE = 1.25
-"""Ratio of the times of two slow layers below which both are assumed to be of the same kind.
+"""Ratio of the times of two slow layers below which they are assumed to be of the same kind.
 
-They are then not reported.
+Layers of such a kind are not reported.
 """
 
 FEWEST_SPACED = 3
-"""Minimum number of evenly spaced slow layers that are assumed to be a separate kind of layer."""
+"""Minimum number of evenly spaced slow layers that are considered a separate kind of layer."""
 
 
 class SlowLayer(Cause):
@@ -102,7 +102,7 @@ class _Layer:
 
     @property
     def pass_ns(self) -> Floats:
-        """Total time in ns of both passes, ``[iterations]``, or NaN for unknown iterations."""
+        """Total time in ns of both passes, ``[iterations]``, or NaN where unknown."""
         return np.asarray(self.passes_ns.sum(axis=1))
 
 
@@ -120,7 +120,7 @@ def _kind(m: Measured, index: int) -> int:
 
 
 def _slow_of_kind(m: Measured, layers: Sequence[_Layer]) -> list[Finding]:
-    """Returns findings for the slow layers among ``layers``, which are all of the same kind."""
+    """Returns findings for the slow layers among ``layers``, which must all be of the same kind."""
     levels = np.array([float(middle(layer.pass_ns)) for layer in layers])
     if len(levels) < FEWEST:
         return []
@@ -149,7 +149,7 @@ def _slow_of_kind(m: Measured, layers: Sequence[_Layer]) -> list[Finding]:
         error_ns = 1.25 * noise(series) / math.sqrt(len(series)) + 0.01 * usual
         if excess_ns < SURE * error_ns:
             continue
-        # If a rank waits for processors most of the time, the times of its layers are random.
+        # The times of layers are random if the rank waits for a processor most of the time.
         if levels[number] / usual < 1 / (1 - starved(m, layer.column, slice(None))):
             continue
         of_rank = excess_ns / max(float(m.microbatch_ns[layer.column]), excess_ns)
@@ -170,10 +170,10 @@ def _slow_of_kind(m: Measured, layers: Sequence[_Layer]) -> list[Finding]:
 
 
 def _beside(layers: Sequence[_Layer], levels: Floats) -> list[float]:
-    """Returns, for each layer, the median time in ns of the other layers on the same rank.
+    """Returns the median time in ns of the other layers on the same rank, for each layer.
 
-    ``levels`` contains the time in ns of each layer. The result is infinite for a layer whose rank
-    has no other layer, because the rank itself may be slow.
+    ``levels`` contains the time in ns of each layer. If a layer is the only one on its rank, the
+    result is infinite, because the rank itself may be slow.
     """
     of_rank: dict[int, list[int]] = {}
     for number, layer in enumerate(layers):
@@ -187,7 +187,7 @@ def _beside(layers: Sequence[_Layer], levels: Floats) -> list[float]:
 
 
 def _alone(slow: Sequence[int], levels: Floats) -> set[int]:
-    """Returns the indices of slow layers whose times differ from those of all other slow layers.
+    """Returns the indices of the slow layers whose times differ from all other slow layers.
 
     Args:
         slow: Indices of all slow layers.

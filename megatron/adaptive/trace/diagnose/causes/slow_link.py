@@ -1,4 +1,4 @@
-"""Finds links whose messages take longer than messages on other links of the same kind."""
+"""Finds links whose messages take longer than those of other links of the same kind."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class SlowLink(Cause):
         return find_slow_links(evidence.measured)
 
     def keeps(self, finding: Finding, *, is_simulated: bool) -> bool:
-        # A slow rank also receives its messages late, because the receiving thread is slow. Such a
-        # delay does not slow down the step.
+        # Messages also arrive late on a slow rank, because its receiving thread is slow. Such a
+        # delay does not make the step longer.
         is_symptom = is_simulated and not self._slow_ranks.isdisjoint(finding.ranks)
         return not is_symptom or finding.cost_fraction >= LINK_OF_STEP
 
@@ -77,12 +77,12 @@ class SlowLink(Cause):
 
 
 LINK_FEWEST = 6
-"""Minimum number of messages that is required to judge a link."""
+"""Minimum number of messages needed to judge a link."""
 
 LINK_TIMES = 2.0
-"""Minimum ratio of the time of a slow link's messages to the time of messages on other links.
+"""Minimum ratio of the travel time on a slow link to the travel time on other links.
 
-A link must also exceed the limits below to be reported.
+To be reported, a link must also exceed the minimum values below.
 """
 
 LINK_OF_AN_ACTION = 0.05
@@ -92,7 +92,7 @@ LINK_ERRORS = 5.0
 """Minimum delay of a slow link's messages, in standard deviations of their time."""
 
 LINK_ALONE = 0.25
-"""Value that replaces ``LINK_OF_AN_ACTION`` if there are fewer than two other links to compare."""
+"""Value to use instead of ``LINK_OF_AN_ACTION`` if there are fewer than two other links."""
 
 LINK_STEADY = 0.4
 """Minimum delay of a slow link's fastest messages, as a fraction of the link's median delay."""
@@ -104,13 +104,13 @@ Threads may have to wait for a processor before they send a message or notice it
 """
 
 MOST_COMPARED = 1000
-"""Maximum number of links with which a link is compared. If there are more, a sample is used."""
+"""Maximum number of links with which a link is compared. If there are more, they are sampled."""
 
 LINK_OF_STEP = 0.02
 """Minimum cost of a slow link to or from a slow rank, as a fraction of the step time."""
 
 LINK_CHANGE_SURE = 7.0
-"""Minimum score in standard errors for a link's change during the run to be reported."""
+"""Minimum score, in standard errors, of a reported change of a link during the run."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +142,7 @@ class _Link:
 
 
 def find_slow_links(m: Measured) -> list[Finding]:
-    """Returns at most one finding per pair of ranks, with the slowest link first."""
+    """Returns findings for slow links, at most one per pair of ranks, slowest first."""
     links = _links(m)
     action = float(middle(m.median_ns))
     compared = [
@@ -168,9 +168,9 @@ def _compared(links: Sequence[_Link]) -> tuple[Ints, Floats]:
         links: Links of one kind: all within machines, or all between machines.
 
     Returns:
-        Two arrays with the shape ``[links, 2]``. The first contains the indices of the two ranks of
-        each link, with the lower index first. The second contains the median and the 10th
-        percentile of the link's travel time in ns.
+        Two arrays with the shape ``[links, 2]``. The first contains the indices of each link's two
+        ranks, with the lower index first. The second contains the median and the 10th percentile of
+        each link's travel time in ns.
     """
     links = links[:: max(1, -(-len(links) // MOST_COMPARED))]
     pairs = np.array([sorted(link.ends) for link in links], dtype=np.int64).reshape(-1, 2)
@@ -193,7 +193,7 @@ def _links(m: Measured) -> list[_Link]:
 
 
 def _judge(m: Measured, link: _Link, others: Floats, action: float) -> Finding | None:
-    """Returns a finding if ``link`` is slow in all or some iterations, otherwise ``None``.
+    """Returns a finding if ``link`` is slow in all or some iterations, or else ``None``.
 
     Args:
         m: Measured times of the run.
@@ -204,8 +204,8 @@ def _judge(m: Measured, link: _Link, others: Floats, action: float) -> Finding |
     """
     alone = len(others) < 2
     usual, usually_fast = np.median(others, axis=0).tolist() if len(others) else (0.0, 0.0)
-    # The error is the larger of the spread between links and the standard error of this link's
-    # median.
+    # Use the spread between links as the error, or the standard error of this link's median if it
+    # is larger.
     differ = float(spread(others[:, 0])) if len(others) else 0.0
     error = max(differ, 1.25 * spread(link.travel_ns) / math.sqrt(len(link.travel_ns)), 1_000.0)
     least = max((LINK_ALONE if alone else LINK_OF_AN_ACTION) * action, LINK_ERRORS * error)
@@ -233,8 +233,8 @@ def _slow_link(
 ) -> Finding | None:
     """Returns a finding for ``link``, or ``None`` if waits for processors may explain the delay.
 
-    In the iterations ``chosen``, messages are ``excess`` nanoseconds late, which is ``sure``
-    standard errors. ``against`` is the reference of the comparison.
+    In the iterations ``chosen``, messages are ``excess`` nanoseconds late, which corresponds to
+    ``sure`` standard errors. ``against`` is the reference of the comparison.
     """
     rows = np.flatnonzero(np.isin(m.iterations, chosen))
     if excess < LINK_OF_WAITS * turn_wait_ns(m, link.ends, rows):

@@ -1,8 +1,8 @@
 """Finds ranks whose actions take longer than expected.
 
-``baselines`` compares each rank with its peers, with the plan and with its earlier iterations. The
-most likely slowdown is reported if it is significant and large enough to matter. It is then
-subtracted from the data, and the search is repeated.
+``baselines`` compares each rank with its peers, with the plan and with its earlier iterations. If
+the most likely slowdown is significant and large enough to matter, it is reported and subtracted
+from the data. Then the search is repeated.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class SlowRankCause(Cause):
 
 
 SLOW = math.log(1.05)
-"""Minimum slowdown to report, as a logarithm. Identical machines often differ by less."""
+"""Minimum slowdown to report, as a logarithm. Smaller differences are common between machines."""
 
 SURE = 3.2
 """Minimum slowdown to report, in standard errors. Noise rarely reaches this value."""
@@ -71,7 +71,8 @@ SURE = 3.2
 QUICKER = 0.7
 """Minimum ratio of the evidence for a slow rank to the evidence for an unusually fast rank.
 
-If the ratio is lower, the fast rank is the exception, and other ranks only appear to be slow.
+With a lower ratio, the fast rank is considered the exception. The other ranks only appear slow in
+comparison.
 """
 
 AGREE = 0.4
@@ -80,27 +81,27 @@ AGREE = 0.4
 OWN_CHANGE = 0.5
 """Minimum fraction of a temporary slowdown that must appear in the times of the rank itself.
 
-The rest may be due to changes on the ranks with which the rank is compared.
+The rest may come from changes on the ranks with which the rank is compared.
 """
 
 OF_LAYER = 0.5
 """Minimum fraction of a slow rank's lost time that a slow layer must explain."""
 
 HOLDS_UP = 2.0
-"""Minimum ratio of the waits for a slow rank to the waits for any other member of its group."""
+"""Minimum ratio of the time spent waiting for a slow rank to that for any other group member."""
 
 MOST_FOUND = 20
 """Maximum number of slow ranks to report."""
 
 BRIEF_S = 1.0
-"""Time in seconds for which a rank may be slower although nothing is wrong.
+"""Time in seconds for which a rank may be slower without a fault.
 
-Even on a machine without other programs, the speed of a processor changes by up to 30% for some
+Even on a machine without other programs, the speed of a processor can change by up to 30% for some
 tenths of a second.
 """
 
 BRIEF_FACTOR = 1.5
-"""Minimum factor of a slowdown that lasts less than :data:`BRIEF_S` and has no known reason."""
+"""Minimum factor to report a slowdown that is shorter than :data:`BRIEF_S` and unexplained."""
 
 
 def _is_of_layer(m: Measured, finding: Finding, layer: Finding) -> bool:
@@ -117,7 +118,7 @@ def find_slow_ranks(m: Measured) -> list[Finding]:
     """Returns findings for ranks whose actions take longer than expected, slowest first."""
     baselines = rank_baselines(m)
     with np.errstate(divide="ignore"):
-        # Element [iteration, rank] is the logarithm of the rank's computing time per microbatch.
+        # Logarithm of each rank's computing time per microbatch, [iterations, ranks].
         log_work = np.log(np.nansum(m.median_ns.astype(np.float64), axis=(2, 3)))
     judged: set[int] = set()
     findings = []
@@ -143,21 +144,22 @@ def find_slow_ranks(m: Measured) -> list[Finding]:
 
 
 def _least_factor(m: Measured, shift: Shift) -> float:
-    """Returns the factor by which a rank must be slower to be reported without a known reason."""
+    """Returns the minimum factor to report a slow rank without a known reason."""
     chosen = slice(shift.first, shift.end)
-    # If ranks wait for processors most of the time, the differences between their times are random.
+    # If ranks wait for a processor most of the time, the differences between their times are
+    # random.
     least = 1 / (1 - starved(m, shift.column, chosen))
     is_brief = m.step_ns[chosen].sum() < BRIEF_S * 1e9
     return max(least, BRIEF_FACTOR) if is_brief else least
 
 
 def one_of_each_group(m: Measured, findings: Sequence[Finding]) -> list[Finding]:
-    """Combines the findings for slow ranks of a tensor-parallel group into one finding per group.
+    """Combines the findings for slow ranks of each tensor-parallel group into one finding.
 
     The ranks of a group share each layer. If one rank is slow, the other ranks wait for it during
-    their actions, so all of them seem slow. The finding is about the rank whose machine provides a
-    reason, or otherwise the rank that the others wait for in collectives. If neither is known, the
-    finding lists all ranks of the group.
+    their actions, so all of them seem slow. The combined finding names the rank whose machine
+    provides a reason or, if there is none, the rank for which the others wait in collectives. If
+    neither is known, the finding names all slow ranks of the group.
     """
     groups: dict[tuple[int, int, int, int], list[Finding]] = {}
     for finding in findings:
@@ -182,7 +184,7 @@ def one_of_each_group(m: Measured, findings: Sequence[Finding]) -> list[Finding]
 
 
 def _last_member(m: Measured, ranks: tuple[int, ...]) -> int | None:
-    """Returns the rank that the other ranks wait for in collectives, or ``None`` if it is unknown.
+    """Returns the rank for which the other ranks wait in collectives, or ``None`` if unknown.
 
     Args:
         m: Measured times of the run.
@@ -202,8 +204,8 @@ def _last_member(m: Measured, ranks: tuple[int, ...]) -> int | None:
 def _quickest(baselines: RankBaselines, judged: set[int]) -> Shift | None:
     """Returns the shift of the rank that is most clearly faster than expected, or ``None``.
 
-    Ranks whose indices are in ``judged`` are skipped. The caller no longer compares other ranks
-    with the fast rank, because all of them would then seem slow.
+    Skips the ranks whose indices are in ``judged``. The caller stops using the fast rank as a
+    reference, because all other ranks would seem slow in comparison.
     """
     sizes, errors = baselines.errors()
     count, ranks = baselines.series.shape
@@ -217,9 +219,9 @@ def _quickest(baselines: RankBaselines, judged: set[int]) -> Shift | None:
 
 
 def _is_real(baselines: RankBaselines, shift: Shift, log_work: Floats) -> bool:
-    """Returns whether ``shift`` is visible in all kinds of actions and in the rank's times.
+    """Returns whether ``shift`` appears in all kinds of actions and in the rank's own times.
 
-    Otherwise, the slowdown is caused by other ranks or by noise. ``log_work`` contains the
+    If it does not, the slowdown is caused by other ranks or by noise. ``log_work`` contains the
     logarithm of the rank's computing time in each iteration.
     """
     if any(size < AGREE * shift.size for size in baselines.kinds(shift).values()):

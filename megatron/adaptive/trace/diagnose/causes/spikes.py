@@ -1,4 +1,4 @@
-"""Finds ranks on which single actions take much too long.
+"""Finds ranks on which single actions take much longer than usual.
 
 An action is compared with the same action in other microbatches or iterations.
 """
@@ -17,7 +17,7 @@ from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS
 
 
 class Spikes(Cause):
-    """Finds ranks on which single actions occasionally take much too long."""
+    """Finds ranks on which single actions occasionally take much longer than usual."""
 
     name = "spikes"
     order = 40
@@ -54,40 +54,40 @@ class Spikes(Cause):
 
 
 SPIKE_LEAST = math.log(1.4)
-"""Minimum ratio of a spike's duration to the usual duration of the action, as a logarithm."""
+"""Minimum ratio of a spike's duration to the action's usual duration, as a logarithm."""
 
 SPIKE_SPREADS = 5.0
-"""Minimum distance between a spike and the usual duration of the action, in standard deviations."""
+"""Minimum excess of a spike over the action's usual duration, in standard deviations."""
 
 SPIKE_FEWEST = 4
-"""Minimum number of spikes to report, because fewer spikes may be random."""
+"""Minimum number of spikes to report. Fewer spikes may be random."""
 
 SPIKE_MOST = 0.25
-"""Maximum fraction of slow actions on a rank. If more actions are slow, this is normal."""
+"""Maximum fraction of slow actions on a rank. If more are slow, they are not spikes."""
 
 SPIKE_BACKGROUND = 1e-3
-"""Assumed number of spikes per action on any rank. This prior counts as one observed spike."""
+"""Prior rate of spikes per action on any rank. The prior has the weight of one observed spike."""
 
 SPIKE_RARE = 3e-4
-"""Maximum probability that a rank's spikes are random, for the rank to be reported."""
+"""Maximum probability that the spikes of a reported rank are random."""
 
 SPIKE_OF_STEP = 0.003
 """Minimum fraction of the step time that spikes must cost to be reported."""
 
 MOST_WITH_ALL = 3
-"""Maximum number of ranks in a run for each rank to be compared with all other ranks.
+"""Maximum number of ranks in a run at which a rank is compared with all other ranks.
 
-If there are more ranks, the other rank with the most spikes is excluded from the comparison.
+In larger runs, the other rank with the most spikes is excluded from the comparison.
 """
 
 FEW_MICROBATCHES = 4
-"""Minimum number of microbatches per step for comparing actions within an iteration.
+"""Minimum number of microbatches per step for comparing actions within a single iteration.
 
 With fewer microbatches, actions are compared across all iterations.
 """
 
 OF_PARTIAL = 3
-"""Minimum number of ranks in a pipeline to distinguish long microbatches from spikes on a rank."""
+"""Minimum number of ranks in a pipeline to distinguish long microbatches from spikes of a rank."""
 
 
 def find_spikes(m: Measured) -> list[Finding]:
@@ -97,7 +97,7 @@ def find_spikes(m: Measured) -> list[Finding]:
     widths = spread(of_rank, axis=1)
     if not np.isfinite(widths).any():
         return []
-    # Use a higher limit for ranks whose times vary a lot.
+    # Use a higher threshold for ranks whose times vary a lot.
     limits = np.maximum(SPIKE_LEAST, SPIKE_SPREADS * np.fmax(widths, np.nanmedian(widths)))
     totals = np.isfinite(of_rank).sum(axis=1).tolist()
     counts = (of_rank > limits[:, None]).sum(axis=1).tolist()
@@ -109,7 +109,7 @@ def find_spikes(m: Measured) -> list[Finding]:
             continue
         seen, actions = 1 + all_spikes - count, all_actions - total
         if len(counts) > MOST_WITH_ALL:
-            # Exclude the other rank with the most spikes, because it may be faulty too.
+            # Exclude the other rank with the most spikes, because it may also be faulty.
             worst = ordered[-1] if ordered[-1] != column else ordered[-2]
             seen, actions = seen - counts[worst], actions - totals[worst]
         part = total / (1 / SPIKE_BACKGROUND + actions)
@@ -124,7 +124,7 @@ def _oddness(m: Measured) -> Floats:
     """Returns the logarithm of the ratio of each action's duration to its usual duration.
 
     If the pipeline has enough ranks, the additional time that a microbatch takes on all ranks is
-    subtracted. Such a microbatch is larger than others, so no rank is the cause.
+    subtracted, because it means that the microbatch is large, not that a rank is slow.
 
     Returns:
         Array ``[iterations, ranks, chunks, 3, microbatches]``.
@@ -160,7 +160,7 @@ def _spikes(m: Measured, odd: Floats, column: int, limit: float, expected: float
 
 
 def _tail(count: int, seen: float, part: float) -> float:
-    """Returns the probability that ``count`` or more spikes on a rank are random.
+    """Returns the probability that at least ``count`` spikes occur on a rank by chance.
 
     The distribution is negative binomial, because the rate of spikes is estimated from other ranks.
 

@@ -24,7 +24,7 @@ from megatron.adaptive.trace.diagnose.samples import Measured
 from megatron.adaptive.trace.diagnose.stage_costs import StageCosts, best_partition
 
 UNEVEN = 0.10
-"""Minimum fraction of the slowest rank's time that another partition must save to be reported."""
+"""Minimum fraction of the slowest rank's time that a different partition must save for a report."""
 
 
 class UnevenStages(Cause):
@@ -34,8 +34,7 @@ class UnevenStages(Cause):
     order = 60
 
     def find(self, evidence: Evidence, earlier: Sequence[Finding]) -> list[Finding]:
-        # If there is a slow rank or a slow layer, it can be the only reason why the stages are
-        # uneven.
+        # Stages may be uneven only because of a slow rank or a slow layer.
         is_slow = any(
             finding.cause in ("slow rank", "slow layer")
             and finding.period.kind in ("lasting", "begun")
@@ -47,8 +46,8 @@ class UnevenStages(Cause):
         return [
             finding
             for finding in find_uneven_stages(m, evidence.times)
-            # If ranks wait for processors most of the time, the differences between their times are
-            # random.
+            # If ranks wait for a processor most of the time, the differences between their times
+            # are random.
             if (finding.factor or 0)
             >= 1 / (1 - max(starved(m, m.column[rank], slice(None)) for rank in finding.ranks))
         ]

@@ -1,4 +1,4 @@
-"""Provides the ``html`` view, which is a page for the browser."""
+"""Provides the ``html`` view, a page for the browser."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.adaptive.trace.views.view import ViewInput, trace_view
 
 @trace_view(name="html", ending=".html", summary="page with a timeline to zoom in")
 def html(shown: ViewInput, path: Path) -> list[str]:
-    """Writes the page for ``shown``, the chosen iterations and ranks of a run, to ``path``.
+    """Writes a page with ``shown``, the chosen iterations and ranks of a run, to ``path``.
 
     Returns a description of the page, and notes on omitted parts.
     """

@@ -1,4 +1,4 @@
-"""Provides the ``png`` view, which is a picture of one iteration."""
+"""Provides the ``png`` view, a picture of one iteration."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Provides the ``tensorboard`` view, which has charts with one curve per rank.
+"""Provides the ``tensorboard`` view, which contains charts with one curve per rank.
 
 ::
 
     <folder>/mean/events.out.tfevents.trace          mean over the ranks
     <folder>/rank 00003/events.out.tfevents.trace    one rank: its part of each step
 
-Every iteration is a point at the time of day at which the iteration ran. The files are written with
-TensorBoard's own writer. A file appears only when it is complete, and is replaced if the trace is
-written again.
+Every iteration is a point in each curve, at the time of day at which the iteration ran. The files
+are written with TensorBoard's own writer. They become visible only when they are complete. Files
+from an earlier export are replaced.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MEAN = "mean"
 def tensorboard(shown: ViewInput, path: Path) -> str:
     """Writes curves of the iterations and ranks in ``shown`` to the folder ``path``.
 
-    Returns a line with the number of iterations.
+    Returns a line that states the number of iterations.
     """
     write_scalars(shown.run, shown.figures, path)
     return f"curves of {len(shown.iterations)} iterations"
@@ -63,8 +63,8 @@ def write_scalars(
     curves = {f"{tag}{run.bubble_note}": values for tag, values in _curves(figures)}
     is_recorded = figures.num_actions > 0
     header = next(iter(run.ranks.values())).header
-    # The run's times are monotonic if the run has one clock, and must then be shifted to the time
-    # of day. If the run has several clocks, its times are already times of day.
+    # If the run has one clock, its times are monotonic and must be shifted to the time of day. If
+    # the run has several clocks, its times are already times of day.
     is_monotonic = len(run.alignment.clocks) == 1
     lead_ns = header.unix_ns - header.monotonic_ns if is_monotonic else 0
     moments_s = (figures.step_start_ns.max(axis=1) + lead_ns) / 1e9

@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron.adaptive.trace.views.view import ViewInput, trace_view
 
 EVENT_ITERATIONS = 20
-"""Maximum number of iterations in a file of events, because viewers open larger files slowly."""
+"""Maximum number of iterations in a file of events. Viewers are slow with larger files."""
 
 
 @trace_view(

@@ -1,4 +1,4 @@
-"""Provides the ``xlsx`` view, which is an Excel workbook."""
+"""Provides the ``xlsx`` view, an Excel workbook."""
 
 from __future__ import annotations
 
