@@ -328,8 +328,8 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yields a temporary path, and then atomically moves the file from there to ``path``.
 
     The temporary file has the suffix of ``path``, because writers choose the format by the suffix.
-    It is renamed when the ``with`` statement ends. If the body of the statement fails, the file at
-    ``path`` stays unchanged and the temporary file is deleted. Missing folders are created.
+    The file is moved when the ``with`` block ends. If the block raises an error, an existing file
+    at ``path`` stays unchanged and the temporary file is deleted. Missing folders are created.
 
     Raises:
         TraceError: The file cannot be written at ``path``.
