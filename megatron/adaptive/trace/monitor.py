@@ -163,7 +163,7 @@ class Snapshot:
         return any(rank.header is not None and rank.header.gpu_ranks > 1 for rank in self.ranks)
 
     def last(self, name: str) -> float | None:
-        """Returns ``name`` from the trainer's latest progress record, or ``None`` if missing."""
+        """Returns the value of ``name`` in the latest progress record, or ``None`` if missing."""
         value = self.progress[-1].get(name) if self.progress else None
         return float(value) if isinstance(value, int | float) else None
 
