@@ -155,7 +155,7 @@ class LocalAttention(DotProductAttention):
         packed_seq_params: Documents | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """Computes causal attention, or attention with the given mask.
+        """Computes attention with a causal mask, or with ``attention_mask`` if there is one.
 
         Args:
             query: Queries ``[s / n, b, heads, width]`` if n ranks share the sequence (context

@@ -222,8 +222,7 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
     model = config.model
     parallel = config.parallel
     precision = config.precision
-    # Disable fusions on a CPU, which has no fused kernels, and where torch.compile would take more
-    # time than it saves.
+    # A CPU has no fused kernels, and torch.compile would take more time there than it saves.
     has_engine = model.transformer_impl == "transformer_engine"
     fused = has_engine and accelerator.is_cuda
     dtype = getattr(torch, precision.dtype_name)
@@ -325,10 +324,10 @@ def _in_one_line(name: str) -> Iterator[None]:
     try:
         yield
     except (AssertionError, ImportError, NotImplementedError, ValueError) as error:
-        reason = " ".join(str(error).split()) or "a rule without a text"
+        reason = " ".join(str(error).split()) or "no reason given"
         raise ConfigError(
             f"megatron-core's {name} rejected the settings ({reason}); change or remove the flags "
-            "that it names"
+            "that the reason names"
         ) from error
 
 
@@ -425,7 +424,7 @@ def build_chunks(
 def wrap(
     config: TrainerConfig, core: TransformerConfig, chunks: Sequence[torch.nn.Module]
 ) -> list[torch.nn.Module]:
-    """Wraps each model chunk in ``chunks`` in megatron-core's data-parallel wrapper."""
+    """Puts each model chunk in ``chunks`` into megatron-core's data-parallel wrapper."""
     parallel = config.parallel
     precision = config.precision
     settings = checked(

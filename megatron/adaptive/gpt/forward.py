@@ -53,7 +53,7 @@ TOKEN_NAME = "next token"
 def feed(
     microbatches: Sequence[Microbatch] | None, count: int, slices: SequenceSlices | None = None
 ) -> Iterator[Microbatch | None]:
-    """Yields the first ``count`` microbatches of ``microbatches``, or all slices of them.
+    """Yields the first ``count`` microbatches of ``microbatches``, or all slices of these.
 
     ``slices`` cuts microbatches into slices; if it is ``None``, whole microbatches are yielded. On
     a rank without data, ``microbatches`` is ``None``, and the function yields ``None`` for each
@@ -216,11 +216,12 @@ _TIME_SHIFT = _LAYER_BITS + _LANE_BITS
 class DropoutKeys:
     """Seeds the random generators by step, microbatch and layer.
 
-    The random numbers do not depend on the order in which microbatches are computed, on the
-    partition of the model, or on the number of replicas, because microbatches are numbered over all
-    replicas in the order of their samples. A resumed run needs no generator state. Ranks of one
-    tensor-parallel group have the same seed for replicated tensors, and different seeds for split
-    tensors. Context-parallel ranks have different seeds for both.
+    The random numbers do not depend on the order in which microbatches are computed or on the
+    partition of the model. They do not depend on the number of replicas either, because
+    microbatches are numbered over all replicas, in the order of their samples. A resumed run needs
+    no generator state. Ranks of one tensor-parallel group have the same seed for replicated
+    tensors, and different seeds for split tensors. Context-parallel ranks have different seeds for
+    both.
 
     megatron-core's parallel state and generators must exist before this object is created. The
     class is not thread-safe, but a layer may be recomputed in autograd's thread while the calling
@@ -258,7 +259,7 @@ class DropoutKeys:
         """
         if not self._enabled:
             return
-        # Remove the hooks of layers that stay on this rank after repartitioning.
+        # Remove existing hooks, because layers may stay on this rank after repartitioning.
         self.detach(chunks)
         for layer in _layers_of(chunks):
             assert layer.layer_number < 1 << _LAYER_BITS

@@ -6,7 +6,7 @@ which are called the parts of the layer. Each part has its own pair of matrices 
 tensors store all pairs of a layer::
 
     a  [n * rank, in]   matrices A of n parts, stacked
-    b  [out, rank]      rows as in the layer's weight; each row uses the rows of a of its own part
+    b  [out, rank]      rows as in the layer's weight; a row uses only the rows of a of its part
 
     column-parallel     x --a, whole--> z --gathered--> b, rows of this rank
     row-parallel        x --a, columns of this rank--> z --summed--> b, whole

@@ -270,7 +270,7 @@ class SequenceSlices:
 
     @property
     def sizes(self) -> list[int] | None:
-        """Returns the tokens of each slice, or ``None`` if all microbatches are cut equally."""
+        """Returns the token counts of all slices, or ``None`` if microbatches are cut equally."""
         if self._rule is None:
             return None
         return [self.tokens(item) for item in range(item_count(len(self._cuts), self.count))]
@@ -315,7 +315,7 @@ class SequenceSlices:
             yield from kept.buffers
 
     def kept_bytes(self, chunk: int, item: int) -> float:
-        """Returns the bytes of the keys and values that ``chunk`` keeps for the slice ``item``.
+        """Returns how many bytes of keys and values ``chunk`` keeps for the slice ``item``.
 
         The size per token is measured when the chunk first keeps keys and values. The result is 0
         before that.
@@ -472,7 +472,7 @@ class SequenceSlices:
 
 
 class _AttendSlice(torch.autograd.Function):
-    """Attends to stored keys and values. The backward pass gathers the gradients of these.
+    """Attends to stored keys and values. The backward pass gathers their gradients.
 
     Autograd differentiates the attention in a separate graph, whose inputs are the queries and the
     stored keys and values.

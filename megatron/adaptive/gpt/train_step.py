@@ -423,7 +423,7 @@ def counted_parameters(
     parameter.
 
     Args:
-        run: Run that the chunk belongs to.
+        run: Run to which the chunk belongs.
         chunk: Model chunk of this rank.
 
     Yields:

@@ -1,8 +1,8 @@
 """Finds the positions of all spans in a trace file, and reads the spans of selected iterations.
 
-A trace file has a line (a marker) before the spans of each iteration, which contains the size of
-these spans in bytes. Reading the markers is therefore enough to find the spans, and is fast even
-for a large file. If the run was killed, the last line of the file may be truncated. Such a line is
+Before the spans of each iteration, a trace file has a line (the marker) with the size of these
+spans in bytes. Reading the markers is therefore enough to find the spans, and is fast even for a
+large file. If the run was killed, the last line of the file may be truncated. Such a line is
 dropped and counted. If the size in a marker is wrong because the file was truncated or edited, the
 lines after the marker are read one by one.
 """

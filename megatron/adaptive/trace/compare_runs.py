@@ -5,9 +5,9 @@ of one rank. The logarithms of the times are compared, so that relative changes 
 
     change of a cell  =  everything + kind of action + rank + stage + kind of action on the rank
 
-The changes are selected one at a time. The change that accounts for most of the remaining
-difference is selected next. A rank on which all kinds of actions became slower is therefore
-reported as one change instead of three. Links, and ranks that read data, are compared separately.
+The changes are selected one at a time, in each case the change that accounts for most of the
+remaining difference. A rank on which all kinds of actions became slower is therefore reported as
+one change instead of three. Links, and ranks that read data, are compared separately.
 
 If both runs recorded layers and collectives (``--trace-detail``), their times are also compared. A
 layer is reported if it changed differently from the other layers on the same ranks. For each
@@ -44,7 +44,7 @@ LEAST = 0.02
 """Minimum size of a reported change, as a fraction of the time in the first run."""
 
 OF_STEP = 0.002
-"""Minimum size of a reported change other than of computing time, as a fraction of a step."""
+"""Minimum size of a reported change, as a fraction of a step. Not used for computing times."""
 
 RANKS_DIFFER = 0.008
 """Standard deviation of the change of a rank's speed between two runs with equal settings."""

@@ -117,8 +117,8 @@ def _add(
 ) -> None:
     """Adds ``row`` to the entry of ``key`` in ``sums``.
 
-    ``key`` is an action and the name of kernels, and ``row`` is the count and total time of kernels
-    in ns.
+    ``key`` is an action and the name of kernels, and ``row`` is the count of kernels and their
+    total time in ns.
     """
     count, total_ns = sums.get(key, (0, 0))
     sums[key] = count + row[0], total_ns + row[1]

@@ -54,15 +54,15 @@ other part.
 NS_PER_MS = 1e6
 
 SERIAL_BYTES = 48 << 20
-"""Total size in bytes of the files up to which a single process reads all of them.
+"""Maximum total size in bytes of files that a single process reads.
 
-Starting several processes would take longer than reading such files.
+For smaller files, starting several processes would take longer than reading the files.
 """
 
 HANDED_OVER_NS = 100_000
-"""Maximum time in ns from the end of a send to the end of the action that includes the send.
+"""Maximum time in ns between the end of a send and the end of an action that includes the send.
 
-If the send itself took longer, its duration is the maximum.
+If the send itself took longer, the duration of the send is the maximum.
 """
 
 Floats = npt.NDArray[np.float64]

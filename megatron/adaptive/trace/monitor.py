@@ -43,14 +43,16 @@ from megatron.adaptive.trace.trace_format import TraceHeader, parse_line, slices
 TAIL_BYTES = 1 << 20
 """Number of bytes that are read first from the end of a large file.
 
-More bytes are read if they do not contain a whole step.
+More bytes are read if these do not contain a whole step.
 """
 
 ALL_TAILS_BYTES = 1 << 28
 """Maximum total number of bytes that are read first from the ends of all files."""
 
 LEAST_TAIL_BYTES = 1 << 16
-"""Minimum number of bytes that are read first from the end of each large file, if files are many.
+"""Minimum number of bytes that are read first from the end of a large file.
+
+The number is reduced to this minimum if there are many files.
 """
 
 LOOKED_AT = 8

@@ -230,7 +230,7 @@ class RankTrace:
 
     @cached_property
     def _blocks(self) -> dict[int, list[Block]]:
-        """Blocks of spans, keyed by iteration; only of the second run if an iteration ran twice."""
+        """Blocks of spans, keyed by iteration, without the first run of repeated iterations."""
         blocks: dict[int, list[Block]] = {}
         for block in self.index.blocks:
             iteration = block.marker.iteration
