@@ -7,8 +7,8 @@ These modules are used during training, and import neither torch nor a drawing p
 - ``recorder``      collects the spans of a step, and writes them in a background thread
 - ``status_files``  writes each rank's current action to a file, and reads the file with the run's
   progress
-- ``files``         writes files atomically, and writes optional files without letting errors stop the
-  run
+- ``files``         writes files atomically, and writes optional files so that errors do not stop
+  the run
 - ``clock``         compares clocks during a job, and converts the times of all ranks to one clock
 - ``machine_counters`` counts events that keep a rank from computing, together with
   ``network_counters`` and ``gpu_counters``
