@@ -1,6 +1,6 @@
 """Computes attention in layers that megatron-core builds without Transformer Engine.
 
-megatron-core's own attention computes and stores the scores of all pairs of tokens, and does not
+megatron-core's own attention computes and stores the scores of all pairs of tokens. It does not
 support latent attention (keys and values of different widths), context parallelism (sequences
 divided among ranks), several documents in one row, or a soft cap on scores. Where possible, this
 module uses one of torch's fused kernels instead. :mod:`megatron.adaptive.config.attention` chooses

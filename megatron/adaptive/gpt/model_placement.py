@@ -7,7 +7,7 @@ first and which is the last is decided by the code that builds the model.
 
 **Tied embeddings.** The first stage looks up tokens in the embedding, and the last stage uses the
 same weight as the output matrix. If these stages are on different ranks, megatron-core creates a
-second copy for the last stage, sums the gradients of both copies over a process group of the two
+second copy for the last stage. It sums the gradients of both copies over a process group of the two
 ranks, and ignores the second copy in the gradient norm. In a V-shaped placement with an even number
 of chunks, both stages are on the first rank::
 

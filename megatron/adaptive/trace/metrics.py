@@ -46,9 +46,9 @@ PARTS = {
 }
 """Parts of a step's time and their display names, in the order of the last axis of ``parts_ms``.
 
-``before`` is the time from the start of the step to the rank's first action, ``after`` is the time
-from the rank's last action to the end of the step, and ``rest`` is the time that belongs to no
-other part.
+``before`` is the time from the start of the step to the rank's first action. ``after`` is the time
+from the rank's last action to the end of the step. ``rest`` is the time that belongs to no other
+part.
 """
 
 NS_PER_MS = 1e6
