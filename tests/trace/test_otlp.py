@@ -143,7 +143,7 @@ def test_a_collector_that_is_down_costs_its_spans_and_comes_back(
     assert len(read_run(tmp_path).ranks[0].iterations) == number
     said = capfd.readouterr().err
     assert said.count("Connection refused; spans are dropped until") == 1
-    assert said.count("answers again; spans dropped so far:") == 1
+    assert said.count("responds again; spans dropped so far:") == 1
     assert said.count(f"{sender.dropped:,} spans were not sent to") == 1
 
 

@@ -3,22 +3,24 @@
 megatron-core's own attention computes and stores the scores of all pairs of tokens. It does not
 support latent attention (keys and values of different widths), context parallelism (sequences
 divided among ranks), several documents in one row, or a soft cap on scores. Where possible, this
-module instead uses a fused kernel of torch. :mod:`megatron.adaptive.config.attention` chooses the
-kernel.
+module uses one of torch's fused kernels instead. :mod:`megatron.adaptive.config.attention` chooses
+the kernel.
 
 **Context parallelism.** A sequence is divided into two parts per rank. Rank r of n has parts r and
-2n-1-r, so that the compute cost of causal attention is equal on all ranks::
+2n-1-r, so that causal attention costs the same on all ranks::
 
     2 ranks     part 0   part 1   part 2   part 3
     rank 0      x                          x
     rank 1               x        x
 
-Keys and values are gathered from all ranks (all-gather) and sorted. The results are the same as on
-a single rank. Ring attention would need less memory.
+An all-gather collects the keys and values of all ranks, which are then put in the order of the
+tokens. The results are the same as on a single rank. Ring attention, which is not implemented,
+would need less memory.
 
 **Packed documents.** One row contains several documents, and tokens attend only to tokens of the
-same document. Torch's kernel for packed rows (``varlen_attn``) computes the row, or this module
-computes one document after another. Neither computes scores between different documents.
+same document. Torch's kernel for packed rows (``varlen_attn``) processes the whole row if it can be
+used. Otherwise, this module processes one document after another. Neither way computes scores
+between different documents.
 """
 
 from __future__ import annotations
@@ -53,14 +55,14 @@ with contextlib.suppress(ImportError):  # Older releases of torch do not have th
 
 
 SCORE_BLOCK = 256
-"""Minimum number of queries in a block if attention is computed block by block."""
+"""Minimum number of queries per block when attention is computed in blocks."""
 
 
 def has_packed_kernel() -> bool:
-    """Returns whether torch has a kernel for packed rows that supports windows and a scale."""
+    """Returns whether torch's kernel for packed rows exists and supports windows and a scale."""
     if varlen_attn is None:
         return False
-    # The first version of the kernel lacks these parameters, so check the signature.
+    # The first version of the kernel does not have these parameters, so check its signature.
     return {"window_size", "scale"} <= set(inspect.signature(varlen_attn).parameters)
 
 
@@ -69,7 +71,7 @@ _HAS_PACKED_KERNEL = has_packed_kernel()
 
 @dataclasses.dataclass
 class Documents(PackedSeqParams):
-    """Contains megatron-core's parameters of a packed row, and the document lengths as a tuple.
+    """Extends megatron-core's parameters of a packed row with the document lengths as a tuple.
 
     Attributes:
         lengths: Number of tokens of each document, in the order of the row.
@@ -81,7 +83,7 @@ class Documents(PackedSeqParams):
     def of(
         cls, lengths: torch.Tensor, to_device: Callable[[torch.Tensor], torch.Tensor]
     ) -> Documents:
-        """Returns the parameters for documents whose lengths are in the CPU tensor ``lengths [n]``.
+        """Creates the parameters for documents whose lengths are in the CPU tensor ``lengths [n]``.
 
         ``to_device`` copies a tensor to the device.
         """
@@ -106,9 +108,9 @@ class LocalAttention(DotProductAttention):
         v_channels: Width of a head's values; ``None`` if it equals the width of the queries.
 
     Attributes:
-        case: Settings that determine which kernel is used. Each forward pass uses a copy with the
-            properties of its tensors.
-        slices: Object that provides the keys and values of earlier slices, to which tokens also
+        case: Properties that determine the kernel. Each forward pass makes a copy, in which it
+            fills in the properties of its tensors.
+        slices: Store of the keys and values of earlier slices of a sequence, to which later slices
             attend; ``None`` if sequences are not cut into slices.
     """
 
@@ -121,7 +123,7 @@ class LocalAttention(DotProductAttention):
         **kwargs: Any,
     ) -> None:
         self._parts = config.context_parallel_size
-        config.context_parallel_size = 1  # The base class requires the value 1.
+        config.context_parallel_size = 1  # The base class rejects other values.
         try:
             super().__init__(config, *args, **kwargs)
         finally:
@@ -132,7 +134,7 @@ class LocalAttention(DotProductAttention):
         if v_channels is not None:
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
         # Do not use megatron-core's fused softmax, which needs another package and supports neither
-        # windows nor parts of a sequence.
+        # sliding windows nor partial sequences.
         self.scale_mask_softmax.scaled_masked_softmax_fusion = False
         self._window: tuple[int, int] | None = self.scale_mask_softmax.window_size
         self.case = AttentionCase(
@@ -153,7 +155,7 @@ class LocalAttention(DotProductAttention):
         packed_seq_params: Documents | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """Computes causal attention, or attention with the given mask.
+        """Computes attention with a causal mask, or with ``attention_mask`` if there is one.
 
         Args:
             query: Queries ``[s / n, b, heads, width]`` if n ranks share the sequence (context
@@ -161,14 +163,14 @@ class LocalAttention(DotProductAttention):
             key: Keys, in the same layout as ``query``.
             value: Values, in the same layout as ``query``.
             attention_mask: Mask ``[b, 1, s, s] bool``, true where a token must not attend; ``None``
-                for causal attention. Ignored with a sliding window or context parallelism, for
-                which this class creates the mask.
-            *more: Additional arguments of megatron-core's attention.
+                for causal attention. Ignored with a sliding window or context parallelism, because
+                this class then creates the mask itself.
+            *more: Further positional arguments of megatron-core's attention.
             packed_seq_params: Documents of a packed row; ``None`` if the row is not packed.
-            **options: Additional arguments of megatron-core's attention.
+            **options: Further keyword arguments of megatron-core's attention.
 
         Returns:
-            Output ``[s / n, b, heads x width of values]``; b is 1 for packed documents.
+            Output ``[s / n, b, heads * value width]``; b is 1 for packed documents.
         """
         if packed_seq_params is not None:
             return self._packed(query, key, value, packed_seq_params, *more, **options)
@@ -195,16 +197,16 @@ class LocalAttention(DotProductAttention):
     ) -> torch.Tensor:
         """Computes attention of a slice, in blocks of queries if the kernel stores scores.
 
-        The tokens of ``query`` are the last tokens of ``key`` and ``value``.
-
-        Scores between a block and later tokens are not computed. Without blocks, half of the scores
-        between the tokens of the slice would be computed and stored, although they are masked.
+        The tokens of ``query`` are the last tokens of ``key`` and ``value``. Scores between a block
+        and later tokens are not computed. Without blocks, half of the scores between the tokens of
+        the slice would be computed and stored, although they are masked.
         """
         count = max(1, len(query) // SCORE_BLOCK)
         mask = self._own_mask if attention_mask is None else Mask.GIVEN
         stores_scores = kernel_for(self._case_of(query, value, mask)) is Kernel.SCORES
-        # Blocks have no advantage with a window, which already limits the scores. If several heads
-        # share keys, the keys would be copied and kept for each block.
+        # Do not use blocks with a sliding window, which already limits the number of keys. Do not
+        # use them either if several heads share keys, because each block would copy the keys and
+        # keep its copy.
         is_shared = query.shape[2] != key.shape[2]
         if count == 1 or not stores_scores or self._window is not None or is_shared:
             return self._attend(query, key, value, attention_mask, *more, **options)
@@ -227,7 +229,7 @@ class LocalAttention(DotProductAttention):
         *more: Any,
         **options: Any,
     ) -> torch.Tensor:
-        """Computes attention of ``query``, the queries of the last tokens of a document.
+        """Computes attention for ``query``, which contains the queries of a document's last tokens.
 
         ``key`` and ``value`` contain the tokens of the document up to the last token of ``query``.
         """
@@ -247,7 +249,7 @@ class LocalAttention(DotProductAttention):
         if is_later and kernel is not Kernel.CAUSAL:
             pattern = dataclasses.replace(self._pattern(query, key), window=(len(key), 0))
         if kernel is Kernel.SCORES or options.get("attention_bias") is not None:
-            # The base class applies the mask of a sliding window itself.
+            # The base class itself applies the mask of a sliding window.
             if pattern is not None and self._window is None:
                 attention_mask = _hidden(pattern)
             output: torch.Tensor = super().forward(
@@ -297,9 +299,10 @@ class LocalAttention(DotProductAttention):
         *more: Any,
         **options: Any,
     ) -> torch.Tensor:
-        """Computes attention within each document of a row ``[s, 1, ...]`` of whole documents.
+        """Computes attention within each document of a row that contains only whole documents.
 
-        ``lengths`` contains the number of tokens of each document.
+        The tensors have the layout ``[s, 1, ...]``, and ``lengths`` contains the number of tokens
+        of each document.
         """
         documents = _documents(tuple(lengths), query.device)
         query, key, value = (tensor.squeeze(1) for tensor in (query, key, value))
@@ -343,14 +346,15 @@ class LocalAttention(DotProductAttention):
 
     @property
     def _whole_scale(self) -> float:
-        # megatron-core applies this part of the scale in its softmax with
-        # --apply-query-key-layer-scaling.
+        # The second factor is not 1 with --apply-query-key-layer-scaling: megatron-core then
+        # applies it in the softmax.
         return float(self.softmax_scale * (self.scale_mask_softmax.scale or 1.0))
 
     def _all_parts(self, tensor: torch.Tensor, group: Any) -> torch.Tensor:
         """Gathers the parts of a sequence from the ranks of ``group``, in the order of the tokens.
 
-        ``tensor`` contains the two parts on this rank. The backward pass sums the gradients.
+        ``tensor`` contains the two parts on this rank. The backward pass sums the gradients over
+        the ranks.
         """
         parts = gather_from_sequence_parallel_region(tensor, group=group).chunk(2 * self._parts)
         return torch.cat([*parts[::2], *parts[1::2][::-1]])
@@ -371,11 +375,11 @@ class LocalAttention(DotProductAttention):
 
         Args:
             query: Queries ``[s, b, heads, width]``.
-            key: Keys ``[s of keys, b, heads, width]``. If there are more keys than queries, the
-                queries belong to the last tokens of the keys.
+            key: Keys ``[keys, b, heads, width]``. If there are more keys than queries, the queries
+                belong to the last of these tokens.
             value: Values, in the same layout as ``key``.
-            mask: Additive mask ``[s of queries, s of keys]`` for all samples, or ``[b, 1, s, s]``;
-                ``None`` for causal attention.
+            mask: Additive mask, ``[queries, keys]`` for all samples or ``[b, 1, s, s]``; ``None``
+                for causal attention.
         """
         length, samples = query.shape[:2]
         # Treat the samples as additional heads, so that the output already has the memory layout
@@ -404,7 +408,7 @@ class LocalAttention(DotProductAttention):
         return output.permute(2, 0, 1, 3).reshape(length, samples, -1)
 
     def _split_generator(self) -> contextlib.AbstractContextManager[Any]:
-        """Selects the random generator for dropout in tensors that are split over ranks."""
+        """Returns a context that selects the random generator for tensors split over ranks."""
         if self._dropout == 0.0 or self.config.sequence_parallel:
             return contextlib.nullcontext()
         fork: contextlib.AbstractContextManager[Any] = get_cuda_rng_tracker().fork()
@@ -420,10 +424,10 @@ class LocalAttention(DotProductAttention):
         """Computes attention with torch's kernel for packed rows.
 
         Args:
-            query: Queries ``[s, b, heads, width]``. b is 1 if there are documents.
+            query: Queries ``[s, b, heads, width]``; b is 1 if ``documents`` is not ``None``.
             key: Keys, in the same layout as ``query``.
             value: Values, in the same layout as ``query``.
-            documents: Lengths of the documents in the row; ``None`` if the row is a single
+            documents: Parameters of the documents in the row; ``None`` if each row is a single
                 document.
         """
         key, value = self._repeated(query, key, value)
@@ -454,10 +458,10 @@ class LocalAttention(DotProductAttention):
 class _AttendToEarlier(torch.autograd.Function):
     """Computes attention of the last tokens of a sequence with torch's kernel for CPUs.
 
-    The kernel applies a causal mask only if there are as many keys as queries. With an explicit
-    mask, it would also compute the masked scores. So the kernel runs twice: once for the keys of
-    earlier tokens, and once for the keys of the last tokens. The two results are combined using the
-    log-sum-exp of their scores.
+    The kernel applies a causal mask only if the numbers of keys and queries are equal, and with an
+    explicit mask, it would also compute the masked scores. This class therefore runs the kernel
+    twice, once for the keys of earlier tokens and once for the keys of the last tokens. It combines
+    the two results using the log-sum-exp of their scores.
     """
 
     @staticmethod
@@ -499,7 +503,7 @@ class _AttendToEarlier(torch.autograd.Function):
 
 
 def _parts_of(query: torch.Tensor, key: torch.Tensor) -> tuple[tuple[slice, bool], ...]:
-    """Returns the ranges of earlier and of recent keys, and whether a causal mask applies to each.
+    """Returns the ranges of earlier and recent keys, and whether each needs a causal mask.
 
     The recent keys, at the end of ``key``, belong to the same tokens as ``query``.
     """
@@ -513,13 +517,13 @@ def attend_to_earlier(
     """Computes causal attention of a sequence's last tokens on a CPU.
 
     Args:
-        query: Queries ``[b, heads, s of queries, width]`` of the last tokens.
-        key: Keys ``[b, heads, s of keys, width]`` of the last tokens and of earlier tokens.
+        query: Queries ``[b, heads, queries, width]`` of the last tokens.
+        key: Keys ``[b, heads, keys, width]`` of earlier tokens and the last tokens.
         value: Values, in the same layout as ``key``.
         scale: Factor by which the scores are multiplied.
 
     Returns:
-        Output in the layout of ``query``.
+        Output, in the same layout as ``query``.
     """
     function: Any = _AttendToEarlier  # torch does not declare the types of apply().
     output: torch.Tensor = function.apply(query, key, value, scale)
@@ -529,13 +533,14 @@ def attend_to_earlier(
 def bound_first(cap: float, module: Any, *inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Applies a soft cap to a tensor: limits it smoothly to the range from ``-cap`` to ``cap``.
 
-    The function is a module hook. A forward pre-hook changes the first input of the module, and a
-    forward hook changes the first output.
+    The function can be registered as a hook of a module. As a forward pre-hook, it changes the
+    module's first input. As a forward hook, it changes the module's first output.
 
     Args:
-        cap: Limit, a positive number.
+        cap: Largest absolute value of the result, a positive number.
         module: Module that calls the hook.
-        *inputs: Tuple of the module's inputs. In a forward hook, the tuple of outputs follows.
+        *inputs: Tuple of the module's inputs, followed by the tuple of its outputs in a forward
+            hook.
     """
     first, *others = inputs[-1]
     return cap * torch.tanh(first / cap), *others
@@ -543,14 +548,14 @@ def bound_first(cap: float, module: Any, *inputs: tuple[Any, ...]) -> tuple[Any,
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Pattern:
-    """Describes a mask for a sliding window or context parallelism. It is a key of the mask cache.
+    """Describes a mask for a sliding window or context parallelism. Serves as a cache key.
 
     Attributes:
         queries: Number of queries.
         keys: Number of keys.
         device: Device on which the mask is stored.
-        window: Number of earlier and number of later tokens that a token attends to; ``None`` for
-            all earlier tokens.
+        window: Numbers of earlier and later tokens that a token attends to; ``None`` for all
+            earlier tokens.
         rank: Index of this rank among the ranks that share a sequence (context parallelism).
     """
 
@@ -579,14 +584,15 @@ def _make_hidden(pattern: _Pattern) -> torch.Tensor:
     return torch.arange(pattern.keys, device=pattern.device)[None, :] > query[:, None]
 
 
-# These tensors are small. They are cached, because all layers of a slice use equal tensors.
+# The next two functions cache their small results, because all layers need the same values for a
+# slice.
 
 
 @functools.lru_cache(maxsize=64)
 def _ends(length: int, device: torch.device) -> torch.Tensor:
     """Returns the start and the end of a row of ``length`` tokens: ``[0, length] int32``.
 
-    The values are computed on the device, because a copy from the host would make it wait.
+    The values are computed on the device, because copying them from the host would block.
     """
     return torch.arange(0, length + 1, length, dtype=torch.int32, device=device)
 
@@ -603,8 +609,8 @@ def _additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return mask.masked_fill_(hidden, -torch.inf)
 
 
-# Masks stay in memory until the backward pass, so they are cached and shared by all layers and
-# microbatches. The cache only has a few entries, because the mask of a long sequence is large.
+# Each mask stays in memory until the backward pass, so all layers and microbatches share cached
+# masks. The cache has only a few entries, because the mask of a long sequence is large.
 
 
 @functools.lru_cache(maxsize=2)

@@ -88,19 +88,19 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 
 class KeyedInit:
-    """Initializes each weight with random numbers that depend only on the seed and its position.
+    """Initializes each weight with random numbers that depend only on the seed and the position.
 
-    The initial weights are therefore the same for any distribution of the model over ranks. This
-    class is used if megatron-core initializes whole matrices on the CPU and gives each rank its
-    part. The seed of a weight is derived from its layer (or "outside" if it is outside of layers)
-    and from its index within the layer.
+    The initial weights are therefore the same no matter how the model is distributed over ranks.
+    This class is used if megatron-core initializes whole matrices on the CPU and gives each rank
+    its part. A weight's random numbers depend on the number of its layer and its index in that
+    layer, or only on its index if it is outside of layers.
 
     Args:
         seed: Seed of the run.
-        first_outside: Number of weights outside of layers in earlier chunks of the model.
+        first_outside: Number of weights that are outside of layers in earlier chunks of the model.
 
     Attributes:
-        count: Number of weights that were initialized so far in the current layer.
+        count: Number of weights initialized so far in the current layer.
     """
 
     def __init__(self, seed: int, first_outside: int) -> None:
@@ -110,7 +110,7 @@ class KeyedInit:
         self.count = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeyedInit:
-        return self  # All copies of a configuration share this object, because it counts weights.
+        return self  # Copies of a configuration share the object, because it counts weights.
 
     def enter_layer(self, layer: int) -> None:
         """Sets the layer of the weights that are initialized from now on."""
@@ -123,9 +123,10 @@ class KeyedInit:
 
     @contextlib.contextmanager
     def experts(self, config: TransformerConfig, groups: Any) -> Iterator[None]:
-        """Initializes the experts on this rank in a ``with`` block.
+        """Returns a context in which the experts of this rank are initialized.
 
-        The block skips the seeds of experts on other ranks, so that each expert has separate seeds.
+        The context skips the seeds of the experts on other ranks, so that no two experts have the
+        same seeds.
         """
         each = 2  # An expert has two matrices, linear_fc1 and linear_fc2.
         before = self.count
@@ -166,7 +167,7 @@ class KeyedTransformerLayer(TransformerLayer):
         **kwargs: Any,
     ) -> None:
         init: KeyedInit = config.keyed_init
-        # Since megatron-core 0.17, the numbers of multi-token prediction layers start again at 1.
+        # Since megatron-core 0.17, multi-token prediction layers are numbered separately, from 1.
         is_prediction = kwargs.get("is_mtp_layer", False)
         before = (
             config.num_layers if is_prediction else get_transformer_layer_offset(config, vp_stage)
@@ -197,11 +198,11 @@ class UnlikeLayersConfig(HeterogeneousTransformerConfig):
 
 
 class KeyedExperts(SequentialMLP):
-    """Initializes this rank's experts with the weights that they would have on a single rank.
+    """Initializes this rank's experts with the same weights that they would have on a single rank.
 
-    The class also stops the linear layers of the experts from communicating, because the token
-    dispatcher already communicates. If one rank has all experts, megatron-core's layers would
-    communicate, and could not add a bias.
+    The class also prevents the linear layers of the experts from communicating, because the token
+    dispatcher does this already. Otherwise, megatron-core's layers would communicate if one rank
+    has all experts, and could not add a bias.
     """
 
     def __init__(
@@ -221,7 +222,7 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
     model = config.model
     parallel = config.parallel
     precision = config.precision
-    # A CPU has no fused kernels. On a CPU, torch.compile would take more time than it saves.
+    # A CPU has no fused kernels, and torch.compile would take more time there than it saves.
     has_engine = model.transformer_impl == "transformer_engine"
     fused = has_engine and accelerator.is_cuda
     dtype = getattr(torch, precision.dtype_name)
@@ -241,9 +242,9 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline_model_parallel_size,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
-        # Disable fusions on a CPU: megatron-core compiles them with torch.compile, which takes half
-        # a minute there. Disable fused gradient accumulation without apex's kernels, because some
-        # layers reject it then, such as the output layer of a model with Transformer Engine.
+        # Disable fusions on a CPU, where megatron-core would spend half a minute in torch.compile.
+        # Disable fused gradient accumulation if apex's kernels are not installed, because some
+        # layers then reject it, such as the output layer of a model with Transformer Engine.
         "bias_dropout_fusion": model.bias_dropout_fusion and accelerator.is_cuda,
         "gradient_accumulation_fusion": model.gradient_accumulation_fusion
         and fused
@@ -251,12 +252,13 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
         "apply_rope_fusion": model.apply_rope_fusion
         and fused
         and rope_utils.fused_apply_rotary_pos_emb is not None,
-        # Local layers and Transformer Engine use other attention kernels, so disable this fusion.
+        # Disable this fusion, because local layers and Transformer Engine have their own attention
+        # kernels.
         "masked_softmax_fusion": False,
         "persist_layer_norm": fused and not model.no_persist_layer_norm,
         "cross_entropy_loss_fusion": model.cross_entropy_loss_fusion and accelerator.is_cuda,
     }
-    del settings["transformer_impl"]  # The specifications of the layers replace this setting.
+    del settings["transformer_impl"]  # The layer specifications replace this setting.
     settings.update(_activation(config, accelerator), **_communication(config, accelerator))
     if config.data.variable_seq_lengths:
         settings.update(variable_seq_lengths=True, calculate_per_token_loss=True)
@@ -273,7 +275,7 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
 
 
 def core_settings(config: TrainerConfig, kind: type) -> dict[str, Any]:
-    """Returns the settings that the user has changed and that a class of megatron-core has.
+    """Returns the fields of a megatron-core class that differ from their defaults in ``config``.
 
     Args:
         config: Settings of the run, including settings for megatron-core.
@@ -314,18 +316,18 @@ def checked(kind: Any, settings: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def _in_one_line(name: str) -> Iterator[None]:
-    """Raises a :class:`ConfigError` with a single line if megatron-core rejects settings.
+    """Turns errors of megatron-core about its settings into a one-line :class:`ConfigError`.
 
     Args:
-        name: Name of the class or function of megatron-core that is called in this context.
+        name: Name of the megatron-core class or function that is called in this context.
     """
     try:
         yield
     except (AssertionError, ImportError, NotImplementedError, ValueError) as error:
-        reason = " ".join(str(error).split()) or "a rule without a text"
+        reason = " ".join(str(error).split()) or "no reason given"
         raise ConfigError(
             f"megatron-core's {name} rejected the settings ({reason}); change or remove the flags "
-            "that it names"
+            "that the reason names"
         ) from error
 
 
@@ -346,7 +348,7 @@ _ACTIVATIONS: Mapping[str, tuple[bool, Callable[[torch.Tensor], torch.Tensor]]] 
     "squared_relu": (False, lambda tensor: torch.square(F.relu(tensor))),
     "openai_gelu": (False, openai_gelu),
 }
-"""Maps an activation setting to whether the block is gated and to the activation function."""
+"""Maps an activation setting to a pair: whether the block is gated, and the activation function."""
 
 
 def _activation(config: TrainerConfig, accelerator: Accelerator) -> dict[str, Any]:
@@ -364,12 +366,12 @@ def _activation(config: TrainerConfig, accelerator: Accelerator) -> dict[str, An
 
 
 def _communication(config: TrainerConfig, accelerator: Accelerator) -> dict[str, Any]:
-    """Returns the settings for communication, which only megatron-core's own schedule uses.
+    """Returns the communication settings, which only megatron-core's own schedule uses.
 
     With several chunks per rank, megatron-core's schedule must not batch messages, because gloo
-    mixes up two messages between the same ranks in a batch. megatron-core's schedule frees an
-    output as soon as its send has started. With NCCL this is safe, because the stream keeps the
-    memory in use. Gloo sends from the memory of the output, which a new tensor could overwrite.
+    mixes up two messages between the same ranks in a batch. Freeing an output as soon as its send
+    has started is safe with NCCL, because the stream keeps the memory in use. It is not safe with
+    gloo, which still reads the memory while a new tensor could overwrite it.
     """
     parallel = config.parallel
     is_megatron = config.schedule.pipeline_schedule == "megatron"
@@ -390,13 +392,13 @@ def build_chunks(
     """Builds the chunks of the model on this rank, each in a data-parallel wrapper.
 
     ``config`` contains the settings of the run, ``core`` is megatron-core's configuration,
-    ``placement`` is the placement of the stages, and ``padded_vocab_size`` is the number of rows of
+    ``placement`` assigns the stages to ranks, and ``padded_vocab_size`` is the number of rows of
     the embedding.
 
     Returns:
-        The wrapped chunks of this rank, in the order of their indices.
+        The wrapped chunks of this rank, sorted by chunk index.
     """
-    forget_balancing_losses()  # Losses of an earlier model may have a different number of layers.
+    forget_balancing_losses()  # An earlier model may have had a different number of layers.
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     chunks = []
     for chunk in range(placement.num_chunks):
@@ -422,7 +424,7 @@ def build_chunks(
 def wrap(
     config: TrainerConfig, core: TransformerConfig, chunks: Sequence[torch.nn.Module]
 ) -> list[torch.nn.Module]:
-    """Wraps each of the model chunks ``chunks`` in megatron-core's data-parallel wrapper."""
+    """Puts each model chunk in ``chunks`` into megatron-core's data-parallel wrapper."""
     parallel = config.parallel
     precision = config.precision
     settings = checked(
@@ -431,7 +433,7 @@ def wrap(
             **core_settings(config, DistributedDataParallelConfig),
             "overlap_grad_reduce": parallel.overlap_grad_reduce,
             "overlap_param_gather": parallel.overlap_param_gather,
-            # A single chunk gathers each bucket while it computes with the one before.
+            # A single chunk gathers each bucket while it computes with the previous bucket.
             "align_param_gather": parallel.align_param_gather and len(chunks) > 1,
             "use_distributed_optimizer": parallel.use_distributed_optimizer,
             "grad_reduce_in_fp32": precision.accumulate_allreduce_grads_in_fp32,
@@ -463,7 +465,7 @@ def _build_chunk(
     predictions = _predictions(config, core, vp_stage)
     if core.use_cpu_initialization:
         learned = model.position_embedding_type == "learned_absolute"
-        # Count the weights outside of layers on earlier stages, which are the word embedding, the
+        # Count the weights that are outside of layers on earlier stages: the word embedding, the
         # position embedding and the projections of multi-token prediction.
         before = 0 if first or predictions else 1 + learned + (core.mtp_num_layers or 0)
         init = KeyedInit(config.run.seed, first_outside=before)
@@ -495,8 +497,8 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     if predictions and last and not first and not model.untie_embeddings_and_output_weights:
-        # The embedding of the prediction layers on this stage is also the output matrix, so the
-        # output layer needs no separate weight.
+        # The prediction layers on this stage have a copy of the embedding, which is also the output
+        # matrix, so the output layer needs no weight of its own.
         built.output_layer.weight = None
     if model.scale_embeddings and (first or predictions):
         scale_output(built.embedding.word_embeddings, model.hidden_size**0.5, core.params_dtype)
@@ -507,9 +509,10 @@ def _build_chunk(
 
 
 def _predictions(config: TrainerConfig, core: TransformerConfig, vp_stage: int | None) -> Any:
-    """Returns the specification of multi-token prediction layers, or ``None`` without such layers.
+    """Returns the specification of the chunk's multi-token prediction layers.
 
-    ``vp_stage`` is the index of the chunk, or ``None`` if there is only one chunk.
+    ``vp_stage`` is the index of the chunk, or ``None`` if there is only one chunk. The result is
+    ``None`` if the chunk has no such layers.
     """
     if core.mtp_num_layers is None:
         return None
@@ -536,7 +539,7 @@ def _layer_specs(config: TrainerConfig, core: TransformerConfig) -> list[ModuleS
     model = config.model
     has_engine = model.transformer_impl == "transformer_engine"
     if isinstance(core, HeterogeneousTransformerConfig):
-        whole = copy.copy(core)  # This copy describes the model as a single stage.
+        whole = copy.copy(core)  # This copy has the model as a single stage.
         whole.pipeline_model_parallel_size = 1
         whole.pipeline_model_parallel_layout = None
         specs = get_gpt_heterogeneous_layer_spec(whole, has_engine).layer_specs
@@ -613,7 +616,7 @@ def build_scheduler(config: TrainerConfig, optimizer: Any, train_samples: int) -
 
     ``optimizer`` is the optimizer, and ``train_samples`` is the number of samples of the run.
 
-    The scheduler counts the length of the warm-up and all other lengths in samples.
+    The scheduler measures the warm-up and all other periods in samples.
     """
     settings = config.optimizer
     batch = config.batch.global_batch_size
@@ -649,19 +652,19 @@ def build_scheduler(config: TrainerConfig, optimizer: Any, train_samples: int) -
     )
 
 
-_PASSES = 3  # Forward pass, input gradients and weight gradients have equal costs.
+_PASSES = 3  # The forward pass, the input gradients and the weight gradients cost the same.
 
 
 def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None) -> float:
-    """Returns the model FLOPs per token in forward and backward passes of the whole model.
+    """Returns the model FLOPs per token for the forward and backward pass of the whole model.
 
-    The result is 3 times the planner's number for a forward pass (``planner.model_description``),
-    because the input gradients and the weight gradients cost as much as the forward pass. With
+    The result is 3 times the planner's FLOPs for a forward pass (``planner.model_description``),
+    because the input gradients and the weight gradients each cost as much as the forward pass. With
     adapters (LoRA), the factor is 2, because frozen weights have no gradients.
 
-    Only matmuls are counted. Experts are counted only if they process the token, and attention
-    scores only if they are not masked. Recomputation, the optimizer, the lookup of embeddings and
-    the adapters themselves are not counted.
+    Only matmuls are counted: of the experts, only those that process the token, and of the
+    attention scores, only those that are not masked. Recomputation, the optimizer, embedding
+    lookups and the adapters themselves are not counted.
 
     Source: Narayanan et al. 2021 (arXiv:2104.04473), section 5.1 and appendix. "Model FLOPs" are
     defined in Korthikanti et al. 2022 (arXiv:2205.05198), section 6.3. Both papers count all
@@ -670,8 +673,8 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
 
     Args:
         cfg: Settings of the run.
-        padded_vocab_size: Number of rows of the embedding. If it is ``None``, the tokenizer is
-            loaded, and the number is derived from the tokenizer.
+        padded_vocab_size: Number of rows of the embedding; ``None`` to load the tokenizer and
+            derive the number from it.
 
     Raises:
         DataError: If the tokenizer's files cannot be read.
@@ -684,13 +687,13 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
 
 
 def stage_work(cfg: TrainerConfig, padded_vocab_size: int) -> tuple[float, ...]:
-    """Returns the compute cost of each stage, in multiples of a layer without experts.
+    """Returns the compute cost of each stage, in units of the cost of a layer without experts.
 
     ``cfg`` contains the settings of the run. The logits of a token have ``padded_vocab_size``
     elements.
 
-    The cost includes the stage's layers, its multi-token prediction layers and, on the last stage,
-    the logits. It excludes the memory traffic of the embedding and the loss.
+    The cost includes the stage's transformer layers, its multi-token prediction layers and, on the
+    last stage, the logits. The memory traffic of the embedding and the loss is not included.
     """
     flops = _forward_flops(cfg, padded_vocab_size)
     each = iter(flops.layers)
@@ -702,7 +705,7 @@ def stage_work(cfg: TrainerConfig, padded_vocab_size: int) -> tuple[float, ...]:
 
 
 class _ForwardFlops(NamedTuple):
-    """Contains the FLOPs (floating-point operations) of the forward pass of one sample.
+    """Contains the numbers of floating-point operations in the forward pass of one sample.
 
     Attributes:
         layers: Number of operations in each layer.
@@ -736,7 +739,7 @@ def _forward_flops(cfg: TrainerConfig, padded_vocab_size: int) -> _ForwardFlops:
     ).layer(1)
     layers = [whole.layer(1 + number).forward_flops for number in range(shape.layers)]
     unlike = unlike_layers(cfg)
-    each = 2 * shape.sequence  # Count a multiplication and an addition per weight and token.
+    each = 2 * shape.sequence  # Each weight needs a multiplication and an addition per token.
     if unlike is not None:
         inner = (3 if shape.gated else 2) * shape.hidden * each
         layers = [layer.linear * shape.hidden**2 * each + inner * layer.width for layer in unlike]

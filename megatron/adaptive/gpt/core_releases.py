@@ -1,4 +1,4 @@
-"""Calls functions of megatron-core whose arguments differ between the supported releases."""
+"""Hides differences between the supported releases of megatron-core."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.adaptive.errors import SetupError
 
 _OLDEST_WITH_MUON = (0, 18)
-"""Oldest release of megatron-core whose general optimizer function also builds muon."""
+"""Oldest release of megatron-core in which ``get_megatron_optimizer`` also builds muon."""
 
 
 def part_of_context_rank(batch: dict[str, Any]) -> dict[str, Any]:
-    """Returns this context-parallel rank's part of each sequence in ``batch``.
+    """Returns the part of each sequence in ``batch`` that belongs to this context-parallel rank.
 
     Args:
-        batch: Tensors, keyed by name. Dimension 1 is the sequence, except in ``attention_mask``,
-            where dimension 2 is the sequence.
+        batch: Tensors, keyed by name. The sequence is dimension 1, except in ``attention_mask``,
+            where it is dimension 2.
     """
     split = utils.get_batch_on_this_cp_rank
-    # Since megatron-core 0.18, the default is the group of all ranks, so pass the group explicitly.
+    # Pass the group, because since megatron-core 0.18 the default is the group of all ranks.
     options: dict[str, Any] = {"cp_group": parallel_state.get_context_parallel_group()}
     # Only megatron-core 0.18 has this argument.
     if "is_hybrid_cp" in inspect.signature(split).parameters:
@@ -52,11 +52,11 @@ def take_prediction_losses() -> torch.Tensor | None:
 
 
 def number_in_model(layer: Any) -> int:
-    """Returns the number of ``layer`` in the whole model, from 1. Prediction layers come last.
+    """Returns the number of ``layer``, counted from 1 over the whole model.
 
     Args:
-        layer: Transformer layer of megatron-core. Since 0.17, megatron-core counts multi-token
-            prediction layers separately, from 1.
+        layer: Transformer layer of megatron-core. Multi-token prediction layers, which
+            megatron-core numbers separately since 0.17, follow after all other layers.
     """
     before = layer.config.num_layers if getattr(layer, "is_mtp_layer", False) else 0
     number: int = before + layer.layer_number
@@ -67,7 +67,7 @@ def require_muon() -> None:
     """Checks that megatron-core can build the muon optimizer.
 
     Raises:
-        SetupError: If megatron-core is too old, or the package with muon cannot be used.
+        SetupError: If megatron-core is too old, or the package that implements muon cannot be used.
     """
     if (package_info.MAJOR, package_info.MINOR) < _OLDEST_WITH_MUON:
         raise SetupError(
@@ -83,7 +83,7 @@ def require_muon() -> None:
 
 
 def balancing_losses() -> Mapping[str, torch.Tensor]:
-    """Returns the load-balancing losses of experts, summed since the last reset.
+    """Returns the load-balancing losses of experts, summed up since the last reset.
 
     Returns:
         Loss of each layer ``[layers]``, keyed by megatron-core's name for the kind of loss.
@@ -109,8 +109,8 @@ def forget_balancing_losses() -> None:
 def _balancing_tracker() -> Any:
     """Returns megatron-core's global object that stores the load-balancing losses of experts.
 
-    The object is a dictionary in releases until 0.17. Since 0.18 it has its own class, and the
-    function that returned the dictionary returns a copy and prints a warning.
+    The object is a dictionary in releases up to 0.17. Since 0.18 it has a class of its own, and the
+    old function returns only a copy as a dictionary and prints a warning.
     """
     make = getattr(moe_utils, "get_moe_metrics_tracker", None)
     return moe_utils.get_moe_layer_wise_logging_tracker() if make is None else make()

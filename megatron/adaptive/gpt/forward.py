@@ -1,21 +1,21 @@
 """Runs the forward pass of a GPT model, and seeds dropout for each step, microbatch and layer.
 
-The seed encodes the step, the microbatch and the position in the model as one number, to which an
-invertible hash function is then applied::
+The step, the microbatch and the position in the model are encoded as one number. The seed is an
+invertible hash of this number::
 
     bits   63 ... 40   39 ... 24    23 ... 12   11 ... 0
            step        microbatch   layer       lane
 
-Layer 0 is the embedding. Transformer layers are numbered from 1 through the whole model. The
-embeddings of multi-token prediction are numbered downward from the largest number. The lane
-identifies the random generator: lane 0 is for tensors that are equal on all tensor-parallel ranks,
-and lane 1 + i for split tensors on tensor-parallel rank i. A GPT model without experts uses no
-other generators.
+Layer 0 is the embedding. Transformer layers are numbered from 1 over the whole model. The
+embeddings of multi-token prediction are numbered downward from the largest possible number. The
+lane identifies the random generator: lane 0 is for tensors that are replicated on all
+tensor-parallel ranks, and lane 1 + i is for tensors that are split, on tensor-parallel rank i. A
+GPT model without experts uses no other generators.
 
-The hash function is needed because a CPU generator uses only the lower half of its seed.
-Recomputation requires that the hash function is invertible: megatron-core restores the generators'
-state from before the layer's forward pass, but the latest call of ``apply`` may have been for a
-different microbatch. So the microbatch is computed from the restored seed.
+A hash is needed because a CPU generator uses only the lower half of its seed. The hash must be
+invertible because of recomputation: megatron-core restores the state that the generators had before
+the layer's forward pass, but the latest call of ``apply`` may have been for a different microbatch.
+The microbatch is therefore decoded from the restored seed.
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ TOKEN_NAME = "next token"
 def feed(
     microbatches: Sequence[Microbatch] | None, count: int, slices: SequenceSlices | None = None
 ) -> Iterator[Microbatch | None]:
-    """Yields the first ``count`` elements of ``microbatches``, or all of their slices.
+    """Yields the first ``count`` microbatches of ``microbatches``, or all slices of these.
 
-    ``slices`` cuts microbatches into slices; ``None`` yields whole microbatches. On a rank without
-    data, ``microbatches`` is ``None``, and ``None`` is yielded for each microbatch or slice.
+    ``slices`` cuts microbatches into slices; if it is ``None``, whole microbatches are yielded. On
+    a rank without data, ``microbatches`` is ``None``, and the function yields ``None`` for each
+    microbatch or slice.
     """
     if microbatches is None:
         return itertools.repeat(None, count if slices is None else item_count(count, slices.count))
@@ -83,13 +84,12 @@ class GptForward:
             batches: Iterator over microbatches with ``tokens``, ``labels`` and ``position_ids``
                 ``[b, s] int64``, ``loss_mask [b, s] float32``, and, for packed documents,
                 ``lengths [n]``. A slice of a microbatch also has ``whole_tokens``, the number of
-                tokens in the microbatch whose losses are included.
+                unmasked tokens in the whole microbatch.
             model: Chunk to run.
 
         Returns:
             The output of the chunk, and a function that computes the loss of the microbatch from
-            this output on the last stage. There the output contains the losses ``[b, s]`` of all
-            tokens.
+            the output of the last stage, which contains the losses ``[b, s]`` of all tokens.
         """
         to_device = self._accelerator.to_device
         batch = dict(next(batches) or {})
@@ -117,7 +117,7 @@ class GptForward:
 
 
 class NextToken:
-    """Forward step function that predicts the next token after a text.
+    """Forward step function that predicts the token that follows a text.
 
     Args:
         accelerator: Device to which batches are moved.
@@ -140,11 +140,11 @@ class NextToken:
         return output, partial(self._likeliest, get_model_config(model).calculate_per_token_loss)
 
     def _likeliest(self, per_token: bool, logits: torch.Tensor) -> tuple[Any, ...]:
-        """Returns a loss of 0 and the most likely next token, like the result of a loss function.
+        """Returns a loss of 0 and the most likely next token, in the format of a loss function.
 
         Args:
-            per_token: Whether the result must also contain a number of tokens, as it must if losses
-                are averaged per token.
+            per_token: Whether losses are averaged per token. The result must then also contain a
+                token count.
             logits: Logits ``[b, s, vocabulary / tp]``.
         """
         row = logits[0, self._position].float().contiguous()
@@ -165,21 +165,21 @@ def masked_loss(
 ) -> tuple[Any, ...]:
     """Averages the ``losses`` of a microbatch over the tokens that are not masked.
 
-    For a slice of a microbatch, the result is the slice's share of this mean, so the results for
-    all slices add up to the loss of the microbatch.
+    For a slice of a microbatch, the result is the slice's contribution to this mean, so that the
+    results for all slices add up to the loss of the microbatch.
 
     Args:
         loss_mask: Mask ``[b, s] float32``, 1 for tokens whose losses are included, otherwise 0.
         losses: Losses ``[b, s] float32``.
-        per_token: Whether to return the sum of the losses instead. The caller then computes the
-            mean over all tokens of the step.
+        per_token: Whether to return the sum of the losses instead, from which the caller computes
+            the mean over all tokens of the step.
         whole_tokens: Number of unmasked tokens in the whole microbatch, if the mask and the losses
             belong to a slice; otherwise ``None``.
 
     Returns:
-        The scalar loss to differentiate, and a dictionary with a detached copy of the loss for the
-        log. With ``per_token``, the sum of the losses, the number of tokens (int32), and a
-        dictionary with detached copies of both for the log.
+        The scalar loss to differentiate, and a dictionary with a detached copy for the log. With
+        ``per_token``, the sum of the losses, the number of tokens (int32), and a dictionary with
+        detached copies of both for the log.
     """
     mask = loss_mask.reshape(-1).float()
     tokens = mask.sum()
@@ -197,7 +197,7 @@ def masked_loss(
 
 
 def _add_up_parts(value: torch.Tensor) -> None:
-    """Sums ``value`` in place over context-parallel ranks, all of which must call this function."""
+    """Sums ``value`` in place over the context-parallel ranks. All of them must call this."""
     if parallel_state.get_context_parallel_world_size() > 1:
         torch.distributed.all_reduce(value, group=parallel_state.get_context_parallel_group())
 
@@ -207,7 +207,7 @@ _STEP_BITS = 24
 _MICROBATCH_BITS = 16
 _LAYER_BITS = 12
 _LANE_BITS = 12
-# This number is odd, so its multiples differ from each other in the bits of the step.
+# Odd number, so that its multiples modulo 2**24 are all different.
 _FAR_STEP = 10_368_889
 _HOOK = "dropout_key_hook"
 _TIME_SHIFT = _LAYER_BITS + _LANE_BITS
@@ -216,11 +216,12 @@ _TIME_SHIFT = _LAYER_BITS + _LANE_BITS
 class DropoutKeys:
     """Seeds the random generators by step, microbatch and layer.
 
-    The random numbers depend neither on the order in which microbatches are computed nor on the
-    partition of the model, and a resumed run needs no generator state. They do not depend on the
-    number of replicas either, because microbatches are numbered over all replicas, in the order of
-    their samples. Ranks of one tensor-parallel group have the same seed for replicated tensors, and
-    different seeds for split tensors. Context-parallel ranks have different seeds for both.
+    The random numbers do not depend on the order in which microbatches are computed or on the
+    partition of the model. They do not depend on the number of replicas either, because
+    microbatches are numbered over all replicas, in the order of their samples. A resumed run needs
+    no generator state. Ranks of one tensor-parallel group have the same seed for replicated
+    tensors, and different seeds for split tensors. Context-parallel ranks have different seeds for
+    both.
 
     megatron-core's parallel state and generators must exist before this object is created. The
     class is not thread-safe, but a layer may be recomputed in autograd's thread while the calling
@@ -249,16 +250,16 @@ class DropoutKeys:
         self._spare = torch.Generator(device=self._generator.device)
 
     def attach(self, chunks: Iterable[torch.nn.Module]) -> None:
-        """Adds a hook to each layer of ``chunks`` that seeds the generators when the layer starts.
+        """Adds a hook to each layer of ``chunks`` that seeds the generators before the layer runs.
 
         Multi-token prediction layers also get this hook, which runs before their embedding lookup.
-        The hook takes the step and microbatch from the last call of :meth:`apply` or, during
-        recomputation, from the restored generators. In evaluation mode, the hook does nothing.
+        The hook reads the step and the microbatch from the generators, which either :meth:`apply`
+        has seeded or, during recomputation, megatron-core has restored. In evaluation mode, the
+        hook does nothing.
         """
         if not self._enabled:
             return
-        # Layers that stay on this rank after repartitioning already have a hook, so remove it
-        # first.
+        # Remove existing hooks, because layers may stay on this rank after repartitioning.
         self.detach(chunks)
         for layer in _layers_of(chunks):
             assert layer.layer_number < 1 << _LAYER_BITS
@@ -282,18 +283,19 @@ class DropoutKeys:
     ) -> Callable[..., Any]:
         """Wraps a forward step function so that it seeds the generators for each microbatch.
 
-        If microbatches are cut into slices, each slice has its own random numbers. So dropout then
-        drops other elements than in whole microbatches.
+        If microbatches are cut into slices, each slice has its own random numbers, so dropout does
+        not drop the same elements as in whole microbatches.
 
         Args:
-            forward_step_func: Forward step function, as in megatron-core. For each chunk, it must
-                be called with the microbatches in ascending order.
+            forward_step_func: Forward step function of megatron-core's schedules. For each chunk,
+                the schedule must call the wrapped function with the microbatches in ascending
+                order.
             chunks: Model chunks of this rank, one for each of its pipeline stages.
             step: Index of the iteration, which becomes part of the seed.
-            numbers: Index of each microbatch over all replicas; ``None`` if the microbatches are
-                distributed round-robin over the replicas.
-            slices: Object that cuts the step's microbatches into slices, for which the function
-                must be called in ascending order; ``None`` for whole microbatches.
+            numbers: Index of each microbatch, counted over all replicas; ``None`` if the
+                microbatches are distributed round-robin over the replicas.
+            slices: Object that cuts the step's microbatches into slices, which must also run in
+                ascending order; ``None`` for whole microbatches.
         """
         if not self._enabled:
             return forward_step_func
@@ -323,14 +325,14 @@ class DropoutKeys:
             return
         if number is None:
             number = self._number_of(microbatch)
-        # If the number has too many bits, use the keys of a distant step, so that steps near each
-        # other never have the same keys.
+        # If the number has too many bits, borrow the keys of a distant step, so that two nearby
+        # steps never have the same keys.
         step += (number >> _MICROBATCH_BITS) * _FAR_STEP
         time = step % (1 << _STEP_BITS) << _MICROBATCH_BITS | number % (1 << _MICROBATCH_BITS)
         self._seed(time << _TIME_SHIFT, lane=0)
 
     def _number_of(self, microbatch: int) -> int:
-        """Returns the index over all replicas of ``microbatch``, the index on this replica."""
+        """Converts ``microbatch``, an index on this replica, to an index over all replicas."""
         number: int = microbatch * self._replicas + self._replica
         return number
 
@@ -338,9 +340,8 @@ class DropoutKeys:
         if not layer.training:
             return
         key = _settle(self._generator.initial_seed()) ^ self._secret
-        # Keep the lane, because megatron-core runs layers with the generator for split tensors if
-        # sequence parallelism is enabled. During recomputation, only the lane shows which generator
-        # is used.
+        # Keep the lane: with sequence parallelism, megatron-core runs layers with the generator for
+        # split tensors, and during recomputation, only the lane shows which generator is current.
         if isinstance(layer, MultiTokenPredictionLayer):
             number = (1 << _LAYER_BITS) - layer.layer_number
         else:
@@ -352,17 +353,17 @@ class DropoutKeys:
     def _seed(self, key: int, *, lane: int) -> None:
         """Seeds the current generator and the generator for split tensors.
 
-        This method must be fast, because it is called once per layer and forward pass.
+        This method must be fast, because it is called for every layer in every forward pass.
 
         Args:
-            key: Number that encodes step, microbatch and layer, with 0 in the bits of the lane.
+            key: Number that encodes step, microbatch and layer. The bits of the lane are 0.
             lane: Lane of the current generator.
         """
         self._generator.manual_seed(_stir((key | lane) ^ self._secret))
         split = self._spare.manual_seed(_stir((key | self._split_lane) ^ self._secret))
         states = self._tracker.get_states()
-        # Create a new state tensor each time, because recomputation stores and restores the
-        # previous state tensor.
+        # Create a new state tensor each time, because recomputation keeps the previous tensor to
+        # restore it.
         states[_MODEL_PARALLEL_RNG_TRACKER_NAME] = split.get_state()
         self._tracker.set_states(states)
 
@@ -374,8 +375,8 @@ def _layers_of(chunks: Iterable[torch.nn.Module]) -> Iterator[Any]:
                 yield module
 
 
-# Constants of an invertible hash function of 64-bit numbers: each bit of the input affects about
-# half of the output bits.
+# Constants of an invertible 64-bit hash function, in which each input bit affects about half of the
+# output bits.
 # Source: D. Stafford, "Better Bit Mixing", variant 13; known as the finalizer of SplitMix64.
 _FACTOR_1 = 0xBF58476D1CE4E5B9
 _FACTOR_2 = 0x94D049BB133111EB
@@ -396,17 +397,18 @@ def _settle(seed: int) -> int:
 
 
 class HalfPrecisionChunk(Float16Module):
-    """Wraps a chunk that computes in 16 bits. Supports any placement of stages.
+    """Wraps a chunk that computes in 16 bits, for any placement of stages.
 
     megatron-core's wrapper assumes that the first stage is the first chunk of the first rank, and
-    that the last stage is the last chunk of the last rank. This class instead reads from the chunk
+    that the last stage is the last chunk of the last rank. This class instead asks the chunk
     whether it is the first or the last stage.
     """
 
     def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
-        """Runs the chunk in 16 bits, and converts the inputs and outputs of the whole model.
+        """Runs the chunk in 16 bits.
 
-        The output of the last stage is converted to 32 bits unless ``fp32_output`` is false.
+        The inputs of the first stage are converted to 16 bits. The output of the last stage is
+        converted to 32 bits unless ``fp32_output`` is false.
         """
         if self.module.pre_process:
             inputs = fp32_to_float16(inputs, self.float16_convertor)

@@ -1,4 +1,4 @@
-"""Runs experts as grouped matmuls without Transformer Engine, for megatron-core up to 0.16.
+"""Runs experts as grouped matmuls without Transformer Engine, with megatron-core up to 0.16.
 
 Later releases support grouped matmuls only with Transformer Engine.
 """
@@ -23,7 +23,7 @@ def check() -> None:
     """Checks that experts can run as grouped matmuls without Transformer Engine.
 
     Raises:
-        ConfigError: If the release of megatron-core does not support this, or the package
+        ConfigError: If the installed megatron-core does not support this, or the package
             grouped_gemm is not installed.
     """
     if _GroupedMLP is None:
@@ -43,10 +43,10 @@ def check() -> None:
 
 # mypy does not support a base class that is chosen at run time.
 class KeyedGroupedExperts(_GroupedMLP or torch.nn.Module):  # type: ignore[misc]
-    """Initializes experts in grouped matrices with the same weights as :class:`KeyedExperts` does.
+    """Initializes experts in grouped matrices with the same weights as :class:`KeyedExperts`.
 
-    megatron-core initializes the weights of all local experts as one matrix. The weights would then
-    depend on the expert-parallel and tensor-parallel sizes, so this class initializes each expert
+    megatron-core initializes the weights of all local experts as one matrix, so they depend on the
+    expert-parallel and tensor-parallel sizes. This class instead initializes each expert
     separately.
     """
 
@@ -84,4 +84,4 @@ class KeyedGroupedExperts(_GroupedMLP or torch.nn.Module):  # type: ignore[misc]
 
 
 REPLACEMENTS: Mapping[type, type] = {_GroupedMLP: KeyedGroupedExperts} if _GroupedMLP else {}
-"""Maps megatron-core's class to its replacement; empty if megatron-core has no such class."""
+"""Maps megatron-core's ``GroupedMLP`` to its replacement; empty in releases without this class."""

@@ -41,9 +41,9 @@ class TrainingJob(Job):
 
     Attributes:
         config: Settings of the run.
-        stop_group: Gloo process group of all ranks, on which ranks only agree to stop early. An
-            operation is always pending on this group, so other code must not use it.
-        mesh_groups: Process groups that megatron-core created for the parallel sizes.
+        stop_group: Gloo process group of all ranks, reserved for agreeing to stop early. Other code
+            must not use this group, because an operation is always pending on it.
+        mesh_groups: Process groups that megatron-core created for the configured parallel sizes.
     """
 
     config: TrainerConfig
@@ -52,9 +52,10 @@ class TrainingJob(Job):
 
     @property
     def is_writer(self) -> bool:
-        """Returns whether this rank writes the log: it is the last rank that computes the loss.
+        """Returns whether this rank writes the log.
 
-        If stages are placed round-robin, this is the last rank of the job, as in Megatron-LM.
+        The last rank that computes the loss writes the log. If stages are placed round-robin, this
+        is the last rank of the job, as in Megatron-LM.
         """
         if widths_of(self.config) is not None:
             return self.environment.rank == self.environment.world_size - 1
@@ -95,13 +96,13 @@ def start_alone(
 ) -> TrainingJob:
     """Sets up a rank like :func:`start_job`, but without connecting to other ranks.
 
-    The process groups use torch's fake backend, which does not send anything. So this rank's model,
+    The process groups use torch's fake backend, which does not send anything. The rank's model,
     optimizer and activations are as large as in the job, but sums over ranks are wrong, and
     collectives take no time.
 
     The caller must call :func:`end_job` at the end.
     """
-    # This import registers the fake backend, which is part of torch's own tests.
+    # This import registers the fake backend, which belongs to torch's internal test utilities.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group(
@@ -125,7 +126,8 @@ def _joined(
     set_up_mesh(config)
     mesh_groups = [group for group in process_groups() if group not in before]
     seed_everything(config.run.seed)
-    # megatron-core requires this object, but only this program checks for NaN.
+    # megatron-core requires this object. It is disabled, because this program checks for NaN
+    # itself.
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)
     backend = dist.Backend.FAKE if is_alone() else "gloo"
     return TrainingJob(
@@ -157,7 +159,7 @@ _MAY_DIFFER = frozenset(
         *("profile_execution", "profile_name"),
     }
 )
-"""Settings that may differ between ranks, because they only affect the rank itself."""
+"""Settings that may differ between ranks, because each affects only the rank on which it is set."""
 _PATHS = frozenset(
     {
         *("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path"),
@@ -165,8 +167,8 @@ _PATHS = frozenset(
         *("save", "load", "load_hf", "load_lora"),
     }
 )
-"""Settings that are paths. Nodes may have the same files at different paths, so ranks only compare
-whether the setting is set.
+"""Settings that are paths. The same files may have different paths on different nodes, so ranks
+only compare whether these settings are set.
 """
 
 
@@ -189,9 +191,9 @@ def _shared_settings(config: TrainerConfig) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _groups_of_default_backend() -> Iterator[None]:
-    """Makes new process groups use the fake backend if the default group uses it.
+    """Makes new process groups use the fake backend if the default group uses the fake backend.
 
-    megatron-core also creates gloo groups, which would otherwise wait for other processes.
+    Otherwise, the gloo groups that megatron-core also creates would wait for other processes.
     """
     new_group = dist.new_group
 
@@ -233,7 +235,7 @@ def _make_mesh(config: TrainerConfig) -> None:
 
 
 def remake_mesh(job: TrainingJob) -> None:
-    """Replaces megatron-core's process groups and sets the seeds again after a change of settings.
+    """Replaces megatron-core's process groups and resets the seeds after a change of settings.
 
     All ranks must call this between two steps. The process groups in ``job.mesh_groups`` are
     destroyed, so no object may use them afterwards. Other process groups are kept.

@@ -1,9 +1,10 @@
 """Adds features to the layers that megatron-core builds without Transformer Engine.
 
 Without Transformer Engine, megatron-core's normalization layers support neither sequence
-parallelism nor zero-centered weights (stored minus one). Its transformer layers cannot normalize
-the outputs of attention and feed-forward blocks, and they all use the same rotary base. This module
-adds these features. The module ``attention`` adds features of attention.
+parallelism nor zero-centered weights (stored minus one). Its transformer layers can neither
+normalize the outputs of attention and feed-forward blocks nor use a different rotary base in some
+layers. This module adds these features. Features of attention itself are added by the module
+``attention``.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.gpt.attention import LocalAttention, bound_first
 
 if not transformer_engine.HAVE_TE:
-    # This flag of megatron-core is True even if Transformer Engine is not installed, so correct it.
+    # Correct this flag of megatron-core, which is True even if Transformer Engine is not installed.
     multi_latent_attention.HAVE_TE = False
-    # The router reads this name, which megatron-core imports only if Transformer Engine is
-    # installed.
+    # Define this name, which the router reads although megatron-core imports it only if Transformer
+    # Engine is installed.
     moe_utils.te_general_gemm = None
 
 
@@ -61,11 +62,11 @@ def scale_output(layer: torch.nn.Module, factor: float, dtype: torch.dtype) -> N
 
 
 class NormAroundZero(torch.nn.Module):
-    """Normalizes in 32 bits with zero-centered weights (stored minus one).
+    """Normalization layer with zero-centered weights (stored minus one). Computes in 32 bits.
 
     Args:
-        width: Size of the last dimension.
-        eps: Number added to the variance, to avoid a division by 0.
+        width: Size of the dimension that is normalized, which is the last one.
+        eps: Number that is added to the variance to avoid a division by zero.
         has_mean: Whether to compute LayerNorm, with mean and bias, instead of RMSNorm.
     """
 
@@ -90,9 +91,9 @@ class LocalLatentAttention(MLASelfAttention):
     """Corrects the gradient of the rotary part of the keys in megatron-core's latent attention.
 
     Each tensor-parallel rank computes a part of the latent vector of keys and values, and gathers
-    the other parts. The rotary part of the keys is shared by all heads, so its gradient must be
-    summed over the heads of all ranks. megatron-core sums this gradient only if each rank computes
-    the whole vector.
+    the other parts. All heads share the rotary part of the keys, so the gradient of this part must
+    be summed over the heads of all ranks. megatron-core computes this sum only if each rank
+    computes the whole vector.
     """
 
     config: Any
@@ -103,11 +104,11 @@ class LocalLatentAttention(MLASelfAttention):
             self.linear_kv_down_proj.register_forward_hook(self._gathered)
 
     def _resolve_qk_norm_config(self, submodules: Any) -> Any:
-        """Returns the classes of projections and norms. Only megatron-core 0.19 calls this method.
+        """Returns the classes of projections and norms. Called only by megatron-core 0.19.
 
         If queries are not compressed, megatron-core 0.19 uses a class of Transformer Engine that
-        normalizes the input of the query projection. This class does not normalize queries in this
-        case, like other releases of megatron-core.
+        normalizes the input of the query projection. This method prevents that: as in other
+        releases of megatron-core, such queries are not normalized.
         """
         if self.config.q_lora_rank is not None or not self.config.qk_layernorm:
             return super()._resolve_qk_norm_config(submodules)
@@ -123,8 +124,8 @@ class LocalLatentAttention(MLASelfAttention):
 
     def _gathered(self, _module: Any, _inputs: Any, output: Any) -> Any:
         whole = gather_from_tensor_model_parallel_region(output[0], group=self.tp_group)
-        # If sequences are split over ranks, megatron-core later gathers the parts, and then sums
-        # the gradients.
+        # If sequences are split over ranks, split the result again. megatron-core later gathers the
+        # parts, and then sums the gradients.
         if self.config.sequence_parallel:
             return scatter_to_sequence_parallel_region(whole, group=self.tp_group), output[1]
         widths = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
@@ -138,8 +139,8 @@ def norm_of(config: TransformerConfig) -> Any:
 
     ``config`` is megatron-core's configuration of the model.
 
-    If apex is installed, megatron-core uses apex's class for every model, but this class does not
-    support RMSNorm.
+    If apex is installed, megatron-core uses apex's class for every model, although that class does
+    not support RMSNorm.
     """
     is_apex = LayerNormImpl.__name__ == "FusedLayerNorm"
     return (
@@ -150,8 +151,8 @@ def norm_of(config: TransformerConfig) -> Any:
 class LocalNorm:
     """Creates normalization layers that support sequence parallelism.
 
-    The parameters of these layers are marked, so that megatron-core sums their gradients over the
-    ranks that share a sequence.
+    Marks the parameters of these layers, so that megatron-core sums their gradients over the ranks
+    that share a sequence.
     """
 
     def __new__(
@@ -182,13 +183,13 @@ LAYER_SETTINGS = (
     "moe_router_group_best",
     "local_attention",
 )
-"""Names of settings for local layers that this program adds to megatron-core's configuration."""
+"""Names of the settings of local layers that this program adds to megatron-core's configuration."""
 
 
 class GroupRouter(TopKRouter):
-    """Chooses the groups of experts whose best scores have the largest sums.
+    """Router that chooses the groups of experts whose best scores have the largest sums.
 
-    ``--moe-router-group-best`` is the number of scores per group that are summed.
+    The flag ``--moe-router-group-best`` sets how many scores are summed in each group.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
@@ -210,7 +211,7 @@ class _GroupChoice:
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int, default: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Chooses the ``topk`` experts with the best ``scores`` of the ``group_topk`` best groups.
+        """Chooses the ``topk`` experts with the best ``scores`` in the ``group_topk`` best groups.
 
         The experts form ``num_groups`` groups of the same size.
 
@@ -226,11 +227,11 @@ class _GroupChoice:
 
 
 class VariedLayer(TransformerLayer):
-    """Adds three optional features to megatron-core's transformer layer.
+    """Transformer layer of megatron-core with three optional features.
 
-    With ``parallel_residual``, both attention and the feed-forward block get the layer's input, and
+    With ``parallel_residual``, attention and the feed-forward block both get the layer's input, and
     their outputs are added to the residual as usual. With ``norm_block_outputs``, both outputs are
-    normalized before they are added. ``window_rotary_base`` is a separate rotary base for layers
+    normalized before they are added. ``window_rotary_base`` sets a separate rotary base for layers
     with a sliding window.
     """
 
@@ -274,10 +275,10 @@ class VariedLayer(TransformerLayer):
 
 
 def _normalize(norm: torch.nn.Module, block: Any, inputs: Any, output: Any) -> tuple[Any, None]:
-    """Normalizes the output of an attention or feed-forward block, as a forward hook of the block.
+    """Forward hook that normalizes the output of an attention or feed-forward block.
 
-    ``output`` contains the output and a separate bias or ``None``. Returns the normalized sum, and
-    ``None`` instead of a bias.
+    ``output`` is a pair of the block's output and its bias, which may be ``None``. Returns the
+    normalized sum, and ``None`` as the bias.
     """
     hidden, bias = output
     return norm(hidden if bias is None else hidden + bias), None
@@ -294,8 +295,8 @@ def completed(part: Any, replacements: Mapping[type, type] = _REPLACEMENTS) -> A
     """Returns ``part`` with some of megatron-core's classes replaced.
 
     Args:
-        part: Class of megatron-core, or specification that contains such classes.
-        replacements: Maps each class to its replacement; by default, the replacements are from this
+        part: Class of megatron-core, or a specification that contains such classes.
+        replacements: Classes to replace, mapped to their replacements; by default, those of this
             module.
     """
     if isinstance(part, ModuleSpec) or type(part).__name__.endswith("Submodules"):

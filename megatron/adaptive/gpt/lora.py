@@ -1,19 +1,20 @@
-"""Trains LoRA adapters of the frozen linear layers in megatron-core's GPT model.
+"""Trains LoRA adapters for the frozen linear layers of megatron-core's GPT model.
 
-An adapter adds ``scale * B A x`` to the output of a layer for input ``x``. A layer of megatron-core
-may combine several layers of the Hugging Face model, such as query, key and value. These are the
-parts of the layer. Each part has its own pair of matrices, and two tensors store all pairs::
+An adapter adds ``scale * B A x`` to the output of a layer with input ``x``. A layer of
+megatron-core may combine several layers of the Hugging Face model, such as query, key and value,
+which are called the parts of the layer. Each part has its own pair of matrices ``A`` and ``B``. Two
+tensors store all pairs of a layer::
 
     a  [n * rank, in]   matrices A of n parts, stacked
-    b  [out, rank]      rows as in the layer's weight; each row uses the rows of a of its own part
+    b  [out, rank]      rows as in the layer's weight; a row uses only the rows of a of its part
 
     column-parallel     x --a, whole--> z --gathered--> b, rows of this rank
     row-parallel        x --a, columns of this rank--> z --summed--> b, whole
 
 Tensor-parallel ranks exchange only ``z``, which has ``n * rank`` columns. If the backward pass is
-split, W actions compute the weight gradients of the adapters, as for other layers. Frozen layers
-have no weight gradients. The backward pass ends at the first adapter, because earlier tensors do
-not require a gradient.
+split, W actions compute the weight gradients of the adapters, as they do for other layers. Frozen
+weights have no gradients. The backward pass ends at the first adapter of the model, because no
+tensor before it requires a gradient.
 
 Source: Hu et al. 2021 (arXiv:2106.09685), section 4.1; dropout and scale are applied as in PEFT.
 """
@@ -47,11 +48,10 @@ from megatron.adaptive.engine.deferred_layers import Deferring
 from megatron.adaptive.engine.weight_gradient import LayerCall, LinearCall, defer, is_deferring
 
 MARK = ".lora."
-"""Text that occurs in a name in a checkpoint only if the name belongs to an adapter."""
+"""Text that occurs only in the checkpoint names of adapters."""
 _ROW_PARALLEL = ("linear_proj", "linear_fc2")
-# Maps the parallelism of a layer to the function that communicates between the two matrices of an
-# adapter. A key states whether the layer is row-parallel, and whether sequences are split over
-# ranks (sequence parallelism).
+# Maps (is row-parallel, has sequence parallelism) to the communication between the two matrices of
+# an adapter.
 _JOINS = {
     (False, False): copy_to_tensor_model_parallel_region,
     (False, True): gather_from_sequence_parallel_region,
@@ -66,8 +66,8 @@ class _PartsCall(LayerCall):
 
     Attributes:
         weight: Parameter ``b [out, rank]``.
-        row_parts: Mask ``[out, n]``, which is 1 where the row belongs to the part of the column.
-            Rows of a part without an adapter contain only 0.
+        row_parts: Mask ``[out, n]``. Element ``[i, j]`` is 1 if row i of ``weight`` belongs to part
+            j, otherwise 0. The rows of a part without an adapter contain only 0.
     """
 
     weight: torch.nn.Parameter
@@ -94,15 +94,16 @@ class _PartsCall(LayerCall):
 
 
 class Adapter(Deferring, torch.nn.Module):
-    """Contains the adapters of one linear layer.
+    """Module with the adapters of one linear layer.
 
-    The initial weights depend only on the seed of the run, ``number``, ``name`` and the index of
-    the part.
+    The initial weights of a part depend only on the seed of the run, ``number``, ``name`` and the
+    index of the part.
 
     Args:
         layer: Linear layer of megatron-core.
         name: Name of the linear layer within a transformer layer.
-        marks: Whether each part of the layer, such as query, key and value, has an adapter.
+        marks: Flag for each part of the layer, such as query, key and value: whether it has an
+            adapter.
         config: Settings of the run.
         number: Number of the transformer layer, from 1.
     """
@@ -127,19 +128,19 @@ class Adapter(Deferring, torch.nn.Module):
         for part in (part for part, has in enumerate(marks) if has):
             digest = hashlib.sha256(f"{config.run.seed} {number} {name} {part}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            # This is Kaiming initialization with the slope that PEFT and torch use.
+            # This bound is that of Kaiming initialization with the slope that PEFT and torch use.
             bound = whole**-0.5
             matrix = torch.empty(rank, whole).uniform_(-bound, bound, generator=generator)
             first.append(matrix.chunk(ranks, dim=1)[tp_rank] if is_row else matrix)
         like = {"dtype": layer.weight.dtype, "device": layer.weight.device}
         self.a = torch.nn.Parameter(torch.cat(first).to(**like))
         self.b = torch.nn.Parameter(torch.zeros(out, rank, **like))
-        weight: Any  # megatron-core does not declare the attributes that are set here.
+        weight: Any  # megatron-core does not declare the attributes set below.
         for weight, dim in ((self.a, 1), (self.b, 0)):
             is_divided = is_row == (dim == 1)
             set_tensor_model_parallel_attributes(weight, is_divided, dim, 1)
-            # Each rank has a part of a sequence. This mark makes megatron-core sum the gradients
-            # over the ranks.
+            # This mark makes megatron-core sum the gradients over the ranks, each of which has a
+            # part of a sequence.
             weight.sequence_parallel = self.is_split and not is_divided
         indices = torch.tensor([sum(marks[:part]) if has else -1 for part, has in enumerate(marks)])
         rows = torch.zeros(out, dtype=torch.long)
@@ -150,9 +151,9 @@ class Adapter(Deferring, torch.nn.Module):
         self.register_buffer("row_parts", row_parts, persistent=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the term to add to the layer's output, for the normalized input ``hidden``."""
+        """Computes the term to add to the layer's output from the normalized input ``hidden``."""
         if self.dropout and self.training:
-            # Ranks that have different columns of the input need different random numbers.
+            # Ranks with different columns of the input need different random numbers.
             is_divided = self.is_row and not self.is_split
             with get_cuda_rng_tracker().fork() if is_divided else contextlib.nullcontext():
                 hidden = F.dropout(hidden, self.dropout)
@@ -168,10 +169,11 @@ class Adapter(Deferring, torch.nn.Module):
         return call.output(hidden)
 
     def sharded(self, prefix: str, offsets: Any, metadata: Any) -> dict[str, Any]:
-        """Returns the adapters' weights for a checkpoint, with their offsets in the whole tensors.
+        """Returns the sharded weights of the adapters for a checkpoint.
 
-        The names of the weights begin with ``prefix``. ``offsets`` and ``metadata`` are arguments
-        of megatron-core's method ``sharded_state_dict``.
+        The names of the weights begin with ``prefix``. ``offsets`` and ``metadata`` are the
+        arguments ``sharded_offsets`` and ``metadata`` of megatron-core's method
+        ``sharded_state_dict``.
         """
         weights: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True),
@@ -189,13 +191,13 @@ class Adapter(Deferring, torch.nn.Module):
 def _parts_of_rows(
     config: TrainerConfig, rows: int, ranks: int, tp_rank: int, is_gated: bool
 ) -> torch.Tensor:
-    """Returns, for each row of a layer's weight on this rank, the index of the part of the row.
+    """Returns the index of the part to which each row of a layer's weight belongs.
 
-    The weight has ``rows`` rows on this rank, which is tensor-parallel rank ``tp_rank`` of
-    ``ranks`` ranks. ``is_gated`` is true for a gated layer.
+    Only the rows on this rank are considered. There are ``rows`` of them, and this rank has the
+    index ``tp_rank`` among ``ranks`` tensor-parallel ranks. ``is_gated`` is true for a gated layer.
 
-    In a gated layer, part 0 is gate and part 1 is up. In other layers, parts 0, 1 and 2 are query,
-    key and value.
+    The parts of a gated layer are gate (0) and up (1). The parts of other layers are query (0), key
+    (1) and value (2).
     """
     if is_gated:
         return torch.arange(2).repeat_interleave(rows // 2)
@@ -211,13 +213,13 @@ class _Adapted:
     lora: Adapter
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Returns the output for ``hidden``, including the term of the adapters, and the bias."""
+        """Returns the output for ``hidden``, including the adapters' term, and the bias."""
         layer: Any = super()
         output, bias = layer.forward(hidden, *args, **kwargs)
         return output + self.lora(self._normalized(hidden)), bias
 
     def _normalized(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns ``hidden``, normalized if Transformer Engine's layer includes a normalization."""
+        """Applies the normalization to ``hidden`` if the Transformer Engine layer includes one."""
         layer: Any = self
         if (weight := getattr(layer, "layer_norm_weight", None)) is None:
             return hidden
@@ -229,10 +231,10 @@ class _Adapted:
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Returns the weights of the layer and its adapters for a checkpoint, with their offsets.
+        """Returns the sharded weights of the layer and its adapters for a checkpoint.
 
-        The parameters are those of megatron-core's method. The names of the weights begin with
-        ``prefix``.
+        The parameters are the same as those of megatron-core's method. The names of the weights
+        begin with ``prefix``.
         """
         layer: Any = super()
         weights = layer.sharded_state_dict(prefix, sharded_offsets, metadata)
@@ -246,7 +248,7 @@ def _adapted(layer: type) -> type:
 
 
 def freeze(model: Any, config: TrainerConfig) -> Any:
-    """Freezes the weights of ``model`` and adds adapters if ``config`` enables LoRA."""
+    """Freezes the weights of ``model`` and adds adapters to it, if ``config`` enables LoRA."""
     if not config.lora.is_on:
         return model
     model.requires_grad_(False)
@@ -258,8 +260,8 @@ def freeze(model: Any, config: TrainerConfig) -> Any:
             kind: type = type(linear)
             linear.__class__ = _adapted(kind)
     if config.recompute.recompute_granularity is not None and model.pre_process:
-        # Let the embedding's output require a gradient. Otherwise, recomputing a layer would not
-        # compute gradients for its adapters.
+        # Make the embedding's output require a gradient, because otherwise a recomputed layer would
+        # not compute the gradients of its adapters.
         model.embedding.register_forward_hook(
             lambda module, inputs, output: output.requires_grad_(torch.is_grad_enabled())
         )

@@ -1,41 +1,41 @@
-"""Assigns GPT layers to ranks, for stage placements that megatron-core does not support.
+"""Places GPT layers on ranks in ways that megatron-core does not support.
 
-**Placements.** megatron-core places stages round-robin (loop). It derives the layer numbers from
-the layout in its configuration, and these numbers determine initial weights and names in
-checkpoints. So a V-shaped placement only requires a different layout. The code that builds the
-model marks the first and the last stage.
+**Placements.** megatron-core places stages round-robin (loop). It derives the numbers of the
+layers, and from them the initial weights and the names in checkpoints, from the layout in its
+configuration. A V-shaped placement therefore only requires a different layout. Which stage is the
+first and which is the last is decided by the code that builds the model.
 
-**Tied embeddings.** The first stage looks tokens up in the embedding, and the last stage uses the
-embedding as output matrix. If these stages are on different ranks, megatron-core creates a copy for
-the last stage. It sums the gradients of both copies over a process group of these ranks, and
-ignores the second copy in the gradient norm. In a V-shaped placement with an even number of chunks,
-both stages are on the first rank::
+**Tied embeddings.** The first stage looks up tokens in the embedding, and the last stage uses the
+same weight as the output matrix. If these stages are on different ranks, megatron-core creates a
+second copy for the last stage. It sums the gradients of both copies over a process group of the two
+ranks, and ignores the second copy in the gradient norm. In a V-shaped placement with an even number
+of chunks, both stages are on the first rank::
 
     2 ranks, 2 chunks     loop               v
     rank 0                E: 0   2           E: 0   3 :E'      both copies
     rank 1                   1   3 :E'          1   2
 
-The group then has one rank, so megatron-core does not synchronize the copies. Instead, this module
-copies the initial weights between the chunks, and sums the gradients of both copies. The copies
-remain two parameters, each in the gradient buffer of its chunk. So the data-parallel reduction of
-one chunk does not wait for the other chunk.
+The process group then has only one rank, so megatron-core does not synchronize the copies. Instead,
+this module copies the initial weight from the first to the last chunk, and sums the gradients of
+both copies. The copies remain two parameters, each in the gradient buffer of its own chunk, so that
+the data-parallel reduction of one chunk does not wait for the other chunk.
 
-**Unequal stages.** megatron-core requires equal numbers of ranks per stage. If the numbers (widths)
-differ, this module sets megatron-core's process groups itself::
+**Unequal stages.** megatron-core requires the same number of ranks (width) for each stage. If the
+widths differ, this module sets megatron-core's process groups itself::
 
     widths 2-1             pipeline     replicas     norm
     stage 0, rank 0        0, 2         0, 1         all ranks
              rank 1        1, 2         0, 1         all ranks
     stage 1, rank 2        0, 2         2            all ranks
 
-- The pipeline group is used only to find a rank's stage index. Rank 2 is in the pipelines of ranks
-  0 and 1, but its group is that of only one pipeline, so communication must not use the group.
-- Gradients are summed over a stage's ranks, not averaged, because the loss is already divided by
-  the number of microbatches in the whole step.
-- The gradient norm and the number of zeros are computed over all ranks. The parameters on all
-  replicas of a stage except the first are marked as shared, so that each parameter is counted only
-  once.
-- There is no embedding group. The gradients of the two copies of a tied embedding are first summed
+- The pipeline group only serves to look up a rank's stage index. Communication must not use the
+  group: rank 2 belongs to the pipelines of both rank 0 and rank 1, but its group contains only one
+  of these pipelines.
+- Gradients are summed over the ranks of a stage, not averaged, because the loss is already divided
+  by the number of microbatches in the whole step.
+- The gradient norm and the number of zeros are computed over all ranks. To count each parameter
+  only once, the parameters on all replicas of a stage except the first are marked as shared.
+- There is no embedding group. The gradients of the two copies of a tied embedding are summed first
   within each stage, and then over both stages. In the second sum, the first rank of each stage
   contributes the sum of its stage and the other ranks contribute zeros. All ranks receive the
   total.
@@ -70,16 +70,14 @@ def placement_of(config: TrainerConfig) -> Placement:
 
 
 def widths_of(config: TrainerConfig) -> Widths | None:
-    """Returns the number of ranks of each stage, or ``None`` if all stages have the same number."""
+    """Returns the number of ranks of each stage, or ``None`` if it is the same for all stages."""
     return chosen(config.parallel.stage_data_parallel_sizes)
 
 
 class PlacedLayout(PipelineParallelLayerLayout):
-    """Describes the layers of each chunk on each pipeline rank, for megatron-core's configuration.
+    """Layout for megatron-core's configuration: the layers of each chunk on each pipeline rank.
 
-    In this example, the stages have 2, 1, 0 and 3 layers, E is the embedding, and L is the loss.
-
-    ::
+    In this example, the stages have 2, 1, 0 and 3 layers. E is the embedding, and L is the loss::
 
         layers 2-1-0-3 on 2 ranks      loop                      v
         rank 0                         E 0 1 | (none)            E 0 1 | 3 4 5 L
@@ -87,12 +85,12 @@ class PlacedLayout(PipelineParallelLayerLayout):
 
     Args:
         placement: Assignment of stages to pipeline ranks.
-        stages: Kinds of the layers of each stage, in pipeline order, as returned by
+        stages: Kinds of the layers of each stage in pipeline order, as returned by
             :func:`stages_of`.
     """
 
     def __init__(self, placement: Placement, stages: Sequence[list[str]]) -> None:
-        # megatron-core's class assigns the stages to ranks round-robin. The next lines restore the
+        # The base class assigns the stages to ranks round-robin. The code below restores the
         # pipeline order.
         super().__init__(list(stages), placement.num_ranks)
         in_loop = Placement(num_ranks=placement.num_ranks, num_chunks=placement.num_chunks)
@@ -147,13 +145,13 @@ class PlacedLayout(PipelineParallelLayerLayout):
 def stages_of(
     layers_per_stage: Sequence[int], mtp_layers: int = 0, mtp_stage: int | None = None
 ) -> list[list[str]]:
-    """Returns the kinds of the layers of each stage, in megatron-core's notation.
+    """Lists the kinds of the layers of each stage, in megatron-core's notation.
 
     The first stage includes the embedding, and the last stage includes the loss.
 
     Args:
-        layers_per_stage: Number of transformer layers of each stage in pipeline order. A number may
-            be 0.
+        layers_per_stage: Number of transformer layers of each stage, in pipeline order. May be 0
+            for a stage.
         mtp_layers: Number of multi-token prediction layers, which come before the loss.
         mtp_stage: Index of the stage with multi-token prediction layers; ``None`` for the last
             stage.
@@ -176,14 +174,14 @@ def embedding_ranks(config: TrainerConfig) -> Callable[[list[int]], list[int]]:
 
     ``config`` contains the settings of the run.
 
-    megatron-core calls the returned function with the global ranks of each pipeline. A rank needs a
-    copy of the embedding for the first stage, the last stage or multi-token prediction.
+    megatron-core calls the returned function with the global ranks of each pipeline. Ranks with the
+    first stage, the last stage or multi-token prediction layers need a copy of the embedding.
     """
     placement = placement_of(config)
     stages = {0, placement.num_stages - 1}
     if config.mtp_stage is not None:
-        # If the output matrix is separate, exclude the last stage, because megatron-core would
-        # otherwise also add up the gradient of this matrix.
+        # If the output matrix is separate, exclude the last stage. Otherwise, megatron-core would
+        # add the gradient of this matrix to that of the embedding.
         stages = {0, config.mtp_stage} | (
             set() if config.model.untie_embeddings_and_output_weights else stages
         )
@@ -202,7 +200,7 @@ def local_copies(chunks: Sequence[torch.nn.Module]) -> tuple[Any, Any] | None:
     last = next((model for model in models if model.post_process), None)
     if first is None or last is None or first is last:
         return None
-    # There are two copies if the embedding is tied, or if a multi-token prediction layer also looks
+    # Two copies exist only if the embedding is tied, or if multi-token prediction layers also look
     # up tokens.
     if not (
         first.share_embeddings_and_output_weights or getattr(first.config, "mtp_num_layers", None)
@@ -212,7 +210,7 @@ def local_copies(chunks: Sequence[torch.nn.Module]) -> tuple[Any, Any] | None:
 
 
 def start_equal(chunks: Sequence[torch.nn.Module]) -> None:
-    """Copies the first stage's embedding to the last stage if ``chunks`` contain both stages."""
+    """Copies the first stage's embedding to the last stage, if ``chunks`` contains both stages."""
     copies = local_copies(chunks)
     if copies is not None:
         embedding, output = copies
@@ -220,11 +218,11 @@ def start_equal(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def add_up_copies(chunks: Sequence[torch.nn.Module]) -> None:
-    """Sets the gradients of both copies of an embedding to their sum, if this rank has both copies.
+    """Replaces the gradients of both copies of an embedding by their sum, if this rank has both.
 
     This function must be called after the data-parallel reduction. With the distributed optimizer,
-    only a part of the gradients is valid on a rank after the reduction. This part is the same for
-    both copies, because megatron-core puts each copy in a separate bucket.
+    only a part of each gradient is valid on a rank after the reduction. This part is the same for
+    both copies, because megatron-core puts each copy in a bucket of its own.
 
     Args:
         chunks: Model chunks of this rank, in the data-parallel wrapper.
@@ -244,18 +242,19 @@ def finalize_gradients(
     *,
     widths: Widths | None = None,
 ) -> None:
-    """Reduces gradients after the backward passes of a step, for any placement of stages.
+    """Reduces the gradients after the backward passes of a step, for any placement of stages.
 
-    Calls megatron-core's ``finalize_model_grads`` first. All ranks must call this.
+    The function first calls megatron-core's ``finalize_model_grads``. All ranks must call this
+    function.
 
     Args:
         chunks: Model chunks of this rank, in the data-parallel wrapper.
-        num_tokens: Number of tokens in the loss on a rank of the last stage; 0 on other ranks.
-            Gradients are divided by the sum of these numbers over all ranks, or not divided if the
-            argument is ``None``. megatron-core would use the number of the last pipeline rank,
-            which may not have the last stage.
+        num_tokens: Number of tokens in the loss on a rank of the last stage, and 0 on other ranks.
+            The gradients are divided by the sum of this value over all ranks, or not divided if it
+            is ``None``. megatron-core itself would use the value of the last pipeline rank, which
+            may not have the last stage.
         pg_collection: Process groups; ``None`` uses megatron-core's global groups.
-        force_all_reduce: Whether to use all-reduce instead of reduce-scatter; passed to
+        force_all_reduce: Whether to use all-reduce instead of reduce-scatter. Passed on to
             megatron-core.
         widths: Number of ranks of each stage; ``None`` if all stages have the same number.
     """
@@ -296,8 +295,8 @@ _REPLICA_GROUPS_GLOO = (
     "_EXPERT_DATA_PARALLEL_GROUP_GLOO",
     "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO",
 )
-# Process group of the ranks of the first and the last stage, which have copies of a tied embedding.
-# It is a global variable, like the process groups of parallel_state.
+# Process group of all ranks of the first and the last stage, which have copies of a tied embedding.
+# The group is a global variable, like the process groups of parallel_state.
 _ends_group: Any = None
 
 
@@ -307,7 +306,7 @@ def set_up_unequal_mesh(widths: Widths, timeout_minutes: int) -> None:
     ``widths`` contains the number of ranks of each stage. Collectives in the groups fail after
     ``timeout_minutes`` minutes. All ranks must call this.
     """
-    # First create the groups of a single stage with all ranks. The code below replaces most of
+    # First create the groups as if all ranks had the same stage. The code below replaces most of
     # them.
     parallel_state.initialize_model_parallel(1, 1, distributed_timeout_minutes=timeout_minutes)
     everybody = parallel_state.get_data_parallel_group()
@@ -337,8 +336,7 @@ def set_up_unequal_mesh(widths: Widths, timeout_minutes: int) -> None:
 
 def _set(names: Sequence[str], value: Any) -> None:
     for name in names:
-        # Fail if megatron-core has renamed the variable of a process group in the installed
-        # release.
+        # Fail if the installed megatron-core has renamed the variable.
         assert hasattr(parallel_state, name), f"megatron-core has no {name}"
         setattr(parallel_state, name, value)
 
@@ -346,18 +344,18 @@ def _set(names: Sequence[str], value: Any) -> None:
 def start_unequal(chunks: Sequence[torch.nn.Module], widths: Widths) -> None:
     """Prepares a model whose stages have unequal numbers of ranks. All ranks must call this.
 
-    The first stage's tied embedding is copied to the last stage. The parameters on all replicas of
-    a stage except the first are marked as shared, so that norms count them only once.
+    Copies the first stage's tied embedding to the last stage. Marks the parameters on all replicas
+    of a stage except the first as shared, so that norms count each parameter only once.
 
     Args:
-        chunks: List of the single chunk of this rank, without the data-parallel wrapper.
+        chunks: List with this rank's only chunk, without the data-parallel wrapper.
         widths: Number of ranks of each stage.
     """
     weight = _tied_weight(chunks)
     if weight is not None:
         dist.broadcast(weight.data, src=_end_ranks(widths)[0], group=_ends_group)
     if widths.place_of(dist.get_rank())[1] > 0:
-        parameter: Any  # megatron-core does not declare the attribute that is set here.
+        parameter: Any  # megatron-core does not declare the attribute set below.
         for chunk in chunks:
             for parameter in chunk.parameters():
                 parameter.shared = True
@@ -378,7 +376,7 @@ def _end_ranks(widths: Widths) -> list[int]:
 
 
 def _tied_weight(chunks: Sequence[torch.nn.Module]) -> Any:
-    """Returns this rank's copy of a tied embedding, or ``None`` if there is no such copy."""
+    """Returns this rank's copy of a tied embedding, or ``None`` if the rank has no copy."""
     (model,) = unwrap_model(list(chunks))
     if not model.share_embeddings_and_output_weights:
         return None

@@ -1,8 +1,8 @@
 """Cuts microbatches into slices of their sequences, and keeps keys and values for later slices.
 
-A step runs *items*, which are the slices of all microbatches. Microbatches may have different
-numbers of slices. On each chunk, the forward passes (F) of a microbatch's slices run in ascending
-order, and the backward passes (B) run in descending order::
+A step runs the slices of all microbatches, which are called *items*. The number of slices may
+differ between microbatches. On each chunk, the forward passes (F) of a microbatch's slices run in
+ascending order, and the backward passes (B) in descending order::
 
     F0  F1  F2  F3        B3  B2  B1  B0          4 slices of one microbatch on one chunk
     |   |   |   |          |   |   |   |
@@ -12,24 +12,25 @@ order, and the backward passes (B) run in descending order::
                                                   itself passes the sum on to its layers
 
 Each attention layer has one buffer for the keys and one for the values of a microbatch. A slice
-writes its keys and values to the buffers, and attends to the buffers up to its last token. Its
-backward pass computes the gradients of this whole range. It returns the gradients of the slice's
-tokens, including the contributions of later slices, and adds the gradients of earlier tokens to the
-gathered gradients. So the autograd graph of a slice never contains the graph of another slice, and
-each graph is freed by its own backward pass.
+writes its keys and values to the buffers, and attends to all tokens in them up to its own last
+token. The slice's backward pass computes the gradients of all these keys and values. For its own
+tokens, it adds the gathered contributions of later slices and returns the sum. The gradients of
+earlier tokens are gathered for the backward passes of their slices. The autograd graph of a slice
+therefore never contains the graph of another slice, and each graph is freed by its own backward
+pass.
 
-A layer that recomputes its forward pass writes the same keys and values again.
+Recomputing the forward pass of a layer writes the same keys and values again.
 
-**Windows.** In a layer with a window of w tokens, a slice attends to at most w keys of earlier
-slices. So gradients are gathered for only w tokens. In evaluation, and in a layer that recomputes
-its forward pass, only the last w keys of each slice are kept instead of a buffer. Evaluation drops
-these keys when later slices no longer attend to them. Without recomputation, backward passes need
-all keys anyway, and the buffer contains each key only once for all slices.
+**Windows.** In a layer with a sliding window of w tokens, a slice attends to at most w keys of
+earlier slices, so gradients are gathered for only w tokens. In evaluation, and in a layer that is
+recomputed, only the last w keys of each slice are kept instead of a buffer. Evaluation drops these
+keys as soon as later slices no longer attend to them. Otherwise, the backward passes need all keys
+anyway, and the buffer stores each key only once for all slices.
 
 **Packed documents.** If a microbatch is a row of documents, only documents that extend over several
-slices have buffers. A slice attends to earlier tokens only if they belong to the document in which
-the slice begins. Documents within a single slice are computed as without slices. Positions are
-counted from a document's first token.
+slices have buffers. A slice attends to earlier slices only within the document in which it begins.
+Documents that lie within a single slice are processed as they are without slices. Positions are
+counted from the first token of each document.
 """
 
 from __future__ import annotations
@@ -50,18 +51,18 @@ from megatron.adaptive.schedule.action import SliceCounts, item_count, place_of
 Attend: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Function that computes attention from queries, keys and values.
 
-The queries belong to the last tokens of the sequence to which the keys belong.
+If there are more keys than queries, the queries belong to the last tokens.
 """
 
 
 class Attention(NamedTuple):
-    """Describes a call to an attention layer.
+    """Describes a call of an attention layer.
 
     Attributes:
         layer: Attention layer that is called.
         attend: Function that computes attention of one document.
-        attend_documents: Function that computes attention of several whole documents in a row,
-            given queries, keys, values ``[s, 1, heads, width]`` and the documents' lengths.
+        attend_documents: Function that computes attention of a row of several whole documents from
+            queries, keys and values ``[s, 1, heads, width]`` and the lengths of the documents.
         window: Number of earlier tokens that a token attends to; ``None`` for all earlier tokens.
     """
 
@@ -90,14 +91,14 @@ class KeysAndValues:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """Returns all tensors with keys and values."""
+        """Returns the tensors in which the keys and values are stored."""
         return self._buffers
 
     def extend(self, first: int, start: int, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Stores the keys and values of a slice, and returns those to which the slice attends.
+        """Stores the keys and values of a slice, and returns all that the slice attends to.
 
-        The returned tensors are not copies. Later calls write to other tokens, so the parts that
-        autograd has saved stay valid.
+        The returned tensors are views of the buffers. They stay valid when autograd has saved them,
+        because later calls write to other tokens.
 
         Args:
             first: Position of the first token that the slice attends to.
@@ -112,15 +113,15 @@ class KeysAndValues:
     def exchange(
         self, first: int, start: int, gradients: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Adds up gradients of earlier tokens, and returns the complete gradients of a slice.
+        """Gathers the gradients of earlier tokens, and returns the complete gradients of a slice.
 
-        Backward passes of later slices have already added their contributions. Gradients of 16-bit
-        tensors are summed in 32 bits.
+        The backward passes of all later slices must have called this method before. Gradients of
+        16-bit tensors are summed in 32 bits.
 
         Args:
             first: Position of the first token that the slice attends to.
             start: Position of the slice's first token.
-            gradients: Gradients of the keys and values from position ``first`` to the end of the
+            gradients: Gradients of the keys and values, from position ``first`` to the end of the
                 slice.
         """
         earlier = start - first
@@ -132,7 +133,7 @@ class KeysAndValues:
                 for part, gathered in zip(complete, later, strict=True)
             ]
         self._gathered = None
-        # The document's first slice is the last one in the backward pass, so free the buffers.
+        # The first slice of the document is the last to run backward, so free the buffers.
         if not start:
             self._buffers = []
         if not earlier:
@@ -158,7 +159,7 @@ class KeysAndValues:
 
 
 def _sum_at_end(part: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
-    """Returns ``part`` with ``gathered`` added to its last tokens, in the dtype of ``part``."""
+    """Adds ``gathered`` to the last tokens of ``part``, and returns a tensor of the same dtype."""
     if len(gathered) == len(part):
         return (part + gathered).to(part.dtype)
     start = len(part) - len(gathered)
@@ -166,21 +167,22 @@ def _sum_at_end(part: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
 
 
 class LastKeysAndValues(KeysAndValues):
-    """Stores only the keys and values in the attention window of later slices.
+    """Stores only those keys and values of each slice that are in the window of later slices.
 
     Args:
         like: Keys and values of one slice, which determine shapes and dtypes.
         window: Number of earlier tokens that a token attends to.
-        forgets: Whether to drop keys and values to which the next slice does not attend. This is
-            only possible without recomputation. In training, backward passes drop the remaining
-            keys and values.
+        forgets: Whether to drop keys and values as soon as the next slice does not attend to them.
+            Must be false if layers are recomputed; the backward passes then drop the keys and
+            values.
     """
 
     def __init__(self, like: Sequence[torch.Tensor], window: int, *, forgets: bool) -> None:
         super().__init__(like, 0)
         self._window = window
         self._forgets = forgets
-        # Maps the position of the first token to keys and values, in ascending order.
+        # Maps the position of the first token of each part to the keys and values, in ascending
+        # order.
         self._parts: dict[int, list[torch.Tensor]] = {}
         self.bytes_per_token *= min(window, len(like[0])) / len(like[0])
 
@@ -214,14 +216,15 @@ class LastKeysAndValues(KeysAndValues):
 
 
 class SequenceSlices:
-    """Tracks the current slice, and stores the keys and values for each chunk and microbatch.
+    """Tracks the current slice, and stores the keys and values of each chunk and microbatch.
 
     The engine calls :meth:`begin` before each forward or backward pass, and :meth:`finish` at the
-    end of a step. The class is not thread-safe, but autograd's thread may read it while the calling
-    thread waits.
+    end of a step. The class is not thread-safe, except that autograd's thread may use it while the
+    calling thread waits.
 
     Args:
-        ends: End of each slice as a token position, in ascending order, if there is no ``rule``.
+        ends: Token position at which each slice ends, in ascending order. Microbatches are cut
+            there unless there is a ``rule``.
         rule: Rule for cutting microbatches; ``None`` if all microbatches are cut in the same way.
 
     Attributes:
@@ -246,7 +249,7 @@ class SequenceSlices:
         """Cuts the microbatches of a step, unless all microbatches are cut in the same way.
 
         Args:
-            contents: For each microbatch, the number of token positions, including padding,
+            contents: List for each microbatch: the number of token positions including padding,
                 followed by the number of tokens of each document.
         """
         if (rule := self._rule) is None:
@@ -260,14 +263,14 @@ class SequenceSlices:
 
     @property
     def stride(self) -> int:
-        """Returns an upper limit for the slices per microbatch, which is equal on all ranks."""
+        """Returns an upper limit of slices per microbatch that is the same on all ranks."""
         if isinstance(self.count, int) and (self._rule is None or not self._rule.varies):
             return self.count
         return self._most
 
     @property
     def sizes(self) -> list[int] | None:
-        """Returns each slice's token count, or ``None`` if all microbatches are cut equally."""
+        """Returns the token counts of all slices, or ``None`` if microbatches are cut equally."""
         if self._rule is None:
             return None
         return [self.tokens(item) for item in range(item_count(len(self._cuts), self.count))]
@@ -292,14 +295,14 @@ class SequenceSlices:
         return self._equal if self._rule is None else self._cuts[microbatch]
 
     def begin(self, chunk: int, item: int) -> None:
-        """Makes ``item`` the current slice of ``chunk`` before a forward or backward pass."""
+        """Makes ``item`` the current slice, before a forward or backward pass of ``chunk``."""
         microbatch, index, _ = place_of(item, self.count)
         self._pieces = self._cut(microbatch).pieces(index)
         self._positions = None
         self._key = (chunk, microbatch)
 
     def release(self, chunk: int, item: int) -> None:
-        """Frees the keys and values of ``chunk`` for the microbatch with the slice ``item``."""
+        """Frees the keys and values of ``chunk`` for the microbatch of the slice ``item``."""
         self._kept.pop((chunk, place_of(item, self.count).microbatch), None)
 
     def finish(self) -> None:
@@ -307,15 +310,15 @@ class SequenceSlices:
         self._kept.clear()
 
     def buffers(self) -> Iterator[torch.Tensor]:
-        """Yields the tensors with the keys and values of the current chunk and microbatch."""
+        """Yields the tensors that store the keys and values of the current chunk and microbatch."""
         for kept in self._kept.get(self._key, {}).values():
             yield from kept.buffers
 
     def kept_bytes(self, chunk: int, item: int) -> float:
-        """Returns how many bytes ``chunk`` keeps for the keys and values of the slice ``item``.
+        """Returns how many bytes of keys and values ``chunk`` keeps for the slice ``item``.
 
-        The size per token is measured after the first forward pass in which the chunk keeps keys
-        and values. Before that, the result is 0.
+        The size per token is measured when the chunk first keeps keys and values. The result is 0
+        before that.
         """
         microbatch, index, _ = place_of(item, self.count)
         tokens = self._cut(microbatch).kept_tokens(index)
@@ -329,10 +332,10 @@ class SequenceSlices:
         return tokens * self._bytes_per_token.get(chunk, 0.0)
 
     def attach(self, chunks: Iterable[torch.nn.Module]) -> None:
-        """Lets the layers of ``chunks`` attend to earlier slices, and use correct token positions.
+        """Makes the layers of ``chunks`` attend to earlier slices and use the right positions.
 
         Raises:
-            ConfigError: If the attention of a layer cannot attend to earlier slices.
+            ConfigError: If a layer has a kind of attention that cannot attend to earlier slices.
         """
         for chunk in chunks:
             for module in chunk.modules():
@@ -344,7 +347,7 @@ class SequenceSlices:
 
     def _attach_to(self, layer: Any) -> None:
         attention = getattr(layer.self_attention, "core_attention", None)
-        # The layer has no attention, so its tokens do not depend on each other.
+        # Layers without attention need no change, because their tokens do not depend on each other.
         if attention is None:
             return
         if not hasattr(attention, "slices"):
@@ -361,8 +364,8 @@ class SequenceSlices:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Makes rotary embeddings start at the position of the slice's first token.
 
-        If the slice contains parts of several documents, the embeddings of all positions are
-        requested, and :meth:`_pick_positions` selects some of them.
+        If the slice contains parts of several documents, this hook requests the embeddings of all
+        positions, from which :meth:`_pick_positions` selects those that are needed.
         """
         pieces = self._pieces
         if len(pieces) == 1:
@@ -370,7 +373,7 @@ class SequenceSlices:
         return (self._longest, *inputs[1:]), options
 
     def _pick_positions(self, _module: Any, _inputs: Any, output: Any) -> Any:
-        """Selects the rotary embedding of each token's position in its document from ``output``."""
+        """Selects from ``output`` the rotary embeddings for the positions of the slice's tokens."""
         pieces = self._pieces
         if len(pieces) == 1:
             return output
@@ -379,7 +382,7 @@ class SequenceSlices:
             ranges = [torch.arange(p.start - p.begin, p.end - p.begin) for p in pieces]
             self._positions = to_device(torch.cat(ranges), rotation.device)
         picked = rotation[self._positions]
-        return (picked, *more) if more else picked  # The class for YaRN also returns a factor.
+        return (picked, *more) if more else picked  # YaRN's class also returns a factor.
 
     def parts(
         self, microbatch: int, batch: Mapping[str, torch.Tensor]
@@ -392,8 +395,8 @@ class SequenceSlices:
                 that does not need data.
 
         Yields:
-            The tensors of each slice. ``whole_tokens`` is the number of tokens in the whole
-            microbatch whose losses are included. It is missing if ``batch`` has no loss mask.
+            Tensors of each slice. ``whole_tokens`` is the number of unmasked tokens in the whole
+            microbatch, and is missing if ``batch`` has no loss mask.
         """
         cut = self._cut(microbatch)
         tokens = batch["loss_mask"].sum() if "loss_mask" in batch else None
@@ -410,7 +413,7 @@ class SequenceSlices:
         """Computes the attention of the current slice to itself and to earlier slices.
 
         Args:
-            call: Layer that computes attention, its attention functions, and its window.
+            call: Attention layer that is called, with its attention functions and its window.
             query: Queries of the slice ``[s, b, heads, width]``.
             key: Keys of the slice ``[s, b, groups, width]``.
             value: Values of the slice, in the same layout as ``key``.
@@ -442,7 +445,7 @@ class SequenceSlices:
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> torch.Tensor:
-        """Computes attention of ``piece``, a part of a document that several slices share.
+        """Computes attention of ``piece``, a part of a document that extends over several slices.
 
         ``query``, ``key`` and ``value`` contain only the tokens of this part. The keys and values
         of earlier parts of the document are stored for ``call.layer``.
@@ -469,7 +472,7 @@ class SequenceSlices:
 
 
 class _AttendSlice(torch.autograd.Function):
-    """Attends to stored keys and values, and gathers their gradients in the backward pass.
+    """Attends to stored keys and values. The backward pass gathers their gradients.
 
     Autograd differentiates the attention in a separate graph, whose inputs are the queries and the
     stored keys and values.

@@ -1,6 +1,6 @@
 """Builds all parts of a training run: model, optimizer, data, executor and trace.
 
-All ranks build the parts in the same order, because building many of them is collective.
+All ranks build the parts in the same order, because many of them need collectives.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from megatron.adaptive.schedule.document_rows import batching_of, most_slices
 from megatron.adaptive.schedule.stage_placement import Placement
 
 _SHORT = 0.5
-"""Assumed ratio of the shortest to the mean length of microbatches, for choosing buffer sizes."""
+"""Ratio of the shortest to the mean microbatch length that is assumed for choosing buffer sizes."""
 
 
 def _orders(job: TrainingJob, placement: Placement) -> Orders:
-    """Returns the object that orders the actions of each rank. All ranks must call this."""
+    """Creates the object that orders the actions of each rank. All ranks must call this."""
     config = job.config
     settings = job.config.schedule
     orders = Orders(
@@ -84,8 +84,8 @@ def _orders(job: TrainingJob, placement: Placement) -> Orders:
 def _slice_shares(config: TrainerConfig) -> list[float]:
     """Returns the length of each slice as a fraction of the sequence length.
 
-    If microbatches are cut in different ways, the result contains equal lengths for the largest
-    possible number of slices.
+    If microbatches are cut in different ways, the result assumes the largest possible number of
+    slices and equal lengths.
     """
     if (rule := config.slice_rule) is not None:
         most = config.num_slices
@@ -103,20 +103,21 @@ def _record_shape(config: TrainerConfig, orders: Orders) -> RecordShape:
 
 
 def _record_index(config: TrainerConfig) -> int:
-    """Returns the index of this rank's list of actions in the recorded actions of a step."""
+    """Returns the index of this rank's list of actions in a recorded step."""
     pp_rank: int = parallel_state.get_pipeline_model_parallel_rank()
     if config.balance == "off":
-        return pp_rank  # The actions of only one replica are recorded.
+        return pp_rank  # Only one replica is recorded.
     ranks = config.parallel.pipeline_model_parallel_size
     return int(parallel_state.get_data_parallel_rank()) * ranks + pp_rank
 
 
 def make_recording(run: Run, after_step: int) -> Recording | None:
-    """Creates the object that records the actions of all steps for ``--record-schedule``.
+    """Creates the object that records the actions of all steps, for ``--record-schedule``.
 
     Args:
         run: Run whose model has been built.
-        after_step: Number of steps that the job did before this start; 0 at the first start.
+        after_step: Number of steps that the job completed before it was restarted; 0 at the first
+            start.
 
     Returns:
         Object that records actions, or ``None`` without ``--record-schedule``.
@@ -125,7 +126,7 @@ def make_recording(run: Run, after_step: int) -> Recording | None:
     path = job.config.schedule.record_schedule
     if path is None:
         return None
-    assert isinstance(run.forward_backward, ForwardBackward)  # The checks of the flags ensure this.
+    assert isinstance(run.forward_backward, ForwardBackward)  # Checked when flags are parsed.
     recorded = (
         (job.config.balance != "off" or parallel_state.get_data_parallel_rank() == 0)
         and parallel_state.get_context_parallel_rank() == 0
@@ -142,15 +143,15 @@ def make_recording(run: Run, after_step: int) -> Recording | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Contains the datasets of a run, and the numbers of samples to read from them.
+    """Contains the datasets of a run, and how many samples to read from them.
 
     Attributes:
-        iterations: Number of iterations of the whole training run.
+        iterations: Number of iterations in the whole training run.
         train_samples: Number of training samples in all iterations.
-        valid_samples: Number of samples in all validations.
+        valid_samples: Number of validation samples in all evaluations.
         train: Dataset for training; ``None`` on a rank that does not need data.
         valid: Dataset for validation; ``None`` on a rank that does not need data.
-        test: Dataset for the test after training; ``None`` on a rank that does not need data.
+        test: Dataset for the evaluation after training; ``None`` on a rank that does not need data.
     """
 
     iterations: int
@@ -163,7 +164,7 @@ class Samples:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Contains all parts of a run that is ready for its first step.
+    """Contains all parts of a training run, which is ready for its first step.
 
     Attributes:
         job: Settings of the run, and the rank and process groups of this process.
@@ -171,13 +172,13 @@ class Run:
         chunks: Models of this rank's stages, each in megatron-core's data-parallel wrapper.
         core: megatron-core's configuration of the model, shared by the chunks.
         optimizer: megatron-core's optimizer.
-        scheduler: megatron-core's scheduler of learning rate and weight decay.
-        samples: Datasets, and the numbers of samples to read from them.
+        scheduler: megatron-core's scheduler for the learning rate and the weight decay.
+        samples: Datasets, and how many samples to read from them.
         forward_backward: Function that runs the forward and backward passes of a step, with this
             program's executor or with megatron-core's schedule.
         wiring: Executor and its channels to other ranks; ``None`` with megatron-core's schedule.
         tracing: Object that records the trace of the run.
-        replay: Source of recorded actions that are run again; ``None`` if no recording is used.
+        replay: Recording whose actions are replayed; ``None`` without a recording.
         slices: Object that cuts sequences into slices; ``None`` if sequences are not cut.
         padded_vocab_size: Number of rows of the embedding, including padding rows.
     """
@@ -198,10 +199,10 @@ class Run:
 
 
 class KeptParts(NamedTuple):
-    """Contains the parts of a :class:`Run` that remain valid if the layer partition changes.
+    """Contains the parts of a :class:`Run` that remain valid when the layer partition changes.
 
-    ``orders`` is ``None`` if sequences are cut differently, because then all lists of actions
-    change.
+    ``orders`` is ``None`` if the way of cutting sequences also changes, because this changes every
+    list of actions.
     """
 
     samples: Samples
@@ -214,7 +215,7 @@ def build_run(job: TrainingJob, kept: KeptParts | None = None) -> Run:
 
     Args:
         job: Settings of the run, and the rank and process groups of this process.
-        kept: Parts of an earlier run to reuse; ``None`` to build all parts.
+        kept: Parts to reuse from an earlier run; ``None`` to build all parts.
     """
     config = job.config
     placement = placement_of(config)
@@ -271,9 +272,10 @@ def build_run(job: TrainingJob, kept: KeptParts | None = None) -> Run:
 def _start_trace(
     job: TrainingJob, placement: Placement, chunks: Sequence[torch.nn.Module], rows: int
 ) -> Tracing:
-    """Opens the trace of a run. ``rows`` is the number of rows of the embedding.
+    """Opens the trace of a run.
 
-    ``placement`` is the placement of the stages, and ``chunks`` are this rank's chunks.
+    ``placement`` assigns the stages to ranks, ``chunks`` are this rank's chunks, and ``rows`` is
+    the number of rows of the embedding.
     """
     config = job.config
     schedule = job.config.schedule
@@ -299,9 +301,9 @@ def _start_trace(
 def _add_details(
     tracing: Tracing, folder: str, job: TrainingJob, chunks: Sequence[torch.nn.Module]
 ) -> None:
-    """Adds the measurements that the flag ``--trace-detail`` requests to ``tracing``.
+    """Adds the measurements that ``--trace-detail`` requests to ``tracing``.
 
-    Kernels are recorded in files in ``folder``, and layers are measured in ``chunks``.
+    Recordings of kernels are written to files in ``folder``. Layers are measured in ``chunks``.
     """
     details = job.config.schedule.trace_details
     if "layers" in details:
@@ -342,9 +344,9 @@ def _wire(
         timeout_s=config.schedule.pipeline_timeout_s,
         tracing=tracing,
         transport=config.transport,
-        # Assume the worst case. If stages have unequal numbers of ranks, a stage may get all
-        # microbatches of the job. If microbatches are distributed by cost in each step, a replica
-        # may get twice the average.
+        # Assume the worst case. If stages have unequal numbers of ranks, a stage with a single rank
+        # gets all microbatches of the job. If microbatches are distributed by cost in each step, a
+        # replica may get twice the average.
         in_flight=orders.inputs_in_flight(
             config.num_microbatches
             * (1 if widths is None else widths.round_size)
@@ -364,7 +366,7 @@ def make_loader(
     Args:
         run: Run whose model has been built.
         dataset: Dataset to read; ``None`` on a rank that does not need data.
-        consumed_samples: Number of samples to skip, because the job has already used them.
+        consumed_samples: Number of samples to skip because the job has already used them.
         on_read: Function that is called after each read; ``None`` for no function.
 
     Returns:
@@ -377,8 +379,8 @@ def make_loader(
     return MicrobatchLoader(
         dataset,
         consumed_samples=consumed_samples,
-        # Other stages may have a different number of replicas, so use the number of this rank's
-        # stage.
+        # Use the number of replicas of this rank's stage, because other stages may have a different
+        # number.
         batching=replace(
             batching_of(config), replicas=parallel_state.get_data_parallel_world_size()
         ),
@@ -391,7 +393,7 @@ def make_loader(
 
 
 def data_workers(config: TrainerConfig, *, is_cuda: bool) -> int:
-    """Returns the number of processes that a rank starts to read data.
+    """Returns the number of worker processes that a rank starts to read data.
 
     Args:
         config: Settings of the run. ``--num-workers`` overrides the default.
@@ -399,7 +401,7 @@ def data_workers(config: TrainerConfig, *, is_cuda: bool) -> int:
     """
     if config.data.num_workers is not None:
         return config.data.num_workers
-    # Ranks that compute on CPUs use all cores, so reader processes would slow them down.
+    # Start no workers on CPUs: the ranks already use all cores, and workers would slow them down.
     return 2 if is_cuda else 0
 
 
@@ -424,7 +426,7 @@ def payload_shape(config: TrainerConfig) -> tuple[int, ...]:
 def passes_predictions(config: TrainerConfig) -> bool:
     """Returns whether a stage before the last stage has multi-token prediction layers.
 
-    In this case, the hidden states of these layers are sent to the last stage.
+    Such a stage sends the hidden states of these layers on to the last stage.
     """
     return config.mtp_stage not in (None, config.num_stages - 1)
 
@@ -439,14 +441,14 @@ def _build_samples(job: TrainingJob, placement: Placement, tokenizer: Tokenizer)
     config = job.config
     run = config.run
     data = config.data
-    # If lengths vary, they determine the microbatches, so all ranks need the data.
+    # All ranks need the data if lengths vary, because the microbatches depend on the lengths.
     needs_data = data.variable_seq_lengths or _needs_data(config, placement)
     sizes = BatchSizes(config.batch, config.parallel.data_parallel_size)
     if run.train_iters is not None:
         iterations = run.train_iters
         train_samples = iterations * config.batch.global_batch_size
     else:
-        assert run.train_samples is not None  # The checks of the flags ensure this.
+        assert run.train_samples is not None  # Checked when flags are parsed.
         train_samples = run.train_samples
         iterations = sizes.iterations_for(train_samples)
     per_validation = run.eval_iters * config.batch.global_batch_size
@@ -482,7 +484,7 @@ def _connect_chunks(
     chunks: Sequence[torch.nn.Module],
     optimizer: Any,
 ) -> None:
-    """Adds functions of ``chunks`` and ``optimizer`` to megatron-core's configuration ``core``.
+    """Sets functions of ``chunks`` and ``optimizer`` in megatron-core's configuration ``core``.
 
     megatron-core's schedule and the executor call these functions to scale losses and to start or
     delay the communication of gradients and parameters. This function also enables megatron-core's
@@ -509,10 +511,10 @@ _GIB = 1 << 30
 
 
 def require_room(config: TrainerConfig, accelerator: Accelerator) -> None:
-    """Checks, before the model is built, that the weights of a rank fit in the device's memory.
+    """Checks that the weights of a rank fit in the device's memory, before the model is built.
 
-    Gradients, optimizer state and activations are not counted, so even a model that passes may be
-    too large. All ranks are assumed to have equal parts of the weights.
+    Gradients, optimizer state and activations are not counted, so a model that passes this check
+    may still be too large. The weights are assumed to be distributed equally over the ranks.
 
     Raises:
         ConfigError: If the weights alone are larger than the device's memory.

@@ -39,14 +39,13 @@ class StepResult:
 
     Attributes:
         losses: Mean losses, keyed by name, on ranks of the last stage; empty on other ranks.
-        updated: Whether the parameters were updated. They are not updated if gradients overflow in
-            fp16.
+        updated: Whether the parameters were updated. The optimizer skips the update if gradients
+            overflow in fp16.
         grad_norm: L2 norm of all gradients before clipping; ``None`` if it is not computed.
         num_zeros: Number of zeros in the gradients; ``None`` if they are not counted.
-        bubble_fraction: Fraction of the step's duration in which the ranks were idle; ``None`` at
-            iterations that are not logged.
-        curves: Values that are only written to TensorBoard, keyed by tag, on ranks of the last
-            stage.
+        bubble_fraction: Fraction of the step during which ranks were idle, averaged over all ranks;
+            ``None`` at iterations that are not logged.
+        curves: Values only for TensorBoard, keyed by tag, on ranks of the last stage.
     """
 
     losses: dict[str, float]
@@ -74,7 +73,8 @@ class Step:
         self._forward = GptForward(run.job.accelerator)
         self._balancing = _balancing_losses(config.core)
         self._eval_steps = 0
-        # Times of the last training step, or None before it and with megatron-core's schedule.
+        # Times of the latest training step, or None before the first one and with megatron-core's
+        # schedule.
         self.times: RankTimes | None = None
 
     def train(
@@ -85,13 +85,13 @@ class Step:
         before_update: Callable[[], None] = lambda: None,
         dealt: Dealt | None = None,
     ) -> StepResult:
-        """Runs forward and backward passes and updates the parameters.
+        """Runs the forward and backward passes of a step and updates the parameters.
 
         Args:
             microbatches: Microbatches of this rank; ``None`` on a rank that does not need data.
             num_microbatches: Number of microbatches of this rank.
             iteration: Index of the step, which determines the random numbers of dropout.
-            before_update: Function that is called before the optimizer changes the parameters.
+            before_update: Function that is called just before the optimizer changes the parameters.
             dealt: Assignment of microbatches to replicas; ``None`` if microbatches are assigned
                 round-robin.
 
@@ -150,8 +150,8 @@ class Step:
             loader: Loader of the batches; ``None`` on a rank that does not need data.
             iterations: Maximum number of batches.
             num_microbatches: Number of microbatches of this rank per batch.
-            until: Function that is called after each batch. If it returns true, the evaluation
-                stops. The function must return the same value on all ranks.
+            until: Function that is called after each batch and stops the evaluation by returning
+                true. Must return the same value on all ranks.
 
         Returns:
             Mean losses, keyed by name, on ranks of the last stage; empty on other ranks.
@@ -165,15 +165,15 @@ class Step:
         return self._mean_losses(steps)
 
     def generate(self, tokens: Sequence[int], count: int, num_microbatches: int) -> list[int]:
-        """Continues a text by greedy decoding and returns the new tokens. All ranks must call it.
+        """Continues a text by greedy decoding and returns the new tokens. All ranks must call this.
 
-        This method is slow and only meant for inspecting the model: for each new token, all
-        replicas process the whole text again.
+        This method is only meant for inspecting the model. It is slow, because every replica
+        processes the whole text again for each new token.
 
         Args:
-            tokens: Tokens of the text, at least one.
-            count: Maximum number of new tokens. The text including these tokens is at most as long
-                as the sequence length.
+            tokens: Tokens of the text. There must be at least one.
+            count: Maximum number of new tokens. Generation also stops when the text reaches the
+                sequence length.
             num_microbatches: Number of microbatches per step, each of which is a copy of the text.
                 Some schedules require more than one microbatch.
 
@@ -202,7 +202,7 @@ class Step:
         """Runs forward passes in evaluation mode, and returns the losses of each microbatch.
 
         There are ``num_microbatches`` microbatches. ``forward`` is the forward step function, or
-        ``None`` for the usual function.
+        ``None`` for that of training.
         """
         run = self._run
         for chunk in run.chunks:
@@ -235,7 +235,7 @@ class Step:
             # If documents are packed, there may be fewer microbatches.
             num_microbatches = len(microbatches)
         more: dict[str, Any] = {}
-        # Only this program's executor accepts the sizes of microbatches.
+        # megatron-core's schedule does not accept the sizes of microbatches.
         if run.wiring is not None:
             more["sizes"] = getattr(microbatches, "sizes", None)
         if dealt is not None:
@@ -263,10 +263,10 @@ class Step:
         )
 
     def _finish_step(self, iteration: int) -> float | None:
-        """Ends the trace of a step, and returns the fraction of the step in which ranks idled.
+        """Ends the trace of a step, and returns the fraction of time in which ranks were idle.
 
-        The fraction is computed only at logged iterations, because it needs an all-reduce. The
-        result is ``None`` at other iterations and with megatron-core's schedule.
+        The fraction is computed only at logged iterations, because this needs an all-reduce.
+        Otherwise, and with megatron-core's schedule, the result is ``None``.
         """
         run = self._run
         if run.wiring is None:
@@ -292,8 +292,8 @@ class Step:
 
         Args:
             steps: Losses of each microbatch in each step.
-            dealt: Assignment of microbatches to replicas; ``None`` if microbatches are assigned
-                round-robin. If it is given, there must be a single step.
+            dealt: Assignment of the microbatches of a single step to replicas; ``None`` if
+                microbatches are assigned round-robin.
 
         Returns:
             Mean losses, keyed by name, on ranks of the last stage; empty on other ranks.
@@ -302,8 +302,8 @@ class Step:
         if not reported:
             return {}
         total = torch.stack([losses[LOSS_NAME] for losses in reported])
-        # An entry is the mean loss of a microbatch or, if losses are computed per token, a sum and
-        # a number of tokens.
+        # Each entry is the mean loss of a microbatch or, if losses are computed per token, a pair
+        # of a sum and a number of tokens.
         replicas = parallel_state.get_data_parallel_world_size()
         if total.dim() > 1:
             mean = total.sum(dim=0)
@@ -322,10 +322,10 @@ class Step:
         The step has ``num_microbatches`` microbatches on this replica. ``dealt`` is the assignment
         of microbatches to replicas, or ``None`` if microbatches are assigned round-robin.
 
-        As in Megatron-LM, all microbatches have equal weights, even if they have different numbers
-        of tokens.
+        All microbatches have the same weight in the mean, even if their numbers of tokens differ,
+        as in Megatron-LM.
         """
-        # Remove the values even if they are not used, because a previous model may have left them.
+        # Remove the values even if they are not used, because they may be from a previous model.
         sums = take_prediction_losses()
         if sums is None or not num_microbatches or self._config.model.mtp_num_layers is None:
             return {}
@@ -342,16 +342,16 @@ class Step:
     ) -> tuple[dict[str, float], dict[str, float]]:
         """Returns the mean load-balancing losses of experts. All ranks must call this.
 
-        The names are those of Megatron-LM. The mean is taken over microbatches and layers with
-        experts. As in megatron-core, load-balancing losses are summed over tensor-parallel and
-        context-parallel ranks, because each of these ranks has a part of the sum, and averaged over
-        replicas. The z-loss is averaged over all ranks, while megatron-core uses the value of a
-        single rank.
+        The names are the same as in Megatron-LM. The means are taken over microbatches and over
+        layers with experts. As in megatron-core, load-balancing losses are summed over
+        tensor-parallel and context-parallel ranks, each of which has a part of the sum, and
+        averaged over replicas. The z-loss is averaged over all ranks of a stage, while
+        megatron-core uses the value of a single rank.
 
         Returns:
-            Two dictionaries: mean losses, keyed by name, and losses per layer, keyed by
+            Two dictionaries: the mean losses, keyed by name, and the losses of each layer, keyed by
             TensorBoard's tag. The second dictionary is empty without ``--moe-per-layer-logging``.
-            Both are empty on ranks that do not have the last stage.
+            Both are empty on ranks without the last stage.
         """
         run = self._run
         names = self._balancing
@@ -360,7 +360,7 @@ class Step:
         sums = torch.zeros(len(names), num_layers, dtype=torch.float64)
         recorded = balancing_losses()
         for row, name in enumerate(names):
-            if name in recorded:  # Stages without experts have no losses of experts.
+            if name in recorded:  # Stages without experts have no such losses.
                 sums[row] = recorded[name]
         reset_balancing_losses()
         dist.all_reduce(sums, group=run.job.control_group)
@@ -403,10 +403,10 @@ def _balancing_losses(core: CoreConfig) -> tuple[str, ...]:
 
 
 def gather_parameters(run: Run) -> None:
-    """Gathers updated parameters of ``run`` now instead of in the next forward pass.
+    """Gathers the updated parameters of ``run`` now, instead of in the next forward pass.
 
-    With ``--overlap-param-gather``, this must be called before parameters are read. All ranks must
-    call this.
+    Call this function on all ranks before reading parameters. It does nothing without
+    ``--overlap-param-gather``.
     """
     if run.job.config.parallel.overlap_param_gather:
         chunk: Any  # megatron-core does not declare the types of its wrapper.
@@ -417,27 +417,28 @@ def gather_parameters(run: Run) -> None:
 def counted_parameters(
     run: Run, chunk: torch.nn.Module
 ) -> Iterator[tuple[str, torch.nn.Parameter, int]]:
-    """Yields the parameters of a chunk that a sum over all ranks must include.
+    """Yields the parameters of a chunk that this rank must include in a sum over all ranks.
 
-    To count each parameter once, each rank must add ``value / copies`` for each yielded parameter.
+    To count each parameter exactly once, add ``value / copies`` to the sum for each yielded
+    parameter.
 
     Args:
-        run: Run that the chunk belongs to.
+        run: Run to which the chunk belongs.
         chunk: Model chunk of this rank.
 
     Yields:
-        Name of a parameter, the parameter, and the number of ranks with the same values
+        Name of a parameter, the parameter, and the number of ranks that yield the same parameter
         (``copies``).
     """
     replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     if run.job.config.parallel.unequal_sizes is not None:
-        # The parameters on all replicas except the first are marked as shared, and are skipped
+        # The parameters on all replicas except the first are marked as shared, so they are skipped
         # below.
         replicas = 1
     for name, parameter in chunk.named_parameters():
         if getattr(parameter, "shared", False):
             continue
-        if not getattr(parameter, "allreduce", True):  # An expert has copies on fewer ranks.
+        if not getattr(parameter, "allreduce", True):  # Experts have fewer copies.
             yield name, parameter, parallel_state.get_expert_data_parallel_world_size()
         elif (
             getattr(parameter, "tensor_model_parallel", False)
@@ -447,7 +448,7 @@ def counted_parameters(
 
 
 _NORM_PART = 1 << 23
-"""Number of elements that :func:`params_norm` converts to float64 at a time, 64 MiB."""
+"""Number of elements that :func:`params_norm` converts to float64 at a time. They need 64 MiB."""
 
 
 def params_norm(run: Run) -> float:
@@ -456,10 +457,10 @@ def params_norm(run: Run) -> float:
     squares = [torch.zeros((), dtype=torch.float64, device=run.job.accelerator.device)]
     for chunk in run.chunks:
         for _, parameter, copies in counted_parameters(run, chunk):
-            # Each part is converted to float64, so small parts limit the memory that is needed.
+            # Split the parameter, because each part is converted to float64, which needs memory.
             for part in parameter.detach().flatten().split(_NORM_PART):
                 squares.append(torch.linalg.vector_norm(part, dtype=torch.float64) ** 2 / copies)
-    # Only this copy to the host waits for the device.
+    # The host waits for the device only in this copy.
     total = torch.stack(squares).sum().cpu()
     dist.all_reduce(total, group=run.job.control_group)
     norm: float = float(total) ** 0.5
@@ -467,15 +468,15 @@ def params_norm(run: Run) -> float:
 
 
 _NOT_FINITE = re.compile(r"\bfound (NaN|Inf) in local grad norm\b")
-"""Pattern of the RuntimeError that megatron-core raises for a gradient that is not finite."""
+"""Pattern of the message of megatron-core's RuntimeError about a gradient that is not finite."""
 _CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"
-"""Text of the RuntimeError that torch raises if host memory is exhausted."""
+"""Text in the message of the RuntimeError that torch raises if host memory is exhausted."""
 
 
 def _cap_advice(run: Run, num_microbatches: int) -> str:
-    """Returns a phrase with the run's limit on activations, and a lower limit to choose.
+    """Returns the part of an error message that advises a lower ``--activation-cap``.
 
-    The phrase is empty if the limit does not apply or is already the minimum. There are
+    The result is empty if the cap does not apply or is already the minimum. There are
     ``num_microbatches`` microbatches per step.
     """
     if not isinstance(run.forward_backward, ForwardBackward):
@@ -492,7 +493,7 @@ def _cap_advice(run: Run, num_microbatches: int) -> str:
 
 
 def out_of_memory(run: Run, error: Exception, num_microbatches: int) -> DeviceMemoryError:
-    """Returns an error with one line that says that this rank's device ran out of memory.
+    """Creates a one-line error that reports that this rank's device ran out of memory.
 
     Args:
         run: Training run of this rank.

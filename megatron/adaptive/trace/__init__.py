@@ -1,37 +1,38 @@
-"""Records the spans of a run, and reads, diagnoses and displays the recorded traces.
+"""Records the spans of a run, and reads, analyzes and displays the recorded traces.
 
 These modules are used during training, and import neither torch nor a drawing package:
 
 - ``trace_format``  defines the records of a trace (header, iterations, spans, clock samples) and
   their text format
 - ``recorder``      collects the spans of a step, and writes them in a background thread
-- ``status_files``  writes a file with each rank's current action, and a file with the run's
+- ``status_files``  writes each rank's current action to a file, and reads the file with the run's
   progress
-- ``files``         writes files atomically, and writes optional files without stopping the run if
-  that fails
+- ``files``         writes files atomically, and writes optional files so that errors do not stop
+  the run
 - ``clock``         compares clocks during a job, and converts the times of all ranks to one clock
-- ``machine_counters`` reads counters of events that kept a rank from computing, together with
+- ``machine_counters`` counts events that keep a rank from computing, together with
   ``network_counters`` and ``gpu_counters``
-- ``hang_watch``    runs a separate process that finds the rank that blocks a hanging job
+- ``hang_watch``    runs as a separate process, and finds the rank that blocks a hanging job
 
 These modules read, convert and display a trace:
 
-- ``block_index``   finds the positions of spans in a file without reading them, and parses spans
+- ``block_index``   finds the positions of spans in a file without reading the spans, and parses
+  spans
 - ``span_columns``  stores the spans of a rank as columns, and matches each send with its receive
 - ``read``          reads a folder of per-rank files as a
   :class:`~megatron.adaptive.trace.read.RunTrace`
-- ``metrics``       computes statistics of a whole run with several processes
+- ``metrics``       computes statistics of a whole run, using several processes
 - ``monitor``       reads the state of a running job, which ``cli.top`` displays
 - ``step_view``     represents one iteration of one pipeline as objects, from which the charts are
                     drawn
 - ``legacy_text``   writes and reads the older text format
   ``trace_pipeline_<p>_model_chunks_<c>.txt``
-- ``locate``        finds the trace of the run that the user chose, or of the newest run
-- ``views``         displays a trace as Excel, HTML, Perfetto, PNG or TensorBoard file
+- ``locate``        finds the trace of the run that the user names, or of the newest run
+- ``views``         displays a trace in Excel, HTML, Perfetto, PNG or TensorBoard files
 - ``imports``       reads traces written by other programs
-- ``whatif``        simulates steps with changed times, for example with a rank that is slower or
-  has been fixed
-- ``flight_recorder`` reads torch's dumps to find which collective hangs, and which ranks did not
-  enter it
+- ``whatif``        simulates steps with changed times, for example with a rank that is slower or no
+  longer slow
+- ``flight_recorder`` reads torch's dumps to find the collective that hangs and the ranks that have
+  not entered it
 - ``diagnose``      finds causes of slow steps, such as a slow rank, link or data reader
 """

@@ -1,10 +1,10 @@
 """Finds the positions of all spans in a trace file, and reads the spans of selected iterations.
 
-Before the spans of each iteration, a trace file has a line (a marker) that contains their size in
-bytes. To find the spans, it is therefore enough to read the markers, which is fast even for a large
-file. If the run was killed, the last line of its file may be truncated. Such a line is dropped and
-counted. If the size in a marker is wrong, because the file was truncated or edited, the lines after
-the marker are read one by one.
+Before the spans of each iteration, a trace file has a line (the marker) with the size of these
+spans in bytes. Reading the markers is therefore enough to find the spans, and is fast even for a
+large file. If the run was killed, the last line of the file may be truncated. Such a line is
+dropped and counted. If the size in a marker is wrong because the file was truncated or edited, the
+lines after the marker are read one by one.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from megatron.adaptive.trace.trace_format import (
 )
 
 SHORTEST_SPAN = 2 * len(COLUMNS) + 2
-"""Minimum number of bytes in the line of a span."""
+"""Minimum length of a span's line in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Describes the location of consecutive spans of one iteration in a file.
+    """Describes where consecutive spans of one iteration are in a file.
 
     Attributes:
-        marker: Content of the line before the spans, which describes the iteration.
+        marker: Parsed line before the spans, which describes the iteration.
         offset: Offset in bytes of the first span in the file.
-        size_bytes: Total size in bytes of the spans' complete lines.
-        is_whole: Whether the file contains all spans counted by the marker.
+        size_bytes: Total size in bytes of the complete lines of spans.
+        is_whole: Whether the file contains as many spans as the marker states.
         table: Spans of the block if they have already been read; otherwise ``None``.
     """
 
@@ -56,7 +56,7 @@ class Block:
 
     @property
     def num_spans(self) -> int:
-        """Estimated number of spans: at least 1, and at most as many as the block has room for."""
+        """Estimated number of spans, which is at least 1 and limited by the size of the block."""
         if self.table is not None:
             return max(1, len(self.table))
         return max(1, min(sum(self.marker.counts), self.size_bytes // SHORTEST_SPAN))
@@ -64,16 +64,16 @@ class Block:
 
 @dataclass
 class FileIndex:
-    """Lists the contents of a trace file: its header, positions of spans, and clock samples.
+    """Lists the contents of a trace file: header, positions of the spans, and clock samples.
 
     Attributes:
         path: Path of the trace file.
         header: Header of the file, or ``None`` if the file is empty.
         blocks: Positions of the spans, with one block per marker, in the order of the file.
         samples: Clock samples in the file.
-        gaps: Iterations that are missing because the disk could not be written.
+        gaps: Iterations that are missing because writing to the disk failed.
         truncated_lines: 1 if the last line of the file is truncated, otherwise 0.
-        offset: Offset in bytes at which :meth:`read_on` continues.
+        offset: Offset in bytes from which :meth:`read_on` continues.
     """
 
     path: Path
@@ -85,12 +85,12 @@ class FileIndex:
     offset: int = 0
 
     def read_on(self, size: int, *, is_growing: bool = False) -> None:
-        """Reads the file from :attr:`offset` to the end, and adds its contents to this object.
+        """Reads the file from :attr:`offset` to the end, and adds the contents to this object.
 
         Args:
             size: Size of the file in bytes.
             is_growing: Whether the run may still be writing to the file. If so, an incomplete line
-                at the end is left for the next call and is not counted as truncated.
+                at the end is not counted as truncated, but left for the next call.
 
         Raises:
             OSError: The file cannot be read.
@@ -123,9 +123,9 @@ class FileIndex:
                 self.offset = file.tell()
 
     def __str__(self) -> str:
-        """Returns the current position in the file as ``file:line``.
+        """Returns the current position as ``file:line``.
 
-        This is slow for a large file, because the lines are counted.
+        Slow for a large file, because the preceding lines are counted.
         """
         return f"{self.path}:{_line_number(self.path, self.offset)}"
 
@@ -147,8 +147,8 @@ def index_file(path: Path) -> FileIndex:
 def _block(index: FileIndex, file: BinaryIO, marker: IterationStart, file_size: int) -> Block:
     """Returns the block of spans after ``marker``, and advances ``file`` to the end of the block.
 
-    ``index`` lists the contents of the file, and ``file_size`` is the size of the file in bytes
-    when reading started.
+    ``index`` lists the contents of the file, and ``file_size`` is the size that the file had when
+    reading started, in bytes.
     """
     offset, size = file.tell(), marker.size_bytes
     if _ends_at(file, offset + size, file_size):
@@ -160,13 +160,13 @@ def _block(index: FileIndex, file: BinaryIO, marker: IterationStart, file_size: 
         size += len(line)
     file.seek(offset + size)
     block = Block(marker, offset, size)
-    # The lines may have been edited. Parse them now, so that errors in them are reported here.
+    # The lines may have been edited, so parse them now to report errors immediately.
     table = read_blocks(index, [block])
     return replace(block, is_whole=len(table) == sum(marker.counts), table=table)
 
 
 def read_blocks(index: FileIndex, blocks: Sequence[Block]) -> TraceTable:
-    """Returns the spans of ``blocks``, with times on the clock of the rank that wrote the file.
+    """Reads the spans of ``blocks``, whose times are on the clock of the rank that wrote the file.
 
     Raises:
         TraceError: The file no longer exists, or a line is damaged.
@@ -213,7 +213,7 @@ def _table(index: FileIndex, blocks: Sequence[Block], parts: Sequence[bytes]) ->
 
 
 def _line_number(path: Path, offset: int) -> int:
-    """Returns the number, from 1, of the line in ``path`` that begins at byte ``offset``."""
+    """Returns the number of the line in ``path`` that begins at byte ``offset``, counted from 1."""
     with open_file(path) as file:
         return 1 + file.read(offset).count(b"\n")
 
@@ -225,7 +225,7 @@ def _unreadable(path: Path, error: OSError) -> TraceError:
 def _ends_at(file: BinaryIO, end: int, size: int) -> bool:
     """Returns whether a complete block of spans ends at byte ``end`` of ``file``.
 
-    A complete block ends with a complete line, and the next line is not a span. ``size`` is the
+    A complete block ends with a complete line that is not followed by another span. ``size`` is the
     size of the file in bytes.
     """
     if end > size:
@@ -239,7 +239,7 @@ _PLAIN = bytes(range(ord("0"), ord("9") + 1)) + b",-[]\n"
 _COMMAS = bytes.maketrans(b"]", b",")
 _ENDS = {-(2**63), 2**63 - 1}
 _UNKNOWN = (("kind", OTHER, OTHER), ("of", OTHER, -1), ("reason", len(REASONS), 0))
-"""Name, number of known values, and replacement of unknown values for each column of indices.
+"""Columns of indices: name, number of known values, and replacement for unknown values.
 """
 
 
@@ -248,14 +248,14 @@ def parse_spans(data: bytes, where: Callable[[int], str]) -> Ints:
 
     Args:
         data: Complete lines of spans.
-        where: Function that returns the position ``file:line`` of a line in ``data``, given the
-            line's index from 0. Used for error messages.
+        where: Function that converts the index of a line in ``data`` to the position ``file:line``
+            for error messages.
 
     Returns:
         Array ``[lines, 12] int64``, in the order of
-        :data:`~megatron.adaptive.trace.trace_format.COLUMNS`. An unknown kind of action is replaced
-        by ``other``. An unknown ``of`` or ``reason`` is replaced by the value that means that the
-        span has no such field.
+        :data:`~megatron.adaptive.trace.trace_format.COLUMNS`. An unknown kind of span is replaced
+        by ``other``. An unknown ``of`` or ``reason`` is replaced by the value for a missing ``of``
+        or ``reason``.
 
     Raises:
         TraceError: A line is not a list of integers, one per column.
@@ -270,9 +270,9 @@ def parse_spans(data: bytes, where: Callable[[int], str]) -> Ints:
 
 
 def _plain(data: bytes) -> Ints | None:
-    """Parses lines of spans in exactly the format that the recorder writes.
+    """Parses lines of spans in the exact format that the recorder writes.
 
-    Returns ``None`` if any line has a different format.
+    Returns ``None`` if any line has another format.
     """
     lines, width = data.count(b"\n"), len(COLUMNS)
     if data.translate(None, _PLAIN) or data.count(b"]\n") != lines or data.count(b"[") != lines:
@@ -281,24 +281,24 @@ def _plain(data: bytes) -> Ints | None:
         return np.zeros((0, width), dtype=np.int64)
     text = data.translate(_COMMAS, b"[\n")
     with warnings.catch_warnings():
-        # Older versions of numpy only warn about text that they cannot parse, while newer versions
-        # raise an error. The filter turns the warning into an error.
+        # Turn warnings into errors, because older versions of numpy only warn about text that they
+        # cannot parse, while newer versions raise an error.
         warnings.simplefilter("error", DeprecationWarning)
         try:
             numbers = np.fromstring(text[:-1], dtype=np.int64, sep=",")
         except (ValueError, DeprecationWarning):
             return None
     if numbers.size != lines * width or {int(numbers.min()), int(numbers.max())} & _ENDS:
-        # numpy replaces numbers outside the range of int64 with the smallest or largest int64. If
-        # one of these two values occurs, the line is damaged.
+        # numpy replaces numbers outside the range of int64 with the smallest or largest int64, so
+        # one of these two values indicates a damaged line.
         return None
     return numbers.reshape(lines, width)
 
 
 def _refusal(data: bytes, where: Callable[[int], str]) -> TraceError:
-    """Returns an error that contains the position of the first line in ``data`` that is not a span.
+    """Creates an error with the position of the first line in ``data`` that is not a span.
 
-    ``where`` returns the position of a line, given its index in ``data``.
+    ``where`` converts the index of a line in ``data`` to the position for the message.
     """
     pattern = re.compile(rb"\[(-?\d{1,18},){%d}-?\d{1,18}\]" % (len(COLUMNS) - 1))
     wrong = (n for n, line in enumerate(data.splitlines()) if not pattern.fullmatch(line))

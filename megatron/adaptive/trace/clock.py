@@ -2,34 +2,35 @@ r"""Compares the clocks of all machines during a job, and converts a trace's tim
 
 Every process has a monotonic clock, whose ID is in the header of its trace. Ranks on the same
 machine share a clock. The clocks of two machines may differ by any amount, and drift apart by tens
-of microseconds per second. One clock is the reference: the clock of the rank that answered the
-requests for samples, or of the first rank if there are no samples. The offset of any other clock
-comes from the first available source in this list:
+of microseconds per second. One clock is the reference: the clock of the rank that replied to the
+requests for samples, or of the first rank if there are no samples. The offset of every other clock
+is determined from the first source in this list that is available:
 
-- samples, corrected by the run's messages, because no message arrives before it was sent,
-- messages between this clock and a clock with a known offset,
-- the time of day on both machines.
+- samples, corrected by the messages of the run, because no message arrives before it was sent,
+- messages to and from a clock with a known offset,
+- the time of day on each machine.
 
-One rank on every other machine asks rank 0 for its time in short bursts of requests over a separate
+One rank on every other machine requests the time from rank 0, in short bursts over a separate
 connection. Both sides first prove that they know a secret, which rank 0 generates for the trace.
-The messages after that have no MAC. The threads sleep between bursts. A sample consists of one
-request and its answer, which limit the possible offset::
+Later messages have no authentication code. The threads sleep between bursts. A sample consists of
+one request and the reply, whose four times bound the possible offset::
 
     here    ── t0 ────────────────────────────── t3 ──>      delay  = (t3 - t0) - (t2 - t1)
                  \\                              /            offset = ((t1 - t0) + (t2 - t3)) / 2
     rank 0  ────── t1 ─────────────────── t2 ──────────>     error  <= delay / 2
 
-If the kernel supports timestamps, it records the arrival times (t1 and t3). These are then correct
-even if a thread has to wait for a processor or for the interpreter lock (GIL). Samples are
-optional: if a machine cannot be reached, its trace has no samples, and a warning is printed when
-the trace is read.
+If the kernel supports timestamps, it records the arrival times (t1 and t3), which are then correct
+even if a thread had to wait for a processor or for the interpreter lock (GIL). Samples are
+optional: if rank 0 cannot be reached from a machine, the traces of this machine have no samples,
+and a warning is printed when they are read.
 
-The round trip of a request takes long if a thread had to wait for a processor. Therefore, only the
-fastest samples of each second are used, and slower samples have less weight. A straight line is
-fitted to these samples, or a piecewise linear function if a clock was adjusted during the run.
+Round trips in which a thread had to wait for a processor are slow and inaccurate. Therefore, only
+the fastest samples of each second are used, and the slower ones of these have less weight. A
+straight line is fitted to the samples, or a piecewise linear function if a clock was adjusted
+during the run.
 
-If a run has several clocks, its times are converted to the reference machine's time of day, so that
-they can be compared with logs. With one clock, times are not changed.
+If a run has several clocks, all times are converted to the time of day of the reference machine, so
+that they can be compared with logs. If it has only one clock, times are not changed.
 
 Source: minimum-delay filter as in NTP, RFC 5905, section 10.
 """
@@ -59,19 +60,19 @@ from megatron.adaptive.trace.trace_format import ClockExchange, ClockSamples, Tr
 
 WINDOW_NS = 1_000_000_000
 BEST_SHARE = 0.25
-"""Fraction of the samples in each time window that are used.
+"""Fraction of the samples in each time window that is used.
 
-These are the fastest samples of the window, and at least one sample.
+The fastest samples are used, and at least one per window.
 """
 
 STAMP_NS = 2_000.0
-"""Minimum error in nanoseconds that is assumed for each clock reading."""
+"""Assumed minimum error of each clock reading in nanoseconds."""
 
 DRIFT_PRIOR = 1e-4
-"""Expected clock drift in seconds per second, which limits the slope if there are few samples."""
+"""Expected clock drift in seconds per second. Limits the fitted slope if samples are few."""
 
 BENT = 4.0
-"""Ratio of residual to expected error above which a piecewise linear fit replaces the line."""
+"""Ratio of the residual to the expected error above which a piecewise linear fit is used."""
 WINDOWS_PER_BEND = 4
 MAX_KNOTS = 65
 
@@ -86,20 +87,18 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ClockFit:
-    """Converts readings of one clock into readings of another clock by linear interpolation.
+    """Converts readings of one clock to those of another clock by linear interpolation.
 
     Attributes:
-        pivot_ns: Reading of the source clock from which ``knots_ns`` are counted.
+        pivot_ns: Reading of the source clock to which ``knots_ns`` are relative.
         base_ns: Constant part of the offset to the target clock, in nanoseconds.
-        knots_ns: ``[knots] float64``, ascending times in nanoseconds after ``pivot_ns`` for which
-            ``offsets_ns`` contains the offset.
-        offsets_ns: ``[knots] float64``, offset in nanoseconds at each knot, in addition to
-            ``base_ns``. The offset is interpolated linearly between knots, and extrapolated
-            linearly before the first and after the last knot.
+        knots_ns: ``[knots] float64``, times in nanoseconds after ``pivot_ns``, in ascending order.
+        offsets_ns: ``[knots] float64``, offset in nanoseconds at each of these times, in addition
+            to ``base_ns``. Offsets at other times are interpolated or extrapolated linearly.
         residual_ns: Median distance in nanoseconds between the samples and the fit, or 0 without
             samples.
-        delay_ns: Round-trip time in ns of the fastest request. The error of the offset is at most
-            half of this value.
+        delay_ns: Round-trip time of the fastest request in ns. The error of the offset is at most
+            half of this time.
         num_samples: Number of samples used for the fit.
     """
 
@@ -120,7 +119,7 @@ class ClockFit:
         return float(1e6 * (self.offsets_ns[-1] - self.offsets_ns[0]) / length)
 
     def apply(self, times_ns: Ints) -> Ints:
-        """Returns ``times_ns`` converted to the target clock, as ``int64`` in the same shape."""
+        """Converts ``times_ns`` to the target clock. Returns ``int64`` values of the same shape."""
         moved: Ints = times_ns + self.base_ns
         if len(self.knots_ns) == 1:
             moved += round(self.offsets_ns[0])
@@ -147,11 +146,11 @@ def fit_clock(samples: Sequence[ClockExchange] | Ints) -> ClockFit:
     """Fits the offset between the local clock and a reference clock as a function of time.
 
     Args:
-        samples: One or more requests to the reference rank, or an array ``[requests, 4]`` of their
-            times in ns, in the order of the fields of ``ClockExchange``.
+        samples: Requests to the reference rank, at least one, or an array ``[requests, 4]`` of
+            their times in ns in the order of the fields of ``ClockExchange``.
 
     Returns:
-        Fit that converts readings of the local clock into readings of the reference clock.
+        Fit that converts readings of the local clock to those of the reference clock.
     """
     numbers = np.asarray(samples, dtype=np.int64)
     numbers = numbers[np.argsort(numbers[:, 0], kind="stable")]
@@ -159,8 +158,8 @@ def fit_clock(samples: Sequence[ClockExchange] | Ints) -> ClockFit:
     delays = ((back - sent) - (answered - received)).astype(np.float64)
     keep = _fastest(sent, delays)
     pivot, base = int(sent[0]), int(received[0] - sent[0])
-    # Without the large constant ``base``, the numbers are small enough for floats to represent half
-    # nanoseconds exactly.
+    # Subtract the large constant ``base``, so that floats can represent the remaining small numbers
+    # exactly, even half nanoseconds.
     offsets = ((received - sent - base) + (answered - back - base)).astype(np.float64) / 2
     times_ns = ((sent + (back - sent) // 2) - pivot).astype(np.float64)[keep]
     offsets, delays = offsets[keep], delays[keep]
@@ -189,17 +188,17 @@ def settle(
     """Shifts clocks as little as possible, so that no message arrives before it was sent.
 
     Args:
-        slack_ns: Shortest time in ns between the send and the arrival of a message, for each pair
-            (sender's clock, receiver's clock). It is negative if a message seems to arrive before
-            it was sent.
+        slack_ns: Shortest time in ns between the send and the arrival of a message, keyed by
+            (sender's clock, receiver's clock). Negative if a message seems to arrive before it was
+            sent.
         num_clocks: Number of clocks; clock 0 is never shifted.
-        unsure: Indices of the clocks whose offset was not measured. Messages in both directions
-            between such a clock and a clock with a known offset give a lower and an upper bound for
-            the offset, which is set to their mean.
+        unsure: Indices of the clocks whose offset was not measured. If there are messages in both
+            directions between such a clock and one with a known offset, they give a lower and an
+            upper bound for the offset, and the mean of the two bounds is used.
 
     Returns:
-        Number of nanoseconds to add to each clock, and the largest number of nanoseconds by which a
-        message still arrives before it was sent, or 0 if no message does.
+        Nanoseconds to add to each clock, and the longest time in nanoseconds by which a message
+        still arrives before it was sent, or 0 if no message does.
     """
     moves = np.zeros(num_clocks)
     _place_unsure(moves, slack_ns, unsure)
@@ -230,14 +229,14 @@ def settle(
 def _place_unsure(
     moves: Floats, slack_ns: Mapping[tuple[int, int], int], unsure: Collection[int]
 ) -> None:
-    """Shifts each clock without a measured offset, based on the messages to and from other clocks.
+    """Shifts each clock without a measured offset, based on messages to and from other clocks.
 
-    The messages from and to an aligned clock give a lower and an upper bound for the shift, and the
-    clock is shifted to the mean of these bounds. If several clocks can be aligned, the clock with
-    the lowest number comes first.
+    The messages to and from an already aligned clock give a lower and an upper bound for the shift,
+    and the mean of the two bounds is used. If several clocks can be aligned, the clock with the
+    lowest index comes first.
 
     Args:
-        moves: ``[clocks]``, number of nanoseconds to add to each clock; modified in place.
+        moves: ``[clocks]``, nanoseconds to add to each clock; modified in place.
         slack_ns: Shortest time in ns between the send and the arrival of a message, for each pair
             (sender's clock, receiver's clock).
         unsure: Indices of the clocks whose offset was not measured.
@@ -265,8 +264,8 @@ def _place_unsure(
 def _fastest(sent: Ints, delays: Floats) -> Ints:
     """Returns the indices of the fastest samples of each time window.
 
-    ``sent`` contains the times in ns at which requests were sent, and ``delays`` contains the
-    round-trip times in ns.
+    ``sent`` contains the times at which the requests were sent, and ``delays`` their round-trip
+    times, both in ns.
     """
     window = (sent - sent[0]) // WINDOW_NS
     order = np.lexsort((delays, window))
@@ -281,19 +280,19 @@ def _fastest(sent: Ints, delays: Floats) -> Ints:
 def _line(times_ns: Floats, offsets: Floats, sigmas: Floats, count: int) -> tuple[Floats, Floats]:
     """Fits a piecewise linear function with ``count`` knots to ``offsets`` at ``times_ns``.
 
-    ``sigmas`` contains the expected errors of the offsets in ns. Outliers have less weight.
+    ``sigmas`` contains the expected errors of the offsets in ns. Outliers get less weight.
 
     Returns:
-        Time of each knot in nanoseconds, and the function's value at the knot.
+        Times of the knots in nanoseconds, and the values of the function at the knots.
     """
     length = float(times_ns[-1] - times_ns[0])
     if length <= 0:
         return np.zeros(1), np.array([np.average(offsets, weights=sigmas**-2)])
     knots = np.linspace(times_ns[0], times_ns[-1], count)
-    # Row i contains the weight of each knot in the interpolated value at point i.
+    # Row i contains the weights of the knots in the interpolated value at point i.
     design = np.stack([np.interp(times_ns, knots, unit) for unit in np.eye(count)], axis=1)
-    # One additional row per interval between knots pulls its slope towards 0 with a small weight.
-    # Without these rows, a few samples could not determine all slopes.
+    # Add a row for each interval between knots that pulls the slope towards 0 with a small weight,
+    # because a few samples alone could not determine all slopes.
     matrix = np.concatenate([design, (np.eye(count, k=1) - np.eye(count))[:-1]])
     target = np.concatenate([offsets, np.zeros(count - 1)])
     prior = np.full(count - 1, length / (count - 1) * DRIFT_PRIOR)
@@ -315,7 +314,7 @@ class ClockState:
         name: ID of the clock, as in the trace headers.
         ranks: Global ranks that use the clock.
         how: Source of the offset: ``reference``, ``samples``, ``messages`` or ``time of day``.
-        fit: Function that converts the clock's readings into the run's common time.
+        fit: Fit that converts readings of the clock to the run's common time.
     """
 
     name: str
@@ -326,19 +325,19 @@ class ClockState:
 
 @dataclass(frozen=True)
 class Alignment:
-    """Holds all clocks of a run and their offsets.
+    """Contains all clocks of a run and their offsets.
 
     Attributes:
         clocks: All clocks of the run, with the reference clock first.
-        contradiction_ns: Largest time in ns by which a message still seems to arrive before it was
-            sent, after the clocks were corrected, or 0 if no message does.
+        contradiction_ns: Longest time in ns by which a message seems to arrive before it was sent,
+            even after the clocks were corrected, or 0 if no message does.
     """
 
     clocks: tuple[ClockState, ...]
     contradiction_ns: int = 0
 
     def fit_of(self, name: str) -> ClockFit:
-        """Returns the fit that converts readings of the clock named ``name`` into common time."""
+        """Returns the fit that converts readings of the clock ``name`` to the run's common time."""
         return self._fits[name]
 
     @cached_property
@@ -351,7 +350,7 @@ class Alignment:
         return max((clock.fit.residual_ns for clock in self.clocks), default=0.0)
 
     def describe(self) -> str:
-        """Describes the number of clocks, the residual error and the largest drift, as text."""
+        """Returns the number of clocks, the residual error and the largest drift as text."""
         measured = [clock.fit for clock in self.clocks[1:] if clock.fit.num_samples]
         if len(self.clocks) <= 1:
             return "one for all ranks"
@@ -365,7 +364,7 @@ class Alignment:
         )
 
     def warnings(self) -> list[str]:
-        """Returns a line of text for each problem, such as clocks that were not measured."""
+        """Returns one line of text for each problem, such as clocks that were not measured."""
         lines = []
         for how, advice in (
             (
@@ -389,7 +388,7 @@ class Alignment:
 def align(
     headers: Mapping[int, TraceHeader], samples_of: Mapping[int, Sequence[ClockSamples]]
 ) -> Alignment:
-    """Aligns a run's clocks by their samples, or by their time of day if there are no samples.
+    """Aligns the clocks of a run by samples, or by the time of day for clocks without samples.
 
     Args:
         headers: Trace header of each global rank, in ascending order of rank.
@@ -400,7 +399,7 @@ def align(
     for rank, header in headers.items():
         first.setdefault(header.clock, header)
         ranks.setdefault(header.clock, []).append(rank)
-    # All samples of a job refer to the same rank, so the first record is enough.
+    # All samples of a job have the same reference rank, so read it from the first record.
     judge = next((record.reference for rank in headers for record in samples_of[rank]), None)
     samples: dict[str, list[ClockExchange]] = {}
     for rank, header in headers.items():
@@ -431,7 +430,7 @@ def _state(name: str, ranks: Sequence[int], how: str, fit: ClockFit) -> ClockSta
 
 
 def refine(alignment: Alignment, names: Mapping[int, str], messages: Messages) -> Alignment:
-    """Returns a copy of ``alignment`` in which no message of the run arrives before it was sent.
+    """Corrects the clocks so that no message of the run arrives before it was sent.
 
     Args:
         alignment: Clocks as aligned by :func:`align`.
@@ -475,10 +474,10 @@ Gather = Callable[[Any], Sequence[Any]]
 
 BURST = 16
 PAUSE_S = 0.001
-"""Pause in seconds between two requests, so that a single delay does not affect a whole burst."""
+"""Pause between two requests in seconds, so that a single delay does not affect a whole burst."""
 
 FIRST_PERIOD_S, LAST_PERIOD_S = 1.0, 10.0
-"""Initial and maximum time in seconds between bursts. The time doubles after each burst."""
+"""Initial and maximum time between bursts in seconds. The time doubles after each burst."""
 
 PATIENCE_S = 1.0
 CONNECT_S = 5.0
@@ -486,7 +485,7 @@ TRIES = 3
 
 _REQUEST = struct.Struct("!q")
 _ANSWER = struct.Struct("!qqq")
-# The value is from <asm-generic/socket.h>, because Python's socket module does not define it.
+# Python's socket module does not define this constant of <asm-generic/socket.h>.
 _SO_TIMESTAMPNS = 35
 _TIMESPEC = struct.Struct("=qq")
 _STAMP_ROOM = 64
@@ -502,21 +501,19 @@ def start_clock_sync(
 ) -> ExitStack:
     """Starts threads that compare the clocks of all machines with rank 0's clock.
 
-    Rank 0 answers requests for its time, which the first rank of each other machine sends.
-
-    All ranks of the job must call this function.
+    The first rank of each other machine requests the time from rank 0. All ranks of the job must
+    call this function.
 
     Args:
         rank: Global rank of this process.
         clock_id: ID of this rank's monotonic clock; ranks with the same ID share a clock.
         address: Address at which other machines reach rank 0.
-        gather: Function that gathers one value from every rank. It takes this rank's value and
-            returns a list of the values of all ranks.
-        deliver: Function that is called from another thread with the samples of each burst.
+        gather: Function that takes this rank's value and returns a list of the values of all ranks.
+        deliver: Function that is called in another thread with the samples of each burst.
 
     Returns:
-        Stack whose ``close()`` runs a last burst and stops this rank's threads. ``close()`` can be
-        called more than once, and blocks for at most two seconds.
+        Stack whose ``close()`` runs a last burst and then stops this rank's threads. ``close()``
+        may be called more than once, and blocks for at most two seconds.
     """
     ids = list(gather(clock_id))
     foreign = {name: first for first, name in reversed(list(enumerate(ids))) if name != ids[0]}
@@ -535,7 +532,7 @@ def start_clock_sync(
 
 
 class ClockServer:
-    """Answers clients that know a secret and ask for the time, with one thread per connection.
+    """Server that sends its time to clients that know a secret, with one thread per connection.
 
     Args:
         host: Address to listen on. If it is empty or belongs to another machine, the server listens
@@ -543,7 +540,7 @@ class ClockServer:
 
     Attributes:
         port: Port on which the server listens.
-        secret: Secret that clients must know, generated by the constructor.
+        secret: Secret that clients must know. Generated by the constructor.
 
     Raises:
         OSError: The server cannot open a port.
@@ -557,7 +554,7 @@ class ClockServer:
         self.port = self._gate.port
 
     def close(self) -> None:
-        """Waits briefly for the last requests, then stops the server. May be called repeatedly."""
+        """Waits briefly for last requests, then stops the server. May be called more than once."""
         self._gate.close()
         end_s = time.monotonic() + PATIENCE_S
         while self._serving:
@@ -586,15 +583,15 @@ class ClockServer:
 
 
 class ClockSampler:
-    """Starts a thread that asks rank 0 for its time in bursts of requests.
+    """Starts a thread that requests the time from rank 0 in bursts.
 
     Args:
         host: Address of rank 0.
         port: Port of the clock server on rank 0.
         secret: Secret of the clock server.
-        deliver: Function that is called in the thread with the samples of each burst.
-        now: Function that returns the time of this rank's clock in nanoseconds.
-        periods_s: Initial and maximum time in seconds between two bursts.
+        deliver: Function that the thread calls with the samples of each burst.
+        now: Function that reads this rank's clock in nanoseconds.
+        periods_s: Initial and maximum time between two bursts in seconds.
     """
 
     def __init__(
@@ -618,7 +615,7 @@ class ClockSampler:
         self._thread.start()
 
     def close(self) -> None:
-        """Runs a last burst of requests, and stops the thread. Can be called more than once."""
+        """Runs a last burst of requests, then stops the thread. May be called more than once."""
         self._closed.set()
         self._thread.join(2 * PATIENCE_S)
 
@@ -668,10 +665,10 @@ def _prepare(connection: socket.socket) -> None:
 
 
 def _receive(connection: socket.socket, size: int, now: Clock) -> tuple[bytes, int]:
-    """Receives ``size`` bytes, and returns them and their arrival time in nanoseconds.
+    """Receives ``size`` bytes, and returns the bytes and their arrival time in nanoseconds.
 
-    Fewer bytes are returned if the connection closes. The kernel timestamps data with the time of
-    day. To convert this to the clock ``now``, the timestamp's age is subtracted from the current
+    Fewer bytes are returned if the connection is closed. The kernel timestamps data with the time
+    of day. To convert a timestamp to the clock ``now``, its age is subtracted from the current
     reading of ``now``.
     """
     data, ancillary, _, _ = connection.recvmsg(size, _STAMP_ROOM, socket.MSG_WAITALL)
@@ -681,8 +678,8 @@ def _receive(connection: socket.socket, size: int, now: Clock) -> tuple[bytes, i
         if (level, kind) == (socket.SOL_SOCKET, _SO_TIMESTAMPNS):
             seconds, nanoseconds = _TIMESPEC.unpack(value[: _TIMESPEC.size])
             age_ns = unix_ns - (seconds * 10**9 + nanoseconds)
-            # If the age is out of range, the time of day was changed after the kernel had set the
-            # timestamp.
+            # Ignore ages that are out of range, because the time of day was then changed in the
+            # meantime.
             if 0 <= age_ns < 10**9:
                 return data, present_ns - age_ns
     return data, present_ns

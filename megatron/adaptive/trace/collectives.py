@@ -1,15 +1,15 @@
 """Splits the time of each collective into the wait for the last member and the transfer.
 
-The members of a process group record when they arrived at a collective and when it finished. On the
-run's common clock, a member waits from its own arrival until the last member arrives. The remaining
-time is the transfer::
+The members of a process group record when they arrived at a collective and when the collective
+finished. All times are converted to the run's common clock. A member waits from its own arrival
+until the last member arrives. The remaining time is the transfer::
 
     member 0   arrives ─────── waits ─────────┬─ transfer ─┐ end
     member 1                          arrives ┴─ transfer ─┘ end
 
-Every member records the total time of all collectives, and the times of single collectives. If
-there are many collectives, only a sample of them is timed, which is the same on all members. A
-group is ignored if the trace of any member is missing.
+Every member records the total time of all collectives, and the start and end of single collectives.
+If there are many collectives, these times are recorded only for a sample, which is the same on all
+members. A group is ignored if the trace of any member is missing.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ _NS_PER_MS = 1e6
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class JoinedCollectives:
-    """Holds the times that all members of a process group recorded for one kind of collective.
+    """Contains the times that all members of a process group recorded for one kind of collective.
 
     Attributes:
         kind: Kind of the group, such as ``tensor``.
         operation: Name of the collective, such as ``all-reduce``.
         ranks: Global ranks of the members in ascending order.
-        iteration: ``[collectives]``, iteration number.
+        iteration: ``[collectives]``, iteration in which each collective ran.
         start_ns: ``[collectives, members]``, time in ns on the run's clock at which each member
             arrived at the collective.
         end_ns: ``[collectives, members]``, time in ns on the run's clock at which the collective
             finished on each member.
-        step_iteration: ``[steps]``, numbers of the iterations in which all members recorded times.
-        step_ns: ``[steps, members]``, total time in ns that a member spent in these collectives per
-            iteration. Collectives without recorded times are included.
+        step_iteration: ``[steps]``, iterations in which all members recorded times.
+        step_ns: ``[steps, members]``, total time in ns that each member spent in these collectives
+            in each iteration, including collectives without recorded times.
         per_step: Mean number of collectives per iteration, including collectives without recorded
             times.
-        total_ns: Time in ns that a member spends in these collectives per iteration, averaged over
-            members and iterations.
-        size_bytes: Mean number of bytes in the inputs and results of a collective on one member.
+        total_ns: Total time in ns that a member spends in these collectives per iteration, averaged
+            over members and iterations.
+        size_bytes: Mean size in bytes of the inputs and results of one collective on one member.
     """
 
     kind: str
@@ -82,9 +82,9 @@ class JoinedCollectives:
 
     @property
     def held_up_ns(self) -> Floats:
-        """Time in ns for which the group waited only for a member, ``[collectives, members]``.
+        """Time in ns that the group spent waiting only for this member, ``[collectives, members]``.
 
-        The value is 0 for all members except the last member to arrive.
+        The value is 0 for all members except the one that arrived last.
         """
         ordered = np.sort(self.start_ns, axis=1)
         gap_ns = (ordered[:, -1] - ordered[:, -2]).astype(np.float64)
@@ -94,29 +94,29 @@ class JoinedCollectives:
     def per_step_ns(self, times_ns: Floats | Ints) -> Floats:
         """Estimates the total time in ns that these collectives take in each iteration.
 
-        The estimate is the mean over the recorded collectives times the number of all collectives.
-        It has the shape ``[iterations, ...]``.
+        The estimate is the mean time of the recorded collectives, multiplied by the mean number of
+        collectives per iteration. The result has the shape ``[iterations, ...]``.
 
         Args:
-            times_ns: ``[collectives, ...]``, time in ns of each collective with recorded times.
+            times_ns: ``[collectives, ...]``, times in ns of the recorded collectives.
         """
         means = [times_ns[self.iteration == n].mean(axis=0) for n in np.unique(self.iteration)]
         return np.array(means, dtype=np.float64) * self.per_step
 
     @property
     def name(self) -> str:
-        """Name of the collectives in messages, which consists of group kind and operation."""
+        """Name of the collectives for messages: the kind of the group and the operation."""
         return f"{self.kind} {self.operation}"
 
 
 def join_collectives(run: RunTrace, iterations: Iterable[int]) -> list[JoinedCollectives]:
-    """Combines the times that the members of each process group recorded for the same collective.
+    """Joins the times that the members of each process group recorded for the same collectives.
 
     All times are on the run's common clock.
 
     Args:
         run: Trace of the run.
-        iterations: Numbers of the iterations.
+        iterations: Iterations to include.
 
     Returns:
         List with one object per process group and operation.
@@ -150,14 +150,14 @@ def join_collectives(run: RunTrace, iterations: Iterable[int]) -> list[JoinedCol
 def _join(
     kind: str, operation: str, groups: Mapping[int, Mapping[int, GroupCollectives]]
 ) -> JoinedCollectives | None:
-    """Combines the times that the members of one group recorded for one operation.
+    """Joins the times that the members of one group recorded for one operation.
 
-    The result is ``None`` if no collective has times from all members.
+    Returns ``None`` if no collective has recorded times from all members.
 
     Args:
         kind: Kind of the group, such as ``tensor``.
         operation: Name of the collective, such as ``all-reduce``.
-        groups: Collectives of each member of the group, with the iteration and the rank as keys.
+        groups: Collectives of each member of the group, keyed by iteration and then by rank.
     """
     iterations: list[int] = []
     starts: list[list[int]] = []
@@ -195,19 +195,20 @@ def _join(
 
 
 def _total(group: GroupCollectives, operation: str) -> tuple[int, int, int]:
-    """Returns the count, total time in ns and total bytes of the collectives called ``operation``.
+    """Returns the count, the total time in ns and the total bytes of one kind of collective.
 
-    ``group`` contains the collectives of one member in one step.
+    ``group`` contains the collectives of one member in one step, and ``operation`` is the name of
+    the collectives to select.
     """
     totals = dict(zip(group.operations, group.totals, strict=True))
     return totals.get(operation, (0, 0, 0))
 
 
 def _kept(group: GroupCollectives, operation: str) -> dict[int, tuple[int, int]]:
-    """Returns the recorded start and end times in ns of the collectives called ``operation``.
+    """Returns the recorded start and end in ns of the collectives with the name ``operation``.
 
-    The keys of the dict are the indices of the collectives in the iteration. Collectives without
-    recorded times are omitted.
+    The dict is keyed by the index of the collective in the iteration. Collectives without recorded
+    times are omitted.
     """
     return {
         number: (start_ns, end_ns)
@@ -218,18 +219,18 @@ def _kept(group: GroupCollectives, operation: str) -> dict[int, tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveFigures:
-    """Holds the times of one kind of collective in a step, as means over the groups of one kind.
+    """Contains the mean times of one kind of collective in a step over all groups of one kind.
 
     Attributes:
         kind: Kind of the groups, such as ``tensor``.
         operation: Name of the collective.
         size: Number of members of the largest group.
         count: Number of collectives per group in the step.
-        size_bytes: Number of bytes in the inputs and results of a collective on one member.
-        wait_ms: Time in ms for which a member waited for the last member to arrive.
+        size_bytes: Mean size in bytes of the inputs and results of one collective on one member.
+        wait_ms: Time in ms that a member waited for the last member to arrive.
         transfer_ms: Remaining time in ms that a member spent in these collectives.
         last_rank: Global rank for which the other members of its group waited longest.
-        last_ms: Time in ms for which the other members waited only for ``last_rank``.
+        last_ms: Time in ms that the other members waited only for ``last_rank``.
     """
 
     kind: str
@@ -260,8 +261,8 @@ def _figures(groups: Sequence[JoinedCollectives]) -> CollectiveFigures:
     wait_ms = []
     transfer_ms = []
     for group in groups:
-        # Assume that collectives without recorded times wait for the same fraction of their time as
-        # those with recorded times.
+        # Assume that the wait is the same fraction of the time in all collectives, with or without
+        # recorded times.
         wait_ns = float(group.wait_ns.sum())
         waited = wait_ns / max(1.0, wait_ns + float(group.transfer_ns.sum()))
         wait_ms.append(group.total_ns * waited / _NS_PER_MS)

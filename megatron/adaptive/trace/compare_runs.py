@@ -1,17 +1,17 @@
 """Compares two traced runs, and finds the parts of the work that became slower or faster.
 
-The computing times of cells are compared. A cell is one kind of action on one chunk of one rank.
-The logarithms of the times are used, so that relative changes can be added::
+The comparison is based on the computing times of cells. A cell is one kind of action on one chunk
+of one rank. The logarithms of the times are compared, so that relative changes can be added::
 
     change of a cell  =  everything + kind of action + rank + stage + kind of action on the rank
 
-The changes are selected one at a time, starting with the change that accounts for most of the
-difference. A rank on which all kinds of actions became slower is therefore reported as one change
-instead of three. Links, and ranks that read data, are compared separately.
+The changes are selected one at a time, in each case the change that accounts for most of the
+remaining difference. A rank on which all kinds of actions became slower is therefore reported as
+one change instead of three. Links, and ranks that read data, are compared separately.
 
-If both runs recorded layers and collectives (``--trace-detail``), their times are compared too.
-Each layer is compared with the other layers of its ranks. For each process group, the transfer
-times and the time spent waiting for each rank are compared.
+If both runs recorded layers and collectives (``--trace-detail``), their times are also compared. A
+layer is reported if it changed differently from the other layers on the same ranks. For each
+process group, the transfer times and the waits for each rank are compared.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from megatron.adaptive.trace.read import RunTrace, describe_numbers
 from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS
 
 SURE = 3.5
-"""Minimum size of a change to be reported, in standard errors."""
+"""Minimum size of a reported change, in standard errors."""
 
 LEAST = 0.02
-"""Minimum size of a change to be reported, as a fraction of the time in the first run."""
+"""Minimum size of a reported change, as a fraction of the time in the first run."""
 
 OF_STEP = 0.002
-"""Minimum change in the time of messages or data reads to be reported, as a fraction of a step."""
+"""Minimum size of a reported change, as a fraction of a step. Not used for computing times."""
 
 RANKS_DIFFER = 0.008
-"""Standard deviation of a rank's relative speed between two runs with the same settings."""
+"""Standard deviation of the change of a rank's speed between two runs with equal settings."""
 
 FEWEST_LAYERS = 3
-"""Minimum number of layers on a rank for its layers to be compared with each other."""
+"""Minimum number of layers on the same ranks for comparing these layers with each other."""
 
 MOST_CHANGES = 20
-"""Maximum number of changes of computing time that a comparison reports."""
+"""Maximum number of reported changes of computing time."""
 
 _MEDIAN_ERROR = 1.25
 """Ratio of the standard error of a median to the standard error of a mean."""
@@ -69,17 +69,18 @@ class Change:
     Attributes:
         kind: Kind of change: ``everything``, ``action`` (one kind of action on all ranks),
             ``rank``, ``stage``, ``action on rank``, ``link``, ``data``, ``layer``, ``transfers``
-            (of a process group's collectives) or ``waits`` (time that other ranks wait for a rank).
+            (of the collectives of a process group) or ``waits`` (of other ranks for a rank).
         ranks: Affected global ranks; for a link, the sender and the receiver.
         stages: Affected pipeline stages.
         action: Kind of action (F, B or W); empty if several kinds are affected.
         layer: Index of the layer in the model, or -1 if the change does not concern a single layer.
-        collective: Kind of the group and operation; empty unless the change concerns collectives.
-        before_ms: Time in ms in the first run, per message for ``link``, per read for ``data``, and
-            per step for ``layer``, ``transfers`` and ``waits``. For all other kinds, it is the
-            computing time per microbatch.
+        collective: Kind of the process group and name of the operation; empty unless the change
+            concerns collectives.
+        before_ms: Time in ms in the first run: per message for ``link``, per read for ``data``, per
+            step for ``layer``, ``transfers`` and ``waits``, and computing time per microbatch for
+            all other kinds.
         after_ms: Time in ms in the second run, with the same meaning as ``before_ms``.
-        confidence: Probability that the change is not random, between 0.5 and 0.99.
+        confidence: Estimated probability that the change is not random, between 0.5 and 0.99.
     """
 
     kind: str
@@ -94,12 +95,12 @@ class Change:
 
     @property
     def relative(self) -> float:
-        """Relative change of the time, which is positive if the second run is slower."""
+        """Relative change of the time. Positive if the second run is slower."""
         return self.after_ms / self.before_ms - 1 if self.before_ms > 0 else math.inf
 
     @property
     def place(self) -> str:
-        """Name of the affected part of the work, as text for the user."""
+        """Description of the affected part of the work for the user."""
         if self.kind == "everything":
             return "computing on all ranks"
         if self.kind == "link":
@@ -130,15 +131,15 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Holds the result of comparing two runs.
+    """Contains the result of comparing two runs.
 
     Attributes:
-        changes: Detected changes, with the largest first.
+        changes: Detected changes, sorted from the largest to the smallest relative change.
         before_ms: Median step time in ms of the first run.
         after_ms: Median step time in ms of the second run.
         error: Standard error of the ratio of the step times, as a fraction.
-        iterations: Number of iterations of the first and of the second run.
-        notes: Caveats about the traces, which :meth:`format` does not include.
+        iterations: Number of compared iterations of the first and the second run.
+        notes: Caveats about the traces. Not included in the output of :meth:`format`.
     """
 
     changes: tuple[Change, ...]
@@ -150,20 +151,20 @@ class Comparison:
 
     @property
     def relative(self) -> float:
-        """Change of the step time as a fraction, which is positive if the second run is slower."""
+        """Relative change of the step time. Positive if the second run is slower."""
         return self.after_ms / self.before_ms - 1
 
     def is_slower_by(self, limit: float) -> bool:
-        """Returns whether the steps of the second run are slower by more than ``limit``.
+        """Returns whether the steps of the second run are certainly slower by more than ``limit``.
 
         Args:
-            limit: Maximum relative increase of the step time, as a fraction. The result is
-                ``False`` if the increase may be random.
+            limit: Tolerated relative increase of the step time. If the increase may be random, the
+                result is ``False``.
         """
         return self.relative > limit and self.relative > SURE * self.error
 
     def format(self) -> str:
-        """Returns the comparison as text: the step time, followed by a line per change."""
+        """Returns the comparison as text: the step time, followed by one line per change."""
         first, second = self.iterations
         is_sure = abs(self.relative) > SURE * self.error
         word = "slower" if self.relative > 0 else "faster"
@@ -196,8 +197,8 @@ def compare_runs(
     Args:
         before: Trace of the first run.
         after: Trace of the second run.
-        iterations: Numbers of the iterations to use from each run. ``None`` means all except the
-            first, or an evenly spaced sample if there are too many.
+        iterations: Iterations to use from each run. ``None`` selects all except the first, or an
+            evenly spaced sample if there are too many.
 
     Raises:
         TraceError: The runs have different shapes or too few iterations, or cannot be read.
@@ -245,9 +246,10 @@ def _check_shapes(before: RunTrace, after: RunTrace) -> None:
 
 
 def _difference(before: Floats, after: Floats) -> tuple[Any, Any]:
-    """Returns the difference between the medians of ``after`` and ``before``, and its error.
+    """Returns the difference between the medians of ``after`` and ``before``.
 
-    The medians are taken over the first axis. The error is the standard error of the difference.
+    The medians are taken over the first axis. The second result is the standard error of the
+    difference.
     """
     errors = [
         _MEDIAN_ERROR * spread(series, axis=0) / math.sqrt(len(series))
@@ -260,14 +262,13 @@ def _difference(before: Floats, after: Floats) -> tuple[Any, Any]:
 def _computing(first: Measured, second: Measured) -> Iterator[Change]:
     """Yields the changes in computing time between two runs.
 
-    The first change is the change that accounts for most of the difference, and so on.
+    The change that accounts for most of the difference comes first.
     """
     with np.errstate(divide="ignore"):
         series = [np.log(tame_mean(m.action_ns.astype(np.float64))) for m in (first, second)]
     change, error = _difference(*series)
-    # A run may have too few iterations to estimate the noise of a single cell (one kind of action
-    # on one chunk of a rank). Therefore, assume for each cell at least the median noise of all
-    # cells.
+    # Assume for each cell (one kind of action on one chunk of a rank) at least the median noise of
+    # all cells, because a few iterations may underestimate the noise of a single cell.
     error = np.maximum(error, middle(error))
     times_ms = [np.exp(middle(log_ns, axis=0)) / 1e6 for log_ns in series]
     is_known = np.isfinite(change)
@@ -300,8 +301,8 @@ class _Part:
 
     Attributes:
         kind: Kind of the part, as in :class:`Change`.
-        cells: Index of the part in arrays ``[ranks, chunks, 3]``, whose last axis is the kind of
-            action.
+        cells: Index that selects the part in arrays ``[ranks, chunks, 3]``, whose last axis is the
+            kind of action.
         ranks: Global ranks that do this part of the work.
         stages: Pipeline stages that do this part of the work.
         action: Kind of action (F, B or W); empty if the part contains several kinds.
@@ -339,17 +340,17 @@ _KINDS_OF_PART: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("stage", (2,)),
     ("action on rank", (1,)),
 )
-"""Kinds of parts of the work, each with the axes of ``[ranks, chunks, 3]`` that are summed.
+"""Kinds of parts of the work, each with the axes of ``[ranks, chunks, 3]`` to sum over.
 
-A cell is the computing time of one kind of action on one chunk of a rank. If two parts have the
-same cells, such as a rank with one chunk and its stage, the kind that comes first is used.
+If two parts consist of the same cells, such as a rank with a single chunk and its stage, the kind
+that comes first is used.
 """
 
 _PREFERRED = 1 + 1e-9
-"""Factor by which a kind of part must explain more than the kinds listed before it.
+"""Factor by which a kind of part must explain more than the kinds that are listed before it.
 
-The factor is needed because sums of the same numbers over different axes may have different
-rounding errors.
+A factor of 1 would not work, because sums of the same numbers over different axes may have
+different rounding errors.
 """
 
 
@@ -360,10 +361,10 @@ def _largest_change(m: Measured, weight: Floats, rest: Floats) -> _PartChange | 
 
     Args:
         m: Measured times of one of the runs.
-        weight: ``[ranks, chunks, 3]``, certainty of the change of each rank, chunk and kind of
-            action, or 0 if the change is unknown.
-        rest: ``[ranks, chunks, 3]``, differences between the logarithms of the times, after the
-            changes that were already selected have been subtracted.
+        weight: ``[ranks, chunks, 3]``, weight of each cell, which is the inverse of the squared
+            standard error, or 0 if the change is unknown.
+        rest: ``[ranks, chunks, 3]``, differences between the logarithms of the times, from which
+            the changes that were already selected have been subtracted.
     """
     best: _PartChange | None = None
     for kind, axes in _KINDS_OF_PART:
@@ -387,15 +388,15 @@ def _largest_change(m: Measured, weight: Floats, rest: Floats) -> _PartChange | 
 
 
 def _part(m: Measured, kind: str, first: int = 0, second: int = 0) -> _Part:
-    """Returns the part of the work that is described by ``kind``, ``first`` and ``second``.
+    """Returns the part of the work that ``kind``, ``first`` and ``second`` identify.
 
     Args:
         m: Measured times of one of the runs.
         kind: Kind of the part, as in :class:`Change`.
-        first: Index of the rank on the rank axis. For the kind ``action``, this is the index of the
-            kind of action.
-        second: Index of the chunk if ``kind`` is ``stage``, or of the kind of action if ``kind`` is
-            ``action on rank``.
+        first: Index of the rank on the rank axis or, if ``kind`` is ``action``, index of the kind
+            of action.
+        second: Index of the chunk if ``kind`` is ``stage``, or index of the kind of action if
+            ``kind`` is ``action on rank``.
     """
     every = slice(None)
     if kind in ("everything", "action"):
@@ -436,7 +437,7 @@ def _links(first: Measured, second: Measured) -> Iterator[Change]:
 
 
 def _delays(m: Measured) -> dict[tuple[int, int], Floats]:
-    """Returns a dict from (sender, receiver) to the times in ns that messages took to arrive.
+    """Maps each link (sender, receiver) to the times in ns that messages took to arrive.
 
     Messages without an exact arrival time are omitted.
     """
@@ -472,7 +473,7 @@ def _data(first: Measured, second: Measured) -> Iterator[Change]:
 def _layers(
     runs: tuple[RunTrace, RunTrace], measured: tuple[Measured, Measured]
 ) -> Iterator[Change]:
-    """Yields a change for each layer that changed differently from other layers on its ranks.
+    """Yields a change for each layer that changed differently from the other layers on its ranks.
 
     ``runs`` contains the traces of both runs, and ``measured`` their measured times.
     """
@@ -507,7 +508,7 @@ def _layers(
 
 @dataclass(frozen=True, eq=False)
 class _LayerTimes:
-    """Holds the times of a layer in one run.
+    """Contains the times of a layer in one run.
 
     Attributes:
         ranks: Global ranks that have the layer.
@@ -519,7 +520,7 @@ class _LayerTimes:
 
 
 def _times_of_layers(run: RunTrace, m: Measured) -> dict[int, _LayerTimes]:
-    """Returns a dict from layer index to the layer's times in ``run``.
+    """Maps the index of each layer to the times of the layer in ``run``.
 
     Layers that were not timed in all iterations of ``m`` are omitted.
     """
@@ -538,7 +539,7 @@ def _times_of_layers(run: RunTrace, m: Measured) -> dict[int, _LayerTimes]:
 
 
 def _collectives(first: Measured, second: Measured) -> Iterator[Change]:
-    """Yields changes of the transfer times of groups, and of the time spent waiting for ranks.
+    """Yields changes of the transfer times of groups and of the waits for single ranks.
 
     ``first`` and ``second`` contain the measured times of the two runs.
     """
@@ -581,10 +582,10 @@ def _median_ms(times_ns: Floats) -> float:
 
 
 def _is_changed(before: Floats, after: Floats, step_ns: float, error_ns: float) -> float | None:
-    """Returns the confidence that the times changed, or ``None`` if the change may be random.
+    """Returns the confidence that the times changed, or ``None`` if the change does not count.
 
-    A change counts only if it exceeds the fraction :data:`LEAST` of the time in the first run and
-    the fraction :data:`OF_STEP` of a step.
+    A change counts if it is not random, and is at least the fraction :data:`LEAST` of the time in
+    the first run and at least the fraction :data:`OF_STEP` of a step.
 
     Args:
         before: Times in ns in the first run.

@@ -1,8 +1,8 @@
 """Writes results atomically, and writes optional files as long as the disk accepts data.
 
-A run can continue without some of its files, such as traces, curves, progress files and logs. If
-such a file cannot be written, for example because the disk is full, a warning is printed and the
-data is dropped.
+Some files of a run are optional, such as traces, curves, progress files and logs. If such a file
+cannot be written, for example because the disk is full, a warning is printed, the data is dropped
+and the run continues.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from megatron.adaptive.errors import TraceError
 PASSING = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG, errno.ENODEV)
 )
-"""Error numbers of disk problems that may be temporary. Other numbers indicate a wrong path."""
+"""Error numbers of disk problems that may be temporary, unlike those of a wrong path."""
 
 
 _ROOM_BYTES = 1 << 16
 
 
 def _has_room(file: int) -> bool:
-    """Returns whether the disk that contains ``file`` has enough space to try writing again.
+    """Returns whether the disk of the file descriptor ``file`` has enough space to resume writing.
 
-    ``file`` is a file descriptor. At least 64 KiB must be free. With a smaller limit, a few bytes
-    freed by another program would be enough to try again, and the disk would soon be full again.
+    At least 64 KiB must be free. With a smaller limit, writing would resume after another program
+    freed a few bytes, and the disk would soon be full again.
     """
     if not stat.S_ISREG(os.fstat(file).st_mode):
         return True
@@ -45,13 +45,13 @@ def _has_room(file: int) -> bool:
 
 
 class Outage:
-    """Prints a warning when a file becomes unwritable, and a note when it is writable again.
+    """Prints a warning when writing to a file begins to fail, and a note when it succeeds again.
 
     The note states how much data was lost in between.
 
     Args:
         name: Name of the file or stream, such as its path.
-        unit: Unit in which lost data is counted, in the plural, such as ``iterations``.
+        unit: Unit in which lost data is counted, as a plural, such as ``iterations``.
 
     Attributes:
         is_on: Whether writing currently fails.
@@ -65,7 +65,7 @@ class Outage:
         self.lost = 0
 
     def begins(self, error: Exception | str, count: int = 1) -> None:
-        """Adds ``count`` to the lost units, and prints ``error`` if this is a new outage."""
+        """Adds ``count`` to the lost units, and prints a warning if this is a new outage."""
         self.lost += count
         if not self.is_on:
             self.is_on = True
@@ -73,7 +73,7 @@ class Outage:
             self._say(f"warning: cannot write {self._name}: {reason}; the run continues without it")
 
     def ends(self) -> None:
-        """Ends the current outage, if any, and prints how much data was lost."""
+        """Ends the current outage, if there is one, and prints how much data was lost."""
         if self.is_on:
             self.is_on = False
             self._say(f"note: {self._name} can be written again; lost: {self.lost} {self._unit}")
@@ -89,13 +89,14 @@ class BestEffortFile:
     """Appends to an optional file, and drops data that cannot be written.
 
     If the file or its folder was deleted, the file is created again. Data is written completely or
-    not at all: if a write fails half-way, the file is truncated to its previous size. Only one
-    process may write to the file, but it may use several threads.
+    not at all: if a write fails halfway, the file is truncated to its previous size. Only one
+    process may write to the file, but several of its threads may.
 
     Args:
         path: Path of the file. Missing folders are created.
-        unit: Unit in which lost data is counted, in the plural, such as ``iterations``.
-        head: Function that returns the bytes to write first each time the file is opened.
+        unit: Unit in which lost data is counted, as a plural, such as ``iterations``.
+        head: Function that returns the bytes to write at the beginning each time the file is
+            opened.
 
     Raises:
         OSError: The file cannot be opened, and the reason is not a full or failing disk.
@@ -122,11 +123,11 @@ class BestEffortFile:
         return self._outage.lost
 
     def append(self, data: bytes, count: int = 1) -> bool:
-        """Appends all of ``data``, or nothing if the disk does not accept all of it.
+        """Appends all of ``data``, or nothing if the disk does not accept all of ``data``.
 
         Args:
             data: Bytes to append.
-            count: Number of units in ``data``, which are counted as lost if the write fails.
+            count: Number of units in ``data``. They are counted as lost if the write fails.
 
         Returns:
             Whether the data was written.
@@ -151,9 +152,9 @@ class BestEffortFile:
             return True
 
     def begin(self) -> None:
-        """Writes the result of the ``head`` function that was passed to the constructor.
+        """Writes the bytes that the ``head`` function returns.
 
-        If the write fails, it is retried before any later data is written.
+        If the write fails, they are written before any later data.
         """
         self._has_head = False
         self.append(b"", 0)
@@ -162,7 +163,8 @@ class BestEffortFile:
         """Closes the file. This method can be called more than once."""
         file, self._file = self._file, None
         if file is not None:
-            # NFS may report failures of earlier writes only at close(), when they cannot be undone.
+            # Ignore errors: NFS may report failed writes only at close(), when they cannot be
+            # undone.
             with contextlib.suppress(OSError):
                 os.close(file)
 
@@ -182,7 +184,7 @@ class BestEffortFile:
                 data = data[os.write(file, data) :]
         except OSError:
             self._is_torn = True
-            # If the file cannot be truncated, _is_torn stays set, and the next write truncates it
+            # If truncating also fails, _is_torn stays set, and the next write truncates the file
             # first.
             with contextlib.suppress(OSError):
                 os.ftruncate(file, self._end)
@@ -191,10 +193,10 @@ class BestEffortFile:
 
 
 class _LossyOutput(io.FileIO):
-    """Replaces standard output or error with a stream that drops unwritable data and never raises.
+    """Stream for standard output or error that drops unwritable data instead of raising an error.
 
     Args:
-        stream: Stream to replace, ``sys.stdout`` or ``sys.stderr``.
+        stream: Stream that is replaced, ``sys.stdout`` or ``sys.stderr``.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -205,10 +207,10 @@ class _LossyOutput(io.FileIO):
     def write(self, data: Any) -> int:
         """Writes ``data``, or drops it if the write fails.
 
-        After a failure, the number of lost bytes is written first.
+        When writing succeeds again after a failure, the number of lost bytes is written first.
 
         Returns:
-            Number of bytes in ``data``, even if they were dropped.
+            Size of ``data`` in bytes, even if ``data`` was dropped.
         """
         left = memoryview(data).cast("B")
         size = len(left)
@@ -231,8 +233,8 @@ class _LossyOutput(io.FileIO):
 def keep_printing() -> None:
     """Makes ``print`` and other writes to standard output and error ignore errors.
 
-    Without this, a full disk or a closed terminal would end the run. Streams that other code has
-    replaced are not changed. This function can be called more than once.
+    Otherwise, a full disk or a closed terminal would end the run. Streams that other code has
+    replaced are left unchanged. This function may be called more than once.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -244,7 +246,7 @@ def keep_printing() -> None:
             stream.flush()
         raw = _LossyOutput(stream)
         made = io.TextIOWrapper(
-            # An unbuffered stream (PYTHONUNBUFFERED) must stay unbuffered.
+            # Keep an unbuffered stream (PYTHONUNBUFFERED) unbuffered.
             cast(Any, raw) if stream.write_through else io.BufferedWriter(raw),
             encoding=stream.encoding,
             errors=stream.errors,
@@ -258,11 +260,11 @@ def keep_printing() -> None:
 def drop_closed_terminal() -> bool:
     """Redirects standard output and error to /dev/null if their terminal was closed.
 
-    Writing to a closed terminal raises an error, so a log line could make the process exit before a
+    Otherwise, printing a log line would raise an error, which could end the process before a
     checkpoint is saved.
 
     Returns:
-        Whether standard output or error was a closed terminal.
+        ``True`` if the terminal of standard output or error was closed.
     """
     is_closed = False
     for descriptor in (1, 2):
@@ -279,14 +281,14 @@ def drop_closed_terminal() -> bool:
 
 
 def set_aside(folder: str | os.PathLike[str]) -> Path | None:
-    """Renames ``folder`` to ``<folder>-1``, ``<folder>-2`` and so on, unless it is empty.
+    """Renames ``folder`` to the first unused name of ``<folder>-1``, ``<folder>-2`` and so on.
 
-    The new name is the first name that is not used. A job needs an empty folder of traces each time
-    it starts. If several machines share the folder, all of them may call this function at the same
-    time.
+    An empty folder is not renamed. A job calls this function at each start, because it needs an
+    empty folder for its traces. If several machines share the folder, all of them may call this
+    function at the same time.
 
     Returns:
-        New path of the folder, or ``None`` if it was empty or missing.
+        New path of the folder, or ``None`` if the folder was empty or missing.
 
     Raises:
         TraceError: The folder cannot be renamed.
@@ -300,7 +302,7 @@ def set_aside(folder: str | os.PathLike[str]) -> Path | None:
             number += 1
         path.rename(kept)
     except FileNotFoundError:
-        return None  # The folder is shared, and another machine has just renamed it.
+        return None  # Another machine that shares the folder has just renamed it.
     except OSError as error:
         raise TraceError(
             f"cannot rename {path}, which has the traces of an earlier start: {error.strerror}; "
@@ -323,11 +325,11 @@ def make_parent(path: Path) -> None:
 
 @contextmanager
 def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Replaces the file at ``path`` atomically by a temporary file, whose path is yielded.
+    """Yields a temporary path, and then atomically moves the file from there to ``path``.
 
     The temporary file has the suffix of ``path``, because writers choose the format by the suffix.
-    It is renamed when the ``with`` statement ends. If the body of the statement fails, the file at
-    ``path`` stays unchanged and the temporary file is deleted. Missing folders are created.
+    The file is moved when the ``with`` block ends. If the block raises an error, an existing file
+    at ``path`` stays unchanged and the temporary file is deleted. Missing folders are created.
 
     Raises:
         TraceError: The file cannot be written at ``path``.

@@ -1,13 +1,14 @@
 """Reads dumps of torch's flight recorder, and finds the stuck collective and the late ranks.
 
 torch writes a dump on each rank if ``TORCH_FR_BUFFER_SIZE`` is set and a NCCL collective takes too
-long. The file name ends with ``trace_rank_`` and the rank, as in ``comm_lib_trace_rank_0``, or in
-older releases ``nccl_trace_rank_0``. Jobs that use NVIDIA's resiliency extension (NVRx) name it
-``_dump_0``. A dump is a pickle, or JSON from ``_dump_fr_trace_json``. It lists the last collectives
-of each process group, with a number that is the same on all ranks of the group. Messages
-(point-to-point calls) have different numbers on different ranks, so this module matches the calls
-of each sender and receiver by their order. Pickles may contain code, so only plain values are read,
-and a pickle with other objects is rejected.
+long. The file name ends with ``trace_rank_`` and the rank, as in ``comm_lib_trace_rank_0`` or, in
+older releases, ``nccl_trace_rank_0``. In jobs that use NVIDIA's resiliency extension (NVRx), it
+ends with ``_dump_`` and the rank. A dump is a pickle, or JSON from ``_dump_fr_trace_json``.
+
+A dump lists the latest collectives of each process group, numbered in the same way on all ranks of
+the group. Messages (point-to-point calls) are numbered differently on each rank, so this module
+matches the calls of each sender and receiver by their order. A pickle can run code when it is
+loaded, so a pickle with anything but plain values is rejected.
 """
 
 from __future__ import annotations
@@ -30,26 +31,27 @@ _VERSION = re.compile(r"2(\.\d+)*")
 _LIBRARY = re.compile(r"/(torch|site-packages|dist-packages)/")
 _PEERS = re.compile(r"(\d+)(->|<-)(\d+)")
 _BATCH = "coalesced"
-"""Suffix of the name of an entry that represents a whole batch of messages.
+"""Suffix of the name of an entry that stands for a whole batch of messages.
 
-This entry follows the entries of the single messages.
+Such an entry follows the entries of the single messages.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedCall:
-    """Describes a rank's call of a collective, or of a send or a receive (a message).
+    """Describes a rank's call of a collective, a send or a receive.
 
     Attributes:
         rank: Global rank.
         group: Name of the process group, with its description if it has one.
-        number: Index of the collective in its group. For a message, this is the index of the
-            message, which each rank counts separately.
+        number: Index of the collective in the group, or index of the message, for which each rank
+            has a separate count.
         name: Name of the operation, such as ``nccl:all_reduce``.
         sizes: Dtypes and shapes of the inputs as text, such as ``Float [3, 4]``.
-        is_message: Whether the call is a send or a receive of a message between two ranks.
+        is_message: Whether the call is a send or a receive, that is, one end of a message between
+            two ranks.
         has_ended: Whether the operation has finished on this rank.
-        line_of_code: Code that made the call, as ``file:line in function``; empty if it was not
+        line_of_code: Line that made the call, as ``file:line in function``; empty if it was not
             recorded.
         created_ns: Time of the call in ns since 1970, or 0 if it was not recorded.
     """
@@ -67,16 +69,17 @@ class RecordedCall:
 
 @dataclass(frozen=True, kw_only=True)
 class Dump:
-    """Holds the dump of one rank.
+    """Contains the dump of one rank.
 
     Attributes:
         rank: Global rank.
         calls: Calls in the order in which they were made.
-        members: Global ranks of each process group, by name of the group. Groups that torch did not
-            list are missing.
-        begun: Number of the last collective that the rank called in each group, even if its entry
-            was overwritten.
-        is_whole: Whether the dump contains all calls of the rank, because no entry was overwritten.
+        members: Global ranks of each process group, keyed by the name of the group. Groups that
+            torch did not list are missing.
+        begun: Number of the last collective that the rank called in each group, even if the entry
+            of the collective was overwritten.
+        is_whole: Whether the dump contains all calls of the rank, which means that no entry was
+            overwritten.
     """
 
     rank: int
@@ -92,12 +95,12 @@ class StuckCall:
 
     Attributes:
         call: Call of the first waiting rank.
-        waiting: Global ranks that wait in the call.
-        late: Global ranks of the group that have not made the call.
-        missing: Global ranks of the group that have not written a dump of their calls.
-        mismatch: Message that lists the ranks whose call with the same index in the group was a
-            different operation, with that operation; empty if all ranks called the same operation.
-        is_entered: Whether all ranks have made the call, which means that only its transfer is
+        waiting: Global ranks that are waiting in the call.
+        late: Global ranks of the group that have not made the call yet.
+        missing: Global ranks of the group that have not written a dump.
+        mismatch: Text that lists the ranks that called a different operation under the same index,
+            and these operations; empty if all ranks called the same operation.
+        is_entered: Whether all ranks have made the call, which means that the transfer itself is
             stuck.
     """
 
@@ -109,7 +112,7 @@ class StuckCall:
     is_entered: bool
 
     def format(self) -> str:
-        """Returns lines that name the call, the waiting ranks and the late ranks."""
+        """Returns the call, the waiting ranks and the late ranks as lines of text."""
         call = self.call
         kind = "message" if call.is_message else "collective"
         line_of_code = f", at {call.line_of_code}" if call.line_of_code else ""
@@ -134,9 +137,9 @@ class StuckCalls:
     Attributes:
         ranks: Global ranks that have written a dump.
         stuck: Collectives and messages that do not finish.
-        culprits: Global ranks that the other ranks wait for; empty if the dumps do not show this.
+        culprits: Global ranks for which the other ranks wait; empty if the dumps do not show them.
         text: Sentence that gives the reason for the hang.
-        advice: Remedy as an instruction; empty if no call is stuck.
+        advice: Instruction on how to resolve the hang; empty if no call is stuck.
         notes: Caveats about the dumps.
     """
 
@@ -148,7 +151,7 @@ class StuckCalls:
     notes: tuple[str, ...] = ()
 
     def format(self) -> str:
-        """Returns the result as text, with the stuck calls, the reason and advice."""
+        """Returns the stuck calls, the reason and the advice as text."""
         count = len(self.stuck)
         lines = [
             f"flight recorder of {len(self.ranks)} rank{'s' * (len(self.ranks) != 1)}: "
@@ -166,7 +169,7 @@ class StuckCalls:
 
 
 def dump_files(folder: Path | None) -> dict[int, Path]:
-    """Returns a dict from rank to the path of the rank's dump in ``folder``.
+    """Maps each rank to the path of its dump in ``folder``.
 
     The dict is empty if there are no dumps.
     """
@@ -225,7 +228,7 @@ def _collective(calls: Sequence[RecordedCall], dumps: Mapping[int, Dump]) -> Stu
     """
     call = calls[0]
     listed = {rank for dump in dumps.values() for rank in dump.members.get(call.group, ())}
-    # torch does not list the members of gloo groups, so use the ranks that have used the group.
+    # torch does not list the members of gloo groups, so take the ranks that have used the group.
     members = sorted(listed or {rank for rank, dump in dumps.items() if call.group in dump.begun})
     waiting = tuple(sorted(other.rank for other in calls))
     with_dump = [rank for rank in members if rank in dumps and rank not in waiting]
@@ -256,7 +259,7 @@ def _message(
 
     Args:
         calls: Calls of the sender, of the receiver, or of both.
-        route: Global ranks of the sender and the receiver, as returned by :func:`_route`.
+        route: Result of :func:`_route`: the global ranks of the sender and the receiver.
         dumps: Dump of each rank.
     """
     call = calls[0]
@@ -280,10 +283,11 @@ def _message(
 def _is_late(
     end: int, call: RecordedCall, route: tuple[int, ...], dumps: Mapping[int, Dump]
 ) -> bool:
-    """Returns whether rank ``end`` has not yet called its send or receive of a message.
+    """Returns whether the rank ``end`` has not called its send or receive of a message yet.
 
     Args:
-        end: Global rank of the sender or the receiver, whose calls on this route have all finished.
+        end: Global rank of the sender or the receiver. All calls of this rank on the route have
+            finished.
         call: Unfinished call of the other rank.
         route: Global ranks of the sender and the receiver.
         dumps: Dump of each rank.
@@ -294,23 +298,23 @@ def _is_late(
     )
     if dumps[call.rank].is_whole and dumps[end].is_whole:
         return len(silent) <= waiting.index(call)
-    # All calls of ``end`` on this route have finished, so ``end`` has not made the matching call.
+    # All calls of ``end`` on the route have finished, so the matching call has not been made yet.
     return True
 
 
 def _route(call: RecordedCall, dump: Dump) -> tuple[int, ...]:
     """Returns the global ranks of the sender and the receiver of a message.
 
-    The result is empty if ``call`` is a collective. If torch did not record the rank at the other
-    end, the result contains only the rank that made the call. ``dump`` is the dump of the calling
-    rank.
+    ``dump`` is the dump of the rank that made the call. The result is empty if ``call`` is a
+    collective, and contains only the calling rank if torch did not record the rank at the other
+    end.
     """
     if not call.is_message:
         return ()
     match = _PEERS.search(call.name)
     if match is None:
         return (call.rank,)
-    # The name of a message contains two ranks within the group, of which the first made the call.
+    # The name of a message contains two ranks within the group. The first one made the call.
     members = dump.members.get(call.group, ())
     ends = [int(match[1]), int(match[3])]
     ends = [members[end] if end < len(members) else end for end in ends]
@@ -318,16 +322,16 @@ def _route(call: RecordedCall, dump: Dump) -> tuple[int, ...]:
 
 
 def _signature(call: RecordedCall) -> tuple[str, str]:
-    """Returns the parts of ``call`` that must be equal on all ranks.
+    """Returns the properties of ``call`` that must be equal on all ranks.
 
-    These are the name and, for all-reduce and broadcast, also the sizes of the inputs.
+    These are the name and, for all-reduce and broadcast, the sizes of the inputs.
     """
     has_equal_sizes = call.name.endswith(("all_reduce", "allreduce", "broadcast"))
     return call.name, call.sizes if has_equal_sizes else ""
 
 
 def _conclude(stuck: Sequence[StuckCall]) -> tuple[tuple[int, ...], str, str]:
-    """Returns the ranks that block the job, the reason, and advice for the user.
+    """Returns the ranks that block the job, the reason for the hang, and advice for the user.
 
     ``stuck`` contains all calls that do not finish.
     """
@@ -379,7 +383,7 @@ def _conclude(stuck: Sequence[StuckCall]) -> tuple[tuple[int, ...], str, str]:
 
 
 def _endless(stuck: StuckCall) -> tuple[str, str]:
-    """Returns the reason for a hang, and advice, if all ranks have entered the stuck call."""
+    """Returns the reason for the hang and advice, for a stuck call that all ranks have entered."""
     call = stuck.call
     if call.is_message:
         return (
@@ -451,17 +455,17 @@ def _parse(rank: int, content: Mapping[str, Any]) -> Dump:
         if (group := names.get(str(number))) is not None:
             last = int(status["last_enqueued_collective"])
             begun[group] = max(begun.get(group, 0), last)
-    # torch numbers its records from 0 and overwrites the oldest first, so a dump is whole if its
-    # first record has the number 0.
+    # torch numbers its records from 0 and overwrites the oldest ones first, so a dump is whole if
+    # the first record has the number 0.
     is_whole = all(int(entry.get("record_id", 1)) == 0 for entry in entries[:1])
     return Dump(rank=rank, calls=tuple(calls), members=members, begun=begun, is_whole=is_whole)
 
 
 def _without_batches(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
-    """Returns ``calls`` without the entries that represent whole batches of messages.
+    """Returns ``calls`` without the entries that stand for whole batches of messages.
 
-    torch marks only the entry of a batch as finished, but not the entries of the messages in the
-    batch. The mark is therefore copied to these messages.
+    torch marks only the entry of the batch as finished, not the entries of the messages in it. This
+    function therefore copies the mark to these messages.
     """
     kept: list[RecordedCall] = []
     for call in calls:
@@ -487,7 +491,7 @@ def _call(rank: int, entry: Mapping[str, Any]) -> RecordedCall:
         name=str(entry["profiling_name"]),
         sizes=sizes or "nothing",
         is_message=is_message,
-        # gloo's calls stay "scheduled", but are retired when they finish.
+        # gloo's calls stay in the state "scheduled", but are retired when they finish.
         has_ended=bool(entry["retired"]) or entry["state"] == "completed",
         line_of_code=_place(entry.get("frames", ())),
         created_ns=int(entry.get("time_created_ns") or 0),
@@ -497,7 +501,7 @@ def _call(rank: int, entry: Mapping[str, Any]) -> RecordedCall:
 def _place(frames: Iterable[Mapping[str, Any]]) -> str:
     """Returns the innermost stack frame outside of libraries as text.
 
-    The text is empty if all frames are in libraries.
+    The result is empty if all frames are in libraries.
     """
     for frame in frames:
         if not _LIBRARY.search(str(frame["filename"])):

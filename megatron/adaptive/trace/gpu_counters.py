@@ -1,7 +1,7 @@
 """Counts events that slow down a rank's GPU: power limits, heat, errors and other processes.
 
-The counters are read with NVML, which requires the package ``nvidia-ml-py`` and NVIDIA's driver. If
-either is missing, nothing is counted.
+The counters are read through NVML, which requires the package ``nvidia-ml-py`` and NVIDIA's driver.
+If either is missing, nothing is counted.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import time
 from typing import Any
 
 GPU_POWER_LIMITED = "gpu_power_limited_ns"
-"""Name of the counter of the time in ns for which the power limit lowered the GPU's clock rate."""
+"""Name of the counter of the time in ns that a power limit reduced the GPU's clock rate."""
 
 GPU_HOT = "gpu_hot_ns"
-"""Name of the counter of the time in ns for which heat lowered the GPU's clock rate."""
+"""Name of the counter of the time in ns that heat reduced the GPU's clock rate."""
 
 GPU_ERRORS = "gpu_memory_errors"
 """Name of the counter of uncorrectable errors in the GPU's memory (ECC)."""
@@ -23,16 +23,16 @@ GPU_REPLAYS = "gpu_pcie_replays"
 """Name of the counter of PCIe packets that the GPU retransmitted."""
 
 GPU_CLOCK = "gpu_clock_mhz"
-"""Name of the counter with the current clock rate in MHz of the GPU's processors."""
+"""Name of the counter for the current clock rate of the GPU's multiprocessors in MHz."""
 
 GPU_FULL_CLOCK = "gpu_full_clock_mhz"
-"""Name of the counter with the maximum clock rate in MHz of the GPU's processors."""
+"""Name of the counter for the maximum clock rate of the GPU's multiprocessors in MHz."""
 
 GPU_CELSIUS = "gpu_celsius"
-"""Name of the counter with the GPU's temperature in degrees Celsius."""
+"""Name of the counter for the GPU's temperature in degrees Celsius."""
 
 GPU_WATTS = "gpu_watts"
-"""Name of the counter with the GPU's power consumption in W."""
+"""Name of the counter for the GPU's power consumption in watts."""
 
 GPU_OTHERS = "gpu_others"
 """Name of the counter of processes outside the job that compute on the GPU."""
@@ -64,7 +64,7 @@ class GpuCounters:
         ranks: Number of ranks of the job that share the GPU.
 
     Attributes:
-        why_not: Reason why nothing can be counted. Empty if counting works or if there is no GPU.
+        why_not: Reason why nothing can be counted; empty if counting works or if there is no GPU.
         missing: Names of the counters that this GPU or this version of NVML does not provide.
     """
 
@@ -85,7 +85,7 @@ class GpuCounters:
             self._device = pynvml.nvmlDeviceGetHandleByUUID(uuid)
         except ImportError:
             self.why_not = "the package nvidia-ml-py is missing"
-        # NVML raises an error, for example, if there is no driver or no permission.
+        # NVML raises an error if, for example, there is no driver or no permission.
         except Exception as error:
             self.why_not = f"NVML cannot be initialized: {error}"
         else:
@@ -94,14 +94,15 @@ class GpuCounters:
             self.missing = tuple(name for name in GPU_COUNTERS if name not in self._values)
 
     def begin(self) -> None:
-        """Uses the latest reading as the starting point for the counts returned by :meth:`end`."""
+        """Makes the latest reading the starting point of the counts that :meth:`end` returns."""
         self._begun = dict(self._values)
 
     def end(self) -> dict[str, int]:
         """Returns the counts since :meth:`begin`, and the current values of all other counters.
 
-        The other counters are clock rates, the temperature and the power. The GPU is read at most
-        once a second. Until the next reading, counts are 0 and the other values stay the same.
+        The other counters are the clock rates, the temperature, the power and the number of other
+        processes. The GPU is read at most once a second. Between two readings, counts are 0 and the
+        other values stay the same.
         """
         if self._nvml is None:
             return {}
@@ -142,8 +143,8 @@ class GpuCounters:
     def _others(self) -> int:
         """Returns the number of processes outside the job that use the GPU.
 
-        In a container, NVML may report process IDs of another namespace. Processes are therefore
-        only counted, without comparing their IDs with the ranks' IDs.
+        Processes are only counted, without comparing their IDs with those of the ranks, because
+        NVML may report process IDs of another namespace in a container.
         """
         running = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._device)
         others = [process for process in running if int(process.pid) != os.getpid()]

@@ -1,7 +1,7 @@
 """Watches this machine's ranks from a separate process, and reports the rank that blocks the job.
 
 The first rank on a machine starts ``python -I -S hang_watch.py FOLDER`` (``engine/hang_guard.py``).
-It imports only the standard library, so it starts fast. It works even if no rank responds::
+This process imports only the standard library to start fast, and works even if no rank responds::
 
     rank 0   a thread, each second ──> now_rank_00000.json ──┐
     rank 1   the same ───────────────> now_rank_00001.json ──┼─> this process: does nothing move?
@@ -10,7 +10,7 @@ It imports only the standard library, so it starts fast. It works even if no ran
 
 The culprit is the rank that waits for no other rank. It may be stopped, blocked in a system call,
 holding the interpreter lock (GIL), reading data, or late for a collective. If all ranks wait, a
-message was lost, or the ranks are in a deadlock. This process exits when its parent exits.
+message was lost or there is a deadlock. This process exits when its parent exits.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from typing import Any, NamedTuple
 
 LEAST_S = 30.0
 STEPS = 10.0
-"""Default of ``--hang-after-s`` as a multiple of the median step time, but at least 30 s."""
+"""Multiple of the median step time that is the default of ``--hang-after-s``, at least 30 s."""
 _LOOK_S = 1.0
 _PATIENCE = 10.0
-"""Multiple of ``--hang-after-s`` for which ranks may compute between steps without progress."""
+"""Multiple of ``--hang-after-s`` for which ranks may compute without progress between steps."""
 _BUSY = (0.05, 0.5, float(1 << 17))
-"""Minimum usage per second of a working rank: processor time in seconds, processor time plus time
-in the run queue in seconds, and bytes read or written. Monitoring threads alone use less."""
+"""Minimum usage per second of a rank that works: processor time, processor time plus time in the
+run queue (both in seconds), and bytes read or written. Monitoring threads alone use less."""
 _STALE_S = 6.0
-"""Age in seconds above which a rank's status file is outdated; ranks write it every second."""
+"""Age in seconds above which a rank's status file, which is written every second, is outdated."""
 _OTHERS_S = 11.0
-"""Time in seconds to wait until hang detectors of other machines report the same hang."""
+"""Time in seconds to wait for the hang detectors of other machines to report the same hang."""
 _SILENT_S = 20.0
-"""Time in seconds without a report after which another machine's detector is considered lost."""
+"""Time in seconds without a report after which another machine's hang detector counts as lost."""
 
 JOB_FILE, _ENDED = "job.json", "ended"
 
@@ -66,14 +66,14 @@ _KINDS = {"F": "the forward", "B": "the backward", "W": "the weight gradient"}
 
 @dataclass(frozen=True, kw_only=True)
 class RankEvidence:
-    """Describes the state of one rank, as seen from outside its process.
+    """Describes the state of one rank as seen from outside of its process.
 
     Attributes:
         rank: Global rank.
         name: Name of the rank in messages, including its machine.
         pid: Process ID on the rank's machine.
-        now: Last status report written by the rank's monitoring thread; empty if there is none.
-        age_s: Age of the last status report in seconds.
+        now: Latest status report of the rank's monitoring thread; empty if there is none.
+        age_s: Age of the latest status report in seconds.
         state: Letter of the process state (proc(5)), ``X`` if it has exited; empty if unknown.
         wchan: Kernel function in which the main thread sleeps, from /proc; empty if unreadable.
         frames: (File, line, function) of each stack frame of the main thread, innermost first.
@@ -94,7 +94,7 @@ class RankEvidence:
 
     @property
     def doing(self) -> str:
-        """Action that the rank is running, with its microbatch, chunk and iteration, as text."""
+        """Text that names the rank's current action, with the microbatch, chunk and iteration."""
         now = self.now
         doing = str(now.get("doing", ""))
         iteration = f"iteration {now['iteration']}" if now.get("iteration") else "the start"
@@ -106,7 +106,7 @@ class RankEvidence:
 
     @property
     def place(self) -> str:
-        """Line of code that the main thread executes, outside of ``threading`` and ``queue``."""
+        """Location of the main thread in the code, outside of ``threading`` and ``queue``."""
         frames = [frame for frame in self.frames if not _LOCK_CODE.search(str(frame[0]))]
         if not frames:
             return f"in {self.wchan}" if self.wchan not in ("", "0") else "at an unknown location"
@@ -115,11 +115,11 @@ class RankEvidence:
 
     @property
     def needs(self) -> Sequence[Sequence[Any]]:
-        """Messages that the rank needs, each as (sender, kind, chunk, action index, microbatch)."""
+        """Messages that the rank waits for, as (sender, kind, chunk, action index, microbatch)."""
         return self.now.get("needs", ()) if self.now.get("doing") == "wait" else ()
 
     def is_in(self, pattern: re.Pattern[str], depth: int = 12) -> bool:
-        """Returns whether ``pattern`` matches ``line`` or a file of the top ``depth`` frames."""
+        """Returns whether ``pattern`` matches ``line`` or a file in the innermost frames."""
         files = [str(frame[0]) for frame in self.frames[:depth]]
         return any(pattern.search(text) for text in (*files, self.line))
 
@@ -131,13 +131,13 @@ class RankEvidence:
 
     @property
     def waits(self) -> bool:
-        """Whether the rank waits for other ranks, according to its stack or its last report."""
+        """Whether the rank waits for other ranks, according to its stack or its latest report."""
         if not self.frames:
             return self.now.get("doing") == "wait"
         return self.is_in(_WAITING, 4) or (".wait(" in self.line and not self.is_in(_LOCKS, 1))
 
     def has_done(self, kind: str, chunk: int, turn: int, step: int) -> bool:
-        """Returns whether the rank has finished action number ``turn`` of ``kind`` on ``chunk``."""
+        """Returns whether the rank has finished ``kind`` number ``turn`` (from 0) on ``chunk``."""
         own_step = int(self.now.get("step", -1))
         done = self.now.get("finished", {}).get(f"{kind}{chunk}", 0)
         return own_step > step or (own_step == step and done > turn)
@@ -145,7 +145,7 @@ class RankEvidence:
 
 @dataclass(frozen=True, kw_only=True)
 class Culprit:
-    """Describes which ranks block a job and why, with advice for the user.
+    """Describes which ranks block a job, the cause, and advice for the user.
 
     Attributes:
         ranks: Global ranks that block the job; empty if they could not be determined.
@@ -153,7 +153,7 @@ class Culprit:
             ``silent machine``, ``data reader``, ``lock``, ``device``, ``collective``, ``code``,
             ``network``, ``deadlock``.
         text: Sentence that names the ranks, their state and the code that they are running.
-        advice: Instruction for the user, such as a command that ends the hang.
+        advice: Instruction for the user, such as a command that resolves the hang.
     """
 
     ranks: tuple[int, ...]
@@ -163,7 +163,7 @@ class Culprit:
 
 
 def find_culprit(ranks: Sequence[RankEvidence]) -> Culprit:
-    """Returns which ranks block a job and why, given the evidence about all ranks of the job."""
+    """Determines which ranks block a job and why, from the evidence about all of its ranks."""
     for symptom in _SYMPTOMS:
         if matching := [rank for rank in ranks if symptom.applies(rank)]:
             first = matching[0]
@@ -214,7 +214,7 @@ def find_culprit(ranks: Sequence[RankEvidence]) -> Culprit:
 
 
 class _Symptom(NamedTuple):
-    """Describes a state of a rank that always blocks the job, regardless of the other ranks."""
+    """Describes a state of a rank that blocks the job regardless of the other ranks."""
 
     cause: str
     applies: Callable[[RankEvidence], bool]
@@ -252,7 +252,7 @@ _SYMPTOMS = (
 
 
 def _blame_free_rank(rank: RankEvidence, ranks: Sequence[RankEvidence]) -> Culprit:
-    """Returns why ``rank``, which waits for no other rank, blocks the job."""
+    """Determines why ``rank``, which waits for no other rank, blocks the job."""
     missed = next(
         (
             f", while other ranks wait in collective {max(waiting_in)} of the group of ranks "
@@ -273,7 +273,7 @@ def _blame_free_rank(rank: RankEvidence, ranks: Sequence[RankEvidence]) -> Culpr
     elif rank.is_in(_LOCKS, 3):
         cause = "lock"
         activity = "waits for a lock or thread"
-        advice = "the file with all stacks shows which thread holds the lock"
+        advice = "see the file with all stacks for the thread that holds the lock"
     elif rank.is_in(_DEVICE, 2):
         cause = "device"
         activity = "waits for its GPU"
@@ -294,8 +294,8 @@ def _blame_free_rank(rank: RankEvidence, ranks: Sequence[RankEvidence]) -> Culpr
 def _ahead_of(candidate: RankEvidence, ranks: Iterable[RankEvidence]) -> int:
     """Returns the number of ranks that have started more collectives than ``candidate``.
 
-    A rank is counted if it is ahead in at least one process group and behind in none. If background
-    threads wait for each other, only these numbers of collectives show which rank is late.
+    A rank counts if it is ahead in at least one process group and behind in none. If background
+    threads wait for each other, only the numbers of started collectives show which rank is late.
     """
 
     def is_behind(rank: RankEvidence, other: RankEvidence) -> bool:
@@ -308,13 +308,13 @@ def _ahead_of(candidate: RankEvidence, ranks: Iterable[RankEvidence]) -> int:
 
 
 def _ahead(ranks: Iterable[RankEvidence], name: str, begun: int) -> list[int]:
-    """Returns the numbers, over ``begun``, of collectives in group ``name`` that ranks wait in."""
+    """Returns the numbers above ``begun`` of collectives in group ``name`` in which ranks wait."""
     waited_in = (rank.collectives.get(name, (0,))[0] for rank in ranks if rank.waits)
     return [number for number in waited_in if number > begun]
 
 
 def _waits_for(ranks: Sequence[RankEvidence]) -> dict[int, set[int]]:
-    """Maps each rank to those it waits for: senders of inputs, or late members of collectives."""
+    """Maps each rank to those that it waits for: senders of inputs, or late group members."""
     by_rank = {rank.rank: rank for rank in ranks}
     edges: dict[int, set[int]] = {}
     for rank in ranks:
@@ -336,7 +336,7 @@ def _waits_for(ranks: Sequence[RankEvidence]) -> dict[int, set[int]]:
 
 
 def _waiters(rank: int, edges: Mapping[int, set[int]]) -> int:
-    """Returns the number of ranks that wait for ``rank``, even indirectly, plus one."""
+    """Returns one more than the number of ranks that wait for ``rank``, directly or indirectly."""
     waiting = {rank}
     while more := {other for other, peers in edges.items() if peers & waiting} - waiting:
         waiting |= more
@@ -344,7 +344,7 @@ def _waiters(rank: int, edges: Mapping[int, set[int]]) -> int:
 
 
 def _circle(edges: Mapping[int, set[int]]) -> list[int]:
-    """Returns ranks that wait for each other in a cycle. The list is empty if there is no cycle."""
+    """Returns ranks that wait for each other in a cycle, or an empty list if there is no cycle."""
     for start in edges:
         path = [start]
         while others := sorted(edges.get(path[-1], ())):
@@ -372,16 +372,16 @@ def _numbers(ranks: Sequence[int]) -> str:
 class Stillness:
     """Measures for how long no rank on this machine has made progress.
 
-    Within a step, only the end of an action or of a collective counts as progress. Between steps,
-    in evaluations, in checkpoints and before the third iteration (imports, compilation), reads and
-    writes also count. In these phases, computing counts for up to ten times the hang limit.
+    Within a step, only a change of action or a new collective counts as progress. Between steps, in
+    evaluations, in checkpoints and before the third iteration (imports, compilation), reads and
+    writes also count, and computing counts for up to ten times the hang limit.
 
     Args:
         limit_s: Value of ``--hang-after-s`` in seconds, or ``None`` for the default limit.
 
     Attributes:
-        paused: Number of collectives started in each process group; ``None`` unless every rank is
-            between two steps of a user's own training loop and waits for no other rank.
+        paused: Numbers of collectives started in each process group, if all ranks are idle between
+            two steps of a user's own training loop; otherwise ``None``.
     """
 
     def __init__(self, limit_s: float | None) -> None:
@@ -394,14 +394,14 @@ class Stillness:
 
     @property
     def limit_s(self) -> float:
-        """Hang limit: time in seconds without progress after which a hang is reported."""
+        """Time in seconds without progress after which a hang is reported (hang limit)."""
         if self._limit_s is not None:
             return self._limit_s
         steps = sorted(self._steps_s)
         return max(LEAST_S, STEPS * (steps[len(steps) // 2] if steps else 0.0))
 
     def restart(self, now_s: float) -> None:
-        """Sets the time without progress to 0, for example after the machine was suspended."""
+        """Resets the time without progress to 0, for example after the machine was suspended."""
         self._moved_s = self._computed_s = now_s
 
     def look(
@@ -415,7 +415,7 @@ class Stillness:
         """Compares the ranks' status reports with those of the previous call.
 
         Args:
-            nows: Maps each global rank to its status report.
+            nows: Status reports, keyed by global rank.
             now_s: Current time in seconds on a monotonic clock.
             computes: Whether a rank has computed on a processor since the previous call.
             transfers: Whether a rank has read or written bytes since the previous call.
@@ -456,7 +456,7 @@ def _paused(nows: Collection[Mapping[str, Any]]) -> dict[str, int] | None:
 
 
 def agreed(counts: Iterable[Mapping[str, int] | None]) -> dict[str, int] | None:
-    """Returns the number of collectives started per group, or ``None`` if ``counts`` differ."""
+    """Returns the number of collectives started in each group, or ``None`` if ``counts`` differ."""
     common: dict[str, int] = {}
     for by_name in counts:
         if by_name is None or any(common.setdefault(name, n) != n for name, n in by_name.items()):
@@ -477,7 +477,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def _work(pid: int) -> tuple[float, float, float]:
-    """Returns the usage of each resource in :data:`_BUSY` since the process ``pid`` started."""
+    """Returns how much of each resource in :data:`_BUSY` the process ``pid`` has used in total."""
     stat = _stat(pid)
     moved = waited_ns = 0
     with contextlib.suppress(OSError, ValueError, IndexError):
@@ -491,7 +491,7 @@ def _work(pid: int) -> tuple[float, float, float]:
 
 
 def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]:
-    """Collects evidence about this machine's ranks from outside. This takes several seconds.
+    """Collects evidence about this machine's ranks from outside, which takes several seconds.
 
     Args:
         folder: Folder in which this machine's ranks write their status reports and stacks.
@@ -504,7 +504,7 @@ def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]
     stacks = {rank: _spy(job.get("py_spy"), pid, before[rank]) for rank, pid in pids.items()}
     nows = _read_nows(folder, pids)
     for rank, pid in pids.items():
-        # The signal kills a rank without a handler. Ranks that have reported have a handler.
+        # The signal kills a rank without a handler, so signal only ranks that have reported.
         if not stacks[rank] and nows[rank] and before[rank] not in "XZTt":
             with contextlib.suppress(OSError):
                 os.kill(pid, int(job["signal"]))
@@ -528,7 +528,7 @@ def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]
                 pid=pid,
                 now=nows[rank],
                 age_s=max(0.0, time.time() - nows[rank].get("unix_ns", 0) / 1e9),
-                # A healthy process may briefly wait for a disk (D), so D must be seen twice.
+                # A healthy process may briefly wait for a disk (D), so only count D if seen twice.
                 state="S" if state == "D" and before[rank] != "D" else state,
                 wchan=wchan,
                 frames=frames,
@@ -540,9 +540,9 @@ def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]
 
 
 def main_frames(stack: str) -> list[tuple[str, int, str]]:
-    """Returns the frames of the main thread in ``stack``, with the innermost frame first.
+    """Returns the frames of the main thread in ``stack``, from the innermost to the outermost.
 
-    ``py-spy`` marks the main thread; ``faulthandler`` prints it last.
+    ``py-spy`` marks the main thread, and ``faulthandler`` prints the main thread last.
     """
     threads: list[list[tuple[str, int, str]]] = []
     marked: list[tuple[str, int, str]] | None = None
@@ -566,7 +566,7 @@ def main_frames(stack: str) -> list[tuple[str, int, str]]:
 def _spy(program: str | None, pid: int, state: str) -> str:
     if program is None or state in "XZ":
         return ""
-    # py-spy pauses and then resumes a process, so a process that a user stopped must not be paused.
+    # py-spy would pause and then resume the process, but must not resume one that a user stopped.
     mode = ["--nonblocking"] if state in "Tt" else ["--native"]
     try:
         done = subprocess.run(
@@ -590,7 +590,7 @@ def _source(frames: Sequence[tuple[str, int, str]]) -> str:
 
 
 def _read_nows(folder: Path, pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
-    """Returns each rank's last status report, which is empty if an earlier process wrote it."""
+    """Returns each rank's latest status report. A report of an earlier process counts as empty."""
     nows: dict[int, dict[str, Any]] = {}
     for rank, pid in pids.items():
         now = _read_json(folder / f"now_rank_{rank:05d}.json")
@@ -599,7 +599,7 @@ def _read_nows(folder: Path, pids: Mapping[int, int]) -> dict[int, dict[str, Any
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    for _ in range(3):  # The read is repeated, because a rank may be writing the file.
+    for _ in range(3):  # Try again, because a rank may be writing the file.
         try:
             return dict(json.loads(path.read_bytes()))
         except FileNotFoundError:
@@ -610,7 +610,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def format_page(culprit: Culprit, ranks: Sequence[RankEvidence], still_s: float) -> str:
-    """Returns a hang report as text, with the culprit, a line per rank, and all stacks."""
+    """Returns a hang report as text: the culprit, one line per rank, and all stacks."""
     lines = [
         f"Nothing moved for {still_s:.0f} s ({time.strftime('%Y-%m-%d %H:%M:%S')}).",
         f"Cause: {culprit.cause}. {culprit.text}.",
@@ -647,14 +647,14 @@ class _Watch:
     def run(self) -> None:
         last_s = time.monotonic()
         self._still.restart(last_s)
-        # The parent may have exited before this process started, so use the ID in the job file.
+        # Use the parent's ID in the job file, because the parent may already have exited.
         while os.getppid() == self._job["parent"]:
             time.sleep(_LOOK_S)
             now_s, elapsed_s = time.monotonic(), time.monotonic() - last_s
             last_s = now_s
             nows = _read_nows(self._folder, self._pids)
             if any(now.get("doing") == _ENDED for now in nows.values()):
-                return  # The job has finished, or the rank has printed an error itself.
+                return  # The job has finished, or the rank has already printed an error.
             work = {rank: _work(pid) for rank, pid in self._pids.items()}
             moved = [
                 any(
@@ -666,7 +666,7 @@ class _Watch:
             ]
             self._work = work
             if elapsed_s > 5 * _LOOK_S:
-                # This process was suspended. The ranks may have been suspended too, so start again.
+                # This process was suspended, and the ranks perhaps as well, so start again.
                 self._still.restart(now_s)
             still_s = self._still.look(nows, now_s, computes=any(moved[:2]), transfers=moved[2])
             self._decide(still_s, now_s)
@@ -674,11 +674,11 @@ class _Watch:
     def _decide(self, still_s: float, now_s: float) -> None:
         limit_s = self._still.limit_s
         others = self._others(now_s)
-        # Another machine's hang detector that sends evidence has found a hang and awaits a reply.
+        # A hang detector that sends evidence has found a hang and waits for the evidence from here.
         is_asked = any(other.get("ranks") for other in others.values())
         if self._reported_s is not None:
             if still_s < self._reported_s:
-                _say(f"hang: over after {self._reported_s:.0f} s or more; the job continues")
+                _say(f"hang: ended after at least {self._reported_s:.0f} s; the job continues")
                 self._reported_s = None
         elif (
             still_s > (limit_s / 2 if is_asked else limit_s)
@@ -690,7 +690,7 @@ class _Watch:
         self._publish(still_s)
 
     def _publish(self, still_s: float, evidence: Sequence[RankEvidence] = ()) -> None:
-        """Writes the time without progress and ``evidence`` to a file that other machines read."""
+        """Writes the time without progress, and ``evidence``, to a file for the other machines."""
         if self._job["machines"] < 2:
             return
         self._beat += 1
@@ -705,7 +705,7 @@ class _Watch:
         path.with_suffix(".part").replace(path)
 
     def _others(self, now_s: float) -> dict[int, dict[str, Any]]:
-        """Returns each other machine's last report, or an empty dict if the report is too old."""
+        """Maps each other machine to its latest report, which is empty if it is too old."""
         reports = {}
         for machine in {*range(self._job["machines"])} - {self._job["machine"]}:
             report = _read_json(self._folder / f"machine_{machine}.json")
@@ -725,7 +725,7 @@ class _Watch:
         if any(
             rank.now.get(name) != after[rank.rank].get(name) for rank in evidence for name in _MOVES
         ):
-            return  # The job made progress while evidence was collected.
+            return  # The job has made progress while evidence was collected.
         self._reported_s = still_s
         ranks.sort(key=lambda rank: rank.rank)
         culprit = find_culprit(ranks)
@@ -752,7 +752,7 @@ class _Watch:
     def _wait_for_others(
         self, still_s: float, evidence: Sequence[RankEvidence]
     ) -> list[RankEvidence]:
-        """Waits some seconds for evidence from other machines' hang detectors, and returns it."""
+        """Waits some seconds for the evidence from other machines, and returns this evidence."""
         until_s = time.monotonic() + _OTHERS_S
         reports: dict[int, dict[str, Any]] = {}
         while time.monotonic() < until_s:
@@ -782,12 +782,12 @@ def _say(line: str) -> None:
 
 
 def main() -> int:
-    """Runs the hang detector until its parent exits, and then deletes the folder of reports."""
+    """Runs the hang detector until the parent process exits, and then deletes ``FOLDER``."""
     folder = Path(sys.argv[1])
     with contextlib.suppress(OSError):
         os.nice(10)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # Terminals and launchers signal the whole process group, but this process must exit last.
+        # Ignore signals to the whole process group, because this process must exit last.
         signal.signal(number, signal.SIG_IGN)
     try:
         _Watch(folder).run()

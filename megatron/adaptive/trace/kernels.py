@@ -1,9 +1,9 @@
 """Reads and writes the operators and kernels of selected steps, for ``--trace-detail kernels``.
 
-A rank that records kernels writes a file ``kernels_rank_00000.jsonl`` next to its trace, with one
-line per step. Each line contains the total time of all kernels by action and name, and the start
-and duration of the :data:`MOST_KEPT` longest kernels. Times are readings of the rank's monotonic
-clock, as in its trace. A name is an index into ``names``::
+A rank that records kernels writes a file such as ``kernels_rank_00000.jsonl`` next to its trace,
+with one line per step. Each line contains the total time of all kernels for each action and name,
+and the start and duration of the :data:`MOST_KEPT` longest kernels. Times are readings of the
+rank's monotonic clock, as in the trace. Each ``name`` in the lists is an index into ``names``::
 
     {"iteration": 10, "device": "cpu", "names": ["aten::mm", ...],
      "totals": [["F", name, number, total_ns], ...], "kept": [[name, start_ns, length_ns], ...]}
@@ -26,23 +26,23 @@ from megatron.adaptive.trace.read import RunTrace, describe_numbers
 from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, Span
 
 MOST_KEPT = 20_000
-"""Maximum number of kernels per step whose times are kept. They take less than a megabyte."""
+"""Maximum number of kernels per step whose times are kept. These times need less than 1 MB."""
 
 MOST_NAMES = 1_000
-"""Maximum number of totals per step. The remaining times are added up as :data:`OTHERS`."""
+"""Maximum number of totals per step. All other kernels are added up as :data:`OTHERS`."""
 
 OTHERS = "others"
 OUTSIDE = "outside"
-"""Name used instead of an action for kernels that begin outside of all actions."""
+"""Name that replaces the action for kernels that begin outside of all actions."""
 
 _LONGEST_NAME = 200
 _LIMIT = 1 << 62
-"""Largest number allowed in a file. Larger times could not be converted to the run's clock."""
+"""Upper limit for numbers in a file. Larger times could not be converted to the run's clock."""
 _AROUND = (*DRAWN_ACTIONS, "reduce", "optimizer")
 
 
 class TimedKernel(NamedTuple):
-    """Describes a GPU kernel or a CPU operator, with its times in ns."""
+    """Describes when a GPU kernel or a CPU operator ran."""
 
     name: str
     start_ns: int
@@ -50,7 +50,7 @@ class TimedKernel(NamedTuple):
 
 
 class KernelTotal(NamedTuple):
-    """Contains the number and total time of kernels with the same name and action in a step.
+    """Contains the count and total time of a step's kernels with the same name and action.
 
     Attributes:
         action: Kind of action (``F``, ``B``, ``W``, ``reduce``, ``optimizer``) or ``outside``.
@@ -72,8 +72,8 @@ class StepKernels:
     Attributes:
         iteration: Iteration number.
         device: Kind of device, ``cpu`` (operators) or ``cuda`` (kernels).
-        totals: Totals by action and name, including kernels that are not in ``kept``.
-        kept: Longest kernels with their times, in the order of their start.
+        totals: Totals for each action and name, including kernels that are not in ``kept``.
+        kept: Longest kernels with their times, sorted by start.
     """
 
     iteration: int
@@ -85,13 +85,13 @@ class StepKernels:
 def summed(
     iteration: int, device: str, kernels: Iterable[TimedKernel], spans: Iterable[Span]
 ) -> StepKernels:
-    """Returns the total time of a step's kernels by action and name, and the longest kernels.
+    """Adds up the times of a step's kernels by action and name, and selects the longest kernels.
 
     Args:
         iteration: Iteration number.
         device: Kind of device, ``cpu`` or ``cuda``.
         kernels: All kernels of the step.
-        spans: Spans of the step, on the same rank and clock.
+        spans: Spans of the step, from the same rank and clock.
     """
     listed = [kernel._replace(name=kernel.name[:_LONGEST_NAME]) for kernel in kernels]
     sums: dict[tuple[str, str], tuple[int, int]] = {}
@@ -115,9 +115,10 @@ def summed(
 def _add(
     sums: dict[tuple[str, str], tuple[int, int]], key: tuple[str, str], row: tuple[int, int]
 ) -> None:
-    """Adds ``row``, a number of kernels and their time in ns, to the totals of ``key`` in ``sums``.
+    """Adds ``row`` to the entry of ``key`` in ``sums``.
 
-    ``key`` consists of the action and the name of the kernels.
+    ``key`` is an action and the name of kernels, and ``row`` is the count of kernels and their
+    total time in ns.
     """
     count, total_ns = sums.get(key, (0, 0))
     sums[key] = count + row[0], total_ns + row[1]
@@ -129,7 +130,7 @@ def kernels_path(folder: Path, rank: int) -> Path:
 
 
 class KernelFile:
-    """Writes the kernels of a rank to its file, which is created when the first step is added.
+    """Writes the kernels of a rank to a file, which is created when the first step is added.
 
     If a step cannot be written completely, the step is dropped and a warning is printed.
 
@@ -173,9 +174,9 @@ class KernelFile:
             self._file.close()
 
     def _line_end(self) -> bytes:
-        """Returns a newline if the file ends with an incomplete line, and otherwise empty bytes.
+        """Returns a newline if the file ends with an incomplete line, otherwise empty bytes.
 
-        A process that was killed may have left such a line.
+        A process that was killed may have left an incomplete line.
         """
         with self._path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -184,10 +185,10 @@ class KernelFile:
 
 
 def read_steps(run: RunTrace, rank: int) -> list[StepKernels]:
-    """Reads the kernels of ``rank`` for each step, with times on the run's common clock.
+    """Reads the kernels of ``rank`` in each step, with times on the run's common clock.
 
-    Damaged lines are skipped; :func:`kernel_notes` reports them. If a step was recorded twice, the
-    later record is used.
+    Damaged lines are skipped, and reported by :func:`kernel_notes`. If a step was recorded twice,
+    the later record is used.
     """
     trace = run.ranks[rank]
     steps, _ = _read(kernels_path(trace.index.path.parent, rank))
@@ -203,7 +204,7 @@ def read_steps(run: RunTrace, rank: int) -> list[StepKernels]:
 
 
 def kernel_notes(run: RunTrace) -> list[str]:
-    """Returns a note for each damaged kernel file of the run."""
+    """Returns one note for each unreadable or damaged kernel file of the run."""
     notes = []
     for rank, trace in run.ranks.items():
         _, note = _read(kernels_path(trace.index.path.parent, rank))
@@ -212,7 +213,7 @@ def kernel_notes(run: RunTrace) -> list[str]:
 
 
 def _read(path: Path) -> tuple[list[StepKernels], str]:
-    """Returns the steps in the file at ``path``, and a note about damaged lines if there are any.
+    """Returns the steps in the file at ``path``, and a note, which is empty without damaged lines.
 
     A truncated last line is skipped without a note.
     """
@@ -241,7 +242,7 @@ def _read(path: Path) -> tuple[list[StepKernels], str]:
 
 
 def _step(record: Any) -> StepKernels:
-    """Converts ``record``, a parsed line of the file, to the kernels of a step.
+    """Converts a parsed line of the file to the kernels of a step.
 
     Raises:
         ValueError: A value has the wrong type or is out of range. Records with a different
@@ -280,7 +281,7 @@ def _text(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelFigures:
-    """Contains the total time of a rank's kernels with the same name and action in a step.
+    """Contains the count and total time of a rank's kernels with one name and action in a step.
 
     Attributes:
         rank: Global rank.
@@ -298,7 +299,7 @@ class KernelFigures:
 
 
 def kernel_figures(run: RunTrace, iteration: int) -> list[KernelFigures]:
-    """Returns the total times of a step's kernels by rank, action and name, longest first.
+    """Returns the totals of a step's kernels by rank, action and name, with the longest first.
 
     Args:
         run: Trace of the run.
@@ -321,7 +322,7 @@ def kernel_figures(run: RunTrace, iteration: int) -> list[KernelFigures]:
 
 
 def actions_of(spans: Iterable[Span], kernels: Sequence[TimedKernel]) -> list[Span | None]:
-    """Returns the action during which each kernel begins, or ``None`` if no action was running.
+    """Returns the action during which each kernel begins, or ``None`` outside of all actions.
 
     Args:
         spans: Spans of the step on the same rank.

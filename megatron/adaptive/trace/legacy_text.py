@@ -1,24 +1,25 @@
 """Writes and reads traces in an older text format, ``trace_pipeline_<p>_model_chunks_<c>.txt``.
 
-The script ``process_trace.py`` of OpenSQZ/MegatronApp reads this format. Each line is a record::
+This format is read by the script ``process_trace.py`` of OpenSQZ/MegatronApp. Each line is a
+record::
 
     rank 0 iteration starts at timestamp 12.500000% iteration 7
     0, 3, forward start, 12.500000%
     0, 3, forward finished, 14.100000%
     rank 0 iteration ends at timestamp 60.000000% iteration 7
 
-Times are in milliseconds and end with a percent sign. The first number of an action is the pipeline
-rank. The second number encodes chunk and microbatch as the action's position in the interleaved
-schedule for p ranks and c chunks::
+Times are in milliseconds and end with a percent sign. The first number in the line of an action is
+the pipeline rank. The second number encodes the chunk k and the microbatch, as the position of the
+action in the interleaved schedule for p ranks and c chunks::
 
     number = (microbatch // p) * (p * c)  +  k * p  +  microbatch % p
     k = chunk for forward,  c - 1 - chunk for backward and weight
 
-The pauses between iterations are not written. This module adds ``#`` lines with the names of the
-run, the schedule and the placement, and appends the iteration number to the lines that start or end
-an iteration. The script ignores these additions. ``weight start`` and ``weight finished`` mark
-weight-gradient passes (W). The format cannot express waits, message sizes and memory, which the
-JSON-lines files contain.
+Iterations are written without the pauses between them. This module adds ``#`` lines with the names
+of the run, the schedule and the placement, and appends the iteration number to the lines that start
+or end an iteration. The script ignores these additions. ``weight start`` and ``weight finished``
+mark weight-gradient passes (W). Unlike the JSON-lines files, this format does not include waits,
+message sizes and memory.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from megatron.adaptive.trace.trace_format import Span
 from megatron.adaptive.trace.views.palette import ACTION_NAMES
 
 KEPT_ITERATIONS = 20
-"""Maximum number of iterations in a text file, because ``process_trace.py`` cannot read more."""
+"""Maximum number of iterations in a text file. ``process_trace.py`` cannot read more."""
 
 NS_PER_MS = 1_000_000
 
@@ -58,9 +59,9 @@ def legacy_name(num_ranks: int, num_chunks: int) -> str:
 
 
 def legacy_shape(path: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """Returns the numbers of pipeline ranks and of chunks per rank from the file name in ``path``.
+    """Reads the numbers of pipeline ranks and of chunks per rank from the file name in ``path``.
 
-    The result is ``None`` if the name has another form.
+    Returns ``None`` if the name has another form.
     """
     match = _NAME.fullmatch(Path(path).stem)
     if not match or int(match[1]) < 1 or int(match[2]) < 1:
@@ -71,11 +72,11 @@ def legacy_shape(path: str | os.PathLike[str]) -> tuple[int, int] | None:
 def write_legacy(run: RunTrace, path: str | os.PathLike[str]) -> None:
     """Writes the last complete iterations of a run's first pipeline in the text format.
 
-    If no iteration is complete, only the last iteration is written.
+    If no iteration is complete, the last iteration is written.
 
     Args:
         run: Trace of the run to write.
-        path: Path of the file, which is replaced if it exists. Use :func:`legacy_name` for its
+        path: Path of the file. An existing file is replaced. Use :func:`legacy_name` for the file
             name.
 
     Raises:
@@ -96,12 +97,12 @@ def read_legacy(path: str | os.PathLike[str]) -> RunTrace:
     """Reads a trace in the older text format.
 
     Args:
-        path: Path of the trace file, whose name contains the numbers of pipeline ranks and of
-            chunks per rank.
+        path: Path of the trace file. The file name must contain the numbers of pipeline ranks and
+            of chunks per rank.
 
     Returns:
-        Run with one trace per pipeline rank. Unknown lines are skipped. Actions without a
-        ``finished`` line are dropped and counted in ``truncated_lines``.
+        Trace of the run, with one rank per pipeline rank. Unknown lines are skipped. Actions
+        without a ``finished`` line are dropped and counted in ``truncated_lines``.
 
     Raises:
         TraceError: The file cannot be read, contains no action, or its name has another form.
@@ -149,13 +150,13 @@ def read_legacy(path: str | os.PathLike[str]) -> RunTrace:
 
 
 class _Contents:
-    """Collects the contents of a file in the text format, line by line.
+    """Collects the contents of a file in the text format line by line.
 
     Attributes:
         notes: Names of the run, schedule and placement, from the ``#`` lines.
-        rows: Finished actions by rank and iteration.
-        begun: Start time in ns of each unfinished action, by rank, kind, and the number that
-            encodes chunk and microbatch.
+        rows: Finished actions, keyed by rank and iteration.
+        begun: Start time in ns of each unfinished action, keyed by rank, kind and the number that
+            encodes the chunk and the microbatch.
     """
 
     def __init__(self, num_ranks: int, num_chunks: int) -> None:
@@ -167,7 +168,7 @@ class _Contents:
         self._iterations: dict[int, int] = {}
 
     def add(self, line: str) -> None:
-        """Adds the contents of ``line``, or skips the line if its form is unknown."""
+        """Adds the contents of ``line``. Skips lines of an unknown form."""
         if note := _NOTE.match(line):
             self.notes[note[1]] = note[2]
         elif marker := _MARKER.match(line):

@@ -1,11 +1,11 @@
-"""Finds the trace of a run that the user names, or of the newest run by default.
+"""Finds the trace of the run that the user names, by default of the newest run.
 
-The folder of a run contains a folder ``traces`` with a JSON-lines file per rank. It may also
+The folder of a run contains a folder ``traces`` with one JSON-lines file per rank. It may also
 contain a trace in the older text format (``legacy_text``). The newest run is the run whose files
-changed last. By default, runs write into these folders of the current directory::
+changed last. By default, runs write to these folders in the current directory::
 
     runs/NAME/traces, runs/NAME/checkpoints     train single, the scripts of examples/gpt
-    runs/latest                                 the newest of these: a link, or a file with its path
+    runs/latest                                 link to the newest of these, or file with its path
     logs/JOB, logs/JOB/traces                   jobs of conf.sh, on pods and on Slurm
     traces, checkpoints                         the names that the documentation uses with
                                                 --trace-dir and --save
@@ -25,7 +25,7 @@ from megatron.adaptive.trace.legacy_text import legacy_shape, read_legacy
 from megatron.adaptive.trace.read import RunTrace, read_run, trace_files
 
 TRACES = "traces"
-"""Name of the folder that contains the traces, inside a run's folder."""
+"""Name of the folder with the traces inside a run's folder."""
 
 _RUNS = Path("runs")
 _LATEST = _RUNS / "latest"
@@ -33,8 +33,8 @@ _HERE = Path()
 PARENTS = (_RUNS, Path("logs"), _HERE)
 """Folders that are searched for runs by default.
 
-The current folder may be the folder of a run. Apart from ``runs`` and ``logs``, its subfolders are
-not searched.
+The current folder may itself be the folder of a run. Of its subfolders, only ``runs`` and ``logs``
+are searched.
 """
 
 _LINES = (f"{TRACES}/trace_rank_*.jsonl", "trace_rank_*.jsonl")
@@ -47,10 +47,11 @@ def load_run(
     """Finds and reads the trace of a run in any of the supported formats.
 
     Args:
-        path: Path of the run's folder, of its folder ``traces``, of a file in the text format, of a
-            profile (``imports``), or of a published table. ``None`` means the newest run.
-        num_ranks: Required number of pipeline ranks, or ``None`` to accept any number.
-        num_chunks: Required number of chunks per rank, or ``None`` to accept any number.
+        path: Path of the run's folder, of the folder ``traces`` in it, of a file in the text
+            format, of a profile (``imports``), or of a published table; ``None`` for the newest
+            run.
+        num_ranks: Required number of pipeline ranks; ``None`` to accept any number.
+        num_chunks: Required number of chunks per rank; ``None`` to accept any number.
 
     Raises:
         TraceError: The trace does not exist, cannot be read, or has different numbers of ranks or
@@ -70,13 +71,13 @@ def load_run(
 def newest_run(
     patterns: Sequence[str], parents: Sequence[Path] = PARENTS, *, may_be_empty: bool = False
 ) -> Path | None:
-    """Returns the folder of the newest run, and prints its path to standard error.
+    """Finds the folder of the newest run, and prints the path to standard error.
 
     Args:
-        patterns: Patterns of files, relative to a run's folder. The newest run is the run whose
-            matching files changed last.
+        patterns: Patterns of files relative to a run's folder. The newest run is the one in which a
+            matching file changed last.
         parents: Folders that contain runs.
-        may_be_empty: Whether to include a run in the folder ``runs`` that has no matching file yet.
+        may_be_empty: Whether to accept a run in the folder ``runs`` that has no matching file yet.
 
     Returns:
         Path of the folder, or ``None`` if there is no run.
@@ -100,17 +101,17 @@ def newest_run(
 
 
 def searched(parents: Sequence[Path] = PARENTS) -> str:
-    """Lists the folders in ``parents``, for error messages."""
+    """Returns the names of the folders in ``parents`` for an error message."""
     *others, last = (str(parent.resolve()) for parent in parents)
     return f"{', '.join(others)} or {last}" if others else last
 
 
 def _folders(parent: Path, patterns: Sequence[str], *, may_be_empty: bool) -> list[Path]:
-    """Returns the subfolders of ``parent`` that are candidates for the newest run.
+    """Returns the subfolders of ``parent`` that may contain the newest run.
 
-    The list is empty if the folder cannot be read. For the folder ``runs``, the list contains only
-    the target of ``runs/latest`` if that run has a file that matches ``patterns`` or if
-    ``may_be_empty`` is ``True``.
+    The list is empty if ``parent`` cannot be read. In the folder ``runs``, the target of
+    ``runs/latest`` is the only candidate if the target contains a file that matches ``patterns``,
+    or if ``may_be_empty`` is true.
     """
     if parent == _HERE:
         return [parent]
@@ -144,14 +145,14 @@ def _latest_run() -> Path | None:
 
 
 def _changed_s(folder: Path, patterns: Sequence[str]) -> float | None:
-    """Returns the time in seconds at which a file in ``folder`` last changed, or ``None``.
+    """Returns the time in seconds at which a matching file in ``folder`` last changed.
 
-    Only files that match one of ``patterns`` count. ``None`` means that no file matches.
+    A file matches if it matches one of ``patterns``. The result is ``None`` if no file matches.
     """
     times_s = []
     for pattern in patterns:
         for path in folder.glob(pattern):
-            # An active run may delete a file between the two calls.
+            # Ignore files that a running job deletes between the two calls.
             with contextlib.suppress(OSError):
                 times_s.append(path.stat().st_mtime)
     return max(times_s, default=None)

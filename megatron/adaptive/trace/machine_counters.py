@@ -14,8 +14,8 @@ The Linux kernel counts these events for every process or for the whole machine:
     /sys/devices/system/cpu          clock of a processor and its limit
     /sys/class/{net,infiniband}      errors and speed of network ports
 
-The files stay open, so that all of them can be read in tens of microseconds. If a file does not
-exist, or this process may not read it, the counters in that file are missing.
+The files stay open, so that reading all of them takes only tens of microseconds. If a file does not
+exist or this process may not read it, the counters from that file are missing.
 """
 
 from __future__ import annotations
@@ -46,69 +46,69 @@ from megatron.adaptive.trace.network_counters import (
 )
 
 ELAPSED = "elapsed_ns"
-"""Name of the counter of the time in ns that the other counters cover."""
+"""Name of the counter for the length of the measured period in ns."""
 
 PROCESSOR_WAIT = "processor_wait_ns"
-"""Name of the counter of the time in ns for which a thread was ready to run but had no processor.
+"""Name of the counter for the time in ns that a thread was ready to run but had no processor.
 
-Only the thread of this process that waited longest is counted.
+The value is that of the thread of this process that waited longest.
 """
 
 TURN_WAIT = "turn_wait_ns"
-"""Name of the counter of the mean time in ns for which a thread waited to get a processor.
+"""Name of the counter for the mean time in ns that a thread waited until it got a processor.
 
-Only threads that run actions, send or receive are considered, and only the thread that waited
-longest is counted. A message may be noticed late by about this time because its receiver had no
-processor.
+The value is that of the longest-waiting thread among those that run actions, send or receive. A
+receiver that has no processor may notice a message late by about this time.
 """
 
 THROTTLED = "throttled_ns"
-"""Name of the counter of the time in ns for which a control group's quota stopped its processes."""
+"""Name of the counter for the time in ns that a quota stopped the processes of a control group."""
 
 STEAL = "steal_ns"
-"""Name of the counter of the time in ns that a virtual machine's host took from a processor.
+"""Name of the counter for the time in ns that the host took from a virtual machine's processor.
 
-The time is averaged over the machine's processors.
+The time is averaged over the processors of the machine.
 """
 
 MEMORY_WAIT = "memory_wait_ns"
-"""Name of the counter of the time in ns for which programs waited for memory (reclaim, swap)."""
+"""Name of the counter for the time in ns that programs waited for memory (reclaim, swap)."""
 
 DISK_WAIT = "disk_wait_ns"
-"""Name of the counter of the time in ns for which programs of the machine waited for a disk."""
+"""Name of the counter for the time in ns that programs on the machine waited for a disk."""
 
 DISK_PAGES = "disk_pages"
-"""Name of the counter of memory pages for which this process had to wait for a disk read."""
+"""Name of the counter for memory pages that this process had to read from disk (page faults)."""
 
 DISK_READ = "disk_read_bytes"
-"""Name of the counter of bytes that this process or its children read from a disk.
+"""Name of the counter for bytes that this process or one of its children read from a disk.
 
-Only the process that read most is counted. Reads from the page cache are not included.
+The value is that of the process that read most. Reads from the page cache are not included.
 """
 
 CLOCK = "clock_khz"
-"""Name of the counter with the clock rate in kHz of the processor that this process used last."""
+"""Name of the counter for the clock rate of the processor that this process used last, in kHz."""
 
 CLOCK_LIMIT = "clock_limit_khz"
-"""Name of the counter with the configured limit on this processor's clock rate in kHz."""
+"""Name of the counter for the configured limit of this processor's clock rate in kHz."""
 
 FULL_CLOCK = "full_clock_khz"
-"""Name of the counter with the maximum clock rate in kHz that this processor supports."""
+"""Name of the counter for the highest clock rate that this processor supports, in kHz."""
 
 MACHINE_BUSY = "machine_busy_ns"
-"""Name of the counter of the processor time in ns that all programs of the machine used."""
+"""Name of the counter for the processor time in ns that all programs on the machine used."""
 
 OWN_BUSY = "own_busy_ns"
-"""Name of the counter of the processor time in ns that this process used."""
+"""Name of the counter for the processor time in ns that this process used."""
 
 KERNEL = "kernel_ns"
-"""Name of the counter of the processor time in ns that this process spent in the kernel.
+"""Name of the counter for the processor time in ns that this process spent in the kernel.
 
-It includes freeing memory, reading pages from disk, and copying data for system calls.
+The kernel uses this time to free memory, to read pages from disk, and to copy data for system
+calls.
 """
 
 PROCESSORS = "processors"
-"""Name of the counter with the number of processors that this process may currently use."""
+"""Name of the counter for the number of processors that this process may currently use."""
 
 COUNTERS = (
     ELAPSED,
@@ -147,14 +147,14 @@ _EXPECTED = (
     DISK_READ,
     CLOCK,
 )
-"""Names of the counters that most machines have. Many machines have no quotas or RDMA ports."""
+"""Names of the counters that most machines provide. Many machines have no quotas or RDMA ports."""
 
 _CLOCKS = {
     CLOCK: "scaling_cur_freq",
     CLOCK_LIMIT: "scaling_max_freq",
     FULL_CLOCK: "cpuinfo_max_freq",
 }
-"""Maps the name of each clock counter to the name of the kernel's file with that clock.
+"""Maps each counter of a clock rate to the name of the kernel file with this clock rate.
 """
 
 _PROCESSORS = "/sys/devices/system/cpu"
@@ -174,13 +174,13 @@ _MESSAGE_THREADS = (
 )
 """Prefixes of the names of threads that run actions or transfer messages.
 
-The main thread is not included. These threads are started by the package's executor and transports,
-or by libraries that these use.
+The main thread is not included. The executor and the transports start these threads, or the
+libraries that they use.
 """
 _MOST_THREADS = 64
 _MOST_CHILDREN = 16
 _READS_PER_LISTING = 64
-# All threads count as new in the first listing, so the second listing comes soon.
+# List the threads again soon after the first listing, in which all threads count as new.
 _READS_TO_SECOND_LISTING = 8
 _MOST_BYTES = 1 << 14
 _BUSY_FIELDS = (1, 2, 3, 6, 7)
@@ -188,9 +188,9 @@ _BUSY_FIELDS = (1, 2, 3, 6, 7)
 _STEAL_FIELD = 8
 """Index of the stolen time in the first line of ``/proc/stat``."""
 _MAJOR_FAULTS_FIELD = 9
-"""Index of the number of major page faults in ``/proc/self/stat``, counted from the state."""
+"""Index of the number of major page faults in ``/proc/self/stat``. The state has index 0."""
 _LAST_PROCESSOR_FIELD = 36
-"""Index of the number of the last processor in ``/proc/self/stat``, counted from the state."""
+"""Index of the last processor's number in ``/proc/self/stat``. The state has index 0."""
 _NS_PER_US = 1000
 
 
@@ -198,7 +198,7 @@ _Value = TypeVar("_Value")
 
 
 class _Turns(NamedTuple):
-    """Holds a thread's total wait for a processor in ns, and its number of time slices."""
+    """Contains a thread's total wait for a processor in ns, and its number of time slices."""
 
     waited_ns: int
     number: int
@@ -226,13 +226,13 @@ class MachineCounters:
     All methods must be called from the same thread.
 
     Args:
-        gpu_uuid: ID of the process's GPU, as in ``nvidia-smi -L``; empty if the process has no GPU.
+        gpu_uuid: ID of the GPU that the process uses, as in ``nvidia-smi -L``; empty without a GPU.
         gpu_ranks: Number of ranks of the job that share the GPU.
         interface: Name of the network interface that the job uses; empty if unknown.
 
     Attributes:
         missing: Names of the counters that are unavailable on this machine or to this user. If no
-            GPU counter can be read, one entry with the reason replaces all GPU counters.
+            GPU counter can be read, a single entry with the reason stands for all GPU counters.
         message_threads: IDs of this process's threads that run actions or transfer messages.
     """
 
@@ -262,22 +262,23 @@ class MachineCounters:
         self.missing = (*missing, *self._gpu.missing)
 
     def begin(self) -> None:
-        """Reads all counters. :meth:`end` returns how much they have increased since this call."""
+        """Reads all counters. Later calls of :meth:`end` return the increase since then."""
         self._begun = self._read()
         self._turns_begun = self._turns
         self._tcp_begun = self._tcp.read()
         self._gpu.begin()
 
     def end(self) -> dict[str, int]:
-        """Returns the increase of each counter since :meth:`begin`, by counter name.
+        """Returns the increase of each counter since :meth:`begin`, keyed by the counter's name.
 
-        For clock rates, the link speed and the number of processors, the current values are
-        returned. Zeros are omitted.
+        For clock rates, the link speed, the number of processors and similar values, the current
+        value is returned. Zeros are omitted.
         """
         counts = dict.fromkeys(COUNTERS, 0)
         for (name, source), value in self._read().items():
-            # A counter may have several sources, such as nested control groups or processes. The
-            # same event may be counted by more than one of them, so the largest count is reported.
+            # A counter may have several sources, such as nested control groups or processes. Use
+            # the largest count instead of the sum, because several sources may count the same
+            # event.
             counted = value - self._begun.get((name, source), value)
             counts[name] = max(counts[name], counted)
         counts[PROCESSOR_WAIT], counts[TURN_WAIT] = self._waits()
@@ -289,7 +290,7 @@ class MachineCounters:
         return {name: count for name, count in counts.items() if count > 0}
 
     def close(self) -> None:
-        """Closes the kernel's files. This method can be called more than once."""
+        """Closes all kernel files. This method can be called more than once."""
         files = [source.file for source in self._threads.values()]
         files += [source.file for _, source in self._sources]
         files += [source.file for source in (*self._readers.values(), *self._clocks.values())]
@@ -300,7 +301,7 @@ class MachineCounters:
         self._processor = -1
 
     def _read(self) -> dict[tuple[str, str], int]:
-        """Returns the value of each counter. The keys of the dict are (counter name, source).
+        """Returns the values of all counters, keyed by (counter name, source).
 
         Some counters have several sources, such as nested control groups.
         """
@@ -323,17 +324,17 @@ class MachineCounters:
         return {key: value for key, value in values.items() if value is not None}
 
     def _read_threads(self, threads: Iterable[str]) -> dict[str, _Turns]:
-        """Returns the waits of ``threads`` by thread ID, without threads that have exited."""
+        """Returns the waits of ``threads``, keyed by thread ID. Omits threads that have exited."""
         values = {thread: self._threads[thread].value() for thread in threads}
         return {thread: turns for thread, turns in values.items() if turns is not None}
 
     def _waits(self) -> tuple[int, int]:
-        """Returns the times in ns for which threads waited for a processor since :meth:`begin`.
+        """Returns the times in ns that threads waited for a processor since :meth:`begin`.
 
         Returns:
             Total wait of the thread that waited longest, and the mean duration of a single wait.
-            The mean is that of the longest-waiting thread among those that run actions or transfer
-            messages.
+            The mean is computed for the longest-waiting thread among those that run actions or
+            transfer messages.
         """
         waits = {}
         for thread, turns in self._turns.items():
@@ -347,7 +348,7 @@ class MachineCounters:
         return longest.waited_ns, of_messages.waited_ns // max(1, of_messages.number)
 
     def _read_clocks(self) -> dict[str, int]:
-        """Returns the clock rates in kHz of the processor that was used last, by counter name."""
+        """Returns the clock rates in kHz of the last used processor, keyed by counter name."""
         stat = _opened("/proc/self/stat")
         if stat is None:
             return {}
@@ -362,7 +363,7 @@ class MachineCounters:
     def _open_clocks(self, processor: int) -> None:
         """Opens the clock files of ``processor``, and closes the files of the previous processor.
 
-        Opening the files of all processors might exceed the limit of open files.
+        Opening the files of all processors might exceed the limit on open files.
         """
         for source in self._clocks.values():
             source.file.close()
@@ -382,23 +383,23 @@ class MachineCounters:
         except OSError:
             return
         _renew(self._threads, listed, _TASKS + "/{}/schedstat", _turns)
-        # The calling thread runs the actions. The names of Python's threads come from the module
-        # threading, because Linux does not know them.
+        # The calling thread runs the actions. Get the names of Python's threads from the module
+        # threading, because the kernel does not know them.
         names = {str(thread.native_id): thread.name for thread in threading.enumerate()}
         self.message_threads = {str(threading.get_native_id())} | {
             thread
             for thread in listed
             if (names.get(thread) or _name_of(thread)).startswith(_MESSAGE_THREADS)
         }
-        # Most threads of a rank sleep for the whole run. Therefore, until the next listing, read
-        # only new threads and threads that have run since the last listing.
+        # Most threads of a rank sleep for the whole run. Until the next listing, read only the new
+        # threads and those that have run since the last listing.
         turns = self._read_threads(self._threads)
         has_run = {thread for thread in turns if turns[thread] != self._listed.get(thread)}
         self._active = has_run | (self.message_threads & turns.keys())
         self._listed = turns
 
     def _list_readers(self) -> None:
-        """Opens the files of this process and of its children, which may read data for it.
+        """Opens the files of this process and of its children, which may read data for the process.
 
         The files of children that have exited are closed.
         """
@@ -417,12 +418,12 @@ def _renew(
     path: str,
     parse: Callable[[bytes], _Value],
 ) -> None:
-    """Opens the files of threads or processes in ``listed``, and closes the files of all others.
+    """Opens the files of new threads or processes, and closes the files of those that have exited.
 
     Args:
-        sources: Open files by thread or process; modified in place.
+        sources: Open files, keyed by the ID of the thread or process; modified in place.
         listed: IDs of the threads or processes that currently exist.
-        path: Path of a file, with ``{}`` as a placeholder for the ID.
+        path: Path of the file to open, with ``{}`` as a placeholder for the ID.
         parse: Function that extracts the counter from the contents of a file.
     """
     for ended in sources.keys() - listed:
@@ -434,8 +435,8 @@ def _renew(
 
 
 def _sources() -> Iterator[tuple[str, _Source[int]]]:
-    """Yields the name and the open file of each counter of the machine or of this process."""
-    # A quota may apply to the control group of the process or to any group above it.
+    """Yields the name and an open file for each counter of the machine or of this process."""
+    # The control group of the process and all groups above it may have quotas.
     quotas = [str(folder / "cpu.stat") for folder in control_groups.folders("cpu")]
     files: list[tuple[str, str, Callable[[bytes], int]]] = [
         *((THROTTLED, path, _throttled_ns) for path in quotas),
@@ -468,9 +469,9 @@ def _opened(path: str) -> BinaryIO | None:
 
 
 def _name_of(thread: str) -> str:
-    """Returns the kernel's name for ``thread`` of this process.
+    """Returns the name that the kernel has for ``thread`` of this process.
 
-    The name is empty if the thread has exited.
+    The result is empty if the thread has exited.
     """
     file = _opened(f"{_TASKS}/{thread}/comm")
     if file is None:
@@ -480,21 +481,21 @@ def _name_of(thread: str) -> str:
 
 
 def _throttled_ns(text: bytes) -> int:
-    """Returns the time in ns for which a quota stopped a control group, from its ``cpu.stat``."""
+    """Parses the time in ns that a quota stopped a control group from its ``cpu.stat``."""
     fields = dict(line.split()[:2] for line in text.splitlines())
-    if b"throttled_usec" in fields:  # This is the name in version 2 of control groups.
+    if b"throttled_usec" in fields:  # Name in version 2 of control groups.
         return int(fields[b"throttled_usec"]) * _NS_PER_US
     return int(fields.get(b"throttled_time", b""))
 
 
 def _steal_ns(text: bytes) -> int:
-    """Returns the mean time in ns for which the host took a processor away, from ``/proc/stat``."""
+    """Parses ``/proc/stat`` for the mean time in ns that the host took from a processor."""
     ticks = int(text.split(maxsplit=_STEAL_FIELD + 1)[_STEAL_FIELD])
     return ticks * _ns_per_tick() // (os.cpu_count() or 1)
 
 
 def _machine_busy_ns(text: bytes) -> int:
-    """Returns the processor time in ns of all programs and interrupts, from ``/proc/stat``."""
+    """Parses the processor time in ns of all programs and interrupts from ``/proc/stat``."""
     fields = text.split(maxsplit=_STEAL_FIELD + 1)
     return sum(int(fields[field]) for field in _BUSY_FIELDS) * _ns_per_tick()
 
@@ -504,26 +505,26 @@ def _ns_per_tick() -> int:
 
 
 def _pressure_ns(text: bytes) -> int:
-    """Returns the time in ns for which some program waited, from a ``/proc/pressure`` file."""
+    """Parses the time in ns that at least one program waited from a ``/proc/pressure`` file."""
     return int(text.split(b"total=", 1)[1].split(maxsplit=1)[0]) * _NS_PER_US
 
 
 def _major_faults(text: bytes) -> int:
-    """Returns the number of page faults that required a disk read, from ``/proc/self/stat``."""
+    """Parses the number of page faults that required a disk read from ``/proc/self/stat``."""
     return int(text.rpartition(b")")[2].split()[_MAJOR_FAULTS_FIELD])
 
 
 def _last_processor(text: bytes) -> int:
-    """Returns the index of the processor that last ran the process, from ``/proc/self/stat``."""
+    """Parses the index of the processor that last ran the process from ``/proc/self/stat``."""
     return int(text.rpartition(b")")[2].split()[_LAST_PROCESSOR_FIELD])
 
 
 def _turns(text: bytes) -> _Turns:
-    """Returns a thread's waits for a processor from the contents of its ``schedstat`` file."""
+    """Parses a thread's waits for a processor from its ``schedstat`` file."""
     _, waited_ns, number = text.split()
     return _Turns(int(waited_ns), int(number))
 
 
 def _bytes_from_disk(text: bytes) -> int:
-    """Returns the number of bytes that a process read from disks, from ``/proc/PID/io``."""
+    """Parses ``/proc/PID/io`` for the number of bytes that a process read from disks."""
     return int(text.split(b"\nread_bytes:", 1)[1].split(maxsplit=1)[0])

@@ -1,8 +1,8 @@
 """Computes statistics of a whole run, per iteration and rank, from the spans of all ranks.
 
-Each process that reads a trace file immediately reduces the file's spans to these statistics. No
-process therefore holds the spans of more than one file in memory, even if a run has ten million
-spans. The files can be read in parallel.
+The files can be read in parallel. Each process immediately reduces the spans of a file to these
+statistics, so it never has the spans of more than one file in memory, even if a run has ten million
+spans.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron.adaptive.trace.trace_format import CAUSES, DRAWN_ACTIONS, KINDS, T
 WAIT_CAUSES = ("unknown", *CAUSES)
 """Causes of waits, in the order of the last axis of ``wait_ns``.
 
-``unknown`` stands for causes recorded by a newer version of this program.
+``unknown`` stands for causes that only a newer version of this program knows.
 """
 
 PARTS = {
@@ -44,25 +44,25 @@ PARTS = {
     "after": "after",
     "rest": "rest",
 }
-"""Parts of a step's time in the order of the last axis of ``parts_ms``, with their display names.
+"""Parts of a step's time and their display names, in the order of the last axis of ``parts_ms``.
 
-``before`` is the time from the start of the step to the rank's first action, ``after`` is the time
-from the rank's last action to the end of the step, and ``rest`` is the time outside of all other
-parts.
+``before`` is the time from the start of the step to the rank's first action. ``after`` is the time
+from the rank's last action to the end of the step. ``rest`` is the time that belongs to no other
+part.
 """
 
 NS_PER_MS = 1e6
 
 SERIAL_BYTES = 48 << 20
-"""Maximum total size in bytes of files that are read by a single process.
+"""Maximum total size in bytes of files that a single process reads.
 
-For smaller files, starting several processes would take longer than reading them.
+For smaller files, starting several processes would take longer than reading the files.
 """
 
 HANDED_OVER_NS = 100_000
-"""Maximum time in ns from a send's end to its action's end for the action to include the send.
+"""Maximum time in ns between the end of a send and the end of an action that includes the send.
 
-If the send itself takes longer, the maximum is the duration of the send.
+If the send itself took longer, the duration of the send is the maximum.
 """
 
 Floats = npt.NDArray[np.float64]
@@ -70,10 +70,10 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class RankFigures:
-    """Holds statistics of one rank as arrays, whose first axis is the iterations.
+    """Contains the statistics of one rank as arrays, whose first axis is the iterations.
 
     An action is a forward pass (F), a backward pass (B), or a separate pass that computes weight
-    gradients (W). An axis of length 3 stands for F, B and W.
+    gradients (W). Axes of length 3 correspond to F, B and W.
 
     Attributes:
         iterations: Numbers of the iterations in ascending order.
@@ -82,12 +82,11 @@ class RankFigures:
         num_actions: Number of actions.
         busy_ns: Time in ns during which at least one action ran, excluding the sends at the ends of
             actions.
-        wait_ns: ``[iterations, causes]``, waiting time in ns by cause, in the order of
-            :data:`WAIT_CAUSES`.
-        first_wait_ns: Waiting time in ns before the first action, which is part of ``wait_ns``.
+        wait_ns: ``[iterations, causes]``, waiting time in ns for each cause in :data:`WAIT_CAUSES`.
+        first_wait_ns: Waiting time in ns before the first action. Included in ``wait_ns``.
         first_cause: Cause of the wait before the first action, as an index into
             :data:`WAIT_CAUSES`.
-        kind_ns: ``[iterations, kinds]``, total duration in ns for each kind in
+        kind_ns: ``[iterations, kinds]``, total duration in ns of the spans of each kind in
             ``trace_format.KINDS``.
         count: ``[iterations, chunks, 3]``, number of actions.
         mean_ns: ``[iterations, chunks, 3]``, mean duration of the actions in ns, or NaN if there
@@ -97,9 +96,9 @@ class RankFigures:
             time in which they read data or sent messages.
         mad_ns: ``[iterations, chunks, 3]``, median absolute deviation from ``median_ns``.
         peak_microbatches: Maximum number of microbatches in flight. A microbatch is in flight from
-            its forward pass to its backward pass. Slices are added up to whole microbatches and
-            rounded up. Frozen stages, which have no backward passes, have no microbatches in
-            flight.
+            the forward pass to the backward pass. Slices are added up as fractions of microbatches,
+            and the sum is rounded up. Frozen stages, which have no backward passes, have no
+            microbatches in flight.
         peak_in_flight_bytes: Maximum total size in bytes of the activations that are kept in
             memory.
         transfer_bytes: Total size in bytes of all messages that actions received and sent.
@@ -125,17 +124,17 @@ class RankFigures:
 
     @property
     def work_ns(self) -> Floats:
-        """Computing time in ns per iteration, based on medians so that it is robust to outliers."""
+        """Computing time in ns per iteration. Based on medians, to be robust to outliers."""
         work: Floats = (self.count * np.nan_to_num(self.median_ns)).sum(axis=(-2, -1))
         return work
 
 
 @dataclass(frozen=True, eq=False)
 class RunFigures(RankFigures):
-    """Holds the statistics of many ranks, in arrays like those of :class:`RankFigures`.
+    """Contains the statistics of many ranks, in arrays like those of :class:`RankFigures`.
 
-    The first axes of every array except ``iterations`` are ``[iterations, ranks]``. If a rank did
-    not record an iteration, ``num_actions`` is 0 and the other values are 0 or NaN.
+    Except for ``iterations``, the first two axes of each array are ``[iterations, ranks]``. If a
+    rank did not record an iteration, ``num_actions`` is 0 and the other values are 0 or NaN.
 
     Attributes:
         ranks: Global ranks, in the order of the second axis.
@@ -151,7 +150,7 @@ class RunFigures(RankFigures):
 
     @cached_property
     def pipelines(self) -> list[Ints]:
-        """Indices of each pipeline's ranks on the rank axis, with one array per pipeline."""
+        """Indices of the ranks of each pipeline on the rank axis, as one array per pipeline."""
         positions = np.stack([self.dp_rank, self.tp_rank])
         return [
             np.flatnonzero((positions == position[:, None]).all(axis=0))
@@ -175,7 +174,7 @@ class RunFigures(RankFigures):
 
     @property
     def step_start_ns(self) -> Ints:
-        """Start in ns of the first action in each rank's pipeline, ``[iterations, ranks]``."""
+        """Start of the first action in each rank's pipeline in ns, ``[iterations, ranks]``."""
         return self._step[0]
 
     @property
@@ -195,13 +194,12 @@ class RunFigures(RankFigures):
     def parts_ms(self) -> Floats:
         """Time in ms of each part of the step (:data:`PARTS`), ``[iterations, ranks, parts]``.
 
-        The parts add up to the step time unless clocks disagree. Values are NaN if nothing was
-        recorded.
+        The parts add up to the step time unless the clocks of the ranks disagree. Values are NaN if
+        nothing was recorded.
         """
         waits = self.wait_ns.copy()
         rows, columns = np.indices(self.first_cause.shape)
-        # The wait before the first action belongs to the part "before". Subtract it from the waits,
-        # so that it is not counted twice.
+        # Subtract the wait before the first action, which already belongs to the part "before".
         waits[rows, columns, self.first_cause] -= self.first_wait_ns
         first, last = self._step
         ends = np.stack([self.start_ns - first, last - self.end_ns], axis=-1)
@@ -213,7 +211,7 @@ class RunFigures(RankFigures):
         return parts
 
     def heat(self, stages: Ints) -> tuple[Floats, Floats]:
-        """Returns the computing times of ranks and stages relative to the mean, for heat maps.
+        """Returns the computing times of ranks and of stages relative to the mean, for heat maps.
 
         Args:
             stages: ``[pipeline ranks, chunks]``, stage index of each chunk of a rank.
@@ -222,7 +220,7 @@ class RunFigures(RankFigures):
             Arrays ``[ranks, iterations]`` for the ranks and ``[replicas, stages]`` for the stages.
             Values are relative to the mean, and NaN if nothing was recorded.
         """
-        # Only the last axis, the kinds of actions, is summed, so there is one value per chunk.
+        # Sum only over the last axis, the kinds of actions, to get one value per chunk.
         work = (self.count * np.nan_to_num(self.median_ns)).sum(axis=-1)
         is_recorded = self.num_actions > 0
         usual = max(1.0, float(work[is_recorded].sum(axis=-1).mean()))
@@ -249,11 +247,13 @@ def run_figures(
 
     Args:
         run: Trace of the run.
-        iterations: Numbers of the iterations to include, or ``None`` for all.
-        ranks: Global ranks to include, or ``None`` for all. Step times cover only these ranks.
-        workers: Number of processes that read files. ``None`` means one per processor core, or only
-            this process if that is faster. With several processes, the calling program needs an
-            ``if __name__ == "__main__"`` guard, because each process imports the program again.
+        iterations: Iterations to include; ``None`` for all.
+        ranks: Global ranks to include; ``None`` for all. Step times are computed from these ranks
+            only.
+        workers: Number of processes that read files; ``None`` for one per processor core, or only
+            this process if this is faster. If there are several processes, the calling program
+            needs an ``if __name__ == "__main__"`` guard, because each process imports the program
+            again.
 
     Raises:
         TraceError: A file is damaged, or there are no spans for these iterations and ranks.
@@ -269,7 +269,7 @@ def run_figures(
 
 
 def stack_figures(parts: Sequence[RankFigures], headers: Sequence[TraceHeader]) -> RunFigures:
-    """Combines the statistics of several ranks into arrays with a rank axis.
+    """Stacks the statistics of several ranks into arrays with a rank axis.
 
     Args:
         parts: Statistics of each rank. All ranks must have the same number of chunks.
@@ -298,12 +298,12 @@ def rank_figures(
     device: str = "",
     frozen: Callable[[int], int] = lambda _: 0,
 ) -> RankFigures:
-    """Returns the statistics of the rank whose spans are in ``table``.
+    """Computes the statistics of a rank from the spans in ``table``.
 
     Args:
         table: All spans of the rank.
         num_chunks: Number of model chunks on the rank.
-        slices: Function that returns the number of slices of each microbatch in an iteration. By
+        slices: Function that maps an iteration to the number of slices of each microbatch. By
             default, microbatches are not split.
         device: Kind of device on which the rank computes, as in the header of its trace.
         frozen: Function that returns the number of leading chunks without backward passes in an
@@ -349,7 +349,8 @@ def _each(count: Callable[[int], int], iterations: Ints) -> Ints:
 def compute_ns(table: TraceTable, device: str = "", slices: SlicesOf = lambda _: 1) -> Ints:
     """Returns the duration of each span in ns, ``[spans] int64``.
 
-    For an action, this excludes the time in which it read data or sent messages.
+    The duration of an action does not include the time in which the action read data or sent
+    messages.
 
     Args:
         table: All spans of a rank.
@@ -370,13 +371,13 @@ def _within_actions(
 
     A send is part of an action only if the action ends with the send.
 
-    On a GPU (``cuda``), actions are timed by the GPU, but sends and data reads by the CPU, which
-    runs ahead. A send or a read may therefore seem to lie within a different action. Sends are
-    skipped, because the GPU computes during a send. A read is part of an action only if the action
-    is the forward pass of the same microbatch.
+    With ``cuda``, the GPU times the actions, but the CPU, which runs ahead of the GPU, times sends
+    and data reads. A send or a read may therefore seem to lie within a different action. Sends are
+    not counted as parts of actions then, because the GPU computes during a send. A read is part of
+    an action only if the action is the forward pass of the same microbatch.
 
     Returns:
-        Row of each such span in the table, and row of the action that contains the span.
+        Rows of these spans in the table, and rows of the actions that contain them.
     """
     rows = np.flatnonzero(table.kind == KIND[kind])
     actions = np.flatnonzero(table.where(*DRAWN_ACTIONS))
@@ -400,8 +401,8 @@ def _parts(
 ) -> Iterator[RankFigures]:
     """Yields the statistics of each rank in the order of ``traces``, using several processes.
 
-    ``only`` contains the iterations to read, or is ``None`` for all. ``workers`` is the number of
-    processes, or ``None`` to choose it by the size of the files.
+    ``only`` contains the iterations to read; ``None`` reads all. ``workers`` is the number of
+    processes; ``None`` chooses the number by the size of the files.
     """
     size = sum(
         block.size_bytes
@@ -441,7 +442,7 @@ def _by_kind(table: TraceTable, row: Ints, count: int) -> Ints:
 
     ``row`` contains the index of each span's iteration, and ``count`` is the number of iterations.
     """
-    width = len(KINDS) + 1  # The last column contains the sums of unknown kinds.
+    width = len(KINDS) + 1  # The last column is for unknown kinds.
     sums = _sums(row * width + table.kind, table.duration_ns, count * width)
     return sums.reshape(count, width)[:, : len(KINDS)]
 
@@ -459,7 +460,7 @@ def _reduced(function: np.ufunc, values: Ints, begins: Ints, sizes: Ints) -> Int
 
 
 def _covered(actions: TraceTable) -> Ints:
-    """Returns the time in ns of each action during which no earlier action was still running.
+    """Returns the time in ns during each action in which no earlier action was still running.
 
     The sum of these times is the time during which at least one action ran.
     """
@@ -468,8 +469,8 @@ def _covered(actions: TraceTable) -> Ints:
     reach = np.maximum.accumulate(actions.end_ns)
     free_from = np.concatenate([actions.start_ns[:1], reach[:-1]])
     later = np.flatnonzero(np.diff(actions.iteration, prepend=actions.iteration[0] - 1))
-    # Actions of two iterations do not overlap. However, if the clock was set back between the
-    # iterations, the first iteration would seem to overlap the second.
+    # Actions of different iterations do not overlap, but would seem to if the clock was set back
+    # between the iterations.
     free_from[later] = actions.start_ns[later]
     covered: Ints = np.maximum(0, actions.end_ns - np.maximum(actions.start_ns, free_from))
     return covered
@@ -502,7 +503,8 @@ def _durations(
 
     Args:
         actions: Spans of actions.
-        pure_ns: Duration in ns of each action, excluding data reads and sends, for the medians.
+        pure_ns: Duration of each action in ns without data reads and sends, from which the medians
+            are computed.
         row: Index of each action's iteration.
         count: Number of iterations.
         num_chunks: Number of model chunks.
@@ -547,8 +549,8 @@ def medians(group: Ints, values: Floats, number: Ints) -> Floats:
 def _peak(actions: TraceTable, share: Any, row: Ints, begins: Ints, sizes: Ints) -> Ints:
     """Returns the maximum number of microbatches in flight in each iteration.
 
-    The forward pass of a slice counts as the fraction ``share`` of a microbatch. In a frozen chunk,
-    it counts as 0, because nothing is kept for a backward pass. Sums are rounded up to whole
+    The forward pass of a slice counts as the fraction ``share`` of a microbatch. The share is 0 in
+    a frozen chunk, because nothing is kept for a backward pass. Sums are rounded up to whole
     microbatches.
 
     ``row`` contains the index of each action's iteration. Iteration i has ``sizes[i]`` actions,
@@ -563,18 +565,18 @@ def _peak(actions: TraceTable, share: Any, row: Ints, begins: Ints, sizes: Ints)
 
 
 _ROUNDING = 1e-6
-"""Tolerance within which a sum of fractions of microbatches is treated as an integer."""
+"""Tolerance within which a sum of fractions of microbatches counts as a whole number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFigures:
-    """Holds the times of one layer in a step, in milliseconds.
+    """Contains the times of one layer in a step in milliseconds.
 
     Attributes:
-        layer: Index of the layer in the model. Layers for multi-token prediction come last.
+        layer: Index of the layer in the model. Multi-token prediction layers come last.
         pp_rank: Pipeline rank that has the layer.
         forward_ms: Total time of the forward passes, averaged over the ranks that have the layer.
-        backward_ms: Total time of the backward passes, averaged over the same ranks.
+        backward_ms: Total time of the backward passes, averaged over these ranks.
         runs: Number of the layer's forward passes on the slowest rank.
         slowest_rank: Global rank on which the layer took longest.
         slowest_ms: Total time of the layer's passes on the slowest rank.

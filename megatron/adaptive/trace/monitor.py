@@ -1,13 +1,13 @@
-"""Reads the current or final state of a run from its files; ``job top`` displays the state.
+"""Reads the current or final state of a run from its files, for display by ``job top``.
 
-The files are the traces with the spans of the latest iterations, the status file of each rank with
-its current action (``status_files``), and the trainer's progress file. Any of them may be missing.
-Clocks of different machines are compared by their time of day, which is accurate enough for a
+These files are the traces with the spans of the latest iterations, each rank's status file with the
+current action (``status_files``), and the trainer's progress file. Any of them may be missing. The
+clocks of different machines are aligned by their time of day, which is accurate enough for a
 display.
 
-No data is read twice. If a trace file is large, only its header and its end are read at first. The
-line before the spans of an iteration (the marker) contains their size, so that older spans can be
-skipped. Only complete blocks of spans are read.
+No data is read twice. If a trace file is large, only the header and the end of the file are read at
+first. The line before the spans of an iteration (the marker) contains the size of these spans, so
+that older spans can be skipped. Only complete blocks of spans are read.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from megatron.adaptive.trace.trace_format import TraceHeader, parse_line, slices
 TAIL_BYTES = 1 << 20
 """Number of bytes that are read first from the end of a large file.
 
-If a step is larger, more bytes are read.
+More bytes are read if these do not contain a whole step.
 """
 
 ALL_TAILS_BYTES = 1 << 28
@@ -52,11 +52,11 @@ ALL_TAILS_BYTES = 1 << 28
 LEAST_TAIL_BYTES = 1 << 16
 """Minimum number of bytes that are read first from the end of a large file.
 
-It applies if there are many files.
+The number is reduced to this minimum if there are many files.
 """
 
 LOOKED_AT = 8
-"""Number of latest iterations whose medians are displayed."""
+"""Number of latest iterations over which the displayed medians are taken."""
 
 SILENT_S = 5.0
 """Time in seconds without a status report after which a rank is shown as silent.
@@ -65,9 +65,9 @@ Ranks write a status report twice a second.
 """
 
 LONG_S = 60.0
-"""Time in seconds without a write after which a rank without status reports is shown as silent.
+"""Time in seconds after the last write at which a rank without status reports is shown as silent.
 
-Such a rank writes only its trace, once per step.
+Such a rank only writes its trace, once per step.
 """
 
 
@@ -78,18 +78,18 @@ class LiveRank:
     Attributes:
         rank: Global rank.
         header: Header of the rank's trace, or ``None`` if the rank has no trace yet.
-        now: Last status report of the rank, or ``None`` if there is none.
+        now: Latest status report of the rank, or ``None`` if there is none.
         age_s: Seconds since the rank last wrote to its files, or ``None`` if it has not written
             yet.
         is_gone: Whether the rank's process has exited.
         iteration: Number of the latest iteration in the rank's trace, or 0 if there is none.
-        held_bytes: Maximum total size in bytes of the activations that were kept in memory during
-            the latest iteration.
-        busy: Fraction of the step time in which the rank computes, or ``None`` if unknown.
-        waits: Fraction of the step time in which the rank waits, by cause.
+        held_bytes: Maximum total size in bytes of the activations in memory during the latest
+            iteration.
+        busy: Fraction of the step time that the rank computes, or ``None`` if unknown.
+        waits: Fraction of the step time that the rank waits, keyed by cause.
         compute_ms: Total time in ms of the rank's actions per iteration, or ``None`` if unknown.
-        slow: Ratio of the rank's computing time to the expected time if the latest diagnosis found
-            that the rank is slow; otherwise ``None``.
+        slow: Ratio of the rank's computing time to the expected time, if the rank is slow according
+            to the latest diagnosis; otherwise ``None``.
         problem: Reason why the trace file cannot be read; empty if it is readable.
     """
 
@@ -108,7 +108,7 @@ class LiveRank:
 
     @property
     def is_ended(self) -> bool:
-        """Whether the rank has closed its trace, which means that its process exited normally."""
+        """Whether the rank has closed its trace, which means that the process exited normally."""
         return self.now is not None and self.now.doing == ENDED
 
 
@@ -117,22 +117,21 @@ class Snapshot:
     """Describes the state of a whole run at one point in time.
 
     Attributes:
-        folder: Folder of the run's traces; it may not exist yet.
-        ranks: State of each rank of the run, including ranks without a trace; empty if no file
+        folder: Folder of the run's traces, which may not exist yet.
+        ranks: States of all ranks of the run, including ranks without a trace; empty if no file
             exists yet.
         state: ``waiting``, ``running``, ``silent``, ``killed`` or ``ended``.
-        detail: Reason for the state, such as a list of silent ranks; may be empty.
+        detail: Explanation of the state, such as a list of silent ranks; may be empty.
         age_s: Seconds since any rank last wrote to its files, or ``None`` if no rank has written
             yet.
         iteration: Number of the latest iteration in any file, or 0 if there is none.
         total_iterations: Number of iterations of the whole training run, or 0 if unknown.
-        step_ms: Median time in ms of an iteration, as reported by the trainer. Without reports,
-            this is the time from the first to the last action of a pipeline, or ``None`` if
-            unknown.
+        step_ms: Median time of an iteration in ms, as reported by the trainer or, without reports,
+            from the first to the last action of a pipeline in the traces; ``None`` if unknown.
         progress: Records of the trainer's progress file, one per iteration, in ascending order.
         bubble: Idle fraction of the step, averaged over ranks, or ``None`` if unknown.
-        findings: Causes of slow steps from the latest diagnosis. Each has ``headline``, ``gain``
-            (fraction of the step time that the remedy would save) and ``do`` (the remedy).
+        findings: Causes of slow steps according to the latest diagnosis. Each has a ``headline``, a
+            ``gain`` (fraction of the step time that the remedy would save) and a remedy (``do``).
     """
 
     folder: Path
@@ -149,9 +148,9 @@ class Snapshot:
 
     @property
     def header(self) -> TraceHeader | None:
-        """Trace header of any rank, or ``None`` if there is no trace yet.
+        """Trace header of some rank, or ``None`` if there is no trace yet.
 
-        Only fields that are equal on all ranks should be used.
+        Use only fields that are equal on all ranks.
         """
         return next((rank.header for rank in self.ranks if rank.header is not None), None)
 
@@ -166,14 +165,14 @@ class Snapshot:
         return any(rank.header is not None and rank.header.gpu_ranks > 1 for rank in self.ranks)
 
     def last(self, name: str) -> float | None:
-        """Returns ``name`` from the trainer's latest progress record, or ``None`` if missing."""
+        """Returns the value of ``name`` in the latest progress record, or ``None`` if missing."""
         value = self.progress[-1].get(name) if self.progress else None
         return float(value) if isinstance(value, int | float) else None
 
     def left_s(self) -> float | None:
-        """Estimates how many seconds remain until training ends, or returns ``None`` if unknown.
+        """Estimates the remaining seconds of training from the latest iterations.
 
-        The estimate is based on the latest iterations.
+        Returns ``None`` if the remaining time is unknown.
         """
         recent = self.progress[-20:]
         if len(recent) < 2 or not self.total_iterations:
@@ -190,14 +189,15 @@ _LIVE = (
     f"{TRACES}/trace_rank_*.jsonl",
     f"{TRACES}/{PROGRESS_NAME}",
 )
-"""Patterns of the files in a run's folder that contain the state of the run."""
+"""Patterns of the files in a run's folder from which the state of the run is read."""
 
 
 def find_live(folder: Path | None) -> Path:
-    """Returns the folder of a run, which need not contain traces yet.
+    """Returns the folder of a run, which does not have to contain traces yet.
 
     Args:
-        folder: Path of the run's folder or of its folder of traces, or ``None`` for the newest run.
+        folder: Path of the run's folder or of the folder of its traces; ``None`` for the newest
+            run.
 
     Raises:
         TraceError: The folder does not exist.
@@ -208,7 +208,7 @@ def find_live(folder: Path | None) -> Path:
             raise TraceError(
                 f"there is no run in {searched()}; pass the folder of a run or its traces"
             )
-        return newest.resolve()  # Resolve the link now, because a later run may change it.
+        return newest.resolve()  # Resolve the link now, because a later run may change the link.
     if not folder.is_dir():
         problem = "is not a folder" if folder.exists() else "does not exist"
         raise TraceError(f"{folder} {problem}; pass the folder of a run or its traces")
@@ -280,7 +280,7 @@ class LiveRun:
 
 
 class RankTail:
-    """Reads the data appended to one rank's trace file each time :meth:`refresh` is called.
+    """Reads what was appended to a rank's trace file each time :meth:`refresh` is called.
 
     Args:
         path: Path of the trace file.
@@ -309,15 +309,15 @@ class RankTail:
 
     @property
     def header(self) -> TraceHeader | None:
-        """Header of the trace file, or ``None`` until it has been read."""
+        """Header of the trace file, or ``None`` if it has not been read yet."""
         return self._index.header
 
     def refresh(self) -> bool:
-        """Reads new data from the file, and returns whether there was any new data."""
+        """Reads new data from the file, and returns whether there was any."""
         try:
             status = self.path.stat()
         except OSError:
-            return False  # A restart of the job has just renamed the folder with the old traces.
+            return False  # A restarted job has just renamed the folder.
         identity = (status.st_dev, status.st_ino)
         if identity != self._identity or status.st_size < self._size:
             self._reset()
@@ -337,7 +337,7 @@ class RankTail:
         return True
 
     def _skip(self) -> None:
-        """Reads the header of a large file, and skips to a marker near the end of the file."""
+        """Reads the header of a large file, and then skips to a marker near the end of the file."""
         with open_file(self.path) as file:
             header = parse_line(file.readline(), f"{self.path}:1")
             tail_bytes = self._tail_bytes
@@ -378,17 +378,17 @@ _NAMES = tuple(field.name for field in fields(RankFigures))
 
 
 def _rows(figures: RankFigures, rows: Ints | Mask) -> RankFigures:
-    """Returns the statistics of the iterations in ``rows``, which are indices or a mask."""
+    """Selects the statistics of the iterations in ``rows``, which are indices or a mask."""
     return RankFigures(*(getattr(figures, name)[rows] for name in _NAMES))
 
 
 def _parts_of_steps(tails: Mapping[int, RankTail]) -> tuple[dict[int, Any], list[float]]:
-    """Returns the fractions of the latest steps for which each rank computes and waits.
+    """Returns the fractions of the latest steps that each rank computes and waits.
 
     Returns:
-        Dict from rank to the fractions of the step time in which the rank computes (``busy``) and
-        waits (``waits``), and list of the step times in ms. The fractions are medians over the
-        latest iterations that all ranks of the pipeline finished.
+        Dict from rank to the fractions of the step time that the rank computes (``busy``) and waits
+        (``waits``), and a list of the step times in ms. The fractions are medians over the latest
+        iterations that all ranks of the pipeline recorded.
     """
     shifts: dict[str, int] = {}
     headers: list[TraceHeader] = []
@@ -450,8 +450,7 @@ def _rank(
 
 def _is_gone(header: TraceHeader, age_s: float) -> bool:
     if age_s < SILENT_S / 2 or header.host != socket.gethostname():
-        # The rank has just reported, or it runs on another machine, whose processes are not in
-        # /proc.
+        # The rank has just reported, or runs on another machine, whose processes are not in /proc.
         return False
     return not os.path.exists(f"/proc/{header.pid}")
 

@@ -1,10 +1,10 @@
 """Counts lost TCP segments of this process, and errors of this machine's network ports.
 
-The kernel counts the segments of each connection (``TCP_INFO``), so that segments lost by other
-programs are not counted. The connections include those of gloo, of NCCL over sockets and of the
-job's store. Ethernet and RDMA ports have files with their error counts. The speed is read only for
-the interface that the job uses, because other interfaces, such as management interfaces, do not
-slow the job down::
+The kernel counts the segments of each connection (``TCP_INFO``), so segments that other programs
+lose are not included. The connections of this process include those of gloo, of NCCL over sockets,
+and of the job's store. Ethernet and RDMA ports have files with their error counts. The speed is
+read only for the interface that the job uses, because other interfaces, such as those for
+management, do not slow the job down::
 
     /sys/class/net/*/statistics              packets with errors, packets that were dropped
     /sys/class/net/*/speed                   Mbit/s
@@ -21,28 +21,28 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 SENT_SEGMENTS = "sent_segments"
-"""Name of the counter of TCP segments that this process sent."""
+"""Name of the counter for TCP segments that this process sent."""
 
 RESENT_SEGMENTS = "resent_segments"
-"""Name of the counter of TCP segments that this process retransmitted."""
+"""Name of the counter for TCP segments that this process retransmitted."""
 
 LINK_ERRORS = "link_errors"
-"""Name of the counter of faulty or dropped packets on the port where there are most of them."""
+"""Name of the counter for faulty or dropped packets, counted on the port with the most of them."""
 
 LINK_RETRIES = "link_retries"
-"""Name of the counter of packets that an RDMA port retransmitted for the most common reason."""
+"""Name of the counter for packets that an RDMA port retransmitted for the most common reason."""
 
 LINK_PAUSES = "link_pauses"
-"""Name of the counter of ticks in which an RDMA port had data to send but no credits."""
+"""Name of the counter for ticks in which an RDMA port had data to send but no credits."""
 
 LINK_SPEED = "job_link_mbit_per_s"
-"""Name of the counter with the speed in Mbit/s of the network interface that the job uses."""
+"""Name of the counter for the speed of the job's network interface in Mbit/s."""
 
 _INFO_BYTES = 144
 _RESENT_OFFSET = 100
-"""Offset in bytes of ``tcpi_total_retrans`` in ``struct tcp_info``."""
+"""Byte offset of ``tcpi_total_retrans`` in ``struct tcp_info``."""
 _SENT_OFFSET = 136
-"""Offset in bytes of ``tcpi_segs_out``, which is available since Linux 4.2."""
+"""Byte offset of ``tcpi_segs_out`` in ``struct tcp_info``, available since Linux 4.2."""
 _MOST_CONNECTIONS = 64
 _MOST_PORTS = 16
 _NETWORKS = Path("/sys/class/net")
@@ -64,7 +64,7 @@ class TcpCounters:
         self._size = ctypes.c_uint32()
 
     def list_connections(self) -> None:
-        """Finds the currently open connections, at most 64, for later calls of :meth:`read`."""
+        """Selects the open connections, at most 64, that later calls of :meth:`read` read."""
         self._connections = []
         try:
             listed = os.listdir("/proc/self/fd")
@@ -81,7 +81,7 @@ class TcpCounters:
                 self._connections.append(int(name))
 
     def read(self) -> dict[int, tuple[int, int]]:
-        """Returns the numbers of segments sent and retransmitted, by file descriptor."""
+        """Returns the numbers of sent and of retransmitted segments, keyed by file descriptor."""
         counts = ((number, self._counts(number)) for number in self._connections)
         return {number: of_one for number, of_one in counts if of_one is not None}
 
@@ -111,12 +111,11 @@ def _c_library() -> ctypes.CDLL | None:
 def increase(
     before: Mapping[int, tuple[int, int]], after: Mapping[int, tuple[int, int]]
 ) -> tuple[int, int]:
-    """Returns the numbers of segments that were sent and retransmitted between two readings.
+    """Returns how many segments were sent and how many retransmitted between two readings.
 
     Args:
         before: First reading.
-        after: Second reading. A connection is not counted if it was not open at the first reading,
-            or if its file descriptor now belongs to another connection.
+        after: Second reading. Connections that were not open at the first reading are not counted.
     """
     sent = resent = 0
     for descriptor, (sent_after, resent_after) in after.items():
@@ -152,7 +151,7 @@ def speed_mbit_per_s(interface: str) -> int:
 
 
 def _ethernet() -> Iterator[Path]:
-    """Yields the folder of each network port of a real device, unlike ``lo`` and bridges."""
+    """Yields the folder of each port of a physical device, which excludes ``lo`` and bridges."""
     for port in _listed(_NETWORKS):
         if (port / "device").exists():
             yield port

@@ -2,16 +2,17 @@
 
 Each rank is a resource with one OpenTelemetry trace. The span of a step is the parent of all other
 spans of the step. The spans of steps, forward passes, backward passes, messages and the optimizer
-have the same names as in Megatron-LM. IDs depend only on run, rank, iteration and position, so that
-a span has the same ID whether it is sent during training or exported afterwards.
+have the same names as in Megatron-LM. IDs depend only on the run, the rank, the iteration and the
+position of the span. A span therefore has the same ID whether it is sent during training or
+exported afterwards.
 
 :class:`SpanSender` sends the spans of a training job as they are recorded. Training never waits for
 the collector::
 
     trace-writer thread ── put, or drop if full ──> queue (64 iterations) ──> thread: POST
 
-If the collector does not respond, its spans are dropped and counted. The next attempt is made after
-a pause, which doubles with each failure up to a minute.
+If the collector does not respond, the spans are dropped and counted. The next attempt is made after
+a pause, which doubles with each failure up to a maximum of one minute.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from megatron.adaptive.trace.trace_format import (
 )
 
 LIMIT_S = 10.0
-"""Timeout in seconds for a response from a collector."""
+"""Default timeout in seconds for a collector's response."""
 
 BATCH = 1000
 """Maximum number of spans in a request."""
@@ -55,7 +56,7 @@ FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 60.0
 """Initial and maximum pause in seconds after a failure. The pause doubles with each failure."""
 
 CLOSE_S = 5.0
-"""Maximum time in seconds for which a job waits at its end for the last spans to be sent."""
+"""Maximum time in seconds that a job waits at its end until the last spans have been sent."""
 
 _PREFIX = "megatron."
 _NAMES = {
@@ -69,11 +70,11 @@ _NAMES = {
     "receive": "queued_input",
 }
 _PASSES = {"F": "forward", "B": "backward"}
-_INTERNAL = 1  # This number stands for an internal span in OTLP.
+_INTERNAL = 1  # Code for an internal span in OTLP.
 
 
 def resource_of(header: TraceHeader, *, replicas: int, tensor: int) -> dict[str, Any]:
-    """Returns a rank's OTLP resource, in which sizes are named as in Megatron-LM.
+    """Creates a rank's OTLP resource, with the attribute names of Megatron-LM for the sizes.
 
     Args:
         header: Header of the rank's trace.
@@ -97,7 +98,7 @@ def resource_of(header: TraceHeader, *, replicas: int, tensor: int) -> dict[str,
 
 
 def request_of(resource: Mapping[str, Any], spans: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns an OTLP request with ``spans`` that belong to ``resource``."""
+    """Creates an OTLP request with the ``spans`` of ``resource``."""
     scope = {"name": "megatron.adaptive"}
     return {
         "resourceSpans": [
@@ -107,7 +108,7 @@ def request_of(resource: Mapping[str, Any], spans: Sequence[Mapping[str, Any]]) 
 
 
 def batches(spans: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    """Yields the spans as lists of at most :data:`BATCH` spans."""
+    """Yields ``spans`` in lists of at most :data:`BATCH` spans."""
     batch: list[Mapping[str, Any]] = []
     for span in spans:
         batch.append(span)
@@ -128,16 +129,16 @@ def otlp_spans(
     has_step: bool | None = None,
     slices: SliceCounts = 1,
 ) -> Iterator[dict[str, Any]]:
-    """Yields the spans of a rank in one iteration, with the span of the step first.
+    """Converts the spans of a rank in one iteration to OTLP, with the span of the step first.
 
     Args:
         run: ID of the run.
         rank: Global rank.
         spans: Spans of the iteration.
-        unix_ns: Time in ns to add to the spans' times to convert them to the time since 1970.
-        first: Number of spans of the iteration that were converted by earlier calls.
-        has_step: Whether the iteration has a span of the whole step. ``None`` means that this is
-            determined from ``spans``.
+        unix_ns: Difference in ns between the time since 1970 and the times of the spans.
+        first: Number of spans of the iteration that earlier calls have converted.
+        has_step: Whether the iteration has a span of the whole step; ``None`` to determine this
+            from ``spans``.
         slices: Number of slices of each microbatch of the iteration.
     """
     ordered = sorted(spans, key=lambda span: span.action != "step")
@@ -160,7 +161,7 @@ def otlp_spans(
 
 
 def _id(size_bytes: int, *parts: object) -> str:
-    """Returns a hexadecimal ID of ``size_bytes`` bytes that depends only on ``parts``."""
+    """Returns a hexadecimal ID of ``size_bytes`` bytes, derived from ``parts``."""
     text = " ".join(map(str, parts)).encode()
     return hashlib.blake2b(text, digest_size=size_bytes).hexdigest()
 
@@ -174,7 +175,7 @@ def _name(span: Span) -> str:
 
 
 def _details(span: Span, slices: SliceCounts) -> dict[str, Any]:
-    """Returns the attributes of ``span`` by name.
+    """Returns the attributes of ``span``, keyed by name.
 
     ``slices`` is the number of slices of each microbatch.
     """
@@ -208,10 +209,10 @@ def _attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Answer:
-    """Holds a collector's response to a request.
+    """Contains a collector's response to a request.
 
     Attributes:
-        is_failure: Whether no span was accepted.
+        is_failure: Whether the whole request failed.
         refused: Number of spans that the collector rejected.
         reason: Reason for the failure or for rejected spans; empty if all spans were accepted.
     """
@@ -222,7 +223,7 @@ class Answer:
 
 
 class _NoRedirection(urllib.request.HTTPRedirectHandler):
-    """Treats redirects as errors, because following a redirect would not send the spans."""
+    """Treats redirects as errors, because a redirected request would not contain the spans."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
         """Returns ``None``, which makes the request fail."""
@@ -235,7 +236,7 @@ def post(url: str, request: Mapping[str, Any], limit_s: float) -> Answer:
     """Sends a request to a collector, and returns the response.
 
     Args:
-        url: URL of the collector. A user and a password in the URL are sent as an HTTP header.
+        url: URL of the collector. A user name and a password in the URL are sent as an HTTP header.
         request: Request with spans.
         limit_s: Timeout in seconds for each part of the response.
     """
@@ -249,7 +250,7 @@ def post(url: str, request: Mapping[str, Any], limit_s: float) -> Answer:
         with _opener.open(message, timeout=limit_s) as reply:
             text = reply.read(1 << 20)
     except http.client.InvalidURL:
-        # The message of the error is not used, because it contains the URL.
+        # Do not use the message of the error, because it contains the URL.
         return Answer(is_failure=True, reason="the URL is not valid")
     except (OSError, http.client.HTTPException, UnicodeError) as error:
         inner = getattr(error, "reason", None)
@@ -260,20 +261,19 @@ def post(url: str, request: Mapping[str, Any], limit_s: float) -> Answer:
         refused = max(0, int(partial.get("rejectedSpans", 0)))
         return Answer(refused=refused, reason=str(partial.get("errorMessage", "")) * (refused > 0))
     except (ValueError, AttributeError, TypeError, OverflowError):
-        return Answer()  # Responses in another format do not contain a number of rejected spans.
+        return Answer()  # Responses in another format do not report rejected spans.
 
 
 _Batch = tuple[IterationStart, Sequence[SpanRow]]
 
 
 class _SentBefore(NamedTuple):
-    """Describes the spans of an iteration that were converted before its late spans arrived.
+    """Describes the spans of an iteration that were converted before late spans arrived.
 
     Attributes:
         num_spans: Number of spans that were converted.
         has_step: Whether these spans include the span of the step.
-        slices: Number of slices of each microbatch. It is stored here because the markers of late
-            spans do not contain it.
+        slices: Number of slices of each microbatch, which the markers of late spans do not contain.
     """
 
     num_spans: int
@@ -284,20 +284,20 @@ class _SentBefore(NamedTuple):
 class SpanSender:
     """Sends the spans of one rank to a collector from a separate thread while the job runs.
 
-    Times are sent as the time of day of the rank's machine.
+    Times are converted to the time of day of the rank's machine.
 
     Thread safety: :meth:`add` never blocks, and must always be called from the same thread.
     :meth:`close` may be called from any thread.
 
     Args:
-        target: URL of the collector, as written by the user.
+        target: URL of the collector, as the user wrote it.
         header: Header of the rank's trace.
         flag: Name of the flag that sets the URL, for error messages.
         limit_s: Timeout in seconds for a response.
 
     Attributes:
         sent: Number of spans that the collector accepted.
-        dropped: Number of spans that were not sent or not accepted.
+        dropped: Number of spans that were not sent, or not accepted by the collector.
 
     Raises:
         ConfigError: The target is not an HTTP URL.
@@ -329,7 +329,7 @@ class SpanSender:
         self._thread.start()
 
     def add(self, marker: IterationStart, rows: Sequence[SpanRow]) -> None:
-        """Queues the spans in ``rows`` for sending, or drops them if the queue is full.
+        """Queues the spans in ``rows`` for sending, or drops the spans if the queue is full.
 
         ``marker`` describes the iteration of the spans. This method never blocks.
         """
@@ -340,13 +340,13 @@ class SpanSender:
             self._count(dropped=len(rows))
 
     def close(self) -> None:
-        """Sends the remaining spans within :data:`CLOSE_S`, and reports how many were dropped."""
+        """Sends the remaining spans within :data:`CLOSE_S`, and prints how many were not sent."""
         if self._closing.is_set():
             return
         end_s = time.monotonic() + CLOSE_S
         self._closing.set()
-        # If the queue stays full, the sending thread waits for a response. It is a daemon thread,
-        # so the process can still exit.
+        # If the queue stays full, the sending thread is waiting for a response. The process can
+        # still exit, because this is a daemon thread.
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=CLOSE_S)
         self._thread.join(max(0.0, end_s - time.monotonic()))
@@ -361,7 +361,7 @@ class SpanSender:
             self._send(*batch)
 
     def _send(self, marker: IterationStart, rows: Sequence[SpanRow]) -> None:
-        """Sends the spans of an iteration, or drops them while the collector does not respond."""
+        """Sends the spans of an iteration, or drops the spans during a pause after a failure."""
         before = self._sent_of.get(marker.iteration)
         if before is None:
             before = _SentBefore(0, False, slices_of(self._header, marker))
@@ -391,23 +391,23 @@ class SpanSender:
         self._count(dropped=left)
 
     def _fails(self, reason: str) -> None:
-        """Delays the next attempt, and prints a warning with ``reason`` after the first failure."""
+        """Delays the next attempt. Prints a warning with ``reason`` after the first failure."""
         self._next_s = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, LAST_PAUSE_S)
         if not self._is_down:
             self._is_down = True
             say(
                 f"warning: rank {self._header.rank}: {self._shown}: {reason}; spans are dropped"
-                " until the collector answers, and training continues"
+                " until the collector responds, and training continues"
             )
 
     def _answers(self) -> None:
-        """Resets the pause, and prints a note if earlier requests had failed."""
+        """Resets the pause. Prints a note if earlier requests had failed."""
         self._pause_s = FIRST_PAUSE_S
         if self._is_down:
             self._is_down = False
             say(
-                f"note: rank {self._header.rank}: {self._shown} answers again; spans dropped so"
+                f"note: rank {self._header.rank}: {self._shown} responds again; spans dropped so"
                 f" far: {self.dropped:,}"
             )
 

@@ -1,10 +1,10 @@
 """Reads the trace files of a run.
 
-A folder contains one file per rank. When a folder is read, the positions of the spans in its files
+A folder contains one file per rank. When a folder is read, the positions of the spans in the files
 are determined (``block_index``), and the clocks of all ranks are aligned (``clock``). The spans
-themselves are read only on request, as a table per rank, for all or some iterations. If an
-iteration ran twice, the second run is used. Damaged files raise an error, except for a truncated
-last line.
+themselves are read only on request, as one table per rank, for all or some iterations. If an
+iteration was recorded twice, the second recording is used. Reading a damaged file raises an error,
+unless only the last line is truncated.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from megatron.adaptive.trace.trace_format import (
 )
 
 REFINED_ITERATIONS = 5
-"""Number of evenly spaced iterations of the run whose messages are used to correct the clocks."""
+"""Number of evenly spaced iterations whose messages are used to correct the clocks."""
 
 MOST_MATCHED = 4_000_000
-"""Maximum total number of spans in these iterations. A single iteration may have more spans."""
+"""Maximum total number of spans in these iterations. Only a single iteration may have more."""
 
 _FILE_NAME = re.compile(r"trace_rank_(\d{5,7})\.jsonl")
 _STARTS_BACK_NS = 1_000_000
@@ -50,11 +50,11 @@ _STARTS_BACK_NS = 1_000_000
 
 @dataclass(frozen=True, eq=False)
 class RankTrace:
-    """Provides access to the trace of one rank, and reads spans from its file on request.
+    """Provides access to the trace of one rank. Spans are read from the file on request.
 
     Attributes:
         index: Header of the rank's trace file, and positions of the spans in the file.
-        fit: Function that converts times on the rank's clock to the run's common time.
+        fit: Fit that converts times on the rank's clock to the run's common clock.
     """
 
     index: FileIndex
@@ -66,11 +66,11 @@ class RankTrace:
     ) -> RankTrace:
         """Creates a trace from spans that were read from a file in another format.
 
-        Host and process ID are empty, because other formats do not contain them.
+        The host is empty and the process ID is 0, because other formats do not contain them.
 
         Args:
             path: Path of the file that was read.
-            tables: Spans by iteration.
+            tables: Spans, keyed by iteration.
             truncated_lines: Number of truncated lines in the file.
             header: Fields of :class:`~megatron.adaptive.trace.trace_format.TraceHeader`.
         """
@@ -86,13 +86,13 @@ class RankTrace:
 
     @property
     def header(self) -> TraceHeader:
-        """Header of the trace file, which contains the rank, pipeline size, schedule and clock."""
+        """Header of the trace file, with the rank, pipeline size, schedule and clock."""
         assert self.index.header is not None
         return self.index.header
 
     @property
     def iterations(self) -> tuple[int, ...]:
-        """Numbers of the recorded iterations, in ascending order."""
+        """Recorded iterations in ascending order."""
         return tuple(sorted(self._blocks))
 
     @cached_property
@@ -130,12 +130,12 @@ class RankTrace:
 
     @cached_property
     def experts(self) -> Mapping[int, IterationStart]:
-        """Markers of the iterations in which the load of the experts was recorded, by iteration."""
+        """Markers of those iterations in which the load of the experts was recorded."""
         markers = ((i, blocks[0].marker) for i, blocks in self._blocks.items())
         return {i: marker for i, marker in markers if marker.tokens}
 
     def machine(self, iteration: int) -> Mapping[str, int]:
-        """Returns the machine counters of ``iteration`` by name.
+        """Returns the machine counters of ``iteration``, keyed by name.
 
         The result is empty if nothing was counted.
         """
@@ -151,9 +151,9 @@ class RankTrace:
         return blocks[0].marker.layers if blocks else ()
 
     def layer_passes(self, iteration: int) -> tuple[tuple[int, int, int, int], ...]:
-        """Returns the rows of ``IterationStart.layer_passes`` for ``iteration``.
+        """Returns the first passes of the layers in ``iteration``.
 
-        Their times are on the run's common clock.
+        The rows are those of ``IterationStart.layer_passes``, with times on the run's common clock.
         """
         blocks = self._blocks.get(iteration)
         return _rows_on_clock(blocks[0].marker.layer_passes, self.fit) if blocks else ()
@@ -172,7 +172,7 @@ class RankTrace:
 
     @cached_property
     def num_spans(self) -> Mapping[int, int]:
-        """Approximate number of spans in each iteration, at least 1, according to the markers."""
+        """Approximate number of spans in each iteration according to the markers, at least 1."""
         counts: dict[int, int] = {}
         for block in self.index.blocks:
             iteration = block.marker.iteration
@@ -182,7 +182,7 @@ class RankTrace:
     def spans(self, iteration: int) -> tuple[Span, ...]:
         """Returns the spans of ``iteration`` as objects.
 
-        The tuple is empty if the iteration was not recorded.
+        The result is empty if the iteration was not recorded.
         """
         return self.table([iteration]).spans()
 
@@ -190,8 +190,8 @@ class RankTrace:
         """Returns the spans of ``iterations`` as a table.
 
         Args:
-            iterations: Numbers of the iterations, or ``None`` for all. Iterations that were not
-                recorded are ignored.
+            iterations: Iterations to read; ``None`` for all. Iterations that were not recorded are
+                ignored.
 
         Raises:
             TraceError: A line is damaged, or the file no longer exists.
@@ -219,7 +219,7 @@ class RankTrace:
     def clock_jumps(self) -> tuple[int, ...]:
         """Returns the iterations before which the rank's clock was set back.
 
-        Such an iteration starts earlier than the iteration before it in the file.
+        Such an iteration starts earlier than the previous iteration in the file.
         """
         markers = [block.marker for block in self.index.blocks]
         return tuple(
@@ -230,7 +230,7 @@ class RankTrace:
 
     @cached_property
     def _blocks(self) -> dict[int, list[Block]]:
-        """Blocks of spans by iteration. If an iteration ran twice, only the second run is used."""
+        """Blocks of spans, keyed by iteration, without the first run of repeated iterations."""
         blocks: dict[int, list[Block]] = {}
         for block in self.index.blocks:
             iteration = block.marker.iteration
@@ -242,7 +242,7 @@ class RankTrace:
 
 @dataclass(frozen=True, eq=False)
 class RunTrace:
-    """Holds the traces of all ranks of a run, with times on a common clock.
+    """Contains the traces of all ranks of a run, with times on a common clock.
 
     Attributes:
         origin: Path of the folder or file that was read.
@@ -252,7 +252,7 @@ class RunTrace:
         num_chunks: Number of model chunks per rank.
         ranks: Trace of each global rank.
         alignment: Clocks of the run and their offsets to the common time.
-        caveats: Notes for the user about an imported trace, such as information that is missing.
+        caveats: Notes for the user about an imported trace, such as missing information.
     """
 
     origin: Path
@@ -276,7 +276,7 @@ class RunTrace:
 
     @cached_property
     def iterations(self) -> tuple[int, ...]:
-        """Numbers of the iterations recorded by at least one rank, in ascending order."""
+        """Iterations that at least one rank recorded, in ascending order."""
         return tuple(sorted({i for trace in self.ranks.values() for i in trace.iterations}))
 
     @cached_property
@@ -284,7 +284,7 @@ class RunTrace:
         return frozenset(self.iterations)
 
     def replica(self, dp_rank: int = 0, tp_rank: int = 0) -> tuple[RankTrace | None, ...]:
-        """Returns the trace of each rank in a pipeline, or ``None`` for a rank without a file.
+        """Returns the traces of the ranks in a pipeline, with ``None`` for ranks without a file.
 
         Args:
             dp_rank: Data-parallel rank of the pipeline.
@@ -311,8 +311,7 @@ class RunTrace:
         Ranks without a trace file are ignored.
 
         Args:
-            dp_rank: Data-parallel replica whose ranks are checked, or ``None`` to check all
-                replicas.
+            dp_rank: Data-parallel replica whose ranks are checked; ``None`` to check all replicas.
         """
         ranks = self.ranks.values() if dp_rank is None else self.replica(dp_rank)
         present = [trace for trace in ranks if trace is not None]
@@ -322,8 +321,8 @@ class RunTrace:
         """Returns the approximate number of spans that ``ranks`` recorded in ``iterations``.
 
         Args:
-            iterations: Numbers of the iterations.
-            ranks: Global ranks, or ``None`` for all.
+            iterations: Iterations to include.
+            ranks: Global ranks to include; ``None`` for all.
         """
         counts = [self.ranks[rank].num_spans for rank in (self.ranks if ranks is None else ranks)]
         return sum(count.get(iteration, 0) for iteration in iterations for count in counts)
@@ -361,11 +360,11 @@ class RunTrace:
 
     @property
     def bubble_note(self) -> str:
-        """Note to print after an idle or busy time. The note is empty if no GPU is shared."""
+        """Note to print after idle or busy times, which is empty if no GPU is shared."""
         return f" ({SLICES})" if self.shares_gpus else ""
 
     def notes(self) -> list[str]:
-        """Returns one line for each caveat about the trace, such as missing ranks or lost lines."""
+        """Returns one line per caveat about the trace, such as missing ranks or truncated lines."""
         lines = [*self.caveats]
         if self.shares_gpus:
             lines.append(shared_gpu_note(self.gpu_ranks))
@@ -393,7 +392,7 @@ class RunTrace:
 
 
 def trace_files(folder: Path) -> dict[int, Path]:
-    """Returns a dict from rank to the path of the rank's trace file in ``folder``.
+    """Maps each rank to the path of its trace file in ``folder``.
 
     The dict is empty if there are no trace files.
     """
@@ -404,7 +403,7 @@ def trace_files(folder: Path) -> dict[int, Path]:
 
 
 def read_run(folder: str | os.PathLike[str]) -> RunTrace:
-    """Reads the trace files of a run, except the spans, which are read later on request.
+    """Reads the trace files of a run. The spans in them are read later, on request.
 
     Args:
         folder: Path of the folder with the trace files of one run.
@@ -443,9 +442,9 @@ def read_run(folder: str | os.PathLike[str]) -> RunTrace:
 
 
 def frozen_chunks_of(header: TraceHeader, marker: IterationStart) -> int:
-    """Returns the number of chunks of a rank that run no backward passes in an iteration.
+    """Returns how many chunks of a rank run no backward passes in an iteration.
 
-    These chunks come first on the rank.
+    They are the first chunks of the rank.
 
     Args:
         header: Header of the rank's trace file.
@@ -468,7 +467,7 @@ def frozen_chunks_of(header: TraceHeader, marker: IterationStart) -> int:
 def describe_numbers(numbers: Iterable[int]) -> str:
     """Returns ``numbers`` as text with ranges, such as ``1-20, 30``.
 
-    Long lists are shortened. Without numbers, the text is ``none``.
+    Long lists are shortened. The text is ``none`` if there are no numbers.
     """
     ranges: list[list[int]] = []
     for number in sorted(set(numbers)):
@@ -521,7 +520,7 @@ def _on_one_clock(
 
 
 def _some_messages(traces: Mapping[int, RankTrace]) -> dict[int, TraceTable]:
-    """Returns each rank's messages in a few evenly spaced iterations that all ranks recorded."""
+    """Reads each rank's messages in a few evenly spaced iterations that all ranks recorded."""
     common = sorted(set.intersection(*(set(trace.iterations) for trace in traces.values())))
     indices = np.unique(np.linspace(0, len(common) - 1, REFINED_ITERATIONS).astype(int))
     chosen = [common[index] for index in indices.tolist()] if common else []
@@ -533,8 +532,8 @@ def _some_messages(traces: Mapping[int, RankTrace]) -> dict[int, TraceTable]:
 def _moved(table: TraceTable, fit: ClockFit) -> TraceTable:
     """Returns ``table`` with times converted by ``fit`` to the run's common clock.
 
-    If the rank's clock was set back during a span, the duration of the span is 0 instead of
-    negative.
+    If the rank's clock was set back during a span, the span gets the duration 0 instead of a
+    negative one.
     """
     start_ns = fit.apply(table.start_ns)
     return replace(table, start_ns=start_ns, end_ns=np.maximum(start_ns, fit.apply(table.end_ns)))
@@ -548,9 +547,10 @@ def _on_clock(group: GroupCollectives, fit: ClockFit) -> GroupCollectives:
 def _rows_on_clock(
     rows: Sequence[tuple[int, int, int, int]], fit: ClockFit
 ) -> tuple[tuple[int, int, int, int], ...]:
-    """Returns ``rows`` with their last two numbers converted to the run's common clock.
+    """Converts the times in ``rows`` from the rank's clock to the run's common clock.
 
-    These numbers are a start and an end in ns on the rank's clock, which ``fit`` converts.
+    The last two numbers of each row are the times: a start and an end in ns, which ``fit``
+    converts.
     """
     times = np.array([row[2:] for row in rows], dtype=np.int64).reshape(-1, 2)
     moved = fit.apply(times.reshape(-1)).reshape(-1, 2).tolist()

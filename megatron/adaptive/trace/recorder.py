@@ -1,18 +1,18 @@
 """Records the spans of a rank at low cost, and writes them from a background thread.
 
-During a step, recording a span only appends a tuple to a list. At the end of an iteration, the
+During a step, recording a span only appends a tuple to a list. At the end of the iteration, the
 whole list is passed to a writer thread through a bounded queue. The thread formats the spans and
-appends them to the rank's file with a single write. While the disk does not accept data, iterations
-are dropped and a warning is printed. When the disk has recovered, a record with the missing
+appends them to the rank's file in a single write. While the disk does not accept data, iterations
+are dropped and a warning is printed. After the disk has recovered, a record that lists the missing
 iterations is written to the file::
 
     extend() extend() | end_iteration() --queue--> writer: format, write
       a list, no lock |   (64 iterations at most)
 
 After :meth:`Recorder.watch`, the thread also updates the rank's status file ``now_rank_*.json``
-(``status_files``). If the run is killed, its trace file still ends with a complete line, and only
+(``status_files``). If the run is killed, the trace file still ends with a complete line, and only
 the iterations in the queue are missing. This module does not import torch and never reads a GPU's
-clock: the caller passes all times.
+clock, because the caller passes all times.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ WRITER_PATIENCE_S = 10.0
 
 
 _Batch: TypeAlias = tuple[IterationStart, Sequence[SpanRow]]
-"""Entry of the queue: the marker of an iteration, and the spans of the iteration."""
+"""Entry of the queue: the marker and the spans of an iteration."""
 
 
 class Recorder(AbstractContextManager["Recorder"]):
@@ -60,7 +60,7 @@ class Recorder(AbstractContextManager["Recorder"]):
 
     For each iteration, call :meth:`begin_iteration`, then :meth:`extend` any number of times, then
     :meth:`end_iteration`. Call :meth:`close` at the end, or use the recorder in a ``with``
-    statement. It is also closed when the interpreter exits.
+    statement. The recorder is also closed when the interpreter exits.
 
     Thread safety: :meth:`extend`, :meth:`add_late` and :meth:`add_clock_samples` may be called from
     any thread. All other methods must be called from the same thread.
@@ -74,20 +74,21 @@ class Recorder(AbstractContextManager["Recorder"]):
         *,
         begin_thread: Callable[[], None] | None = None,
     ) -> None:
-        """Opens the rank's trace file in a folder, which is created if it does not exist.
+        """Opens the rank's trace file in a folder, which is created if necessary.
 
         Args:
             folder: Path of the folder for the trace files, which no other run may use.
-            header: Description of the rank, which becomes the first line of the file.
-            sender: Sender that also receives all spans, even while the disk does not accept data.
-                :meth:`close` closes it. ``None`` means that there is no sender.
-            begin_thread: Function that the writer thread calls first, or ``None``. It makes the
-                process's GPU current, because :meth:`watch` may use the GPU.
+            header: Description of the rank. Written as the first line of the file.
+            sender: Sender that gets all spans, even while the disk does not accept data; ``None``
+                for no sender. :meth:`close` also closes the sender.
+            begin_thread: Function that the writer thread calls first; ``None`` for no function.
+                Used to select the process's GPU in this thread, because ``read_state`` may use the
+                GPU.
 
         Raises:
             TraceError: The folder already contains a trace of this rank, or the file cannot be
-                written. A full or failing disk does not raise this error: spans are dropped until
-                it recovers.
+                written. A full or failing disk does not raise this error. Instead, spans are
+                dropped until the disk recovers.
         """
         self._path = Path(folder) / trace_file_name(header.rank)
         line = header_line(header).encode()
@@ -109,8 +110,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._begun: IterationStart | None = None
         self._rows: list[SpanRow] | None = None
         self._open = True
-        self._gap: Gap | None = None  # Only the writer thread uses this attribute.
-        # Only the recording thread uses this attribute.
+        self._gap: Gap | None = None  # Used only by the writer thread.
+        # Used only by the recording thread.
         self._delay = Outage(self._path, "iterations")
         self._queue: queue.Queue[_Batch | ClockSamples | None] = queue.Queue(QUEUE_ITERATIONS)
         self._thread = threading.Thread(
@@ -126,12 +127,12 @@ class Recorder(AbstractContextManager["Recorder"]):
 
     @property
     def is_recording(self) -> bool:
-        """Whether an iteration has begun and not yet ended, so that spans are recorded."""
+        """Whether spans are being recorded, because an iteration has begun and not yet ended."""
         return self._rows is not None
 
     @property
     def rows(self) -> tuple[SpanRow, ...]:
-        """Spans of the current iteration that have been recorded so far.
+        """Spans that have been recorded in the current iteration so far.
 
         The tuple is empty outside of iterations.
         """
@@ -153,8 +154,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         Args:
             iteration: Iteration number, as in the training log.
             num_microbatches: Number of microbatches in the iteration.
-            start_ns: Start of the iteration in ns on the spans' clock, or ``None`` for the current
-                time.
+            start_ns: Start of the iteration in ns on the clock of the spans; ``None`` for the
+                current time.
             lengths: Sizes of the microbatches in the form of ``Lengths``; empty if all microbatches
                 have the same size.
             slices: Number of slices of each microbatch; empty if the number in the header applies.
@@ -178,7 +179,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._rows = []
 
     def extend(self, rows: Iterable[SpanRow]) -> None:
-        """Adds ``rows`` to the current iteration, or drops them outside of an iteration.
+        """Adds ``rows`` to the current iteration, or drops ``rows`` outside of an iteration.
 
         This method never blocks.
         """
@@ -186,10 +187,10 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._rows.extend(rows)
 
     def add_experts(self, exchange_ns: int, tokens: Sequence[Sequence[int]]) -> None:
-        """Adds the number of tokens that each expert of the rank received in this iteration.
+        """Records how many tokens each expert of the rank received in this iteration.
 
         Args:
-            exchange_ns: Time in ns for which actions waited for all-to-all exchanges of tokens.
+            exchange_ns: Time in ns that actions waited for all-to-all exchanges of tokens.
             tokens: Row per MoE layer, as in ``IterationStart.tokens``: index of the layer, index of
                 the rank's first expert, number of tokens of each expert.
         """
@@ -198,10 +199,10 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._begun = replace(self._begun, exchange_ns=exchange_ns, tokens=rows)
 
     def add_machine(self, counts: Mapping[str, int]) -> None:
-        """Adds the counters of events that kept the rank from computing in this iteration.
+        """Records the counters of events that kept the rank from computing in this iteration.
 
         Args:
-            counts: Counts by their names in ``machine_counters``.
+            counts: Counts, keyed by the names in ``machine_counters``.
         """
         if self._begun is not None:
             self._begun = replace(self._begun, machine=counts)
@@ -209,7 +210,7 @@ class Recorder(AbstractContextManager["Recorder"]):
     def add_layers(
         self, rows: Sequence[Sequence[int]], passes: Sequence[tuple[int, int, int, int]] = ()
     ) -> None:
-        """Adds the times of the rank's layers in this iteration.
+        """Records the times of the rank's layers in this iteration.
 
         Args:
             rows: Row per layer, as in ``IterationStart.layers``.
@@ -220,16 +221,16 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._begun = replace(self._begun, layers=layers, layer_passes=tuple(passes))
 
     def add_collectives(self, groups: Sequence[GroupCollectives]) -> None:
-        """Adds the collectives of the rank's process groups in this iteration."""
+        """Records the collectives of the rank's process groups in this iteration."""
         if self._begun is not None:
             self._begun = replace(self._begun, collectives=tuple(groups))
 
     def end_iteration(self) -> None:
         """Passes the iteration's spans to the writer thread.
 
-        This method blocks only if the queue is full, for at most 10 s. If the queue is still full,
-        the iteration is dropped. Until the queue has space again, later iterations are dropped
-        immediately.
+        This method blocks only if the queue is full, and for at most 10 s. If the queue is still
+        full after this time, the iteration is dropped. Later iterations are then dropped
+        immediately until the queue has space again.
         """
         begun, rows = self._begun, self._rows
         self._begun, self._rows = None, None
@@ -237,7 +238,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._hand_over((begun, rows))
 
     def add_late(self, iteration: int, num_microbatches: int, rows: Sequence[SpanRow]) -> None:
-        """Adds spans to an iteration that has already ended, or drops them if the queue is full.
+        """Adds spans to an iteration that has already ended. Drops them if the queue is full.
 
         Args:
             iteration: Number of the iteration that has ended.
@@ -249,7 +250,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._offer((begun, rows))
 
     def add_clock_samples(self, samples: ClockSamples) -> None:
-        """Passes clock samples to the writer thread, or drops them if the queue is full."""
+        """Passes clock samples to the writer thread. Drops them if the queue is full."""
         if self._open and samples.samples:
             self._offer(samples)
 
@@ -260,23 +261,23 @@ class Recorder(AbstractContextManager["Recorder"]):
 
         Args:
             read_state: Function that returns fields of
-                :class:`~megatron.adaptive.trace.status_files.Now`. It must not change any state,
-                because the writer thread calls it while the rank computes.
+                :class:`~megatron.adaptive.trace.status_files.Now`. Must not change any state,
+                because the writer thread calls this function while the rank computes.
         """
         self._read_state = read_state
         if self._open:
-            # An empty record in the queue wakes the writer thread.
+            # Wake the writer thread with an empty record.
             self._offer(ClockSamples(0, ()))
 
     def close(self) -> None:
-        """Writes all remaining spans and closes the file. This method can be called repeatedly."""
+        """Writes all remaining spans and closes the file. May be called more than once."""
         if not self._open:
             return
         self.end_iteration()
         self._open = False
         atexit.unregister(self.close)
-        # The thread may hang while writing to a disk, so the wait has a timeout. The thread is a
-        # daemon thread, so the process can still exit.
+        # Wait with a timeout, because the thread may hang while writing to a disk. The process can
+        # exit anyway, because this is a daemon thread.
         if self._hand_over(None):
             self._thread.join(WRITER_PATIENCE_S)
         if self._sender is not None:
@@ -290,11 +291,11 @@ class Recorder(AbstractContextManager["Recorder"]):
         try:
             self._queue.put_nowait(batch)
         except queue.Full:
-            # The batch is dropped, because only end_iteration() may wait for space in the queue.
+            # Drop the batch, because only end_iteration() may wait for space in the queue.
             return
 
     def _hand_over(self, batch: _Batch | None) -> bool:
-        """Puts ``batch`` into the queue within 10 s, and returns whether this succeeded."""
+        """Tries to queue ``batch`` for at most 10 s, and returns whether this succeeded."""
         try:
             self._queue.put(batch, timeout=0.0 if self._delay.lost else WRITER_PATIENCE_S)
         except queue.Full:
@@ -304,7 +305,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         return True
 
     def _write_batches(self) -> None:
-        """Writes batches from the queue in the writer thread until it receives ``None``."""
+        """Writes the batches in the queue until a ``None`` arrives. Runs in the writer thread."""
         if self._begin_thread is not None:
             self._begin_thread()
         state = NowFile(self._path.parent, self._rank)
@@ -322,8 +323,8 @@ class Recorder(AbstractContextManager["Recorder"]):
     def _append(self, batch: _Batch | ClockSamples) -> None:
         """Appends the lines of ``batch`` to the file.
 
-        If earlier iterations could not be written, a record that lists them is written first. If
-        this batch cannot be written, its iteration is added to that record.
+        If earlier iterations could not be written, a record that lists them is written before the
+        batch. If the batch cannot be written, the iteration is added to this record.
         """
         if isinstance(batch, ClockSamples):
             text, iteration = samples_line(batch) if batch.samples else "", None

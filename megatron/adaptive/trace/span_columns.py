@@ -1,11 +1,11 @@
-"""Holds the spans of a rank as columns, for statistics and for views with many spans.
+"""Stores the spans of a rank as columns, for statistics and for views with many spans.
 
-A table stores millions of spans in one numpy array per column, without an object per span. For
-charts of a few spans, :meth:`TraceTable.spans` creates objects.
+A table stores even millions of spans in one numpy array per column, without an object for each
+span. For charts of a few spans, :meth:`TraceTable.spans` creates objects.
 
-A message is identified by the iteration, the two ranks, and the receiver's action that needs the
-message as input. Sender and receiver both record these values, so :func:`match_messages` can find
-the receive that belongs to each send.
+A message is identified by the iteration, the two ranks, and the action of the receiver that needs
+the message as input. Both the sender and the receiver record these values, so that
+:func:`match_messages` can find the receive that belongs to each send.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ REASON = {word: number for number, word in enumerate(REASONS)}
 """Maps each reason to its number in the column ``reason``."""
 
 OTHER = len(KINDS)
-"""Number that stands for every kind of span that this version of the program does not know."""
+"""Number for all kinds of spans that this version of the program does not know."""
 
 _NAMES = (*KINDS, "other")
 _OF_ACTION = ("iteration", "chunk", "microbatch", "piece")
-"""Columns that have the same values for an action and for the wait before the action."""
+"""Columns in which an action and the wait before the action have the same values."""
 _WIDTHS: dict[str, type[np.signedinteger[Any]]] = {
     "kind": np.int8,
     "chunk": np.int16,
@@ -57,20 +57,20 @@ SlicesOf: TypeAlias = Callable[[int], SliceCounts]
 
 
 def rows_by_value(values: Ints) -> Iterator[tuple[int, Ints]]:
-    """Yields each distinct value in ascending order, with the indices at which it occurs."""
+    """Yields the distinct values in ascending order, each with the indices of its occurrences."""
     order = np.argsort(values, kind="stable")
     distinct, begins = np.unique(values[order], return_index=True)
     yield from zip(distinct.tolist(), np.split(order, begins[1:]), strict=False)
 
 
 def microbatches_of(iterations: Ints, items: Ints, slices: SlicesOf) -> tuple[Ints, Ints]:
-    """Returns the microbatch of each slice, and the number of slices of that microbatch.
+    """Returns the microbatch of each item, and the number of slices of this microbatch.
 
-    An item without a microbatch, whose index is -1, gets the microbatch -1.
+    An item with the index -1 belongs to no microbatch and gets the microbatch -1.
 
     Args:
         iterations: Iteration of each item (a slice or a whole microbatch).
-        items: Index of each item in its iteration, as in ``SpanRow.microbatch``.
+        items: Index of each item within the iteration, as in ``SpanRow.microbatch``.
         slices: Function that returns the number of slices of each microbatch in an iteration.
     """
     microbatch = np.array(items, dtype=np.int64)
@@ -92,16 +92,16 @@ def microbatches_of(iterations: Ints, items: Ints, slices: SlicesOf) -> tuple[In
 
 @dataclass(frozen=True, eq=False)
 class TraceTable:
-    """Holds the spans of one rank as columns, each an array with one value per span.
+    """Contains the spans of one rank as columns. Each column is an array with one value per span.
 
     The columns are ``iteration`` (``int64``) and the fields of
     :class:`~megatron.adaptive.trace.trace_format.SpanRow` (integer types in ``_WIDTHS``). Times are
     on the run's common clock, and ``end_ns`` is never before ``start_ns``. Values of ``kind`` and
     ``of`` are numbers from :data:`KIND`; values of ``reason`` are numbers from :data:`REASON`.
 
-    Spans of an iteration are consecutive, except spans that were recorded late. Within an
-    iteration, spans are in the order in which they were written, and actions are in the order in
-    which they ran.
+    The spans of an iteration are consecutive, except for spans that were recorded late. Within an
+    iteration, spans have the order in which they were written, and actions the order in which they
+    ran.
     """
 
     iteration: Ints
@@ -120,7 +120,7 @@ class TraceTable:
 
     @classmethod
     def from_rows(cls, iteration: Ints, rows: Ints) -> TraceTable:
-        """Creates a table from the rows of numbers in a trace file.
+        """Creates a table from the lists of numbers in a trace file.
 
         Args:
             iteration: ``[spans]``, iteration number of each span.
@@ -137,12 +137,12 @@ class TraceTable:
 
     @classmethod
     def of_columns(cls, iteration: Ints, **columns: Ints | int) -> TraceTable:
-        """Creates a table from some of its columns, named as in ``trace_format.COLUMNS``.
+        """Creates a table from some of the columns in ``trace_format.COLUMNS``.
 
         Args:
             iteration: ``[spans]``, iteration number of each span.
-            columns: Array ``[spans]`` or one number for all spans, by column name. Columns that are
-                not passed get -1 or 0, which means that there is no value.
+            columns: Array ``[spans]``, or a single number for all spans, as a keyword argument for
+                each column. Omitted columns get -1 or 0, which means that there is no value.
         """
         rows = np.zeros((len(iteration), len(COLUMNS)), dtype=np.int64)
         defaults = dict.fromkeys(("chunk", "microbatch", "peer", "of"), -1)
@@ -185,7 +185,7 @@ class TraceTable:
         return self.take(self.where(*kinds))
 
     def spans(self) -> tuple[Span, ...]:
-        """Returns the spans as objects whose ``wait_ns`` is the wait before an action in ns."""
+        """Returns the spans as objects. Their ``wait_ns`` is the wait before an action in ns."""
         columns = {field.name: getattr(self, field.name).tolist() for field in fields(self)}
         columns["wait_ns"] = wait_before(self).tolist()
         columns["action"] = [_NAMES[kind] for kind in columns.pop("kind")]
@@ -196,7 +196,7 @@ class TraceTable:
 
 
 def wait_before(table: TraceTable) -> Ints:
-    """Returns the time in ns that the rank waited before each action, or 0 for other spans."""
+    """Returns the time in ns that the rank waited before each action, and 0 for other spans."""
     waited = np.zeros(len(table), dtype=np.int64)
     waits, actions = table.of_kind("wait"), table.of_kind(*DRAWN_ACTIONS)
     matches = find_rows(
@@ -227,20 +227,20 @@ def row_keys(columns: Sequence[Ints]) -> Ints:
 
 
 def find_rows(haystack: Sequence[Ints], needles: Sequence[Ints]) -> Ints:
-    """Finds the row of one table that equals each row of another table.
+    """Finds, for each row of one table, the equal row in another table.
 
     Args:
         haystack: Columns ``[rows]`` of the table to search.
         needles: Columns ``[needles]`` of the rows to find, in the same order as in ``haystack``.
 
     Returns:
-        Index of the first equal row in ``haystack`` for each needle, ``[needles] int64``, or -1 if
-        there is none.
+        Index of the first row in ``haystack`` that equals each needle, ``[needles] int64``, or -1
+        if there is no equal row.
     """
     count = len(haystack[0])
     key = row_keys([np.concatenate(pair) for pair in zip(haystack, needles, strict=True)])
     order = np.argsort(key[:count], kind="stable")
-    # A key beyond the largest key is looked up at the appended -1, which is equal to no key.
+    # Keys beyond the largest key are compared with the appended -1, which equals no key.
     ordered = np.append(key[:count][order], -1)
     positions = np.searchsorted(ordered[:-1], key[count:])
     is_equal = ordered[positions] == key[count:]
@@ -259,23 +259,24 @@ def nth_of_equal(keys: Sequence[Ints]) -> Ints:
 
 
 _SAME = ("iteration", "of", "chunk", "microbatch")
-"""Columns that have the same values for the send and the receive of a message."""
+"""Columns in which the send and the receive of a message have the same values."""
 
 
 @dataclass(frozen=True, eq=False)
 class Messages:
-    """Holds messages whose send and receive were both recorded, as arrays ``[messages]``.
+    """Contains the messages of which both sides were recorded, as arrays ``[messages]``.
 
     Attributes:
         iteration: Iteration number, ``int64``.
         source: Global rank of the sender.
         target: Global rank of the receiver.
-        of: Kind of the receiver's action that needs the message, as a number from :data:`KIND`.
-        chunk: Model chunk of that action on the receiver.
-        microbatch: Microbatch of that action.
+        of: Kind of the receiver's action that needs the message as input, as a number from
+            :data:`KIND`.
+        chunk: Model chunk of this action on the receiver.
+        microbatch: Microbatch of this action.
         sent_ns: Start of the send in nanoseconds.
-        arrived_ns: Time in nanoseconds at which the receiver noticed the message. If ``seen`` is
-            true, the message arrived at this time; otherwise it may have arrived earlier.
+        arrived_ns: Time in nanoseconds at which the receiver noticed the message. The message may
+            have arrived earlier, unless ``seen`` is true.
         taken_ns: Start in nanoseconds of the action that needs the message.
         bytes: Size of the message in bytes.
         seen: Whether ``arrived_ns`` is the exact arrival time, ``bool``.
@@ -309,13 +310,13 @@ class Messages:
 
 
 def match_messages(tables: Mapping[int, TraceTable]) -> Messages:
-    """Matches each send with its receive, for messages between the ranks in ``tables``.
+    """Matches the sends and receives of the messages between the ranks in ``tables``.
 
     Args:
         tables: Table of spans of each global rank. Messages from or to other ranks are ignored.
 
     Returns:
-        Messages, sorted by receiver and then by their order in the receiver's file.
+        Messages, sorted by receiver, in the order of the receiver's file.
     """
     ranks = sorted(tables)
     sides, owners = [], []

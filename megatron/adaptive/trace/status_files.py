@@ -1,9 +1,9 @@
 """Reads and writes the ranks' status files, and reads a run's progress file.
 
-An iteration's spans are written to the trace file only when the iteration ends. To show progress
-while an iteration is long or hangs, the recorder's thread also writes the rank's current action to
-a status file, such as ``now_rank_00000.json``. The file contains one line of JSON, usually of a
-fixed length, which a single write replaces::
+The spans of an iteration are written to the trace file only when the iteration ends. To show
+progress during an iteration that is long or hangs, the recorder's thread also writes the rank's
+current action to a status file, such as ``now_rank_00000.json``. The file contains one line of
+JSON, usually of a fixed length, which is replaced in a single write::
 
     {"unix_ns": ..., "iteration": 7, "num_microbatches": 8, "doing": "F", "chunk": 0,
      "microbatch": 3, "cause": "", "since_s": 0.5, "done": [3, 1, 0], "held_bytes": 67108864}
@@ -14,9 +14,9 @@ If the rank is killed, its status file remains, and the age of the file shows th
 stopped.
 
 ``progress.jsonl`` contains the progress of a run, with a line for each iteration, start, end and
-diagnosis. One rank writes it (``engine.progress``); ``job top``, ``job status``, ``job report`` and
-managers read it. No line is read twice. A line that is still being written is read later. A line
-that was truncated because of a full disk is skipped.
+diagnosis. One rank writes this file (``engine.progress``); ``job top``, ``job status``,
+``job report`` and managers read it. No line is read twice. A line that is still being written is
+read later. A line that was truncated because the disk was full is skipped.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from typing import Any
 from megatron.adaptive.config.input_files import open_file, parse_json, read_whole, say
 
 PERIOD_S = 0.5
-"""Interval in seconds at which a rank writes its current action to its status file."""
+"""Interval in seconds between two writes of a rank's current action to the status file."""
 
 ENDED = "ended"
-"""Value of ``doing`` in a rank's last report, written when the rank closes its trace."""
+"""Value of ``doing`` in the last report of a rank, which is written when the trace is closed."""
 
 _LINE_BYTES = 512
 _LONGEST_NOW_BYTES = 1 << 20
@@ -60,14 +60,15 @@ class Now:
         unix_ns: Time of the report in nanoseconds since 1970, on the clock of the rank's machine.
         iteration: Number of the current iteration, or 0 before the first.
         num_microbatches: Number of microbatches in the current iteration.
-        doing: Current activity, which is a kind of span, :data:`ENDED`, or empty between actions.
+        doing: Current activity: a kind of span, :data:`ENDED`, or empty between actions.
         chunk: Model chunk of the current action, or -1 if there is none.
         microbatch: Microbatch of the current action, or -1 if there is none.
         slice: Slice of that microbatch, or -1 if microbatches are not split.
         cause: Cause of the current wait; empty if unknown.
         since_s: Seconds since the activity began, accurate to about :data:`PERIOD_S`.
-        done: Number of finished forward passes, backward passes and separate weight-gradient passes
-            in the current iteration, over all chunks. Each slice counts as one pass.
+        done: Numbers of finished forward passes, backward passes and separate weight-gradient
+            passes in the current iteration, added up over all chunks. Each slice counts as one
+            pass.
         held_bytes: Total size in bytes of the activations that the rank keeps in memory.
     """
 
@@ -84,9 +85,10 @@ class Now:
     held_bytes: int = 0
 
     def age_s(self) -> float:
-        """Returns the seconds that have passed since the report.
+        """Returns the seconds since the report.
 
-        The result is 0 if the clock of the rank's machine is ahead of this machine's clock.
+        The result is 0 if the report seems to be in the future, because the clock of the rank's
+        machine is ahead.
         """
         return max(0.0, (time.time_ns() - self.unix_ns) / 1e9)
 
@@ -107,9 +109,9 @@ class NowFile:
         self._failed = self._is_said = False
 
     def report(self, read_state: ReadState | None) -> float | None:
-        """Writes the rank's current action if the last report is at least half a second old.
+        """Writes the rank's current action, if the last report is at least half a second old.
 
-        If ``read_state`` fails twice in a row, a warning is printed once.
+        If ``read_state`` fails twice in a row, a warning is printed, but only once.
 
         Args:
             read_state: Function that returns fields of :class:`Now`, or ``None`` to write nothing.
@@ -126,7 +128,7 @@ class NowFile:
                 self.write(read_state())
                 self._failed = False
             except OSError:
-                # No warning is needed here, because the recorder already warns about a full disk.
+                # Do not print a warning, because the recorder already warns about a full disk.
                 self._close()
             except Exception as error:  # The function may fail while the run shuts down.
                 if self._failed and not self._is_said:
@@ -146,7 +148,7 @@ class NowFile:
             OSError: The file cannot be written.
         """
         if self._file is not None and os.fstat(self._file).st_nlink == 0:
-            self._close()  # The file was deleted, so it is created again below.
+            self._close()  # The file was deleted. Create it again below.
         if self._file is None:
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
         now_s = time.monotonic()
@@ -155,7 +157,7 @@ class NowFile:
         report = {"unix_ns": time.time_ns(), **fields, "since_s": round(now_s - self._since_s, 1)}
         line = json.dumps(report, separators=(",", ":")).ljust(_LINE_BYTES - 1) + "\n"
         os.pwrite(self._file, line.encode("ascii"), 0)
-        # If the previous line was longer, its end would otherwise remain in the file.
+        # Remove the rest of the previous line, which may have been longer.
         os.ftruncate(self._file, len(line))
 
     def end(self, read_state: ReadState | None) -> None:
@@ -178,7 +180,7 @@ class NowFile:
 
 
 def read_now(folder: Path, rank: int) -> Now | None:
-    """Reads the status file of ``rank``, or returns ``None`` if it is missing or damaged."""
+    """Reads the status file of ``rank``. Returns ``None`` if the file is missing or damaged."""
     with contextlib.suppress(OSError, ValueError, TypeError, OverflowError):
         report = parse_json(
             read_whole(folder / now_file_name(rank), _LONGEST_NOW_BYTES), strict=False
@@ -205,8 +207,7 @@ def progress_file(folder: Path) -> Path:
     """Returns the path of a run's progress file.
 
     Args:
-        folder: Path of the run's folder or of its folder ``traces``; either may contain the
-            progress file.
+        folder: Path of the run's folder or of the folder ``traces`` in it. Both are searched.
     """
     others = (folder.parent,) if folder.name == "traces" else (folder / "traces",)
     candidates = (candidate / PROGRESS_NAME for candidate in (folder, *others))
@@ -214,12 +215,12 @@ def progress_file(folder: Path) -> Path:
 
 
 class ProgressTail:
-    """Reads the lines appended to a run's progress file each time :meth:`refresh` is called.
+    """Reads what was appended to a run's progress file each time :meth:`refresh` is called.
 
     Args:
-        path: Path of the progress file, which need not exist yet.
-        kept: Number of lines about iterations to keep. ``None`` keeps all lines, and reads even a
-            large file from its beginning.
+        path: Path of the progress file, which does not have to exist yet.
+        kept: Number of lines about iterations to keep; ``None`` to keep all of them, and to read
+            even a large file from the beginning.
 
     Attributes:
         records: Latest lines about iterations, as dicts.
@@ -228,8 +229,8 @@ class ProgressTail:
         ended: Reason why the run ended; empty if it has not ended.
         ended_ns: Time at which the run ended in nanoseconds since 1970, or 0 if unknown.
         findings: Causes of slow steps, from the latest diagnosis.
-        slow: Ratio of the actual to the expected computing time, for each rank that the latest
-            diagnosis found slow.
+        slow: Ratio of the actual to the expected computing time of each rank that is slow according
+            to the latest diagnosis.
     """
 
     def __init__(self, path: Path, kept: int | None = KEPT) -> None:
@@ -247,7 +248,7 @@ class ProgressTail:
         self.slow: dict[int, float | None] = {}
 
     def refresh(self) -> list[dict[str, Any]]:
-        """Reads the lines appended since the last call, and returns their records of all types."""
+        """Reads the lines appended since the last call, and returns all records in them."""
         try:
             with open_file(self.path) as file:
                 status = os.fstat(file.fileno())
@@ -296,7 +297,7 @@ def _is_whole(value: Any) -> bool:
 def _parsed(line: bytes) -> list[dict[str, Any]]:
     """Returns a list with the record in ``line``, or an empty list if the line is damaged.
 
-    A line is damaged if it is truncated or if a field has the wrong type.
+    A line counts as damaged if it is truncated or if a field has the wrong type.
     """
     try:
         record = parse_json(line, strict=False)

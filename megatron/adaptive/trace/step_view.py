@@ -1,8 +1,8 @@
-"""Selects one iteration of one pipeline from a trace, for drawing it as a chart.
+"""Selects one iteration of one pipeline from a trace, to draw a chart of it.
 
 The selection contains only actions and the waits between them. Actions are forward passes (F),
 backward passes (B) and separate weight-gradient passes (W). Times are relative to the start of the
-first action on any rank.
+first action of all ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, Lengths, Span, T
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """Holds the actions (F, B and W) of one iteration in one pipeline.
+    """Contains the actions (F, B and W) of one iteration in one pipeline.
 
     Attributes:
         iteration: Iteration number.
@@ -32,16 +32,17 @@ class PipelineStep:
         placement: Assignment of stages to ranks and chunks, one of ``trace_format.PLACEMENTS``.
         num_chunks: Number of model chunks per rank.
         num_microbatches: Number of microbatches in this iteration.
-        rows: Actions of each pipeline rank in the order in which they ran, with times relative to
-            the start of the step; empty for a rank without a trace.
-        waits: Spans of kind ``wait`` on each pipeline rank, clipped to the step, with their causes
-            in ``reason``. Empty if the trace has no waits.
+        rows: Actions of each pipeline rank, in the order in which they ran and with times relative
+            to the start of the step; empty for a rank without a trace.
+        waits: Spans of the kind ``wait`` on each pipeline rank, clipped to the step. Their
+            ``reason`` is the cause of the wait. Empty if the trace has no waits.
         dp_rank: Data-parallel rank of the pipeline.
         num_replicas: Number of data-parallel replicas that have traces.
         lengths: Sizes of the microbatches in the form of ``Lengths``; empty if all microbatches
             have the same size.
-        figures: Statistics of this iteration for each pipeline rank that has a trace.
-        bubble_note: Note to print after the idle fraction; empty unless ranks share a GPU.
+        figures: Statistics of this iteration, keyed by pipeline rank, for all ranks that have a
+            trace.
+        bubble_note: Note to print after the idle fraction; empty if no ranks share a GPU.
         num_slices: Number of slices of each microbatch, or 1 if microbatches are not split.
     """
 
@@ -82,7 +83,7 @@ class PipelineStep:
 
     @property
     def replica(self) -> str:
-        """Suffix for a chart's title that names the replica if there are several replicas."""
+        """Suffix for the title of a chart, which names the replica if there are several."""
         return f", replica {self.dp_rank} of {self.num_replicas}" if self.num_replicas > 1 else ""
 
     @property
@@ -93,14 +94,14 @@ class PipelineStep:
     def numbers(self, span: Span) -> str:
         """Returns the chunk and the microbatch of ``span`` as text.
 
-        For example, ``0-3`` stands for chunk 0 and microbatch 3, and ``0-3.5`` for slice 5 of this
+        For example, ``0-3`` is microbatch 3 on chunk 0, and ``0-3.5`` is slice 5 of this
         microbatch.
         """
         return f"{span.chunk}-{span.item(self.num_slices)}"
 
     @cached_property
     def bubble_fractions(self) -> dict[int, float]:
-        """Maps each pipeline rank with a trace to the idle fraction of its step."""
+        """Maps each pipeline rank with a trace to the fraction of the step in which it was idle."""
         return {
             pp_rank: 1 - int(figures.busy_ns[0]) / self.step_ns if self.step_ns else 0.0
             for pp_rank, figures in self.figures.items()
@@ -114,7 +115,7 @@ class PipelineStep:
     def label(self, pp_rank: int) -> str:
         """Returns the label for the row of ``pp_rank`` in a chart.
 
-        Examples are ``stage 1`` or, with several chunks per rank, ``rank 1 (stages 1, 3)``.
+        Such labels are ``stage 1`` or, with several chunks per rank, ``rank 1 (stages 1, 3)``.
         """
         text = stages_text(self, pp_rank)
         return f"rank {pp_rank} ({text})" if self.num_chunks > 1 else text
@@ -124,7 +125,7 @@ def microbatches_text(num_microbatches: int, num_slices: SliceCounts) -> str:
     """Returns text such as ``8 microbatches``, or ``8 microbatches in 4 slices``.
 
     If the microbatches have different numbers of slices, the text contains the smallest and the
-    largest number, as in ``in 1 to 4 slices``.
+    largest number, for example ``8 microbatches in 1 to 4 slices``.
     """
     text = f"{num_microbatches} microbatches"
     if not isinstance(num_slices, int):
@@ -143,9 +144,10 @@ def stages_text(header: TraceHeader | PipelineStep, pp_rank: int, most: int | No
     """Returns the stages on ``pp_rank`` as text, such as ``stages 0, 5``.
 
     Args:
-        header: Object with the pipeline's number of ranks, number of chunks and placement.
+        header: Trace header, or another object with the number of ranks, number of chunks and
+            placement of the pipeline.
         pp_rank: Pipeline rank whose stages are listed.
-        most: Maximum number of stages to list, or ``None`` for all.
+        most: Maximum number of stages to list; ``None`` to list all.
     """
     stages = stages_of_rank(header, pp_rank)
     shown = [*map(str, stages)]
@@ -159,7 +161,7 @@ def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int =
 
     Args:
         run: Trace of the run.
-        iteration: Iteration number. ``None`` means the last complete iteration, or the last
+        iteration: Iteration number; ``None`` for the last complete iteration, or for the last
             iteration if none is complete.
         dp_rank: Data-parallel rank of the pipeline.
 
@@ -215,10 +217,11 @@ def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int =
 def _cut(
     spans: Iterable[Span], kinds: Sequence[str], start_ns: int, end_ns: int
 ) -> tuple[Span, ...]:
-    """Returns the spans of ``kinds`` in a step, sorted by time, with times since ``start_ns``.
+    """Selects the spans of ``kinds`` in a step, and sorts them by time.
 
-    Spans are clipped to the step, which ends at ``end_ns``. Waits outside the step are dropped.
-    Actions are always kept, because they define the step.
+    The step begins at ``start_ns`` and ends at ``end_ns``. Spans are clipped to the step, and their
+    times become relative to its start. Waits outside of the step are dropped. Actions are always
+    kept, because they define the step.
     """
     inside = (
         replace(

@@ -1,12 +1,12 @@
-"""Defines a trace's records (header, iterations, spans, clock samples) and their text format.
+"""Defines the records of a trace (header, iterations, spans, clock samples) and the text format.
 
 Each rank writes one trace file. This module defines the records, the names in them, and their
-encoding as lines of JSON. It does not open trace files or import large packages, because the
-recorder uses it during training. It reads the clock only to create a :class:`TraceHeader`.
+encoding as lines of JSON. The recorder uses this module during training, so it does not open trace
+files or import large packages. The clock is read only to create a :class:`TraceHeader`.
 
-``docs/reference/traces.md`` describes each kind of span. A message has a span on the sender and a
-span on the receiver. Both spans contain the receiver's ``of`` and ``chunk``, so that readers can
-match them.
+``docs/reference/traces.md`` describes each kind of span. A message has one span on the sender and
+one on the receiver. Both spans contain the receiver's ``of`` and ``chunk``, so that readers can
+match the two.
 
 The text format::
 
@@ -24,15 +24,15 @@ The text format::
     {"clock_samples": [[8, 93, 95, 11], ...], "reference": 0}                      clock samples
     {"missing": [8, 93, 80]}                    first, last and number of the lost iterations
 
-The header comes first, because each start of a job writes new files. A span is a line with a list
-of integers, one per column, without spaces. The start time of a span is relative to the
-``start_ns`` of the preceding marker. A marker contains the size in bytes of the spans that follow,
-so that readers can skip iterations. On a rank with experts (MoE), the marker also contains the
-experts' load.
+The header is always the first line, because each start of a job writes new files. A span is a line
+with a list of integers, one per column, without spaces. The start time of a span is relative to the
+``start_ns`` of the preceding marker. A marker contains the size in bytes of the spans that follow
+it, so that readers can skip iterations. On a rank with experts (MoE), the marker also contains the
+load of the experts.
 
-New kinds and reasons are appended to their lists, and readers ignore kinds, reasons, fields and
-objects that they do not know. The version therefore changes only if the meaning of existing data
-changes. Readers reject files of other versions.
+New kinds and reasons are appended to the lists of kinds and reasons. Readers ignore kinds, reasons,
+fields and objects that they do not know, so the version changes only if the meaning of existing
+data changes. Readers reject files of other versions.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ KINDS = (
 DRAWN_ACTIONS = KINDS[:3]
 """Kinds of spans that represent computation. Charts of a step show only these kinds.
 
-F is a forward pass, B a backward pass, W a separate pass that computes weight gradients.
+F is a forward pass, B a backward pass, and W a separate pass that computes weight gradients.
 """
 
 CAUSES = ("input", "memory", "order", "group")
 """Causes of waits between two actions of a rank.
 
 - ``input``: no input had arrived yet.
-- ``memory``: an input had arrived, but its activations would have exceeded the memory limit (cap).
+- ``memory``: an input had arrived, but its activations would have exceeded the activation cap.
 - ``order``: an action was ready, but the schedule required another action to run first.
 - ``group``: another rank of the tensor-parallel group was not ready. All ranks of the group run the
   same actions.
@@ -111,7 +111,7 @@ COLLECTIVES = (
     "broadcast",
     "barrier",
 )
-"""Names of collectives in imported traces: first phases of Megatron-LM, then basic operations."""
+"""Names of collectives in imported traces: phases of Megatron-LM, followed by basic operations."""
 
 REASONS = (
     "",
@@ -128,18 +128,18 @@ REASONS = (
     "gc",
     *COLLECTIVES,
 )
-"""Reasons of spans, such as the cause of a wait. A span's line contains the index of its reason.
+"""Reasons of spans, such as the cause of a wait. A span's line contains the reason's index.
 
 - For a wait: its cause, one of :data:`CAUSES`.
-- For a message: the accuracy of its arrival time. ``seen`` means that the receiver noticed the
-  arrival immediately, ``found`` that it noticed the arrival only later. ``posted`` means that it
+- For a message: the accuracy of the arrival time. ``seen``: the receiver noticed the arrival
+  immediately. ``found``: the receiver noticed the arrival only later. ``posted``: the receiver
   noticed the arrival immediately, but the transfer could not begin before the receiver waited for
   the message.
-- For an action: the rule by which the run-time scheduling policy chose the action (names are
-  defined in ``schedule.policy``).
-- For a collective: its name. The span's ``peer`` is the lowest rank of the collective's process
-  group, or -1 if only this rank's part was recorded.
-- For ``optimizer``: ``gc`` if Python's garbage collector ran.
+- For an action: the rule by which the run-time scheduling policy chose the action. The names are
+  defined in ``schedule.policy``.
+- For a collective: the name of the collective. The ``peer`` of the span is the lowest rank of the
+  process group, or -1 if only this rank's part was recorded.
+- For the kind ``optimizer``: ``gc`` if Python's garbage collector ran.
 """
 
 COLUMNS = (
@@ -156,14 +156,14 @@ COLUMNS = (
     "of",
     "reason",
 )
-"""Names of the numbers in the line of a span, in the order in which they are written."""
+"""Names of the numbers in the line of a span, in the order of the line."""
 
 PLACEMENTS = ("loop", "v")
 """Ways to assign stages to ranks: round-robin (``loop``), or down the ranks and back up (``v``)."""
 
 
 Lengths: TypeAlias = tuple[tuple[int, ...], ...]
-"""For each microbatch, the number of token positions, then the number of tokens per document.
+"""Row for each microbatch: the number of token positions, then the tokens of each document.
 
 Positions that belong to no document are padding. The tuple is empty if all microbatches have the
 same size.
@@ -171,18 +171,18 @@ same size.
 
 
 class SpanRow(NamedTuple):
-    """Holds a span as integers, as it is recorded and written to the file.
+    """Contains a span as integers, in the form in which spans are recorded and written.
 
     Attributes:
-        kind: Index in :data:`KINDS` of the span's kind.
+        kind: Kind of the span, as an index into :data:`KINDS`.
         chunk: Local index of the model chunk, or -1 if there is none.
         microbatch: Index of the microbatch within the iteration, or -1 if there is none. If
-            microbatches are split into slices, this is the index of the slice, counted over all
-            microbatches of the iteration, except in spans of kind ``data``.
+            microbatches are split into slices, this is the index of the slice among the slices of
+            all microbatches, except in spans of the kind ``data``.
         piece: Index of the piece if a weight-gradient pass (W) is computed in several pieces;
             otherwise 0.
         start_ns: Start time in nanoseconds on the rank's monotonic clock.
-        end_ns: End time in nanoseconds on the same clock; the file stores the duration instead.
+        end_ns: End time in nanoseconds on the same clock. The file contains the duration instead.
         bytes: Size in bytes of a message, or of all messages that an action received and sent.
         in_flight_bytes: Total size in bytes of the activations in memory after the start of the
             span.
@@ -212,7 +212,7 @@ def trace_file_name(rank: int) -> str:
 
 
 def _clock_id() -> str:
-    """Returns the ID of the monotonic clock, which is the same in all processes that use it.
+    """Returns the ID of the monotonic clock, which is equal in all processes with the same clock.
 
     The ID consists of the kernel's boot ID and the Linux time namespace.
     """
@@ -225,9 +225,9 @@ def _clock_id() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceHeader:
-    """Describes a rank, its clock, its pipeline and its run, in the first line of a trace file.
+    """Describes a rank, the clock, the pipeline and the run, in the first line of a trace file.
 
-    By default, the host, the process ID, the clock ID and the clock readings are those of the
+    By default, the host, the process ID, the clock ID and the clock readings are taken from the
     current process.
 
     Attributes:
@@ -240,7 +240,7 @@ class TraceHeader:
         num_ranks: Number of ranks in each pipeline.
         num_chunks: Number of model chunks on each rank.
         num_microbatches: Number of microbatches per step at the start of the run. The marker of
-            each iteration contains the number for that iteration.
+            each iteration contains the actual number.
         placement: Assignment of stages to ranks and chunks, one of :data:`PLACEMENTS`. For
             ``loop``, the stage is chunk * ranks + rank.
         schedule: Name of the static schedule or of the run-time scheduling policy.
@@ -251,23 +251,23 @@ class TraceHeader:
         clock: ID of the monotonic clock; ranks with the same ID share a clock. Empty in traces read
             from the older text format.
         layers: Number of transformer layers per stage, in pipeline order; empty if unknown.
-        work: Expected computing time of each stage, including embedding and loss, expressed as an
-            equivalent number of layers; empty if unknown.
-        gpu_ranks: Number of ranks, including this rank, that use this rank's GPU; 1 on a CPU or if
-            unknown.
-        num_slices: Number of slices into which each microbatch is split along its sequence. It is 1
-            if microbatches are not split, or if they have different numbers of slices. If the
-            numbers differ, the marker of each iteration contains them in ``slices``.
+        work: Expected computing time of each stage, including embedding and loss, as a number of
+            layers with the same computing time; empty if unknown.
+        gpu_ranks: Number of ranks that use the GPU of this rank, including this rank; 1 on a CPU or
+            if unknown.
+        num_slices: Number of slices into which each microbatch is split along its sequence; 1 if
+            microbatches are not split, or if their numbers of slices differ. In the latter case,
+            the marker of each iteration contains the numbers in ``slices``.
         uncounted: Names of the counters of :mod:`machine_counters` that are unavailable on the
             rank's machine.
         device: Kind of device that the rank computes on, ``cpu`` or ``cuda``; empty if unknown.
         transport: Name of the transport that carries all messages between ranks; empty if it is
             unknown or differs between pairs of ranks.
-        layer_kinds: Kind of each layer, as a number. Layers of the same kind do the same work.
-            Empty if all layers do the same work.
+        layer_kinds: Kind of each layer, as a number. Layers of the same kind do the same work. The
+            tuple is empty if all layers do the same work.
         layer_work: Expected computing time of each layer, in any unit; empty if unknown.
-        order: Value of the ``Pipeline`` setting ``order``; empty in traces of other programs.
-        dealing: Value of the ``Pipeline`` setting ``dealing``, which controls how microbatches are
+        order: Setting ``order`` of ``Pipeline``; empty in traces of other programs.
+        dealing: Setting ``dealing`` of ``Pipeline``, which controls how microbatches are
             distributed over replicas; empty in traces of other programs.
         token_ranks: Number of tensor-parallel ranks that share the tokens of a sequence; 1 without
             sequence parallelism, 0 if unknown.
@@ -313,20 +313,20 @@ class TraceHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCollectives:
-    """Holds the collectives that a rank ran in one process group during one iteration.
+    """Contains the collectives that a rank ran in one process group during one iteration.
 
     Attributes:
-        kind: Kind of the process group, such as ``tensor``. Groups of the same kind have no rank
-            in common.
+        kind: Kind of the process group, such as ``tensor``. A rank is in only one group of each
+            kind.
         lowest_rank: Lowest global rank of the group.
         size: Number of ranks of the group.
-        operations: Names of the collectives, see :data:`COLLECTIVES`.
-        totals: Row per operation, with the number of collectives, their total time in ns, and their
-            total size in bytes.
-        kept: Row per collective whose times were recorded: index of the collective in the iteration
-            (the same on all members), index of the operation, start and end in ns on the rank's
-            monotonic clock. The file contains the start relative to the iteration's start, and the
-            duration.
+        operations: Names of the collectives. See :data:`COLLECTIVES`.
+        totals: Row for each operation: number of collectives, total time in ns, and total size in
+            bytes.
+        kept: Row for each collective with recorded times: index of the collective in the iteration
+            (equal on all members), index of the operation, start and end in ns on the rank's
+            monotonic clock. The file contains the start relative to the start of the iteration, and
+            the duration instead of the end.
     """
 
     kind: str
@@ -337,7 +337,7 @@ class GroupCollectives:
     kept: tuple[tuple[int, int, int, int], ...]
 
     def to_record(self, start_ns: int) -> dict[str, Any]:
-        """Returns the fields as they appear in a marker of the trace file.
+        """Returns the fields in the form that markers in the trace file have.
 
         Args:
             start_ns: Start of the iteration in ns on the rank's monotonic clock.
@@ -347,7 +347,7 @@ class GroupCollectives:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], start_ns: int) -> GroupCollectives:
-        """Creates an object from ``record``, an entry of a marker, whose values have been checked.
+        """Creates an object from ``record``, an entry of a marker with already checked values.
 
         ``start_ns`` is the start of the iteration in ns on the rank's monotonic clock.
         """
@@ -367,42 +367,40 @@ class GroupCollectives:
 
 @dataclass(frozen=True, slots=True)
 class IterationStart:
-    """Describes a marker, which is the line before an iteration's spans in the file.
+    """Represents a marker, which is the line before the spans of an iteration in the file.
 
     Attributes:
         iteration: Iteration number, as in the training log.
-        num_microbatches: Number of microbatches in this iteration; it varies if the batch size
-            ramps up.
-        start_ns: Time in ns on the rank's monotonic clock to which the start times of the spans are
-            relative.
+        num_microbatches: Number of microbatches in this iteration. Varies if the batch size ramps
+            up.
+        start_ns: Time in ns on the rank's monotonic clock. The start times of the spans in the file
+            are relative to this time.
         counts: Number of spans of each kind that follow, in the order of :data:`KINDS`.
-        size_bytes: Total size in bytes of the spans' lines, so that a reader can skip them.
-        is_late: Whether the spans were recorded late, after the first marker of the iteration had
-            been written.
-        exchange_ns: Time in ns for which actions waited for all-to-all exchanges of the experts'
-            tokens.
-        tokens: Load of the experts, with a row per MoE layer: index of the layer in the model
-            (layers for multi-token prediction come last), index of this rank's first expert, then
-            the number of tokens received by each expert of this rank.
-        lengths: Sizes of the microbatches, see :data:`Lengths`; empty if all microbatches have the
-            same size.
-        slices: Number of slices of each microbatch if these numbers may differ; empty if the
-            header's ``num_slices`` applies.
+        size_bytes: Total size in bytes of the lines of these spans, so that a reader can skip them.
+        is_late: Whether the spans were recorded late, that is, after the first marker of the
+            iteration was written.
+        exchange_ns: Time in ns that actions waited for all-to-all exchanges of the experts' tokens.
+        tokens: Load of the experts, with a row for each MoE layer: index of the layer in the model
+            (multi-token prediction layers come last), index of this rank's first expert, then the
+            number of tokens that each expert of this rank received.
+        lengths: Sizes of the microbatches in the form of :data:`Lengths`; empty if all microbatches
+            have the same size.
+        slices: Number of slices of each microbatch; empty if the number in the header applies.
         sizes: Approximate size in bytes of the activations of each microbatch; empty if all
             microbatches have the same size, or if the sizes are unknown.
-        frozen_stages: Number of leading stages that ran no backward passes in this iteration; -1
-            if the header's number applies.
-        machine: Counters of events that kept the rank from computing, by their names in
-            ``machine_counters``. A counter that is missing is 0 or unavailable on this machine.
-            Empty if nothing was counted.
-        layers: Times of the layers, with a row per layer: index of the layer in the model, total
-            time in ns of its forward passes, total time in ns of its backward passes, and number of
-            its forward passes.
-        layer_passes: First passes of the layers in the iteration, with a row per pass: index of the
-            layer in the model, 0 for a forward or 1 for a backward pass, start and end in ns on the
-            rank's monotonic clock. The file contains the start relative to the iteration's start,
-            and the duration.
-        collectives: Collectives of the rank's process groups, with an entry per group.
+        frozen_stages: Number of leading stages that ran no backward passes in this iteration; -1 if
+            the number in the header applies.
+        machine: Counters of events that kept the rank from computing, keyed by the names in
+            ``machine_counters``. A missing counter was 0 or is unavailable on this machine. The
+            mapping is empty if nothing was counted.
+        layers: Times of the layers, with a row for each layer: index of the layer in the model,
+            total time of the forward passes in ns, total time of the backward passes in ns, and
+            number of forward passes.
+        layer_passes: First passes of the layers in the iteration, with a row for each pass: index
+            of the layer in the model, 0 for a forward or 1 for a backward pass, start and end in ns
+            on the rank's monotonic clock. The file contains the start relative to the start of the
+            iteration, and the duration instead of the end.
+        collectives: Collectives of the rank's process groups, with one entry per group.
     """
 
     iteration: int
@@ -442,13 +440,13 @@ def slices_of(header: TraceHeader, marker: IterationStart) -> SliceCounts:
 
 
 class ClockExchange(NamedTuple):
-    """Holds the four times of one request to the reference rank and its answer.
+    """Contains the four times of a request to the reference rank and of the reply.
 
     Attributes:
         sent_ns: Time in ns at which the request was sent, on this rank's clock.
         received_ns: Time in ns at which the request arrived, on the reference rank's clock.
-        answered_ns: Time in ns at which the answer was sent, on the reference rank's clock.
-        returned_ns: Time in ns at which the answer arrived, on this rank's clock.
+        answered_ns: Time in ns at which the reply was sent, on the reference rank's clock.
+        returned_ns: Time in ns at which the reply arrived, on this rank's clock.
     """
 
     sent_ns: int
@@ -459,11 +457,11 @@ class ClockExchange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ClockSamples:
-    """Holds samples that compare this rank's clock with the clock of a reference rank.
+    """Contains samples that compare this rank's clock with the clock of the reference rank.
 
     Attributes:
         reference: Global rank whose clock is the reference.
-        samples: Times of each request to the reference rank and of its answer.
+        samples: Times of each request to the reference rank and of the reply.
     """
 
     reference: int
@@ -477,8 +475,8 @@ class Gap:
     Attributes:
         first: Number of the first missing iteration.
         last: Number of the last missing iteration.
-        count: Number of missing iterations. The range from ``first`` to ``last`` may contain more
-            iterations, because some of them may not have been traced.
+        count: Number of missing iterations. May be smaller than the length of the range from
+            ``first`` to ``last``, because some iterations in the range may not have been traced.
     """
 
     first: int
@@ -488,18 +486,18 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Describes a span like :class:`SpanRow`, but with names instead of indices.
+    """Represents a span like :class:`SpanRow`, but with names instead of indices.
 
     Attributes:
         action: Kind of span, one of :data:`KINDS`, such as F or ``wait``.
         chunk: Local index of the model chunk, or -1 if there is none.
         microbatch: Index of the microbatch within the iteration, or -1 if there is none. If
             microbatches are split into slices, this is the index of the slice, as in
-            :class:`SpanRow`; :meth:`item` formats it for users.
+            :class:`SpanRow`. Use :meth:`item` to format the index for users.
         start_ns: Start time in nanoseconds.
         end_ns: End time in nanoseconds, at or after the start.
         iteration: Iteration number.
-        wait_ns: Time in ns for which the rank was idle before this action.
+        wait_ns: Time in ns that the rank was idle before this action.
         bytes: Size in bytes of a message, or of all messages that an action received and sent.
         in_flight_bytes: Total size in bytes of the activations in memory after the start of the
             span.
@@ -540,7 +538,7 @@ class Span:
     def numbers(self, num_slices: SliceCounts) -> dict[str, int]:
         """Returns the index of the microbatch and, if microbatches are split, of the slice.
 
-        The keys of the dict are ``microbatch`` and ``slice``.
+        The dict has the keys ``microbatch`` and ``slice``.
         """
         if self.microbatch < 0:
             return {}
@@ -552,9 +550,9 @@ class Span:
 
 
 def is_item(number: int, num_slices: SliceCounts) -> bool:
-    """Returns whether ``number`` is a possible index of a slice in an iteration.
+    """Returns whether ``number`` is a valid index of a slice in an iteration.
 
-    Damaged files may contain other numbers.
+    Damaged files may contain invalid indices.
     """
     if isinstance(num_slices, int):
         return number >= 0
@@ -564,12 +562,12 @@ def is_item(number: int, num_slices: SliceCounts) -> bool:
 _ADDED: dict[str, int | str] = {"gpu_ranks": 1, "num_slices": 1}
 _ADDED |= dict.fromkeys(("token_ranks", "frozen_stages"), 0)
 _ADDED |= dict.fromkeys(("device", "transport", "order", "dealing"), "")
-"""Maps header fields that older files do not contain to their default values."""
+"""Header fields that older files do not contain, mapped to their default values."""
 _ROW = "[%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d]\n"
 
 
 SLICES = "time slices of a shared GPU"
-"""Note printed next to the busy and bubble times of ranks that share a GPU."""
+"""Note that is printed after busy and bubble times of ranks that share a GPU."""
 
 
 def shared_gpu_note(gpu_ranks: int) -> str:
@@ -579,8 +577,8 @@ def shared_gpu_note(gpu_ranks: int) -> str:
         gpu_ranks: Maximum number of ranks on one GPU.
     """
     return (
-        f"up to {gpu_ranks} ranks share a GPU: busy, wait and bubble are {SLICES}, and say nothing "
-        "about a pipeline with a GPU for each rank"
+        f"up to {gpu_ranks} ranks share a GPU: busy, wait and bubble are {SLICES}, and do not show "
+        "how a pipeline with one GPU per rank would perform"
     )
 
 
@@ -597,16 +595,16 @@ def samples_line(samples: ClockSamples) -> str:
 
 
 def gap_line(gap: Gap) -> str:
-    """Returns ``gap``, a record of missing iterations, as a line of JSON, with the newline."""
+    """Returns ``gap`` as a line of JSON, with the newline."""
     return f'{{"missing": [{gap.first}, {gap.last}, {gap.count}]}}\n'
 
 
 def block_text(marker: IterationStart, rows: Sequence[SpanRow]) -> str:
-    """Returns a marker and its spans as lines to append to the trace file.
+    """Returns the lines of a marker and the spans after it, to append to the trace file.
 
     Args:
-        marker: Marker of the iteration. Its ``counts`` and ``size_bytes`` are ignored, because they
-            are computed from ``rows``.
+        marker: Marker of the iteration. The attributes ``counts`` and ``size_bytes`` are ignored,
+            and computed from ``rows`` instead.
         rows: Spans of the iteration.
     """
     counts = [0] * len(KINDS)
@@ -654,19 +652,18 @@ def parse_line(
 ) -> TraceHeader | IterationStart | ClockSamples | Gap | None:
     """Parses a line of a trace file that contains a JSON object.
 
-    These are all lines except those of spans, which contain lists.
+    All lines contain JSON objects, except those of spans, which contain lists.
 
     Args:
         line: Text of the line, with or without the newline.
         origin: Position of the line (``file:line``) for error messages.
 
     Returns:
-        Record that the line contains, or ``None`` for a JSON object that this version does not
-        know.
+        Record in the line, or ``None`` for a kind of JSON object that this version does not know.
 
     Raises:
-        TraceError: The line is not a JSON object, lacks a field, has a field of the wrong type, or
-            belongs to another version of the format.
+        TraceError: The line is not a JSON object, has a missing field or a field of the wrong type,
+            or belongs to another version of the format.
     """
     try:
         record = parse_json(line)

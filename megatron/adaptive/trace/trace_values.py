@@ -19,17 +19,17 @@ MAX_SIZES = {
     "num_microbatches": 1 << 20,
     "num_slices": MAX_SLICES,
 }
-"""Maximum sizes of a run that the header of a trace may contain.
+"""Maximum sizes of a run in the header of a trace.
 
-Readers loop over all ranks, including ranks without a file. A damaged header with a huge number
-would therefore take very long.
+Readers loop over all ranks, including ranks without a file, so a huge number in a damaged header
+would keep them busy for very long.
 """
 
 MAX_STAGES = 1 << 16
 """Maximum number of stages of a run."""
 
 MAX_ITERATION = 1 << 40
-"""Maximum iteration number. Even multiplied by the number of ranks, it fits into 64 bits."""
+"""Maximum iteration number. The product with the number of ranks still fits into 64 bits."""
 
 _MAX_LAYERS = 1 << 16
 _MAX_WORK = 1e30
@@ -49,7 +49,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_group(value: Any) -> bool:
-    """Returns whether ``value`` has the form of a ``trace_format.GroupCollectives`` in a file."""
+    """Returns whether ``value`` is a valid record of a ``trace_format.GroupCollectives``."""
     if not isinstance(value, dict):
         return False
     operations = value.get("operations")
@@ -133,7 +133,7 @@ EXPECTED: dict[Any, tuple[Callable[[Any], bool], str]] = {
         "a list of process groups with the times of their collectives",
     ),
 }
-"""Maps each type of field to a check of its value and a description for error messages."""
+"""Maps each type of field to a check of a value and a description for error messages."""
 
 
 def value_of(
@@ -141,23 +141,23 @@ def value_of(
 ) -> Any:
     """Returns the field ``name`` of ``record`` after checking its type.
 
-    If the field is missing, ``default`` is returned. ``kind`` is the type of the field, a key of
+    A missing field has the value ``default``. ``kind`` is the type of the field, a key of
     :data:`EXPECTED`. ``origin`` is the position of the record for error messages.
 
     Raises:
-        TraceError: The field is missing and has no default, or its value has another type.
+        TraceError: The field is missing and has no default, or the value has the wrong type.
     """
     value = record.get(name, default)
     is_sound, expected = EXPECTED[kind]
     if not is_sound(value):
         shown = reprlib.repr(value)
         raise TraceError(f"{origin}: field {name!r} must be {expected}, got {shown}")
-    # The text is later shown in tables and sheets, which cannot contain control characters.
+    # Remove control characters, which the tables and sheets that show the text cannot contain.
     return printable(value) if isinstance(value, str) else value
 
 
 def number_of_microbatches(record: Mapping[str, Any], origin: object) -> int:
-    """Returns the number of microbatches in the marker ``record``, after checking its range.
+    """Returns the number of microbatches in the marker ``record``, after checking the range.
 
     ``origin`` is the position of the marker for error messages.
     """
@@ -172,9 +172,9 @@ def number_of_microbatches(record: Mapping[str, Any], origin: object) -> int:
 
 
 def check_layers(values: Mapping[str, Any], origin: object) -> None:
-    """Checks that a header's numbers of layers and their work are plausible.
+    """Checks that the numbers of layers and their work in a header are plausible.
 
-    Otherwise, searches over all layers of a damaged header would take very long.
+    Otherwise, searching over all layers in a damaged header would take very long.
 
     Args:
         values: Header fields.
