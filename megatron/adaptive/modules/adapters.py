@@ -114,7 +114,7 @@ def adapter_file(
 
     Args:
         model: Model with adapters.
-        tensors: Trained parameters of the whole model, by name.
+        tensors: Trained parameters of the whole model, keyed by name.
     """
     peft = _peft()
     name = model.active_adapter

@@ -235,15 +235,15 @@ class Assembly:
         weights: Relative cost of each segment; empty if the partition was chosen without costs.
         recordings: Programs of this rank's stages for each microbatch signature (shapes and
             dtypes).
-        held: Parameters and buffers that this rank keeps, by name in the model.
+        held: Parameters and buffers that this rank keeps, keyed by name.
         largest_message: Size of the largest message between two stages, in bytes.
         update: Object that reduces gradients and updates the parameters at the end of a step.
         forwards: Recordings of the model's forward pass for the microbatches of the sample batch.
         sample_work: Operation count of each segment, keyed by the signatures of the sample batch.
         segment_kinds: Index of each segment's kind. Segments of the same kind make the same calls
             on the first microbatch of the sample batch. Empty if segments are not measured.
-        unused_entries: Names of the entries of the sample batch that no stage uses; equal on all
-            ranks.
+        unused_entries: Names of the entries of the sample batch that no stage uses; the same on
+            all ranks.
     """
 
     cut_points: tuple[str, ...]

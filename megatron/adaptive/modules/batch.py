@@ -30,8 +30,8 @@ class Signature:
 
     Attributes:
         entries: Name, shape and dtype of each entry, ordered by name.
-        values: Name and values of each entry that determines by its values which operations the
-            model runs.
+        values: Name and values of each entry in ``decisive_entries``, whose values determine which
+            operations the model runs.
     """
 
     entries: tuple[tuple[str, torch.Size, torch.dtype], ...]
@@ -42,7 +42,7 @@ class Signature:
         """Returns the signature of a microbatch.
 
         Args:
-            microbatch: Tensors of the microbatch, by name.
+            microbatch: Tensors of the microbatch, keyed by name.
             decisive_entries: Names of the entries whose values are part of the signature.
         """
         return cls(
@@ -293,7 +293,7 @@ def require_whole(least: int, **values: Any) -> None:
 
     Args:
         least: Smallest valid value of each setting.
-        **values: Settings to check, by name.
+        **values: Settings to check, keyed by name.
 
     Raises:
         ConfigError: If a setting is not an integer or is too small. The message names the first

@@ -70,7 +70,7 @@ def entries_of(
     with_values: bool = True,
     with_device: bool = False,
 ) -> dict[str, EntryDigest]:
-    """Returns a description of each entry of a batch, by name.
+    """Returns a description of each entry of a batch, keyed by name.
 
     The values of floating-point entries are not read, because random augmentation may change them
     differently on each rank.
@@ -109,7 +109,7 @@ def _kind_of(tensor: torch.Tensor) -> str:
 def _is_readable(tensor: torch.Tensor, with_device: bool) -> bool:
     """Returns whether ``tensor`` contains integers or booleans that may be read.
 
-    ``with_device`` says whether values on a GPU may be read.
+    Values on a GPU may be read only if ``with_device`` is true.
     """
     if tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized:
         return False
@@ -300,7 +300,7 @@ class BatchComparison:
     def entries_of(
         self, parts: Sequence[Microbatch], *, with_device: bool | None = None
     ) -> dict[str, EntryDigest]:
-        """Returns a description of each compared entry of a batch, by name.
+        """Returns a description of each compared entry of a batch, keyed by name.
 
         Args:
             parts: Microbatches of a list, or the whole batch as a single item.

@@ -46,7 +46,7 @@ class Checkpointer:
     Args:
         mesh: Replica and pipeline position of this process, and its process groups.
         model: The user's whole model. Its non-persistent buffers are not saved.
-        held: Parameters and buffers that this rank keeps, by name in the model.
+        held: Parameters and buffers that this rank keeps, keyed by name.
         update: Object that owns the optimizer and the loss scale.
 
     Attributes:

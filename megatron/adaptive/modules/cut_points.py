@@ -134,7 +134,7 @@ def _pass(module: Any, inputs: Any, output: Any) -> Any:
 
 
 def cut_points_of(model: torch.nn.Module) -> dict[str, CutPoint]:
-    """Returns the cut points of ``model``, by name."""
+    """Returns the cut points of ``model``, keyed by name."""
     return {name: part for name, part in model.named_modules() if isinstance(part, CutPoint)}
 
 

@@ -35,7 +35,7 @@ def equalize(held: Mapping[str, torch.Tensor], shared: Collection[str], mesh: Me
     All ranks must call this. If no tensors differ, only checksums are sent.
 
     Args:
-        held: Parameters and buffers of this rank, by name.
+        held: Parameters and buffers of this rank, keyed by name.
         shared: Names of the parameters that several ranks of a pipeline use.
         mesh: Replica and pipeline position of this process, and its process groups.
     """

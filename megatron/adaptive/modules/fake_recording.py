@@ -64,7 +64,7 @@ class Fakes:
 
     Attributes:
         device: Device of the fakes.
-        sample: Fakes of the microbatch's tensors, by name.
+        sample: Fakes of the microbatch's tensors, keyed by name.
         mode: ``FakeTensorMode`` in which torch calls accept fakes.
         values: Real tensors of the microbatch and real buffers of the model. Each key is a pair of
             a kind (``input`` or ``buffer``) and the tensor's name. Buffers on the ``meta`` device

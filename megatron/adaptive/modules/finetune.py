@@ -68,7 +68,7 @@ class FineTuning:
         batch_size: Number of samples per step, over all replicas.
         lr: Initial learning rate of AdamW. The rate decays to 0 along a cosine.
         max_length: Maximum number of tokens per sample; longer samples are truncated.
-        length_multiple: Number of tokens to a multiple of which each sample is padded.
+        length_multiple: Padding unit; each sample is padded to a multiple of this number of tokens.
         eval_share: Fraction of the samples that are held out for evaluation, at least 0 and less
             than 1.
         pipeline_size: Number of processes per pipeline; ``None`` uses all processes.

@@ -175,7 +175,7 @@ def quickest_partition(
     try:
         return improved((start, wholly), allowed_s)[0]
     except ScheduleError:
-        # The schedule does not support this number of microbatches.
+        # Keep ``start`` if the schedule does not support this number of microbatches.
         return start
 
 

@@ -495,7 +495,7 @@ class Profiler(SampledModel):
         For example, batch normalization cannot be trained on a single sample. Two samples are tried
         only if ``batch_size`` is greater than 1.
 
-        ``split`` says whether to also measure the split backward pass.
+        If ``split`` is true, the split backward pass is also measured.
 
         Returns ``None`` if the microbatch does not fit in memory.
         """

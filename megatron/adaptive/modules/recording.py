@@ -592,7 +592,7 @@ def _exported(forward: Forward, sample: Mapping[str, torch.Tensor], *, make: Mak
         raise _ExportError("the exported module also reads values of tensors")
     tape = _recorded(forward, sample, module, make=make)
     if any(isinstance(value.tensor, FakeTensor) for value in tape.values):
-        raise _ExportError("the exported module contains tensors without values")
+        raise _ExportError("the exported module contains tensors without data")
     return tape
 
 

@@ -109,7 +109,7 @@ def make_balancer(
     orders: Orders,
     balance: ContentBalance,
 ) -> SegmentBalancer | None:
-    """Creates a :class:`SegmentBalancer` if the setting is on. All ranks must call this.
+    """Creates a :class:`SegmentBalancer` if it is needed. All ranks must call this.
 
     Returns ``None`` if ``repartition`` is off or the pipeline has only one rank. See
     :class:`SegmentBalancer` for the arguments.

@@ -95,8 +95,8 @@ class SampleReader:
     Attributes:
         processor: Processor or tokenizer of the model, from :func:`load_processor`.
         max_length: Maximum number of tokens per sample; longer samples are truncated.
-        length_multiple: Number of tokens to a multiple of which each sample is padded, because a
-            pipeline records the model once per length.
+        length_multiple: Padding unit. Each sample is padded to a multiple of this number of tokens,
+            because a pipeline records the model once per length.
         image_folder: Folder that contains all images. Image paths are relative to this folder;
             ``None`` uses the folder of the sample file.
         kept_bytes: Maximum total size in bytes of samples kept in memory. Other samples are encoded

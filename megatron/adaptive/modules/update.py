@@ -107,13 +107,13 @@ class Update:
 
     Args:
         mesh: Replica and pipeline position of this process, and its process groups.
-        parameters: Trained parameters of this rank's stages, by name.
+        parameters: Trained parameters of this rank's stages, keyed by name.
         shared: Pipeline positions, in ascending order, of the ranks that have a copy of a shared
             parameter, keyed by the parameter's name.
         groups: Process groups for the sets of positions in ``shared`` that contain this rank.
 
     Attributes:
-        parameters: Parameters of this rank's stages, by name.
+        parameters: Parameters of this rank's stages, keyed by name.
         optimizer: Optimizer of this rank's parameters; ``None`` if no optimizer is set.
         scaler: Loss scale of fp16 training; ``None`` if fp16 is not used.
         num_steps: Number of steps, including skipped steps.
@@ -162,7 +162,7 @@ class Update:
         """Replaces the parameters after segments have moved. Keeps the optimizer object.
 
         Args:
-            parameters: Trained parameters of this rank's stages, by name.
+            parameters: Trained parameters of this rank's stages, keyed by name.
             shared: Pipeline positions of the ranks that have a copy of each shared parameter.
             groups: Process groups for new sets of positions.
         """
