@@ -164,8 +164,8 @@ def balancer_of(pipeline: Pipeline) -> SegmentBalancer:
     ("samples", "span_s", "gain", "returns", "line"),
     [
         (40, 0.95, 0.05, False, "a step takes 950 ms, 5.0% less"),
-        (42, 0.9975, 0.05, False, "a step of the former work takes 950 ms, 5.0% less"),
-        (38, 0.95, 0.1, True, "a step of the former work takes 1,000 ms, 0.0% less"),
+        (42, 0.9975, 0.05, False, "a step of the previous size takes 950 ms, 5.0% less"),
+        (38, 0.95, 0.1, True, "a step of the previous size takes 1,000 ms, 0.0% less"),
         (
             40,
             1.197,

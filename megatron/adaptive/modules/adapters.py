@@ -1,8 +1,8 @@
 """Adds PEFT's low-rank adapters (LoRA, rsLoRA) to models on the ``meta`` device.
 
-PEFT creates an adapter's parameters on the device of the layer that it adapts. On the ``meta``
-device they have no values, so each process initializes the adapters of its own stages. The values
-depend only on a seed and on the layer's name, not on the number of processes.
+PEFT creates an adapter's parameters on the device of the layer that it adapts. Parameters on the
+``meta`` device have no data, so each process initializes the adapters of its own stages. The
+initial values depend only on a seed and on the layer's name, not on the number of processes.
 """
 
 from __future__ import annotations
@@ -73,8 +73,7 @@ def add_adapters(model: torch.nn.Module, config: Any, folder: Path) -> torch.nn.
     config.base_model_name_or_path = str(folder)
     try:
         with warnings.catch_warnings():
-            # Ignore the warning about an attribute name of transformers that PEFT uses, although it
-            # is deprecated.
+            # Ignore the warning that PEFT uses a deprecated attribute name of transformers.
             warnings.simplefilter("ignore", FutureWarning)
             adapted: torch.nn.Module = peft.get_peft_model(model, config)
     except ValueError as error:
@@ -83,7 +82,7 @@ def add_adapters(model: torch.nn.Module, config: Any, folder: Path) -> torch.nn.
 
 
 def initialize_adapters(model: Any, seed: int) -> None:
-    """Randomly initializes the adapters of this process; skips adapters on the ``meta`` device.
+    """Randomly initializes the adapters of this process, except adapters on the ``meta`` device.
 
     Args:
         model: Model with adapters.
@@ -115,7 +114,7 @@ def adapter_file(
 
     Args:
         model: Model with adapters.
-        tensors: Trained parameters of the whole model, by name.
+        tensors: Trained parameters of the whole model, keyed by name.
     """
     peft = _peft()
     name = model.active_adapter

@@ -52,7 +52,9 @@ from megatron.adaptive.rebalance.time_limit import LIMIT_S, limit_of_search
 from megatron.adaptive.schedule.stage_placement import Placement
 
 Initialize = Callable[[Mapping[str, torch.Tensor]], None]
-"""Function that fills parameters and buffers in place. Its argument maps their names to tensors."""
+"""Function that fills parameters and buffers in place. Its argument is a dict that maps their names
+to tensors.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -64,62 +66,62 @@ class PipelineSettings(SampledModel):
             combination of tensor shapes and values of ``decisive_entries`` in a microbatch needs a
             new recording.
         order: Order in which a replica runs the microbatches of a list. ``given`` keeps the list's
-            order. ``work`` and ``time`` run cheap microbatches first and last. The cost of a
-            microbatch is its recording's operation count (``work``) or its predicted time
-            (``time``). The order with ``work`` is the same in every run. A model whose forward pass
-            changes buffers in training requires ``given``.
+            order, and is required if the forward pass changes buffers in training. ``work`` and
+            ``time`` run cheap microbatches first and last. ``work`` measures the cost of a
+            microbatch by its recording's operation count, and gives the same order in every run.
+            ``time`` uses the predicted time.
         dealing: Method by which ``share`` distributes a list of microbatches over replicas.
-            ``turns`` assigns microbatches round-robin. ``work`` and ``time`` balance the replicas
-            by operation count or by predicted time.
+            ``turns`` assigns microbatches round-robin. ``work`` balances operation counts across
+            replicas, and ``time`` balances predicted times.
         compare_batches: Whether to check in some steps that all processes of a replica pass the
-            same batch; ``False`` if batches differ on purpose.
-        repartition: Whether segments and their optimizer state move between processes if measured
-            times predict a gain: ``auto`` or ``off``.
-        repartition_interval: Number of steps between two checks for a better partition, at least 4.
+            same batch; use ``False`` if batches differ on purpose.
+        repartition: Whether to move segments and their optimizer state between processes if
+            measured times predict a gain: ``auto`` or ``off``.
+        repartition_interval: Number of steps between checks for a better partition; at least 4.
         repartition_gain: Minimum predicted gain for moving segments, as a fraction of the step
             time.
         micro_batch_size: Number of samples per microbatch; ``None`` lets the planner choose.
             Must be ``None`` or 1 if the sample batch is a list of microbatches.
-        pipeline_size: Number of processes per pipeline. If there are more processes, they run
-            replicas of the pipeline. ``auto`` lets the planner choose. ``None`` means all
-            processes, or lets the planner choose if ``micro_batch_size`` is ``None`` too.
+        pipeline_size: Number of processes per pipeline. Additional processes run replicas of the
+            pipeline. ``auto`` lets the planner choose. ``None`` uses all processes, or lets the
+            planner choose if ``micro_batch_size`` is also ``None``.
         batch_size: Number of samples per step over all replicas; ``None`` uses the size of the
             sample batch.
-        memory_limit_bytes: Maximum memory per process in bytes that the planner may use; ``None``
-            allows 90% of the device's free memory.
+        memory_limit_bytes: Memory in bytes that the planner may use per process; ``None`` allows
+            90% of the device's free memory.
         schedule: Name of the schedule, as listed in ``docs/schedules.md``.
         chunks: Number of stages per process; ``None`` uses the schedule's default.
-        activation_cap: Limit on the activations that a process keeps. One unit is the activations
-            of one microbatch for all stages of the process. ``None`` uses a default that depends on
-            the numbers of stages and microbatches.
-        split_backward: Whether weight gradients are computed in separate actions instead of in the
-            backward pass; ``None`` uses the schedule's default, or ``False`` if ``recompute`` is
-            ``"all"``, because recomputation keeps less memory than weight gradients need.
+        activation_cap: Maximum number of microbatches whose activations a process keeps. One
+            microbatch in all stages of the process counts as 1. ``None`` uses a default that
+            depends on the numbers of stages and microbatches.
+        split_backward: Whether to compute weight gradients in separate actions, not in the backward
+            pass. ``None`` uses the schedule's default, or ``False`` if ``recompute`` is ``"all"``,
+            because separate weight gradients would need the memory that recomputation saves.
         partition: Number of segments (parts between cut points) in each stage, such as ``"3-4-5"``
-            or a sequence of numbers; ``None`` balances the stages by the costs of segments.
+            or a sequence of numbers; ``None`` balances the costs of the stages.
         weights: Cost of each segment, in any unit; ``None`` measures the costs with the sample
             batch.
         seed: Seed of the random numbers that the model draws, for example in dropout.
         transport: Settings of the connections between processes; ``None`` uses the defaults.
         trace_dir: Folder to which traces are written; ``None`` disables tracing.
         trace_detail: Events in a trace: ``actions`` for actions only, ``layers`` to add the forward
-            and backward of each segment, ``collectives`` to also add each collective, ``kernels``
-            to also add operators (CPU) or kernels (GPU) of single steps on single processes.
+            and backward passes of each segment, ``collectives`` to also add each collective,
+            ``kernels`` to also add operators (CPU) or kernels (GPU) of selected steps and ranks.
         trace_interval: Number of steps from one traced step to the next; 1 traces every step.
         trace_iterations: Number of traced steps after which tracing stops; ``None`` for no limit.
         trace_otlp: URL of an OpenTelemetry collector that also receives the spans while the job
             runs (OTLP over HTTP), or ``None``. Requires ``trace_dir``.
         profile_ranks: Ranks of the processes that record kernels.
-        profile_step_start: First step whose kernels are recorded, counted from 1.
-        profile_step_end: Step after the last step whose kernels are recorded.
+        profile_step_start: First step in which kernels are recorded, counted from 1.
+        profile_step_end: End of the recorded range of steps; kernels of this step are not recorded.
         timeout_s: Maximum time in seconds to wait for another process.
-        hang_after_s: Time in seconds without progress after which the process that blocks all other
-            processes is reported. 0 disables the report. ``None`` uses 10 times the median step
-            time, but at least 30 s. Time between two steps is not counted.
-        on_hang: Reaction to a hang: ``report`` writes a report page and a line of output, ``end``
-            also stops the job.
-        initialize: Function that fills the parameters and buffers of this process in place if the
-            model is on the ``meta`` device. Its argument maps names to tensors.
+        hang_after_s: Number of seconds without progress after which the process that blocks all
+            others is reported. 0 disables the report. ``None`` uses 10 times the median step time,
+            but at least 30 s. The time between two steps does not count.
+        on_hang: Reaction to a hang: ``report`` writes a report page and prints a line, ``end`` also
+            stops the job.
+        initialize: Function that fills this process's parameters and buffers in place. Its argument
+            maps their names to tensors. Required if the model is on the ``meta`` device.
     """
 
     max_recordings: int = 64
@@ -162,14 +164,14 @@ class PipelineSettings(SampledModel):
             named = (*self.model.named_parameters(), *self.model.named_buffers())
             name = next(name for name, tensor in named if tensor.is_meta)
             raise ConfigError(
-                f"{name} of the model is on the meta device and has no values; pass initialize, a "
+                f"{name} of the model is on the meta device and has no data; pass initialize, a "
                 "function that fills the tensors of this process, or build the model with its "
                 "weights"
             )
 
     @property
     def samples(self) -> int:
-        """Returns the number of samples per step, over all replicas.
+        """Returns the total number of samples per step over all replicas.
 
         If the sample batch is a list, each of its microbatches counts as a sample.
         """
@@ -181,7 +183,7 @@ class PipelineSettings(SampledModel):
 
 
 class PipelineOptions(TypedDict, total=False):
-    """Declares the types of ``Pipeline``'s keyword arguments, for functions that pass them on."""
+    """Declares the types of ``Pipeline``'s keyword arguments for functions that forward them."""
 
     loss: Loss | None
     arguments: Mapping[str, Any] | None
@@ -224,24 +226,24 @@ class PipelineOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Assembly:
-    """Contains the part of the model that a rank trains.
+    """Holds the part of the model that this rank trains.
 
     Attributes:
         cut_points: Names of all cut points in the order in which the forward pass reaches them.
         shared_weights: All names of each parameter that several processes use.
         partition: Number of segments in each stage.
         weights: Relative cost of each segment; empty if the partition was chosen without costs.
-        recordings: Programs of this rank's stages for each signature (shapes and dtypes) of a
-            microbatch.
-        held: Parameters and buffers that this rank keeps, by name in the model.
+        recordings: Programs of this rank's stages for each microbatch signature (shapes and
+            dtypes).
+        held: Parameters and buffers that this rank keeps, keyed by name.
         largest_message: Size of the largest message between two stages, in bytes.
-        update: Object that combines gradients and updates the parameters at the end of a step.
+        update: Object that reduces gradients and updates the parameters at the end of a step.
         forwards: Recordings of the model's forward pass for the microbatches of the sample batch.
-        sample_work: Operation count of each segment, for each signature of the sample batch.
-        segment_kinds: Index of each segment's kind; empty if segments are not measured. Segments of
-            the same kind make the same calls on the first microbatch of the sample batch.
-        unused_entries: Names of the entries of the sample batch that no stage uses; equal on all
-            ranks.
+        sample_work: Operation count of each segment, keyed by the signatures of the sample batch.
+        segment_kinds: Index of each segment's kind. Segments of the same kind make the same calls
+            on the first microbatch of the sample batch. Empty if segments are not measured.
+        unused_entries: Names of the entries of the sample batch that no stage uses; the same on
+            all ranks.
     """
 
     cut_points: tuple[str, ...]
@@ -268,7 +270,7 @@ class Assembly:
 
     @property
     def frozen_segments(self) -> int:
-        """Returns how many segments at the model's start are frozen in all recordings."""
+        """Returns the number of leading segments that are frozen in all recordings."""
         return frozen_segments_of(self.forwards)
 
 
@@ -282,7 +284,7 @@ def assemble(
     """Cuts the model into stages and keeps the stages of this rank. All ranks must call this.
 
     Args:
-        request: Settings of the pipeline, with all sizes filled in.
+        request: Settings of the pipeline, with all sizes set.
         microbatches: Microbatches of the sample batch.
         mesh: Replica and pipeline position of this process, and its process groups.
         first_partition: Object that measures segments and divides them among the stages.
@@ -315,8 +317,8 @@ def assemble(
         times = first_partition.measure(request, examples)
         return tuple(map(sum, times)), times
 
-    # Measured times differ between ranks, but all ranks must cut the model at the same points. So
-    # all ranks use the times of the first rank.
+    # All ranks use the times measured on the first rank, because times differ between ranks and all
+    # ranks must cut the model at the same points.
     weights, times = mesh.on_first(measured)
     if request.partition is not None:
         partition = given_partition(request.partition, num_segments, placement.num_stages)
@@ -346,9 +348,9 @@ def _record(
     """Records the model's forward passes for the sample batch.
 
     The model is recorded in training mode and in evaluation mode. If the model is on the ``meta``
-    device, at first only the first rank records evaluation mode, to find out whether the evaluation
-    affects the partition. If it has no effect, all ranks record evaluation mode when the pipeline
-    first evaluates a batch.
+    device, only the first rank records evaluation mode at first, to check whether it affects the
+    partition. If it does not, all ranks record evaluation mode when the pipeline first evaluates a
+    batch.
 
     Args:
         request: Settings of the pipeline.
@@ -367,10 +369,10 @@ def _record(
 def _check_replays(
     request: PipelineSettings, examples: Sequence[Example], microbatches: Sequence[Microbatch]
 ) -> None:
-    """Checks that each recording in ``examples`` also gives correct results for another microbatch.
+    """Checks that each recording in ``examples`` gives correct results for a second microbatch.
 
-    The other microbatch must have the same signature (shapes and dtypes) as the recorded
-    microbatch. A recording is skipped if ``microbatches`` contains no such microbatch.
+    The second microbatch is taken from ``microbatches`` and must have the same signature (shapes
+    and dtypes) as the recorded one. If there is none, the recording is not checked.
     """
     forwards_of = {example.signature: example for example in examples}
     checked: set[Signature] = set()
@@ -392,9 +394,9 @@ def _keep_part(
 ) -> Assembly:
     """Keeps the parameters of this rank's stages and returns the rank's :class:`Assembly`.
 
-    The stages follow from ``partition`` (number of segments per stage) and ``placement``
-    (assignment of stages to ranks). ``examples`` contains the recordings of the sample batch, and
-    ``weights`` is the cost of each segment.
+    ``partition`` (number of segments per stage) and ``placement`` (assignment of stages to ranks)
+    determine the stages. ``examples`` contains the recordings of the sample batch, and ``weights``
+    contains the cost of each segment.
     """
     model = request.model
     device = mesh.accelerator.device
@@ -452,8 +454,8 @@ def _keep_part(
 def _kinds_of(request: PipelineSettings, examples: Sequence[Example]) -> tuple[int, ...]:
     """Returns the index of each segment's kind, or an empty tuple if segments are not measured.
 
-    The settings in ``request`` determine whether segments are measured. Segments of the same kind
-    make the same calls in the first recording of ``examples``.
+    Segments of the same kind make the same calls in the first recording of ``examples``. Whether
+    segments are measured depends on the trace settings in ``request``.
     """
     if request.trace_dir is None or request.trace_detail == "actions":
         return ()
@@ -463,12 +465,12 @@ def _kinds_of(request: PipelineSettings, examples: Sequence[Example]) -> tuple[i
 def _hold(
     request: PipelineSettings, names: set[str], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Keeps parameters and buffers of the model, and fills those on the ``meta`` device.
+    """Keeps the named parameters and buffers, and fills those that are on the ``meta`` device.
 
     Args:
         request: Settings of the pipeline.
         names: Names of the parameters and buffers to keep.
-        device: Device on which the parameters and buffers are kept.
+        device: Device to which the parameters and buffers are moved.
     """
     named = (*request.model.named_parameters(), *request.model.named_buffers())
     on_meta = {name for name, tensor in named if tensor.is_meta}
@@ -480,14 +482,16 @@ def _hold(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PartitionLayout:
-    """Contains the stages of a partition, and the parameters and buffers that ranks need for them.
+    """Holds the stages of a partition, and the parameters and buffers that each rank needs.
 
     Attributes:
         cuts: Recordings of the model's forward pass for the sample batch, cut into stages.
-        buffer_use: Ranks that use each buffer in these recordings.
-        uses: Positions of the ranks that use each parameter, by name; equal on all ranks.
-        shared: Positions of the ranks that have a copy of a parameter, in ascending order, by name;
-            equal on all ranks. Only parameters with several copies are included.
+        buffer_use: Ranks that use each buffer.
+        uses: Pipeline positions of the ranks that use each parameter, keyed by name; equal on all
+            ranks.
+        shared: Pipeline positions, in ascending order, of the ranks that have a copy of a
+            parameter, keyed by name; equal on all ranks. Contains only parameters with several
+            copies.
         kept: Names of the parameters and buffers that this rank keeps.
     """
 
@@ -541,7 +545,8 @@ def names_of_shared(
 
     Args:
         forwards: Recordings of the model's forward pass for the sample batch.
-        shared: First name of each parameter that several processes use.
+        shared: Names of the parameters that several processes use; the first name of a parameter
+            with several names.
     """
     aliases = forwards[0].training.aliases
     return tuple((name, *aliases.get(name, ())) for name in shared)
@@ -550,7 +555,7 @@ def names_of_shared(
 def _ranks_of_parameters(
     cut_examples: Sequence[CutForwards], placement: Placement
 ) -> dict[str, set[int]]:
-    """Returns a dict from parameter names to the positions of the ranks that use the parameter.
+    """Returns the pipeline positions of the ranks that use each parameter, keyed by name.
 
     ``cut_examples`` contains the stages of each recording, and ``placement`` assigns the stages to
     ranks.
@@ -575,7 +580,7 @@ def _names_to_keep(
 
     Args:
         cut_examples: Recordings of the model's forward pass for the sample batch, cut into stages.
-        uses: Positions of the ranks that use each parameter.
+        uses: Pipeline positions of the ranks that use each parameter.
         order: Names of all parameters of the model.
         pp_rank: Position of the rank in its pipeline.
         placement: Assignment of stages to ranks.
@@ -583,15 +588,15 @@ def _names_to_keep(
     stages = [placement.stage_of(pp_rank, chunk) for chunk in range(placement.num_chunks)]
     kept = {name for name, ranks in uses.items() if pp_rank in ranks}
     for cut in cut_examples:
-        # Keep the buffers that Python code reads, because later recordings run the whole model on
-        # each rank and read these buffers.
+        # Every rank keeps the buffers that the model's Python code reads, because later recordings
+        # run the whole model on each rank.
         for tape in cut.forwards.tapes.values():
             kept |= tape.read_buffers
         for stage in stages:
             for plan in cut.plans(stage):
                 kept.update(plan.buffers)
-    # Checkpoints must also contain the parameters that no stage uses, so the rank of the first
-    # stage keeps them.
+    # The rank of the first stage also keeps the parameters that no stage uses, because checkpoints
+    # must contain them.
     if 0 in stages:
         kept.update(name for name in order if name not in uses)
     return kept
@@ -602,7 +607,7 @@ def _report_unused(
 ) -> tuple[str, ...]:
     """Prints and returns the names of the entries of the sample batch that no stage uses.
 
-    ``examples`` contains the microbatches of the sample batch, and ``cut_examples`` lists the
+    ``examples`` contains the microbatches of the sample batch, and ``cut_examples`` contains the
     entries that the stages use.
     """
     used = set(request.decisive_entries)

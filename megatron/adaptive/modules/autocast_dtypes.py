@@ -1,9 +1,9 @@
-"""Gives recorded tensors the dtypes that autocast chooses on the device that runs the stages.
+"""Casts recorded tensors to the dtypes that autocast chooses on the device that runs the stages.
 
-A model may be recorded on a CPU although its stages run on GPUs. Autocast treats some operations
-differently on these devices. For example, ``layer_norm``, ``softmax`` and ``pow`` of bfloat16
-tensors return float32 on a GPU, and bfloat16 on a CPU. Stages exchange messages whose sizes are
-computed from the recorded dtypes, so these must be the dtypes of the GPU::
+A model may be recorded on a CPU even if its stages run on GPUs. Autocast treats some operations
+differently on CPUs and GPUs. For example, ``layer_norm``, ``softmax`` and ``pow`` of bfloat16
+tensors return float32 on a GPU, and bfloat16 on a CPU. The sizes of messages between stages are
+computed from the recorded dtypes, so the recorded dtypes must be those of the GPU::
 
     call on the CPU                  ──> result ──cast──> result for the model and the tape
     same call on fakes of the GPU    ──> dtypes ────┘
@@ -27,13 +27,13 @@ from megatron.adaptive.modules.host_memory import copied
 
 @contextlib.contextmanager
 def autocast_for_recording(device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
-    """Turns on autocast on ``device`` and on the device that runs the stages.
+    """Turns on autocast for ``device`` and for the device that runs the stages.
 
-    Code of the model may then turn autocast off for either of these devices.
+    The model's code may still turn autocast off for either device.
 
     Args:
         device: Device on which the model is recorded.
-        dtype: Dtype of matmuls; ``None`` to change nothing.
+        dtype: Dtype of matmuls; ``None`` leaves autocast unchanged.
     """
     if dtype is None:
         yield
@@ -48,7 +48,7 @@ def _autocast_set_to(device_type: str, dtype: torch.dtype | None) -> Iterator[No
 
     Args:
         device_type: Type of device, such as ``cuda``.
-        dtype: Dtype of matmuls; ``None`` to turn autocast off.
+        dtype: Dtype of matmuls; ``None`` turns autocast off.
     """
     was_enabled = torch.is_autocast_enabled(device_type)
     before = torch.get_autocast_dtype(device_type)
@@ -75,11 +75,12 @@ class RecordedAutocast:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def dtype(self, ambient: torch.dtype | None) -> torch.dtype | None:
-        """Returns the dtype of matmuls under autocast in the running code; ``None`` if it is off.
+        """Returns the current autocast dtype, or ``None`` if autocast is off.
 
         Args:
-            ambient: Dtype of the surrounding autocast context. If the running code has changed
-                autocast for only one of the two devices, the change counts.
+            ambient: Autocast dtype of the surrounding context; ``None`` if there is none. If the
+                running code has changed autocast for only one of the two devices, this method
+                returns the changed dtype.
         """
         for device_type in self._types:
             is_enabled = torch.is_autocast_enabled(device_type)
@@ -95,19 +96,19 @@ class RecordedAutocast:
         result: Any,
         ambient: torch.dtype | None,
     ) -> Any:
-        """Returns the result of a call with the dtypes that it has on the device of the stages.
+        """Casts the result of a call to the dtypes that it has on the device of the stages.
 
         Args:
             run: Function that was called.
             arguments: Positional and keyword arguments of the call.
             result: Result of the call.
-            ambient: Dtype of the surrounding autocast context; ``None`` if there is none.
+            ambient: Autocast dtype of the surrounding context; ``None`` if autocast is off there.
         """
         dtype = self.dtype(ambient)
         if len(self._types) == 1 or (dtype is None and ambient is None):
             return result
         tensors = _tensors_in(result)
-        # A call may return one of its arguments, which already has the right dtype.
+        # Skip arguments that the call returns, because they already have the right dtype.
         argument_ids = {id(tensor) for tensor in _tensors_in(arguments)}
         made = {id(tensor) for tensor in tensors if tensor.is_floating_point()} - argument_ids
         dtypes = self._dtypes(run, arguments, dtype) if made else []
@@ -132,7 +133,7 @@ class RecordedAutocast:
         arguments: tuple[Sequence[Any], Mapping[str, Any]],
         dtype: torch.dtype | None,
     ) -> list[torch.dtype]:
-        """Returns the dtypes of the tensors that a call returns on the device of the stages.
+        """Returns the dtypes of a call's results on the device of the stages.
 
         Returns an empty list if the call does not accept fakes, for example because it reads values
         or calls another library.
@@ -140,7 +141,7 @@ class RecordedAutocast:
         Args:
             run: Function to call.
             arguments: Positional and keyword arguments of the call.
-            dtype: Dtype of matmuls under autocast; ``None`` if autocast is off.
+            dtype: Autocast dtype; ``None`` if autocast is off.
         """
         with (
             unset_fake_temporarily(),
@@ -152,8 +153,9 @@ class RecordedAutocast:
                 fakes: Any = map_aggregate(arguments, self._fake)
                 return [tensor.dtype for tensor in _tensors_in(run(*fakes[0], **fakes[1]))]
             except Exception:
-                # A call may fail on fakes with any error. Its result then keeps the dtype that it
-                # has, and the stage compares it with the real dtype when it sends a message.
+                # A call may fail on fakes with any error. In this case, the result keeps its
+                # recorded dtype, and the stage checks this dtype when it sends the tensor in a
+                # message.
                 return []
 
     def _fake(self, part: Any) -> Any:

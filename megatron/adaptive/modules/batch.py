@@ -1,8 +1,8 @@
 """Checks batches, divides them into microbatches, and describes the content of microbatches.
 
 A batch is a dictionary of tensors whose first dimension indexes the samples, or a list of
-microbatches. Each microbatch of a list is a dictionary of tensors of any shape, as a data collator
-returns it.
+microbatches. Each microbatch of a list is a dictionary of tensors of any shape, like the result of
+a data collator.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.adaptive.accelerator import to_device
 from megatron.adaptive.errors import ConfigError
 
 Microbatch = Mapping[str, torch.Tensor]
-"""Dictionary that maps the name of each batch entry to a microbatch's tensor."""
+"""Dictionary that maps the name of each batch entry to the microbatch's tensor."""
 Batch = Mapping[str, torch.Tensor] | Sequence[Microbatch]
 """Dictionary of tensors whose first dimension indexes the samples, or a list of microbatches."""
 
@@ -30,8 +30,8 @@ class Signature:
 
     Attributes:
         entries: Name, shape and dtype of each entry, ordered by name.
-        values: Name and values of each entry whose values determine which operations the model
-            runs.
+        values: Name and values of each entry in ``decisive_entries``, whose values determine which
+            operations the model runs.
     """
 
     entries: tuple[tuple[str, torch.Size, torch.dtype], ...]
@@ -42,7 +42,7 @@ class Signature:
         """Returns the signature of a microbatch.
 
         Args:
-            microbatch: Tensors of the microbatch, by name.
+            microbatch: Tensors of the microbatch, keyed by name.
             decisive_entries: Names of the entries whose values are part of the signature.
         """
         return cls(
@@ -88,7 +88,7 @@ class BatchShape:
         self._entries = {name: tensor.dtype for name, tensor in sample.items()}
 
     def num_microbatches(self, batch: Any) -> int:
-        """Checks a batch and returns the number of its microbatches.
+        """Checks a batch and returns its number of microbatches.
 
         Raises:
             ConfigError: If ``batch`` is not a dictionary of tensors, cannot be divided into
@@ -124,7 +124,7 @@ class BatchShape:
         ]
 
     def examples(self, sample: Microbatch) -> list[Microbatch]:
-        """Returns the first two microbatches of ``sample``, or the only one."""
+        """Returns the first two microbatches of ``sample``, or one if it contains only one."""
         size = self.micro_batch_size
         return self.microbatches(
             {name: tensor[: min(2, self.samples // size) * size] for name, tensor in sample.items()}
@@ -134,11 +134,11 @@ class BatchShape:
         self, batch: Mapping[str, torch.Tensor], number: int, device: torch.device,
         names: Iterable[str] | None = None,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
-        """Returns a microbatch on ``device``, as views of the batch if it is on the same device.
+        """Returns a microbatch on ``device``. Its tensors are views if the batch is on this device.
 
         Args:
             batch: Batch that contains the microbatch.
-            number: Index of the microbatch, from 0.
+            number: Index of the microbatch, starting at 0.
             device: Device of the returned tensors.
             names: Names of the batch entries to return; ``None`` for all entries.
         """
@@ -222,8 +222,8 @@ def check_num_items(num_items: Any, count: int) -> list[float] | None:
     """Checks that ``num_items`` has one number per microbatch, and returns the numbers as floats.
 
     Args:
-        num_items: Number of items, such as tokens, in each microbatch, as the user passed it;
-            ``None`` if not passed.
+        num_items: Argument of the user: number of items, such as tokens, in each microbatch, or
+            ``None``.
         count: Number of microbatches.
 
     Raises:
@@ -244,7 +244,7 @@ def check_num_items(num_items: Any, count: int) -> list[float] | None:
 
 
 def stretched(batch: Mapping[str, torch.Tensor], least: int) -> dict[str, torch.Tensor]:
-    """Returns ``batch``, with samples repeated if it has fewer than ``least`` samples."""
+    """Returns ``batch`` extended to ``least`` samples by repeating its samples, if it has fewer."""
     count = len(next(iter(batch.values())))
     times = -(-least // count)
     if times <= 1:
@@ -289,15 +289,15 @@ def samples_in(batch: Any, argument: str) -> int:
 
 
 def require_whole(least: int, **values: Any) -> None:
-    """Checks that all ``values`` are integers that are at least ``least``.
+    """Checks that all ``values`` are integers and not smaller than ``least``.
 
     Args:
         least: Smallest valid value of each setting.
-        **values: Settings to check, by name.
+        **values: Settings to check, keyed by name.
 
     Raises:
         ConfigError: If a setting is not an integer or is too small. The message names the first
-            such setting.
+            invalid setting.
     """
     for name, value in values.items():
         if type(value) is not int or value < least:

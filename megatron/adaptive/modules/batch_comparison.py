@@ -7,8 +7,8 @@
               names of the entries that differ <──────────┘
 
 The first stage uses the inputs of a batch, and the last stage uses its labels. If the ranks' data
-loaders shuffle differently, inputs would be paired with the labels of other samples, without any
-other error.
+loaders shuffle differently, inputs are paired with the labels of other samples, and training
+continues without an error.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from megatron.adaptive.modules.batch import Microbatch
 from megatron.adaptive.modules.mesh import Mesh
 
 _FIRST_CALLS = 3
-"""Number of first steps, and of first evaluations, in which batches are compared.
+"""Number of steps at the start, and of evaluations at the start, in which batches are compared.
 
-Data loaders with different seeds differ in the first batch. The other two calls find loaders whose
-first batches are equal by chance, for example because a program reads the sample batch on one rank
-only.
+Data loaders with different seeds usually differ in the first batch. The other two comparisons
+detect loaders whose first batches happen to be equal, for example because only one rank reads the
+sample batch from its loader.
 """
 _INTERVAL = 64
-"""Number of steps, or of evaluations, from one comparison to the next after the first calls.
+"""Number of steps, or of evaluations, between two comparisons after the first calls.
 
-Ranks wait for each other in a comparison, which takes about a millisecond. So it adds less than 0.1
-ms to the mean step. Data loaders that begin to differ later, for example in their second epoch, are
-still found.
+Ranks wait for each other in a comparison, which takes about a millisecond. With this interval,
+comparisons add less than 0.1 ms to the mean step, and still detect data loaders that begin to
+differ later, for example in the second epoch.
 """
 _DIGEST_BYTES = 6
-"""Size of a digest in bytes, small enough that a 64-bit float holds the digest exactly."""
+"""Size of a digest in bytes, small enough for a 64-bit float to represent the digest exactly."""
 _SAME_BATCH = (
     "pass the same batch on all processes of a replica, for example with the same seed of the "
     "sampler: DataLoader(..., shuffle=True, generator=torch.Generator().manual_seed(0))"
@@ -51,11 +51,11 @@ _ON_PURPOSE = "; or pass compare_batches=False if batches differ on purpose"
 
 @dataclass(frozen=True, kw_only=True)
 class EntryDigest:
-    """Describes the tensors of a batch entry, so that another rank can compare them with its own.
+    """Describes the tensors of a batch entry for comparison with the tensors of another rank.
 
     Attributes:
-        kinds: Dtype and shape of the entry's tensor in each microbatch of a list; ``None`` for a
-            microbatch without the entry.
+        kinds: Dtype and shape of the entry's tensor in each microbatch; ``None`` for a microbatch
+            without the entry.
         values: Digest of the values; empty if the values were not read.
     """
 
@@ -70,16 +70,16 @@ def entries_of(
     with_values: bool = True,
     with_device: bool = False,
 ) -> dict[str, EntryDigest]:
-    """Returns a description of each entry of a batch, by name.
+    """Returns a description of each entry of a batch, keyed by name.
 
-    Values of floating-point entries are not read, because random augmentations may change them on
-    each rank.
+    The values of floating-point entries are not read, because random augmentation may change them
+    differently on each rank.
 
     Args:
         parts: Microbatches of a list, or the whole batch as a single item.
-        unused: Names of entries that are left out.
-        with_values: Whether to read the values of the other entries.
-        with_device: Whether to also read values on a GPU. This waits for the GPU.
+        unused: Names of the entries to leave out.
+        with_values: Whether to read the values of integer and boolean entries.
+        with_device: Whether to also read values that are on a GPU. Reading them waits for the GPU.
     """
     names = {name for part in parts for name in part} - set(unused)
     kinds: dict[str, tuple[str | None, ...]] = {}
@@ -107,9 +107,9 @@ def _kind_of(tensor: torch.Tensor) -> str:
 
 
 def _is_readable(tensor: torch.Tensor, with_device: bool) -> bool:
-    """Returns whether ``tensor`` contains whole numbers or booleans that may be read.
+    """Returns whether ``tensor`` contains integers or booleans that may be read.
 
-    ``with_device`` says whether values on a GPU may be read.
+    Values on a GPU may be read only if ``with_device`` is true.
     """
     if tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized:
         return False
@@ -121,7 +121,8 @@ def _is_readable(tensor: torch.Tensor, with_device: bool) -> bool:
 def _bytes_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Returns the content of ``tensors`` as bytes in host memory.
 
-    Tensors on the same device are copied together, because each copy waits for the device.
+    Tensors on the same device are copied in one transfer, because each transfer waits for the
+    device.
     """
     contents = [each.detach().contiguous().reshape(-1).view(torch.uint8) for each in tensors]
     by_device: dict[torch.device, list[int]] = {}
@@ -138,13 +139,13 @@ def _bytes_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class Digest:
-    """Contains hash values that show whether two batches have the same content.
+    """Contains hash values that show whether two batches are equal.
 
     Attributes:
-        kinds: Digest of the names, shapes and dtypes of entries, and of other objects. 0 means that
-            nothing was hashed.
+        kinds: Digest of the names, shapes and dtypes of entries, and of other objects; 0 if nothing
+            was hashed.
         read: Digest of the names of the entries whose values were read.
-        values: Digest of the values of these entries.
+        values: Digest of these values.
     """
 
     kinds: int = 0
@@ -153,11 +154,11 @@ class Digest:
 
     @classmethod
     def of(cls, entries: Mapping[str, EntryDigest], *others: object) -> Digest:
-        """Returns the digest of a batch and of ``others``, which are compared by their ``repr``.
+        """Returns the digest of a batch and of the ``repr`` of each object in ``others``.
 
         Args:
             entries: Result of :func:`entries_of`.
-            others: Other objects on which the digest depends.
+            others: Other objects to include in the digest.
         """
         kinds, read, values = (hashlib.blake2b(digest_size=_DIGEST_BYTES) for _ in range(3))
         for name, entry in entries.items():
@@ -171,7 +172,7 @@ class Digest:
         return cls(kinds=next(numbers) or 1, read=next(numbers), values=next(numbers))
 
     def is_alike(self, other: Digest) -> bool:
-        """Returns whether ``other`` may describe the same content as this digest.
+        """Returns whether this digest and ``other`` may belong to equal batches.
 
         Values are compared only if both digests read the values of the same entries.
         """
@@ -182,16 +183,16 @@ class Digest:
 
 @dataclass(frozen=True, kw_only=True)
 class Declared:
-    """Describes a step on one rank. Ranks compare these descriptions before the step.
+    """Describes the next step on one rank. Ranks compare these descriptions before the step.
 
     Attributes:
         step: Index of the training step; -1 in an evaluation.
         replica: Index of the rank's replica.
         refused: Whether this rank rejects its batch.
         is_listed: Whether the batch is a list of microbatches.
-        has_items: Whether the number of items of each microbatch is known.
-        dealt: Digest of the whole batch and its distribution over replicas; empty if the batch is
-            not distributed by cost.
+        has_items: Whether ``num_items`` was passed.
+        dealt: Digest of the whole batch and its distribution over replicas; an empty digest if the
+            batch is not distributed by cost.
         count: Number of the replica's microbatches.
         content: Digest of the replica's batch.
         order: Digest of the order in which the replica runs its microbatches.
@@ -208,14 +209,14 @@ class Declared:
     order: int = 0
 
     def encoded(self) -> list[float]:
-        """Returns all fields as a flat list of numbers, including those of digests."""
+        """Returns all fields, including the fields of digests, as a flat list of numbers."""
         values: list[float] = []
         for value in vars(self).values():
             values += vars(value).values() if isinstance(value, Digest) else [value]
         return [float(value) for value in values]
 
     def decoded(self, numbers: Iterable[float]) -> Declared:
-        """Decodes another rank's description from ``numbers``; ignores any numbers after it."""
+        """Decodes another rank's description from the first numbers in ``numbers``."""
         rest = map(int, numbers)
         size = len(vars(Digest()))
         facts: dict[str, Any] = {}
@@ -243,27 +244,29 @@ _DISAGREEMENTS = {
     "order": "of one replica have different orders, because their recordings or times of earlier "
     "steps differ; build the same model on all processes, and make a new Pipeline",
 }
-"""Message for each field of :class:`Declared` in which two ranks may disagree, in the order in
-which the fields are compared.
+"""Error messages, keyed by the field of :class:`Declared` that differs between two ranks.
+
+Fields are compared in this order.
 """
 
 
 class BatchComparison:
     """Compares the steps that ranks are about to run, and the batches of a replica's ranks.
 
-    Without costs, ranks compare only the first few steps and evaluations, and then one of many. All
-    ranks compare the same calls, so a rank that rejects its batch can report it to all others.
+    Unless microbatches are ordered or distributed by cost, ranks compare only the first few steps
+    and evaluations, and then one in every 64. All ranks compare the same calls, so a rank that
+    rejects its batch can notify all others.
 
     Args:
         mesh: Replica and pipeline position of this process, and its process groups.
         is_on: Whether the ranks of a replica must have the same batches (``compare_batches``).
-        is_by_cost: Whether microbatches are ordered or distributed by cost. If so, ranks compare
-            every call, because a microbatch could otherwise be lost or trained twice.
+        is_by_cost: Whether microbatches are ordered or distributed by cost. If they are, ranks
+            compare every call, because a microbatch could otherwise be lost or trained twice.
         unused: Names of batch entries that no stage uses. They are not compared.
 
     Attributes:
         mesh: Replica and pipeline position of this process, and its process groups.
-        is_due: Whether all ranks compare the current call.
+        is_due: Whether the ranks compare the current call.
     """
 
     def __init__(
@@ -278,14 +281,14 @@ class BatchComparison:
         self.restart()
 
     def restart(self) -> None:
-        """Compares the next calls like the first calls. All ranks must call this."""
+        """Resets the count of calls. All ranks must call this."""
         self._num_calls = {"training": 0, "evaluation": 0}
 
     def begin_call(self, *, is_training: bool) -> None:
-        """Determines whether ranks compare the call that begins. All ranks must call this.
+        """Decides whether the call that begins is compared. All ranks must call this.
 
-        Steps and evaluations are counted separately, because they usually have data loaders of
-        their own.
+        Steps and evaluations are counted separately, because they usually use different data
+        loaders.
         """
         mode = "training" if is_training else "evaluation"
         number = self._num_calls[mode]
@@ -297,12 +300,12 @@ class BatchComparison:
     def entries_of(
         self, parts: Sequence[Microbatch], *, with_device: bool | None = None
     ) -> dict[str, EntryDigest]:
-        """Returns a description of each compared entry of a batch, by name.
+        """Returns a description of each compared entry of a batch, keyed by name.
 
         Args:
             parts: Microbatches of a list, or the whole batch as a single item.
-            with_device: Whether to also read values on a GPU; ``None`` reads them in the first
-                calls.
+            with_device: Whether to also read values that are on a GPU; ``None`` reads them only in
+                the first calls.
         """
         return entries_of(
             parts,
@@ -312,12 +315,12 @@ class BatchComparison:
         )
 
     def refuse(self, step: int, error: Exception, extra: Sequence[float] = ()) -> NoReturn:
-        """Reports to all ranks that this rank rejects its batch, and raises ``error``.
+        """Notifies all ranks that this rank rejects its batch, and raises ``error``.
 
         Args:
             step: Index of the training step; -1 in an evaluation.
-            error: Reason for which the batch is rejected.
-            extra: Numbers as for :meth:`agree`.
+            error: Error to raise, which contains the reason.
+            extra: Numbers to send to all ranks, as in :meth:`agree`.
         """
         if self.is_due:
             self._exchange(Declared(step=step, refused=True), extra)
@@ -329,18 +332,19 @@ class BatchComparison:
     ) -> list[list[float]]:
         """Compares all ranks' descriptions of the next step.
 
-        All ranks must call this or :meth:`refuse` if the call is due.
+        If the call is due, every rank must call either this method or :meth:`refuse`.
 
         Args:
             declared: Description of the step on this rank.
             entries: Description of each entry of this rank's batch.
-            extra: Numbers to send to all ranks; equally many on all ranks.
+            extra: Numbers to send to all ranks. Every rank must send the same count.
 
         Returns:
-            The numbers ``extra`` of each rank.
+            The ``extra`` numbers of each rank.
 
         Raises:
-            ConfigError: If a rank rejects its batch, or ranks disagree. All ranks raise the error.
+            ConfigError: If a rank rejects its batch, or the descriptions differ. All ranks raise
+                the error.
         """
         rows = self._exchange(declared, extra)
         answers = [declared.decoded(row) for row in rows]
@@ -356,7 +360,7 @@ class BatchComparison:
         return [of_rank.tolist() for of_rank in gathered]
 
     def _raise_refusal(self, error: Exception | None) -> None:
-        """Raises this rank's error, or an error that names another rank that rejected its batch.
+        """Raises ``error``, or the error of another rank if ``error`` is ``None``.
 
         All ranks must call this.
         """
@@ -369,9 +373,9 @@ class BatchComparison:
     def require_equal(
         self, answers: Sequence[Declared], entries: Mapping[str, EntryDigest]
     ) -> None:
-        """Checks that the ranks' descriptions of the step, ``answers``, agree.
+        """Checks that ``answers``, the ranks' descriptions of the step, agree.
 
-        ``entries`` describes this rank's batch. It is sent to all ranks if batches differ.
+        ``entries`` describes this rank's batch, and is sent to all ranks if batches differ.
 
         Raises:
             ConfigError: If a field differs between two ranks.
@@ -392,7 +396,7 @@ class BatchComparison:
     def _difference(self, first: int, second: int, entries: Mapping[str, EntryDigest]) -> str:
         """Describes how the batches of two ranks differ. All ranks must call this.
 
-        Only these two ranks are described. ``entries`` describes this rank's batch.
+        ``first`` and ``second`` are the two ranks, and ``entries`` describes this rank's batch.
         """
         batches = self.mesh.gather(dict(entries))
         text = _difference_of(batches[first], batches[second], (first, second))
@@ -403,7 +407,7 @@ class BatchComparison:
 def _difference_of(
     first: Mapping[str, EntryDigest], second: Mapping[str, EntryDigest], ranks: tuple[int, int]
 ) -> str:
-    """Describes how the batches ``first`` and ``second`` of two ``ranks`` differ."""
+    """Describes the difference between ``first`` and ``second``, the batches of two ``ranks``."""
     names = sorted(first.keys() | second.keys())
     for name in names:
         kinds = [batch[name].kinds if name in batch else (None,) for batch in (first, second)]
@@ -424,7 +428,7 @@ def _difference_of(
 
 
 def _differing(values: Sequence[object]) -> tuple[int, int] | None:
-    """Returns the indices of two ``values`` that differ, or ``None`` if all values match.
+    """Returns the indices of two items in ``values`` that differ, or ``None`` if all match.
 
     Digests are compared by :meth:`Digest.is_alike`.
     """
@@ -434,7 +438,7 @@ def _differing(values: Sequence[object]) -> tuple[int, int] | None:
             if value != values[0]:
                 return 0, index
             continue
-        # Compare each digest with the digest of the first rank that read the same entries' values.
+        # Compare each digest with the first digest that contains the values of the same entries.
         for earlier in (0, first_of.setdefault(value.read, index)):
             other = values[earlier]
             if not isinstance(other, Digest) or not other.is_alike(value):

@@ -1,4 +1,4 @@
-"""Finds lists of repeated blocks in a model; the model may be cut into stages after each block.
+"""Finds lists of repeated blocks in a model. The model may be cut into stages after each block.
 
 ::
 
@@ -8,9 +8,8 @@
     └── language.layers     list of 32 blocks    ┘ a cut point after each block
             └── experts     list within a block    no cut points: not an outermost list
 
-The search uses only the structure of the model, not the names of its classes. This module does not
-check that the forward pass calls each block exactly once. That is checked when the forward pass is
-recorded.
+The search uses only the structure of the model, not the names of its classes. Whether the forward
+pass calls each block exactly once is checked later, when the forward pass is recorded.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from torch import nn
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, list[nn.Module]]:
-    """Finds lists of repeated blocks in ``model``. Returns a dict from list names to blocks.
+    """Returns the lists of repeated blocks in ``model``, keyed by the name of the list.
 
-    A list is a ``ModuleList`` or ``Sequential`` in which at least two members with parameters have
-    the same class. A list within a block is used only if the blocks differ in size and this inner
-    list has most of its block's parameters. Some vision models with several resolutions are built
-    like this. Lists of layers without submodules are used only if there are no other lists.
+    A list is a ``ModuleList`` or ``Sequential`` with at least two members of the same class that
+    have parameters. A list within a block is included only if the blocks differ in size and the
+    inner list contains most parameters of its block, as in some vision models with several
+    resolutions. Lists of layers without submodules are included only if there are no other lists.
 
     Args:
         model: Model to search; it is not changed.
@@ -41,7 +40,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, list[nn.Module]]:
 def _search(
     name: str, module: nn.Module, lists: dict[str, list[nn.Module]], seen: set[int]
 ) -> None:
-    """Adds the outermost lists of repeated blocks in ``module`` to ``lists``, by name.
+    """Adds the lists of repeated blocks in ``module`` to ``lists``, keyed by name.
 
     ``name`` is the name of ``module``, and ``seen`` contains the ``id()`` of each searched module.
     """
@@ -58,7 +57,7 @@ def _search(
 
 
 def _members(module: nn.Module) -> list[nn.Module]:
-    """Returns the members of ``module`` if it is a list of repeated blocks; else an empty list."""
+    """Returns the blocks of a list of repeated blocks, or an empty list for other modules."""
     if not isinstance(module, (nn.ModuleList, nn.Sequential)):
         return []
     members = list(module)
@@ -72,8 +71,8 @@ def _members(module: nn.Module) -> list[nn.Module]:
 def _is_divided(member: nn.Module, members: Iterable[nn.Module]) -> bool:
     """Returns whether to search the block ``member`` for lists of smaller blocks.
 
-    A block is searched if the blocks of its list (``members``) differ in size, and a list within
-    the block has most of the block's parameters.
+    A block is searched if the blocks in its list (``members``) differ in size, and an inner list
+    contains most parameters of the block.
     """
     if len({_num_parameters(other) for other in members}) == 1:
         return False

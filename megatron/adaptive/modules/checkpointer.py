@@ -1,10 +1,10 @@
 """Saves and loads checkpoints of a pipeline. Tensors are saved under their names in the model.
 
-A checkpoint does not depend on the number of stages, ranks or replicas, so any other pipeline of
-the same model can continue from it. All replicas have the same parameters, so only the ranks of the
-first replica save them. Buffers may differ between replicas, such as the running means of batch
-normalization; the first replica's buffers are saved. Snapshots in memory contain the same state as
-checkpoints.
+The content of a checkpoint does not depend on the number of stages, ranks or replicas, so a
+pipeline with other numbers can load it. All replicas have the same parameters, so only the ranks of
+the first replica save them. Some buffers, such as the running means of batch normalization, may
+differ between replicas. Only the first replica's buffers are saved. In-memory snapshots contain the
+same state as checkpoints.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _REMEDY = "Free space there or choose another folder"
 
 
 class Checkpointer:
-    """Saves and loads this rank's part of a checkpoint. All ranks must call the methods together.
+    """Saves and loads this rank's part of a checkpoint. All ranks must call each method together.
 
     Args:
         mesh: Replica and pipeline position of this process, and its process groups.
         model: The user's whole model. Its non-persistent buffers are not saved.
-        held: Parameters and buffers that this rank keeps, by name in the model.
+        held: Parameters and buffers that this rank keeps, keyed by name.
         update: Object that owns the optimizer and the loss scale.
 
     Attributes:
@@ -60,20 +60,20 @@ class Checkpointer:
         self._update = update
         self._ranks = RankGroup(mesh.rank, mesh.control_group)
         self.saver = CheckpointSaver(mesh)
-        # Do not save non-persistent buffers, which torch's state_dict() does not contain either.
+        # Do not save non-persistent buffers. torch's state_dict() omits them too.
         not_saved = {
             f"{prefix}.{name}" if prefix else name
             for prefix, module in model.named_modules()
             for name in module._non_persistent_buffers_set
         }
         self._not_saved = not_saved
-        # Keep a reference to this dictionary, because parameters that move between ranks are
-        # replaced in it.
+        # Keep a reference to this dictionary instead of a copy, because its entries change when
+        # parameters move between ranks.
         self._all_held = held
 
     @property
     def _held(self) -> dict[str, torch.Tensor]:
-        """Returns the parameters and buffers of this rank that checkpoints contain, by name."""
+        """Returns the parameters and buffers of this rank that are saved, keyed by name."""
         return {
             name: tensor.detach()
             for name, tensor in self._all_held.items()
@@ -89,14 +89,14 @@ class Checkpointer:
         keep: int | None = None,
         state: Mapping[str, Any],
     ) -> Path | None:
-        """Writes a checkpoint and returns its folder, or ``None`` if a thread is still writing it.
+        """Writes a checkpoint and returns its folder, or ``None`` if it is still being written.
 
         Args:
             folder: Folder that contains the checkpoints of the run.
-            head: Step, seed, loss scale and user values from :meth:`head`.
+            head: Result of :meth:`head`.
             is_behind: Whether a background thread writes the files while training continues.
             keep: Number of newest complete checkpoints to keep; ``None`` for all.
-            state: User objects with a ``state_dict`` method whose states are saved, by name.
+            state: Objects with a ``state_dict`` method whose states are also saved, keyed by name.
 
         Raises:
             CheckpointError: If the checkpoint cannot be written.
@@ -114,14 +114,14 @@ class Checkpointer:
     def prepare(
         self, folder: str | Path, base: str | Path | None, keep: int | None
     ) -> LocalDisk | None:
-        """Reserves the checkpoint folder for this job, and also the local folder if there is one.
+        """Reserves the checkpoint folder for this job, and the local folder if ``base`` is set.
 
         Returns the object that manages the local folder, or ``None`` if there is no local folder.
 
         Args:
-            folder: Folder of checkpoints, visible to all nodes.
-            base: Folder on each node's local disk where checkpoints are written first; ``None`` to
-                write to ``folder`` directly.
+            folder: Folder of checkpoints that all nodes can access.
+            base: Folder on each node's local disk in which checkpoints are written first; ``None``
+                writes directly to ``folder``.
             keep: Number of newest complete checkpoints to keep in each of the two folders; ``None``
                 keeps all in ``folder``.
         """
@@ -132,10 +132,10 @@ class Checkpointer:
         return self.saver.local
 
     def apart(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Returns this rank's tensors by their names in a checkpoint, and the rest of its state.
+        """Returns this rank's tensors, keyed by their names in a checkpoint, and its other state.
 
-        The rest is the optimizer's type, the options of each parameter group, and the optimizer's
-        values that are not tensors.
+        The other state contains the optimizer's type, the options of each parameter group, and the
+        values in the optimizer's state that are not tensors.
 
         The tensors are not copied, so the next optimizer step changes them.
         """
@@ -150,16 +150,16 @@ class Checkpointer:
     def is_buffer(self, name: str) -> bool:
         """Returns whether the checkpoint entry ``name`` is a buffer of the model.
 
-        Forward passes may change buffers, so a snapshot must copy them immediately.
+        A snapshot must copy buffers immediately, because the next forward pass may change them.
         """
         model_name = name.removeprefix(_MODEL)
         return model_name != name and model_name not in self._update.parameters
 
     def head(self, step: int, seed: int, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Returns the entries of a checkpoint's manifest that are equal on all ranks.
+        """Returns the entries of the checkpoint's manifest that are the same on all ranks.
 
         Args:
-            step: Number of training steps so far.
+            step: Number of completed training steps.
             seed: Seed of the random numbers that the model draws, for example in dropout.
             extra: Numbers, strings, lists and dictionaries to save, such as a scheduler's state.
 
@@ -189,7 +189,7 @@ class Checkpointer:
         state: Mapping[str, Any] | None = None,
         trust: bool = False,
     ) -> dict[str, Any]:
-        """Reads a checkpoint and returns its manifest. See ``Pipeline.load`` for the arguments."""
+        """Reads a checkpoint and returns its manifest. ``Pipeline.load`` lists the arguments."""
         self.saver.wait()
         folders = PipelineFolder(folder)
         objects = state or {}
@@ -213,9 +213,8 @@ class Checkpointer:
     ) -> dict[str, Any]:
         """Reads the checkpoint of step ``step`` in ``folders`` and returns its manifest.
 
-        The user's objects in ``state`` are set to their saved states. The arguments ``optimizer``
-        and ``trust`` say whether to load the optimizer's state, and whether to accept checkpoints
-        that are pickles.
+        Also loads the saved states into the user's objects in ``state``. ``optimizer`` determines
+        whether to load the optimizer's state, and ``trust`` whether to accept pickled checkpoints.
         """
         ranks = self._ranks
         path, manifest = ranks.on_first(lambda: folders.open(step, trust=trust))
@@ -236,10 +235,10 @@ class Checkpointer:
         return manifest
 
     def _take(self, head: Mapping[str, Any], state: Mapping[str, Any]) -> TakenState:
-        """Returns this rank's current state as an object that ``saver`` can write.
+        """Returns this rank's current state as an object for :attr:`saver` to write.
 
-        The entries of ``head`` become part of the checkpoint's manifest. The states of the user's
-        objects in ``state`` are saved only by the first rank.
+        The entries of ``head`` are added to the checkpoint's manifest. Only the first rank saves
+        the states of the user's objects in ``state``.
         """
         once: dict[str, bytes] = {}
         if state:
@@ -263,8 +262,8 @@ class Checkpointer:
             manifest: Manifest of the checkpoint; ``None`` to skip the optimizer's state.
 
         Returns:
-            Optimizer state by parameter name. Each parameter's state maps keys such as ``exp_avg``
-            to values.
+            Optimizer state, keyed by parameter name. Each parameter's state is a dict with keys
+                such as ``exp_avg``.
         """
         path = reader.path
         saved_tensors = reader.tensors
@@ -295,11 +294,10 @@ class Checkpointer:
         return None if optimizer is None else type(optimizer).__name__
 
     def _states(self) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
-        """Returns the optimizer's state as two dicts: one of tensors, and one of all other values.
+        """Returns the optimizer's state as two dicts: tensors, and all other values.
 
-        The keys of the first dict join a parameter's name and a key of its state, such as
-        ``weight.exp_avg``. The second dict maps each parameter's name to a dict of its values by
-        key.
+        A key of the first dict consists of the name of a parameter and a key of its state, such as
+        ``weight.exp_avg``. The second dict maps the name of each parameter to a dict of values.
         """
         tensors: dict[str, torch.Tensor] = {}
         plain: dict[str, dict[str, Any]] = {}
@@ -320,7 +318,7 @@ class Checkpointer:
 
     @staticmethod
     def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the options of the parameter group ``group`` that checkpoints can contain."""
+        """Returns those options of a parameter group that can be saved in a checkpoint."""
         plain = {key: _plain(value) for key, value in _without_lists(group).items()}
         return {key: value for key, value in plain.items() if isinstance(value, (*_PLAIN, list))}
 
@@ -335,11 +333,11 @@ class Checkpointer:
     def _wanted(
         self, path: Path, saved_tensors: Mapping[str, SavedTensor]
     ) -> dict[str, torch.Tensor]:
-        """Returns this rank's parameters and buffers by their names in the checkpoint ``path``.
+        """Returns this rank's parameters and buffers, keyed by their names in a checkpoint.
 
         Raises:
-            CheckpointError: If one of these tensors is missing in ``saved_tensors`` or has a
-                different shape there.
+            CheckpointError: If a tensor is missing from ``saved_tensors`` or has a different shape
+                there. The message contains ``path``.
         """
         for name, tensor in self._held.items():
             saved = saved_tensors.get(_MODEL + name)
@@ -352,9 +350,9 @@ class Checkpointer:
         return {_MODEL + name: tensor for name, tensor in self._held.items()}
 
     def _check_optimizer(self, path: Path, manifest: Mapping[str, Any]) -> None:
-        """Checks that the optimizer has the type and parameter groups that ``manifest`` lists.
+        """Checks the optimizer's type and parameter groups against ``manifest``.
 
-        ``path`` is the path of the checkpoint, for error messages.
+        Error messages name ``path``, the path of the checkpoint.
         """
         kind = self._kind()
         # A rank whose parameters are all frozen has no optimizer.
@@ -385,9 +383,9 @@ class Checkpointer:
     def _empty_states(
         self, saved_tensors: Mapping[str, SavedTensor], manifest: Mapping[str, Any]
     ) -> dict[str, dict[str, Any]]:
-        """Returns optimizer state for this rank, with empty tensors to read saved values into.
+        """Returns optimizer state for this rank, with uninitialized tensors to load into.
 
-        The names and shapes of the tensors come from ``saved_tensors``.
+        The names and shapes of the tensors are those in ``saved_tensors``.
 
         Values that are not tensors are taken from ``manifest``.
         """
@@ -426,12 +424,12 @@ class Checkpointer:
 
 
 class PipelineState(SnapshotState):
-    """Provides a rank's state for snapshots, which are in-memory copies that survive a crash.
+    """Provides a rank's state for snapshots, which are copies in memory that survive a crash.
 
     Args:
         checkpointer: Object that reads and writes the rank's state.
         head: Function that calls :meth:`Checkpointer.head` and returns its result.
-        state: Objects of the user whose ``state_dict`` is also saved, by name.
+        state: Objects with a ``state_dict`` method whose states are also saved, keyed by name.
     """
 
     def __init__(
@@ -463,9 +461,9 @@ class PipelineState(SnapshotState):
     def is_changed(self) -> bool:
         """Returns whether tensors were added, removed or reshaped since the last :meth:`take`.
 
-        A changed dtype counts too.
+        Also returns ``True`` if a dtype changed.
 
-        For example, an optimizer's first step adds tensors.
+        For example, the first step of an optimizer adds tensors.
         """
         return _layout(self._checkpointer.apart()[0]) != self._layout
 
@@ -485,7 +483,7 @@ def _layout(tensors: Mapping[str, torch.Tensor]) -> list[Any]:
 
 
 def _state_bytes(state: Mapping[str, Any]) -> bytes:
-    """Returns the content of the checkpoint file with the states of the objects in ``state``."""
+    """Returns the content of the checkpoint file that holds the states of the user's objects."""
     try:
         return plain_values.dumps(
             {name: user_object.state_dict() for name, user_object in state.items()}
@@ -500,9 +498,9 @@ def _state_bytes(state: Mapping[str, Any]) -> bytes:
 def _read_state(
     reader: CheckpointReader, files: Collection[str], names: Collection[str]
 ) -> dict[str, Any]:
-    """Reads the saved states of the user's objects that are listed in ``names``.
+    """Reads the saved states of the user's objects with these ``names``.
 
-    ``reader`` reads the checkpoint, which contains ``files``.
+    ``files`` contains the names of the files in the checkpoint that ``reader`` reads.
     """
     states: dict[str, Any] = {}
     if names and {PIPELINE_STATE, _FORMER_STATE} & {*files}:
@@ -525,12 +523,12 @@ def _plain(value: Any) -> Any:
 
 def _without_lists(group: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of a parameter group, without its parameters and their names."""
-    # Older checkpoints also contain the parameters' names in the options, so remove these too.
+    # Also remove the parameters' names, which older checkpoints contain in the options.
     return {key: value for key, value in group.items() if key not in PARAMETER_LISTS}
 
 
 def _like(saved: Any, present: Any) -> Any:
-    """Converts ``saved``, an option's value, to the type of ``present``, its current value."""
+    """Converts the saved value of an option to the type of its current value, ``present``."""
     if isinstance(present, torch.Tensor):
         return torch.full_like(present, saved)
     return tuple(saved) if isinstance(present, tuple) and isinstance(saved, Sequence) else saved

@@ -1,4 +1,4 @@
-"""Orders unequal microbatches and distributes them over replicas, based on predicted costs.
+"""Orders microbatches of unequal cost and distributes them over replicas.
 
 ::
 
@@ -7,8 +7,8 @@
                                       │
           operation counts of the sample's recordings, or measured times of the steps so far
 
-All ranks make the same decisions from the same numbers. They compare these numbers before each
-step. If ranks decided differently, a microbatch could be lost or trained twice.
+All ranks must make the same decisions, because a microbatch could otherwise be lost or trained
+twice. Therefore, ranks compare their decisions before each step.
 """
 
 from __future__ import annotations
@@ -43,17 +43,18 @@ Dealing = Literal["turns", "work", "time"]
 """Method of distributing the microbatches of a list over replicas."""
 
 _REFIT_STEPS = 8
-"""Number of steps after which the function that predicts costs is fitted again. In the first
-``_REFIT_STEPS`` steps, it is fitted after each step.
+"""Number of steps between two fits of the function that predicts costs.
+
+During the first ``_REFIT_STEPS`` steps, the function is fitted after each step.
 """
 _ADVISED_AFTER = 2 * _REFIT_STEPS
-"""Number of measured steps after which a better partition, if one exists, is reported."""
+"""Number of measured steps after which a much better partition is reported, if there is one."""
 _WORTH = 0.1
-"""Minimum relative reduction of the longest stage time for which a partition is reported."""
+"""Minimum reduction of the longest stage time, as a fraction, for a partition to be reported."""
 _LEAST_COST = 0.02
-"""Constant added to each microbatch's cost before distribution, as a fraction of the mean cost.
+"""Constant that is added to each microbatch's cost, as a fraction of the mean cost.
 
-Without it, all microbatches with a predicted cost of 0 would go to the same replica.
+Without the constant, all microbatches with a predicted cost of 0 would go to the same replica.
 """
 
 
@@ -62,11 +63,11 @@ class DealtList(list[Microbatch]):
 
     Args:
         batch: All microbatches of the step.
-        numbers: Indices in ``batch`` of this replica's microbatches, ascending.
+        numbers: Indices of this replica's microbatches in ``batch``, in ascending order.
         digest: Digest that matches on ranks that distributed the same batch in the same way.
 
     Attributes:
-        numbers: Indices in the whole batch of this replica's microbatches, ascending.
+        numbers: Indices of this replica's microbatches in the whole batch, in ascending order.
         digest: Digest that matches on ranks that distributed the same batch in the same way.
         total: Number of microbatches in the whole batch.
     """
@@ -87,11 +88,11 @@ class DealtList(list[Microbatch]):
 
 
 class Content:
-    """Describes microbatches by numbers, from which their costs are predicted.
+    """Computes numbers that describe a microbatch, and from which its cost is predicted.
 
-    The numbers are the element count of each entry and the constant 1. Each integer entry also has
-    a number of pairs (such as token pairs): its element count times the length of its last
-    dimension.
+    The numbers are the element count of each entry, the pair count of each integer entry, and the
+    constant 1. The pair count (such as the number of token pairs) is the element count times the
+    length of the last dimension.
 
     Args:
         signatures: Signatures of the sample batch's microbatches.
@@ -108,15 +109,15 @@ class Content:
 
     @property
     def labels(self) -> list[str]:
-        """Returns a label for each number that describes a microbatch."""
+        """Returns the labels of the numbers that describe a microbatch."""
         return [*self._names, *(f"{name} pairs" for name in self._paired), "microbatch"]
 
     def numbers(self, microbatch: Microbatch) -> Numbers:
-        """Returns the numbers that describe ``microbatch``; missing entries count as 0."""
+        """Returns the numbers that describe ``microbatch``, with 0 for missing entries."""
         return self._of_shapes({name: tensor.shape for name, tensor in microbatch.items()})
 
     def numbers_of(self, signature: Signature) -> Numbers:
-        """Returns the numbers that describe microbatches with this ``signature``."""
+        """Returns the numbers that describe any microbatch with this ``signature``."""
         return self._of_shapes({name: shape for name, shape, _ in signature.entries})
 
     def _of_shapes(self, shapes: Mapping[str, torch.Size]) -> Numbers:
@@ -129,23 +130,24 @@ class Content:
 
 
 class ContentBalance:
-    """Chooses the order and the replica of each microbatch from its predicted cost.
+    """Orders microbatches and distributes them over replicas, based on predicted costs.
 
-    All ranks must call the constructor together if the order or the distribution is based on costs.
+    If the order or the distribution is based on costs, all ranks must call the constructor
+    together.
 
     Args:
         order: Order in which a replica runs its microbatches.
         dealing: Method of distributing microbatches over replicas.
-        comparison: Object that compares the ranks' batches, and knows the ranks' mesh.
+        comparison: Object that compares the batches of the ranks in its ``mesh``.
         placement: Assignment of stages to ranks.
         partition: Number of segments in each stage.
-        sample_work: Operation count of each segment, for each signature of the sample batch.
-        group: Number by which each replica's number of microbatches must be divisible.
+        sample_work: Operation count of each segment, keyed by the signatures of the sample batch.
+        group: Divisor of each replica's number of microbatches.
         least: Minimum number of microbatches per replica.
 
     Attributes:
         is_on: Whether the order or the distribution is based on costs.
-        advises: Whether to report once that another partition would be much better.
+        advises: Whether to print a line once if another partition would be much better.
     """
 
     def __init__(
@@ -183,8 +185,7 @@ class ContentBalance:
     def _begin_fits(self) -> None:
         self._times = ContentCosts(self._placement, self._partition, self._segments)
         self._steps = self._fits = 0
-        # This list contains sums of the last training step's times, to be sent before the next
-        # step.
+        # Sums of the last training step's times, which are sent to all ranks before the next step.
         self._sums: list[float] = []
 
     def use(self, partition: Sequence[int]) -> None:
@@ -202,9 +203,9 @@ class ContentBalance:
         """Fits a function that predicts operation counts from numbers that describe a microbatch.
 
         Args:
-            work: Operation count of each recording, to which the function is fitted.
-            start: Indices of the numbers in :class:`Content` that the fit uses first; if empty, it
-                uses all numbers from the start.
+            work: Operation count of each recording.
+            start: Indices of the numbers in :class:`Content` with which the fit starts; if empty,
+                the fit starts with all numbers.
         """
         rows = [self._content.numbers_of(signature) for signature in self._sample_work]
         fit = StageFit(len(rows[0]))
@@ -214,10 +215,10 @@ class ContentBalance:
 
     @property
     def seconds(self) -> list[dict[str, float]]:
-        """Returns, for each stage, the fitted time in seconds per unit, by label of the unit.
+        """Returns the fitted seconds per unit for each stage, keyed by the label of the unit.
 
-        A label names a number that describes a microbatch, such as the element count of an entry.
-        The list is empty before the first fit.
+        The units are those of :class:`Content`, such as one element of an entry. The list is empty
+        before the first fit.
         """
         labels = self._content.labels
         if not self._fits:
@@ -226,7 +227,7 @@ class ContentBalance:
 
     @property
     def segment_seconds(self) -> tuple[float, ...]:
-        """Returns the mean time of each segment in seconds, over the steps so far.
+        """Returns the mean time of each segment in the steps so far, in seconds.
 
         The tuple is empty before the first fit.
         """
@@ -238,14 +239,14 @@ class ContentBalance:
         Args:
             rule: ``work`` for operation counts, or ``time`` for times. Before the first fit,
                 ``time`` also uses operation counts.
-            batch: All microbatches whose costs are compared.
+            batch: Microbatches whose costs are compared.
         """
         rows = [self._content.numbers(microbatch) for microbatch in batch]
         if rule == "time" and self._fits:
             return [self._times.cost(row) for row in rows]
-        # Fit once for the whole model, so that the result does not depend on the partition. A
-        # feature with the same value in all microbatches cannot explain why their costs differ. So
-        # start with the features that vary and the constant term, which is the last column.
+        # Fit the whole model instead of each stage, so that the result does not depend on the
+        # partition. Start with the constant term (the last column) and the features that vary,
+        # because features with the same value in all microbatches cannot explain cost differences.
         columns = list(zip(*rows, strict=True))
         unequal = {index for index, column in enumerate(columns) if len(set(column)) > 1}
         totals = [math.fsum(work) for work in self._sample_work.values()]
@@ -253,11 +254,11 @@ class ContentBalance:
         return [fit.cost(row) for row in rows]
 
     def order_of(self, microbatches: Sequence[Microbatch], work: Sequence[float]) -> list[int]:
-        """Returns the indices of a replica's microbatches in the order to run them.
+        """Returns the indices of a replica's microbatches in execution order.
 
         Args:
             microbatches: Microbatches of the replica.
-            work: Operation count of each microbatch, over all stages.
+            work: Operation count of each microbatch, summed over all stages.
         """
         if self._order == "given":
             return list(range(len(microbatches)))
@@ -268,11 +269,12 @@ class ContentBalance:
     def share(self, batch: Sequence[Microbatch]) -> DealtList | None:
         """Returns the microbatches of ``batch`` that this replica trains on.
 
-        Returns ``None`` for a list of objects that are not microbatches, if ``dealing`` is
-        ``turns`` or there is only one replica.
+        Returns ``None`` if ``batch`` contains other objects than microbatches, and costs are not
+        needed because ``dealing`` is ``turns`` or there is only one replica.
 
         Raises:
-            ConfigError: If the batch is a list of such objects, and ``dealing`` is based on costs.
+            ConfigError: If ``batch`` contains other objects than microbatches, and costs are
+                needed.
         """
         replicas = self._mesh.dp_size
         is_of_microbatches = all(isinstance(part, Mapping) for part in batch)
@@ -288,8 +290,8 @@ class ContentBalance:
         each = self._costs_of(self._dealing, batch)
         least_cost = _LEAST_COST * sum(each) / len(each) or 1.0
         each = [cost + least_cost for cost in each]
-        # An evaluation accepts any number of microbatches. So do not reject a number here;
-        # check_total() checks it before training.
+        # Accept any number of microbatches here, because an evaluation accepts any number.
+        # check_total() checks the number before training.
         if self._is_trainable(len(batch)):
             dealt = deal([each] * replicas, group=self._group, least=self._least)
         else:
@@ -298,15 +300,15 @@ class ContentBalance:
         return DealtList(batch, dealt[self._mesh.dp_rank], Digest.of(entries, dealt))
 
     def _is_trainable(self, total: int) -> bool:
-        """Returns whether the replicas together can train on ``total`` microbatches."""
+        """Returns whether a batch of ``total`` microbatches can be distributed for training."""
         return not total % self._group and total >= self._least * self._mesh.dp_size
 
     def check_total(self, batch: Any) -> None:
-        """Checks that the schedule supports the number of microbatches of a :class:`DealtList`.
+        """Checks that the schedule supports the number of microbatches in a :class:`DealtList`.
 
         Raises:
-            ConfigError: If the whole batch has too few microbatches, or their number is not a
-                multiple that the schedule requires.
+            ConfigError: If the whole batch has too few microbatches, or the number is not a
+                multiple of the number that the schedule requires.
         """
         replicas = self._mesh.dp_size
         if self._dealing == "turns" or replicas == 1 or not isinstance(batch, DealtList):
@@ -319,7 +321,7 @@ class ContentBalance:
             )
 
     def numbers_of(self, batch: Any, count: int, *, is_listed: bool) -> Sequence[int]:
-        """Returns the index of each microbatch in ``batch`` among the microbatches of all replicas.
+        """Returns the index of each microbatch of this replica in the batch of all replicas.
 
         Args:
             batch: Batch of the replica, as the user passed it.
@@ -328,7 +330,7 @@ class ContentBalance:
 
         Raises:
             ConfigError: If microbatches are distributed by cost, but ``batch`` was not returned by
-                :meth:`share` or was modified.
+                :meth:`share`, or was modified since.
         """
         mesh = self._mesh
         if not is_listed:
@@ -343,7 +345,7 @@ class ContentBalance:
         return batch.numbers
 
     def take_sums(self) -> list[float]:
-        """Returns sums of the last training step's times, which all ranks need before a step.
+        """Returns sums of the last training step's times, to send to all ranks.
 
         The list has the same length on all ranks.
         """
@@ -354,20 +356,20 @@ class ContentBalance:
         return sums
 
     def begin(self, rows: Sequence[Microbatch]) -> None:
-        """Stores numbers that describe ``rows``, a step's microbatches in execution order."""
+        """Stores the numbers that describe a step's microbatches, in execution order."""
         if self._is_timed:
             self._rows = [self._content.numbers(part) for part in rows]
 
     def end(self, times: RankTimes) -> None:
-        """Records ``times``, which this rank measured in the current training step."""
+        """Records ``times``, the times that this rank measured in the training step."""
         self._steps += 1
-        # Ignore the first step, whose times are too long because of warm-up.
+        # Ignore the first step, which takes longer because of warm-up.
         if not self._is_timed or self._steps == 1:
             return
         self._sums = self._times.measured(self._rows, times.actions)
 
     def add_sums(self, sums: Sequence[Sequence[float]]) -> None:
-        """Adds the measured times in ``sums``, and fits the costs again if a fit is due.
+        """Adds the measured times in ``sums``, and fits the costs again if due.
 
         Each row of ``sums`` is the result of :meth:`take_sums` on one rank.
         """
@@ -382,14 +384,14 @@ class ContentBalance:
             self._advise()
 
     def _advise(self) -> None:
-        """Prints a line on the first rank if another partition would make steps much faster."""
+        """Prints a line on the first rank if another partition would be much faster."""
         seconds = self.segment_seconds
         partition = balanced(seconds, len(self._partition))
         largest, least = (_largest(seconds, each) for each in (self._partition, partition))
         if self._mesh.rank == 0 and least < (1 - _WORTH) * largest:
             print(
-                f"partition {partition_text(partition)} would make the largest stage"
-                f" {100 * (1 - least / largest):.0f}% shorter than"
+                f"partition {partition_text(partition)} would make the slowest stage"
+                f" take {100 * (1 - least / largest):.0f}% less time than with"
                 f" {partition_text(self._partition)} for the microbatches of the last steps; pass"
                 " it as partition at the next start, or pipeline.segment_seconds as weights",
                 flush=True,

@@ -18,7 +18,7 @@ NO_BLOCKS = (
     "no list of repeated blocks after which to cut; call CutPoint.after(module) for each module "
     "after which the model may be cut"
 )
-"""End of the error message about a model in which no cut points can be found."""
+"""End of the error message for a model in which no repeated blocks are found."""
 
 
 # torch.compiler.is_exporting was added in torch 2.7. In older releases, is_compiling returns True
@@ -27,14 +27,14 @@ _is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compil
 
 
 def mark(tensors: Any, cut_point: int, passing: int) -> Any:
-    """Returns ``tensors`` unchanged, and notifies an active recorder of the cut point.
+    """Returns ``tensors`` unchanged, and notifies the active recorder, if any, of the cut point.
 
     Args:
-        tensors: A tensor, or tuples, lists and dictionaries of tensors.
+        tensors: A tensor, or a nested structure of tuples, lists and dictionaries with tensors.
         cut_point: ``id()`` of the :class:`CutPoint` module.
-        passing: Sequence number of this call, counted over all cut points of the process.
+        passing: Number of earlier calls of cut points in this process.
     """
-    # torch.export keeps only operations of torch, so pass each tensor through a custom operation.
+    # torch.export keeps only torch operations, so pass each tensor through a custom operation.
     if _is_exporting():
         return tree_map_only(
             torch.Tensor, lambda tensor: _exported_mark(tensor, cut_point, passing), tensors
@@ -50,7 +50,7 @@ def _exported_mark(tensor: torch.Tensor, cut_point: int, passing: int) -> torch.
 
 
 _exported_mark.register_fake(lambda tensor, cut_point, passing: torch.empty_like(tensor))
-# has_torch_function() returns true for this tensor while a recorder is active. mark() uses this to
+# While a recorder is active, has_torch_function() returns True for this tensor. mark() uses it to
 # detect a recorder.
 _WITNESS = torch.empty(0)
 _PASSINGS = itertools.count()
@@ -59,10 +59,10 @@ _PASSINGS = itertools.count()
 class CutPoint(torch.nn.Module):
     """Marks a position in the forward pass where a model may be cut into stages.
 
-    The module returns its arguments unchanged. A cut divides the whole forward pass, in the order
-    of its operations. Every tensor that is computed before the cut and used after it is sent to the
-    next stage, even if it is not an argument of the cut point. Each instance must be called exactly
-    once per forward pass, for any input::
+    The module returns its arguments unchanged. A cut divides the sequence of all operations of the
+    forward pass, not only the operations on the arguments. Every tensor that is computed before the
+    cut and used after it is sent to the next stage, even if the tensor is not an argument of the
+    cut point. Each instance must be called exactly once per forward pass, for any input::
 
         for block, cut in zip(self.blocks, self.cuts):
             x = cut(block(x))
@@ -72,7 +72,7 @@ class CutPoint(torch.nn.Module):
 
     Attributes:
         is_optional: Whether to ignore the cut point if the sample's forward pass does not call it
-            exactly once. If false, this is an error.
+            exactly once. If ``False``, such a forward pass raises an error.
     """
 
     def __init__(self) -> None:
@@ -81,15 +81,15 @@ class CutPoint(torch.nn.Module):
 
     @staticmethod
     def after(module: torch.nn.Module) -> CutPoint:
-        """Adds a cut point after a module of a model, and returns the cut point.
+        """Adds a cut point after ``module``, and returns the cut point.
 
         Args:
-            module: Module that is called once per forward pass. The cut point is added to it as the
-                submodule ``cut_point``.
+            module: Module that is called once per forward pass. The cut point becomes its submodule
+                ``cut_point``.
         """
         cut_point = CutPoint()
         module.add_module("cut_point", cut_point)
-        # A Sequential calls all its submodules, so it calls the cut point without a hook.
+        # A Sequential calls all its submodules, including the cut point, so it needs no hook.
         if type(module).forward is not torch.nn.Sequential.forward:
             module.register_forward_hook(_pass)
         return cut_point
@@ -107,7 +107,7 @@ class CutPoint(torch.nn.Module):
             model: Model without cut points.
 
         Raises:
-            ConfigError: If the model has cut points already, or no repeated blocks.
+            ConfigError: If the model already has cut points, or has no repeated blocks.
         """
         existing = next(iter(cut_points_of(model)), None)
         if existing is not None:
@@ -124,7 +124,7 @@ class CutPoint(torch.nn.Module):
         return cut_points
 
     def forward(self, *values: Any) -> Any:
-        """Returns the only argument as it is, or several arguments as a tuple."""
+        """Returns a single argument as it is, and several arguments as a tuple."""
         value = values[0] if len(values) == 1 else values
         return mark(value, id(self), next(_PASSINGS))
 
@@ -134,18 +134,18 @@ def _pass(module: Any, inputs: Any, output: Any) -> Any:
 
 
 def cut_points_of(model: torch.nn.Module) -> dict[str, CutPoint]:
-    """Returns the cut points of ``model``, by name."""
+    """Returns the cut points of ``model``, keyed by name."""
     return {name: part for name, part in model.named_modules() if isinstance(part, CutPoint)}
 
 
 def are_added(model: torch.nn.Module) -> bool:
-    """Returns whether a model has cut points that :meth:`CutPoint.between_blocks` added."""
+    """Returns whether the model's cut points were added by :meth:`CutPoint.between_blocks`."""
     cut_points = cut_points_of(model).values()
     return bool(cut_points) and all(cut_point.is_optional for cut_point in cut_points)
 
 
 def describe(cut_points: Iterable[str]) -> str:
-    """Returns the number of cut points per list of blocks as text, such as ``32 in model.layers``.
+    """Returns the number of cut points in each list of blocks, such as ``32 in model.layers``.
 
     Args:
         cut_points: Names of the cut points in the model.

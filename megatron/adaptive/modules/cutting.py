@@ -1,4 +1,4 @@
-"""Cuts a recorded forward pass into stages, and lists each stage's calls, tensors and messages.
+"""Cuts a recorded forward pass into stages, and determines each stage's calls and messages.
 
 ::
 
@@ -9,9 +9,9 @@
     mask ──────────────────────────────> used      mask crosses both borders, through stage 1
 
 A tensor that is computed before a border and used after it is sent across the border in a message.
-Some tensors, such as positions and masks, are computed from inputs and buffers by a few calls. They
-are not sent. Instead, each stage that uses such a tensor computes it again, because every stage has
-the inputs of the batch.
+Tensors that a few calls compute from inputs and buffers, such as positions and masks, are not sent.
+Instead, each stage that uses such a tensor computes it again, which is possible because every stage
+has the inputs of the batch.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def check_stages(num_segments: int, num_stages: int) -> None:
 
 
 def read_partition(partition: str | Sequence[int]) -> tuple[int, ...]:
-    """Reads the number of segments in each stage from a string such as ``3-4-5`` or a sequence.
+    """Parses a partition, which is a string such as ``3-4-5`` or a sequence of numbers.
 
     Raises:
-        ConfigError: If ``partition`` is neither a string of this form nor a sequence of integers.
+        ConfigError: If ``partition`` has neither of these forms.
     """
     try:
         if isinstance(partition, str):
@@ -70,10 +70,11 @@ def read_partition(partition: str | Sequence[int]) -> tuple[int, ...]:
 def given_partition(
     text: str | Sequence[int], num_segments: int, num_stages: int
 ) -> tuple[int, ...]:
-    """Reads a user's partition such as ``3-4-5``, and checks that it fits the pipeline.
+    """Parses the partition that a user set, and checks that it fits the pipeline.
 
     Args:
-        text: Number of segments in each stage, as a string such as ``3-4-5`` or as numbers.
+        text: Number of segments in each stage, as a string such as ``3-4-5`` or a sequence of
+            numbers.
         num_segments: Number of segments into which the cut points divide the model.
         num_stages: Number of stages of the pipeline.
 
@@ -103,13 +104,13 @@ def check_weights(weights: Sequence[float] | None, num_segments: int) -> None:
 
 
 def balanced(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Divides segments among stages so that the most expensive stage costs as little as possible.
+    """Divides segments among stages so that the cost of the most expensive stage is minimal.
 
-    If several partitions are equally good, the partition with the smallest sum of squared stage
-    costs is chosen.
+    Among equally good partitions, the function chooses one with the smallest sum of squared stage
+    costs.
 
     Args:
-        weights: Cost of each segment, in any unit; non-negative.
+        weights: Non-negative cost of each segment, in any unit.
         num_stages: Number of stages, each of which gets at least one segment.
 
     Returns:
@@ -129,7 +130,7 @@ def balanced(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
     return partition
 
 
-# Maximum number of calls that a stage repeats to compute a tensor. A tensor that needs more calls
+# Maximum number of calls that a stage repeats to recompute a tensor. A tensor that needs more calls
 # is sent instead.
 _MOST_REPEATED = 64
 
@@ -138,20 +139,20 @@ _MOST_REPEATED = 64
 class StagePlan:
     """Lists the calls that a stage runs and the tensors that it needs.
 
-    Calls and tensors are identified by their indices on the tape, which is the recorded forward
-    pass.
+    Calls and tensors are identified by their indices on the tape (the recorded forward pass).
 
     Attributes:
-        calls: Indices of the stage's calls on the tape, in the order in which they run.
-        received: Tensors that the stage receives from the previous stage, in the order of the
-            message.
-        sent: Tensors that the stage sends to the next stage, in the order of the message.
+        calls: Indices of the stage's calls on the tape, in execution order.
+        received: Tensors that the stage receives from the previous stage, in the order in which the
+            message contains them.
+        sent: Tensors that the stage sends to the next stage, in the order in which the message
+            contains them.
         inputs: Names of the batch entries that the stage uses.
         parameters: Names of the parameters that the stage uses.
         buffers: Names of the buffers that the stage uses.
-        copied: Received tensors, inputs and constants that the stage changes in place. The stage
-            copies them first.
-        result: Index of the loss on the tape if this is the last stage; ``None`` otherwise.
+        copied: Received tensors, inputs and constants that the stage copies because it changes them
+            in place.
+        result: Index of the loss on the tape; ``None`` if this is not the last stage.
         segments: Indices of the stage's segments in the model.
     """
 
@@ -167,11 +168,11 @@ class StagePlan:
 
 
 def uses_of(tape: Tape) -> dict[str, set[int]]:
-    """Returns a dict from parameter names to the indices of the segments that use the parameter.
+    """Returns the indices of the segments that use each parameter, keyed by the parameter's name.
 
     ``tape`` is the recorded forward pass.
 
-    A parameter with several names appears under its first name.
+    A parameter with several names is listed under its first name.
     """
     segments_of: dict[str, set[int]] = {}
     for number in _needed(tape):
@@ -186,14 +187,13 @@ def uses_of(tape: Tape) -> dict[str, set[int]]:
 def frozen_segments(tape: Tape) -> int:
     """Returns the number of leading segments through which no gradient of the loss flows.
 
-    These segments compute only tensors without gradients, for example in an encoder whose
-    parameters are not trained. A stage that consists of such segments needs no backward pass and no
-    activations.
+    For example, these are the segments of a frozen encoder at the start of the model. A stage that
+    contains only such segments needs no backward pass and keeps no activations.
 
     Args:
         tape: Recorded forward pass in training mode.
     """
-    # A gradient crosses the border before segment b if a tensor that requires a gradient is
+    # A gradient crosses a border between two segments if a tensor that requires a gradient is
     # computed before the border and used after it.
     is_crossed = [False] * tape.num_segments
 
@@ -213,20 +213,20 @@ def frozen_segments(tape: Tape) -> int:
 
 
 _MOST_LATE = 8
-"""Maximum number of calls that are moved so that they run after the frozen segments."""
+"""Maximum number of calls that may be moved behind the frozen segments."""
 
 
 class LateCalls(NamedTuple):
-    """Identifies calls at the model's start that are moved to run after the frozen segments.
+    """Identifies calls at the model's start that are moved behind the frozen segments.
 
-    Many vision-language models compute the embeddings of the text first, then run the image
-    encoder, and then insert its result into the embeddings. If only the encoder is frozen,
-    gradients of the embeddings would flow through all of its stages. No gradient flows there if the
-    embeddings are computed after the encoder.
+    Many vision-language models first compute the text embeddings, then run the image encoder and
+    insert its output into the embeddings. If only the encoder is frozen, the gradients of the
+    embeddings must pass through all stages of the encoder. Computing the embeddings after the
+    encoder avoids this.
 
     Attributes:
-        border: Number of leading frozen segments. It is also the index of the segment to which the
-            calls move.
+        border: Number of leading frozen segments, which is also the index of the segment to which
+            the calls move.
         parameters: Names of the trained parameters that the calls use.
     """
 
@@ -235,7 +235,7 @@ class LateCalls(NamedTuple):
 
 
 def late_calls(tape: Tape) -> LateCalls | None:
-    """Identifies calls with gradients that run before frozen segments, but could run after them.
+    """Identifies calls with gradients that run before frozen segments but could run after them.
 
     Returns ``None`` if there are no such calls.
 
@@ -268,7 +268,7 @@ def late_calls(tape: Tape) -> LateCalls | None:
             if number not in moved
             and any(tape.values[read].source == "parameter" for read in tape.calls[number].reads)
         }
-        # Moving the calls is useful only if each leading segment still runs calls with parameters.
+        # Move calls only if each leading segment keeps other calls with parameters.
         if moved.issuperset(trained) and len(moved) <= _MOST_LATE and len(frozen) == border:
             return late
     return None
@@ -278,8 +278,8 @@ def postpone(tape: Tape, late: LateCalls | None) -> None:
     """Moves the calls that ``late`` identifies to a later segment, and renumbers all calls.
 
     Args:
-        tape: Recorded forward pass, in which the calls are changed.
-        late: Calls to move; ``None`` leaves the recording unchanged.
+        tape: Recorded forward pass, which is modified in place.
+        late: Calls to move; ``None`` moves no calls.
     """
     if late is None or not (moved := _late_numbers(tape, late)):
         return
@@ -301,8 +301,8 @@ def postpone(tape: Tape, late: LateCalls | None) -> None:
 def _late_numbers(tape: Tape, late: LateCalls) -> set[int]:
     """Returns the indices of calls before ``late.border`` that depend on ``late.parameters``.
 
-    The set is empty if the calls cannot run later, because they draw random numbers or change
-    tensors in place, or because another call changes a tensor that they read.
+    Calls cannot be moved if they draw random numbers or change tensors in place, or if another call
+    changes a tensor that they read. In these cases, the set is empty.
     """
     moved: set[int] = set()
     made: set[int] = set()
@@ -334,7 +334,7 @@ def slice_tape(tape: Tape, partition: Sequence[int]) -> list[StagePlan]:
         partition: Number of segments in each stage. The sum must be the tape's number of segments.
 
     Raises:
-        ConfigError: If a stage changes a tensor in place that another stage also uses.
+        ConfigError: If a stage changes a tensor in place and another stage also uses this tensor.
     """
     slicer = _Slicer(tape, partition)
     slicer.check_changes()
@@ -342,16 +342,16 @@ def slice_tape(tape: Tape, partition: Sequence[int]) -> list[StagePlan]:
 
 
 def unchecked_slices(tape: Tape) -> list[StagePlan]:
-    """Returns a plan for each segment of ``tape``, even if segments change each other's tensors.
+    """Returns a plan for each segment of ``tape`` without checking in-place changes.
 
-    Segments that share a changed buffer can still run one after another in one process, for example
-    to be measured.
+    Segments that change each other's tensors cannot be stages of different processes, but they can
+    run one after another in one process, for example in measurements.
     """
     return _Slicer(tape, (1,) * tape.num_segments).run()
 
 
 def signature_of(tape: Tape, plan: StagePlan) -> str:
-    """Returns a key that is equal for stages with the same calls and tensor shapes.
+    """Returns a key that is the same for all stages with the same calls and tensor shapes.
 
     Args:
         tape: Recorded forward pass.
@@ -378,7 +378,7 @@ def signature_of(tape: Tape, plan: StagePlan) -> str:
 
 
 def segment_kinds(tape: Tape) -> tuple[int, ...]:
-    """Returns an index for each segment of ``tape``, equal for segments with the same calls."""
+    """Returns the kind of each segment as an index. Segments with the same calls have one kind."""
     numbers: dict[str, int] = {}
     return tuple(
         numbers.setdefault(signature_of(tape, plan), len(numbers))
@@ -421,7 +421,7 @@ class _Slicer:
         self._last_use: dict[int, int] = {}
 
     def run(self) -> list[StagePlan]:
-        """Returns the plans of all stages, in the order of the stages."""
+        """Returns the plans of all stages, in order."""
         tape = self._tape
         members: list[set[int]] = [set() for _ in self._plans]
         for number in self._calls:
@@ -450,8 +450,8 @@ class _Slicer:
     def _use(self, number: int, stage: int) -> frozenset[int] | set[int]:
         """Records that ``stage`` uses the tensor ``number``, and returns the calls to repeat.
 
-        The repeated calls compute the tensor again, so that it does not have to be sent. The set is
-        empty if the stage receives the tensor or computes it anyway.
+        A stage repeats calls to recompute a tensor instead of receiving it. The set is empty if the
+        stage receives the tensor, or computes it with its own calls.
         """
         value = self._tape.values[number]
         if value.made_by < 0 or self._home(value) == stage:
@@ -492,8 +492,8 @@ class _Slicer:
         calls = [tape.calls[number] for number in plan.calls]
         olds = {old for call in calls for old, _ in call.changes}
         changed = {tape.values[old].storage for old in olds}
-        # Changes of a buffer must persist, so do not copy buffers or tensors that share memory with
-        # a buffer.
+        # Do not copy buffers or tensors that share memory with a buffer, because changes of a
+        # buffer must persist.
         changed -= {0, *(value.storage for value in tape.values if value.source == "buffer")}
         for call in calls:
             for read in call.reads:
@@ -501,13 +501,13 @@ class _Slicer:
                 names = lists.get(value.source)
                 if names is not None and value.name not in names:
                     names.append(value.name)
-                # A call may also change the tensor's memory through a view of the tensor.
+                # Calls may also change the tensor through a view that shares its memory.
                 is_changed = read in olds or value.storage in changed
                 if is_changed and (read in received or value.source in ("input", "constant")):
                     plan.copied.add(read)
 
     def check_changes(self) -> None:
-        """Raises ``ConfigError`` if a stage changes a tensor in place that another stage reads."""
+        """Raises ``ConfigError`` if a stage reads a tensor that another stage changes in place."""
         tape = self._tape
         by_storage: dict[int, list[int]] = {}
         for number, value in enumerate(tape.values):
@@ -527,10 +527,10 @@ class _Slicer:
     def _check_view(
         self, view: int, old: int, new: int, number: int, stage: int, readers: Sequence[int]
     ) -> None:
-        """Checks that no other stage reads a tensor whose memory a call changed in place.
+        """Checks that no other stage reads a view of a tensor that a call changes in place.
 
         Args:
-            view: Index on the tape of a tensor that shares memory with the changed tensor.
+            view: Index on the tape of the view, which shares memory with the changed tensor.
             old: Index on the tape of the changed tensor before the change.
             new: Index on the tape of the changed tensor after the change.
             number: Index of the call that changes the tensor.
@@ -542,8 +542,8 @@ class _Slicer:
         """
         tape = self._tape
         value = tape.values[view]
-        # A view that is created after the change has the new content in every stage, so no check is
-        # needed.
+        # No check is needed for a view that is created after the change, because every stage then
+        # reads the new content.
         if (view == new and old != new) or value.made_by > number:
             return
         later = [reader for reader in readers if reader > number]
@@ -566,11 +566,11 @@ class _Slicer:
 
 
 def check_groups(model: torch.nn.Module, groups: Sequence[Sequence[str]]) -> None:
-    """Checks that each group of ``shared_weights`` refers to a single parameter of the model.
+    """Checks that all names in each group of ``shared_weights`` refer to the same parameter.
 
     Args:
         model: The user's whole model.
-        groups: Groups of parameter names, which are the value of the setting ``shared_weights``.
+        groups: Value of the setting ``shared_weights``: groups of parameter names.
 
     Raises:
         ConfigError: If a name is unknown, or the names in a group belong to different parameters.
@@ -596,12 +596,13 @@ def check_groups(model: torch.nn.Module, groups: Sequence[Sequence[str]]) -> Non
 def keep_only(
     model: torch.nn.Module, names: Iterable[str], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Moves the named parameters and buffers to a device, and frees the memory of other tensors.
+    """Moves the named parameters and buffers to a device, and frees the memory of the others.
 
     Kept parameters remain the same Python objects, except parameters on the ``meta`` device, which
-    are replaced by uninitialized parameters. The other tensors are replaced by tensors of the same
-    shape on the ``meta`` device. A replacement has the class and the Python attributes of the
-    replaced parameter, such as a ``no_decay`` that the model's code has set.
+    are replaced by uninitialized parameters. Parameters and buffers that are not kept are replaced
+    by tensors of the same shape on the ``meta`` device. A replacement keeps the class and the
+    Python attributes of the original parameter, such as a ``no_decay`` attribute that the model's
+    code has set.
 
     Args:
         model: The user's whole model.
@@ -609,7 +610,7 @@ def keep_only(
         device: Device to which the kept tensors are moved.
 
     Returns:
-        The kept parameters and buffers, by name.
+        The kept parameters and buffers, keyed by name.
     """
     keep = set(names)
     by_id: dict[int, torch.Tensor] = {}
@@ -644,15 +645,16 @@ def keep_only(
 def _parameter_like(
     parameter: torch.nn.Parameter, device: torch.device | str
 ) -> torch.nn.Parameter:
-    """Returns an uninitialized parameter on ``device`` that resembles ``parameter``.
+    """Returns an uninitialized parameter like ``parameter`` on ``device``.
 
-    The returned parameter has the shape, the class and the Python attributes of ``parameter``.
+    The new parameter has the same shape, class and Python attributes as ``parameter``.
     """
     values = torch.empty_like(parameter.detach(), device=device)
     replacement = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
     kind = type(parameter)
     if kind is not type(replacement) and issubclass(kind, torch.nn.Parameter):
-        # Do not call the constructor of a derived class, because it may require other arguments.
+        # Do not call the constructor of a subclass of Parameter, because it may require other
+        # arguments.
         replacement = torch.Tensor._make_subclass(kind, values, parameter.requires_grad)
     vars(replacement).update(vars(parameter))
     return replacement

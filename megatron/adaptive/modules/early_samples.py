@@ -1,4 +1,4 @@
-"""Measures two microbatch sizes at the same time on two processes, for the planner.
+"""Measures two microbatch sizes for the planner at the same time, on two processes.
 
 ::
 
@@ -6,9 +6,8 @@
     rank 1   record 4   measure 4 ────────────────────────────────> gather
     others   record 4, if each rank has processors of its own ────> gather
 
-Otherwise, all ranks would wait while rank 0 measures both sizes. The planner usually chooses the
-largest size. So ranks record the forward pass with that size early, and use this recording if the
-size is chosen.
+Otherwise, all ranks would wait while rank 0 measures both sizes. Ranks also record the forward pass
+with the largest size in advance, because the planner usually chooses this size.
 """
 
 from __future__ import annotations
@@ -29,26 +28,26 @@ from megatron.adaptive.modules.segments import SegmentSample
 from megatron.adaptive.modules.tape import Tape
 
 _MOST_WORK = 2e11
-"""Maximum number of multiplications in a microbatch that is measured before the speed of the device
-is known. A slow processor core needs a few seconds for this number.
+"""Maximum number of multiplications in a microbatch that may be measured before the device's speed
+is known. A slow processor core runs them in a few seconds.
 """
 _MEMORY_FACTOR = 3.0
-"""Maximum memory for measuring a microbatch, as a multiple of the memory of all values that its
+"""Memory that measuring a microbatch may need, as a multiple of the memory of all values that its
 forward pass computes.
 """
 
 Measured = tuple[Tape, list[SegmentSample]]
-"""Recorded forward pass and costs of its segments."""
+"""Recorded forward pass, and the costs of its segments."""
 
 
 @dataclass(kw_only=True)
 class EarlySamples:
-    """Contains the results that two processes measured at the same time.
+    """Contains the measurements that two processes made at the same time.
 
     Attributes:
         is_measured: Whether this rank measured the smallest microbatch.
         smallest: Measurement of the smallest microbatch; ``None`` if it does not fit in memory.
-        error: Error that occurred while the smallest microbatch was measured.
+        error: Error that measuring the smallest microbatch raised.
         largest: Costs of the segments with the largest microbatch; ``None`` if they were not
             measured.
     """
@@ -60,27 +59,27 @@ class EarlySamples:
 
 
 def node_processors() -> dict[str, Any]:
-    """Returns the number of threads and the processors of this rank, for :func:`measured_early`."""
+    """Returns this rank's number of threads and its processors, for :func:`measured_early`."""
     return {"threads": torch.get_num_threads(), "processors": sorted(os.sched_getaffinity(0))}
 
 
 def recorded_bytes(tape: Tape) -> int:
-    """Returns the size in bytes of the values that the recorded forward pass ``tape`` computes."""
+    """Returns the total size, in bytes, of the values that a recorded forward pass computes."""
     return sum(
         math.prod(value.shape) * value.dtype.itemsize for value in tape.values if not value.source
     )
 
 
 def is_cheap(tape: Tape, room_bytes: float) -> bool:
-    """Returns whether a microbatch is cheap enough to be measured before any smaller microbatch.
+    """Returns whether a microbatch is cheap enough to measure before any smaller microbatch.
 
     The time and memory are estimated from the recorded calls.
 
     Args:
         tape: Forward pass of a model on the ``meta`` device, in training mode.
-        room_bytes: Memory in bytes that may be used.
+        room_bytes: Available memory, in bytes.
     """
-    # Segments that make the same calls have equal work, and are measured only once.
+    # Count equal amounts of work once, because segments that make the same calls are measured once.
     needed = sum(set(segment_work(tape)))
     return needed <= _MOST_WORK and _MEMORY_FACTOR * recorded_bytes(tape) <= room_bytes
 
@@ -94,25 +93,25 @@ def measured_early(
     largest: Callable[[], list[SegmentSample] | None],
     record: Callable[[], None],
 ) -> EarlySamples:
-    """Measures microbatches on the first rank of each type of device, and on a helper rank.
+    """Measures microbatches on the first rank of each device type and on a helper rank.
 
-    All ranks must call this. A helper is a second rank with the same type of device, which measures
+    All ranks must call this. The helper is a second rank with the same type of device, and measures
     at the same time.
 
-    Nothing is measured if the model is not on the ``meta`` device, because recording it then needs
-    memory for all values of the forward pass.
+    Nothing is measured unless the model is on the ``meta`` device, because recording any other
+    model needs memory for all values of the forward pass.
 
     Args:
         model: Model to measure.
         job: Job that all ranks have joined.
         nodes: Type of device, memory and processors of each rank.
         smallest: Function that measures the smallest microbatch.
-        largest: Function that measures the largest microbatch if this is cheap. If it fails, the
-            first rank measures the microbatch later, and reports errors.
+        largest: Function that measures the largest microbatch if it is cheap. If the function
+            fails, the first rank measures the microbatch later and reports errors.
         record: Function that records the largest microbatch.
 
     Returns:
-        Measurements for the first rank of each type of device; empty on other ranks.
+        Measurements of the two ranks on the first rank of each device type; empty on other ranks.
     """
     helpers = helpers_of(nodes) if is_on_meta(model) else {}
     if not helpers:
@@ -127,13 +126,11 @@ def measured_early(
         try:
             early.smallest = smallest()
         except Exception as error:
-            # Do not raise the error here, because other ranks wait in gather(). The caller raises
-            # it afterwards.
+            # Leave it to the caller to raise the error, because other ranks wait in gather().
             early.error = error
     may_record = job.rank in helpers or _have_processors(nodes, job.rank)
     if job.rank not in helpers.values() and early.error is None and may_record:
-        # Ignore errors here. They occur again when the sample batch is recorded, and are reported
-        # then.
+        # Ignore errors here, because they are reported when the sample batch is recorded again.
         with contextlib.suppress(Exception):
             record()
     gathered = job.gather(rows)
@@ -143,10 +140,10 @@ def measured_early(
 
 
 def helpers_of(nodes: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """Returns a dict from the first rank of each device type to its helper rank.
+    """Returns the helper of the first rank of each device type, keyed by the first rank.
 
-    The two ranks measure at the same time. The dict does not contain ranks with a GPU, because
-    measuring takes little time there, or ranks that would share processors with their helper.
+    The two ranks measure at the same time. Ranks with a GPU have no helper, because measuring is
+    fast there. Ranks that would share processors with their helper have none either.
 
     Args:
         nodes: Type of device, memory and processors of each rank.
@@ -175,7 +172,7 @@ def _can_compute_together(nodes: Sequence[Mapping[str, Any]]) -> bool:
     """Returns whether each machine has a processor for every thread of the ranks in ``nodes``.
 
     Args:
-        nodes: Type of device, memory and processors of each of the ranks.
+        nodes: Type of device, memory and processors of the ranks.
     """
     by_machine: dict[str, list[Mapping[str, Any]]] = {}
     for node in nodes:

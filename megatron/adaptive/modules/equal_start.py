@@ -1,8 +1,9 @@
-"""Makes the parameters and buffers of all processes equal before the training starts.
+"""Makes parameters and buffers equal on all processes before training starts.
 
-Processes that build a model with different seeds have different values. Replicas, and the ranks
-that share a weight, apply the same gradients, so the differences would remain. Each rank sends a
-checksum per tensor to all ranks, and only tensors with different checksums are sent::
+Processes that build the model with different seeds get different initial values. The differences
+would remain during training, because all copies of a parameter are updated with the same gradients.
+Each rank sends a checksum of each tensor to all ranks, and only tensors with different checksums
+are sent::
 
     replica 0 ──broadcast──> other replicas, same position in the pipeline
     first position with the tensor ──> other positions with the tensor
@@ -21,27 +22,27 @@ from megatron.adaptive.modules.mesh import Mesh
 
 _INTEGER_BYTES = 8
 _LARGE = 65_536
-"""Maximum number of integers in a tensor whose checksum uses a separate factor for each integer."""
+"""Maximum size, in integers, of a tensor whose checksum uses a separate factor for each integer."""
 _GROUP = 1024
 _FACTOR = 6364136223846793005
-"""Odd number with random bits, used as a multiplier in checksums."""
+"""Odd multiplier with random bits, used in checksums."""
 
 
 @torch.no_grad()
 def equalize(held: Mapping[str, torch.Tensor], shared: Collection[str], mesh: Mesh) -> None:
-    """Sends tensors that differ between processes, so that all have the first process's values.
+    """Replaces tensors that differ between processes by the tensors of the first process.
 
-    All ranks must call this. If nothing differs, only the checksums are sent.
+    All ranks must call this. If no tensors differ, only checksums are sent.
 
     Args:
-        held: Parameters and buffers of this rank, by name.
+        held: Parameters and buffers of this rank, keyed by name.
         shared: Names of the parameters that several ranks of a pipeline use.
         mesh: Replica and pipeline position of this process, and its process groups.
     """
     if is_alone() or dist.get_world_size() == 1:
         return
-    # Without replicas, only shared weights and buffers can be on several ranks, so compare only
-    # these.
+    # Without replicas, compare only shared weights and buffers, because other tensors exist on only
+    # one rank.
     compared = {
         name: tensor
         for name, tensor in held.items()
@@ -57,8 +58,8 @@ def equalize(held: Mapping[str, torch.Tensor], shared: Collection[str], mesh: Me
         if position == mesh.pp_rank:
             for name in names:
                 _broadcast(held[name], mesh.dp_group)
-    # Now each replica has the values of replica 0, so compare only the ranks of replica 0, by
-    # position in the pipeline.
+    # All replicas now have the values of replica 0, so it is enough to compare the ranks of replica
+    # 0 with each other.
     of_positions = [sums[0, position] for position in range(mesh.pipeline_size)]
     for name in _differing(of_positions):
         unequal.add(name)
@@ -75,9 +76,9 @@ def equalize(held: Mapping[str, torch.Tensor], shared: Collection[str], mesh: Me
 
 
 def _differing(rows: Sequence[Mapping[str, int]]) -> list[str]:
-    """Returns the names whose checksums differ between ranks, in ascending order.
+    """Returns the names of tensors whose checksums differ between ranks, sorted.
 
-    Each of ``rows`` contains the checksums of a rank, by name.
+    Each item of ``rows`` contains the checksums of one rank, keyed by name.
     """
     sums_of: dict[str, set[int]] = {}
     for row in rows:
@@ -87,7 +88,7 @@ def _differing(rows: Sequence[Mapping[str, int]]) -> list[str]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of a tensor, as a view if the tensor is contiguous."""
+    """Returns the bytes of a tensor. The result is a view if the tensor is contiguous."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor.reshape(-1).view(torch.uint8)
@@ -113,7 +114,7 @@ def _send_to_others(tensor: torch.Tensor, ranks: Sequence[int]) -> None:
 
 
 def _checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Returns a checksum of each tensor, by name."""
+    """Returns the checksum of each tensor, keyed by name."""
     if not tensors:
         return {}
     sums = torch.stack([_checksum(tensor) for tensor in tensors.values()])
@@ -123,13 +124,13 @@ def _checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a checksum of a tensor's bytes as an int64 scalar on the tensor's device.
 
-    The bytes are read as integers of 64 bits. Each integer is multiplied by a factor that depends
-    on its index; in large tensors, each group of integers shares a factor, which saves memory and
-    time. The sum of the products is the checksum. Overflows are ignored.
+    The bytes are read as 64-bit integers. The checksum is the sum of all integers, each multiplied
+    by a factor that depends on its index. In large tensors, a group of integers shares a factor, to
+    save memory and time. Overflows are ignored.
     """
     data = _bytes_of(tensor.detach())
     if data.storage_offset() % _INTEGER_BYTES:
-        data = data.clone()  # A view of bytes as integers requires aligned memory.
+        data = data.clone()  # Viewing bytes as integers requires aligned memory.
     end = len(data) // _INTEGER_BYTES * _INTEGER_BYTES
     integers = data[:end].view(torch.int64)
     parts = [data[end:].long()]

@@ -4,11 +4,10 @@
 
     parameters, buffers, microbatch ──replaced by fakes──> forward ──FakeRecorder──> Tape
 
-A fake (torch's ``FakeTensor``) has a shape, a dtype and a device, but no memory and no values.
-Torch calls on fakes compute only the shapes of results. If a call needs values, for example to
-choose a branch or a shape, the recorder computes the values with real tensors: it runs the recorded
-calls on which the values depend. This works unless the values depend on parameters or on random
-numbers.
+A fake (torch's ``FakeTensor``) has a shape, a dtype and a device, but no memory and no data. Torch
+calls on fakes compute only the shapes of results. If a call needs data, for example to choose a
+branch or a shape, the recorder computes the data by running the recorded calls that produce it on
+real tensors. This works unless the data depend on parameters or on random numbers.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ from megatron.adaptive.modules.recorder import (
 )
 from megatron.adaptive.modules.tape import Call, Ref, Tape
 
-# These parameters of torch operations hold dropout rates. An operation whose dropout rate is 0
-# drops no elements, so it draws no random numbers.
+# Names of dropout rates among the parameters of torch operations. An operation with a dropout rate
+# of 0 draws no random numbers.
 _PROBABILITIES = ("dropout_p", "dropout")
 
 
@@ -50,7 +49,7 @@ def is_on_meta(model: torch.nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
-# This operation was added in torch 2.8, so it may be missing.
+# torch releases before 2.8 do not have this operation.
 _GROUPED_MM: Any = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)
 
 
@@ -61,14 +60,15 @@ class Fakes:
 
     Args:
         model: Model with parameters or buffers on the ``meta`` device.
-        sample: Tensors of the microbatch by name, on the device that the fakes should have.
+        sample: Tensors of the microbatch, keyed by name. The fakes use the device of these tensors.
 
     Attributes:
         device: Device of the fakes.
-        sample: Fakes of the microbatch's tensors, by name.
+        sample: Fakes of the microbatch's tensors, keyed by name.
         mode: ``FakeTensorMode`` in which torch calls accept fakes.
-        values: Real tensors of the microbatch and real buffers of the model. Each key is a pair:
-            ``input`` or ``buffer``, and the tensor's name. Buffers on ``meta`` are not included.
+        values: Real tensors of the microbatch and real buffers of the model. Each key is a pair of
+            a kind (``input`` or ``buffer``) and the tensor's name. Buffers on the ``meta`` device
+            are not included.
     """
 
     def __init__(self, model: torch.nn.Module, sample: Mapping[str, torch.Tensor]) -> None:
@@ -82,11 +82,11 @@ class Fakes:
                 self.values["buffer", name] = buffer
 
     def fake_of(self, value: Any) -> Any:
-        """Returns a fake tensor for ``value`` if it is a tensor, and ``value`` itself otherwise."""
+        """Returns a fake of ``value`` if it is a tensor; otherwise ``value`` itself."""
         return self.fake(value) if isinstance(value, torch.Tensor) else value
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a fake tensor like ``tensor``. For a parameter, the fake is a parameter too."""
+        """Returns a fake of ``tensor``. The fake of a parameter is also a parameter."""
         with self.mode:
             fake = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device
@@ -111,8 +111,8 @@ class Fakes:
                         fake = fakes.get(id(tensor))
                         if fake is None:
                             fake = fakes[id(tensor)] = self.fake(tensor)
-                        # Assign with setattr(), because recurrent layers then update their own
-                        # lists of weights.
+                        # Use setattr(), so that recurrent layers also update their own lists of
+                        # weights.
                         setattr(module, name, fake)
             with self.mode:
                 yield
@@ -128,8 +128,8 @@ class _Operations(TorchDispatchMode):
     """Runs operations on fakes, and records whether any of them draws random numbers.
 
     Attributes:
-        is_random: Whether an operation has drawn random numbers since this attribute was last set
-            to ``False``.
+        is_random: Whether an operation has drawn random numbers since this attribute was reset to
+            ``False``.
     """
 
     is_random = False
@@ -139,7 +139,8 @@ class _Operations(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and _drops(func, args, kwargs):
             self.is_random = True
         if func is _GROUPED_MM and args[0].dtype != torch.bfloat16:
-            # The CPU kernel accepts other dtypes, but torch's shape function accepts only bfloat16.
+            # torch's shape function accepts only bfloat16, although the CPU kernel accepts other
+            # dtypes.
             result = func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs)
             return result.to(args[0].dtype)
         return func(*args, **kwargs)
@@ -164,10 +165,10 @@ class FakeRecorder(CallRecorder):
     Args:
         model: Model that contains fakes, from :meth:`Fakes.in_model`.
         inputs: Fakes of the microbatch's tensors, by the name of their batch entry.
-        freeze: Whether Python code may read tensor values, which are then assumed equal for every
-            microbatch. Otherwise, reading them is an error.
-        decisive: Names of the inputs whose values Python code may read, because they are equal
-            whenever the recording is used.
+        freeze: Whether Python code may read tensor values, which are then assumed to be equal for
+            every microbatch. If ``False``, reading values is an error.
+        decisive: Names of the inputs whose values Python code may read, because the recording is
+            used only for microbatches with these values.
         fakes: Fakes of the model and of the microbatch.
         may_miss: Whether the forward pass may skip cut points.
     """
@@ -193,8 +194,8 @@ class FakeRecorder(CallRecorder):
         return self._operations.is_random
 
     def _storage(self, tensor: torch.Tensor) -> int:
-        # Fakes have no memory, but views of a fake have the same storage object, so use its
-        # address.
+        # Use the address of the storage object, which a fake shares with its views, because fakes
+        # have no memory.
         if isinstance(tensor, FakeTensor):
             storage: int = tensor.untyped_storage()._cdata
             return storage
@@ -213,13 +214,14 @@ class FakeRecorder(CallRecorder):
         if getattr(function, "__name__", "") in READING:
             return self._run_with_values(args, kwargs, run)
         if function is torch.tensor and any(True for _ in tensor_paths(args)):
-            # torch.tensor copies the values of the tensors in a list, so it needs real tensors.
+            # torch.tensor reads the values of the tensors in a list, so it needs real tensors.
             return self._fakes.fake_of(self._run_with_values(args, kwargs, run))
         try:
             with self._operations:
                 return run(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            # When a tensor is indexed, the shape of the result depends only on the index's values.
+            # The shape of an indexing result depends on the values of the index, but not on those
+            # of the indexed tensor.
             indexed = args[0] if function is torch.Tensor.__getitem__ else None
             result = self._run_with_values(args, kwargs, run, indexed)
             return map_aggregate(result, self._fakes.fake_of)
@@ -227,7 +229,7 @@ class FakeRecorder(CallRecorder):
     def _number_of(self, tensor: torch.Tensor) -> int:
         """Returns the index of ``tensor`` on the tape, or -1 if it is unknown.
 
-        A tensor is known if it is on the tape or in the model.
+        A tensor is known if it is on the tape or belongs to the model.
         """
         if id(tensor) not in self._numbers and id(tensor) in self._names:
             return self._source(tensor)
@@ -239,11 +241,11 @@ class FakeRecorder(CallRecorder):
         return super()._source(tensor)
 
     def _refuse_constant(self, tensor: torch.Tensor) -> None:
-        """Raises ``ConfigError``, because ``tensor`` has no values and is not part of the model."""
+        """Raises ``ConfigError`` for a tensor that has no data and is not part of the model."""
         raise ConfigError(
-            f"{where()} uses a tensor of shape {list(tensor.shape)} without values that is neither "
-            "a parameter nor a buffer of the model; register it with a module, or build the model "
-            "with its weights"
+            f"{where()} uses a tensor of shape {list(tensor.shape)} that has no data and is "
+            "neither a parameter nor a buffer of the model; register it with a module, or build "
+            "the model with its weights"
         )
 
     def _run_with_values(
@@ -259,8 +261,8 @@ class FakeRecorder(CallRecorder):
             args: Positional arguments of the call.
             kwargs: Keyword arguments of the call.
             run: Function to call.
-            unread: Fake whose values do not matter, so that zeros can replace them; ``None`` if
-                all values matter.
+            unread: Fake whose values do not affect the result, and which zeros may replace;
+                ``None`` if all values matter.
         """
         fakes = [
             tensor
@@ -290,15 +292,17 @@ class FakeRecorder(CallRecorder):
 def values_on(
     tape: Tape, numbers: Iterable[int], sources: Mapping[tuple[str, str], torch.Tensor]
 ) -> dict[int, torch.Tensor] | None:
-    """Computes the values of recorded tensors by running the calls that made the tensors.
+    """Computes the values of recorded tensors by running the calls that produce them.
 
     Args:
         tape: Recorded part of the forward pass.
         numbers: Indices on the tape of the tensors to compute.
-        sources: Real inputs and buffers. Each key is a pair: ``input`` or ``buffer``, and the name.
+        sources: Real inputs and buffers. Each key is a pair of a kind (``input`` or ``buffer``) and
+            a name.
 
     Returns:
-        Tensors by index, or ``None`` if a tensor depends on a parameter or on random numbers.
+        Tensors, keyed by index, or ``None`` if a tensor depends on a parameter or on random
+            numbers.
     """
     calls = _calls_for(tape, numbers)
     if any(call.is_random for call in calls):
@@ -320,9 +324,9 @@ def values_on(
 
 
 def _calls_for(tape: Tape, numbers: Iterable[int]) -> list[Call]:
-    """Returns the calls that compute the tensors with indices ``numbers`` or change their memory.
+    """Returns the calls that compute or change the tensors with the indices ``numbers``.
 
-    The calls are in the order of ``tape``, the recorded forward pass.
+    The calls have the same order as in ``tape``, the recorded forward pass.
     """
     needed = set(numbers)
     memory = {tape.values[number].storage for number in needed} - {0}
@@ -338,9 +342,9 @@ def _calls_for(tape: Tape, numbers: Iterable[int]) -> list[Call]:
 
 
 def _run_call(call: Call, env: dict[int, torch.Tensor], device: torch.device) -> None:
-    """Runs a recorded call on the tensors in ``env`` and stores its results there.
+    """Runs a recorded call on the tensors in ``env``, and stores the results in ``env``.
 
-    Tensors that the call creates are on ``device``.
+    Autocast is set for ``device`` as it was in the recording.
     """
     arguments: Any = map_aggregate(
         (call.args, call.kwargs),

@@ -1,4 +1,4 @@
-"""Fine-tunes a saved model of ``transformers`` on a file of samples, for ``train finetune``.
+"""Fine-tunes a saved ``transformers`` model on a file of samples. Used by ``train finetune``.
 
 ``examples/finetune/finetune.py`` is a short version of this module that users can copy and change.
 """
@@ -29,8 +29,8 @@ from megatron.adaptive.modules.recording import Slicing
 from megatron.adaptive.modules.samples import SampleFile, SampleReader, num_learned
 
 if TYPE_CHECKING:
-    # Import this only for type checkers. At run time, Pipeline must be imported first, because it
-    # lets megatron-core run without CUDA.
+    # Import this only for type checkers. At run time, Pipeline must be imported first, because
+    # importing it prepares megatron-core to run without CUDA.
     from megatron.adaptive.modules.content import MicrobatchOrder
 
 _RECORD = "finetune.json"
@@ -51,29 +51,30 @@ _READ_LIMIT_S = 600.0
 
 
 class DivergedError(AdaptiveError):
-    """Raised by all processes if a gradient is infinite or NaN. Training cannot continue then."""
+    """Raised on all processes if training cannot continue because a gradient is infinite or NaN."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FineTuning:
-    """Contains the settings of a run that fine-tunes a model.
+    """Contains the settings of a fine-tuning run.
 
     Attributes:
         model: Folder of the model.
         data: Path of the file of samples, in JSON Lines format.
         output: New or empty folder for the tuned model.
-        image_folder: Folder that contains all images; ``None`` for the folder of ``data``.
+        image_folder: Folder that contains all images; ``None`` uses the folder of ``data``.
         lora_rank: Rank of the LoRA adapters; 0 trains the whole model.
         epochs: Number of passes over the training samples.
         batch_size: Number of samples per step, over all replicas.
-        lr: Initial learning rate of AdamW, which decays to 0 along a cosine.
+        lr: Initial learning rate of AdamW. The rate decays to 0 along a cosine.
         max_length: Maximum number of tokens per sample; longer samples are truncated.
-        length_multiple: Each sample is padded to a multiple of this number of tokens.
-        eval_share: Fraction of the samples held out for evaluation; at least 0 and below 1.
+        length_multiple: Padding unit; each sample is padded to a multiple of this number of tokens.
+        eval_share: Fraction of the samples that are held out for evaluation, at least 0 and less
+            than 1.
         pipeline_size: Number of processes per pipeline; ``None`` uses all processes.
         schedule: Name of the schedule.
-        dtype: Name of the parameters' dtype, such as ``bfloat16``. ``None`` uses the saved dtype,
-            or float32 if the whole model is trained and was saved in float16.
+        dtype: Dtype of the parameters, such as ``bfloat16``. ``None`` uses the dtype of the saved
+            model, or float32 if the whole model is trained and the dtype is float16.
         mixed_precision: ``bf16`` or ``fp16`` for autocast; ``None`` disables autocast.
         recompute: Calls that the backward pass recomputes. See :class:`Pipeline` for the values.
         slicing: Method of recording the forward pass. See :class:`Pipeline` for the values.
@@ -84,10 +85,10 @@ class FineTuning:
         trace_detail: Events in a trace. See :class:`Pipeline` for the values.
         trace_interval: Number of steps from one traced step to the next.
         seed: Seed of the sample order, of adapters and of dropout.
-        checkpoints: Folder of checkpoints, from which an interrupted run continues; ``None``
-            disables checkpoints.
+        checkpoints: Folder of checkpoints. An interrupted run continues from its newest checkpoint;
+            ``None`` disables checkpoints.
         save_interval: Number of steps between checkpoints; ``None`` saves only at the end.
-        wandb: Weights & Biases project to log to; ``None`` disables this log.
+        wandb: Weights & Biases project to log to; ``None`` disables logging to Weights & Biases.
         trust_remote_code: Whether Python code in the model's folder may be run.
     """
 
@@ -126,10 +127,11 @@ class FineTuning:
 
         Raises:
             ConfigError: If the output folder is not empty, the model or a sample cannot be read, or
-                the settings ask to train the whole model in float16. A restarted job accepts an
-                output folder with the model that the job saved before the restart.
+                the whole model is to be trained in float16. After a restart, the output folder may
+                contain the model that the same job saved before the restart.
         """
-        # Check the path now, because an error after the training would lose the result.
+        # Check the output folder before training, because the trained model would be lost
+        # otherwise.
         self._check_output()
         if self.dtype == "float16" and not self.lora_rank:
             raise ConfigError(
@@ -151,11 +153,11 @@ class FineTuning:
         return processor, samples
 
     def is_saved(self, samples: SampleFile | None = None) -> bool:
-        """Returns whether an earlier start of this job has saved the tuned model.
+        """Returns whether this job saved the tuned model before it was restarted.
 
         Args:
-            samples: Samples to compare with the samples of the earlier start; ``None`` compares
-                only the settings.
+            samples: Samples that must match those of the saved model; ``None`` compares only the
+                settings.
         """
         if not Environment.read().restart_count:
             return False
@@ -167,7 +169,7 @@ class FineTuning:
         return bool(record == self.record(digest or record.get("samples")))
 
     def record(self, digest: str) -> dict[str, Any]:
-        """Returns the settings that determine the tuned model, which are saved in its folder.
+        """Returns the settings that determine the tuned model. They are saved in its folder.
 
         Args:
             digest: Hash of the samples.
@@ -185,10 +187,10 @@ class FineTuning:
             raise ConfigError(f"{folder} exists and is not empty; choose a new folder")
 
     def num_trained(self, num_samples: int) -> int:
-        """Returns the number of samples to train on; the remaining samples are for evaluation.
+        """Returns the number of training samples. The other samples are used for evaluation.
 
-        The number does not depend on the number of processes, so a run can continue from a
-        checkpoint with more processes.
+        This number does not depend on the number of processes, so a run can continue from a
+        checkpoint on more processes.
 
         Args:
             num_samples: Total number of samples.
@@ -208,8 +210,8 @@ class FineTuning:
     def parameter_dtype(self) -> torch.dtype:
         """Returns the dtype in which the model's parameters are loaded.
 
-        Float16 parameters are loaded in float32 if they are trained, because an optimizer cannot
-        update them in float16.
+        If the whole model is trained, float16 parameters are loaded in float32, because an
+        optimizer cannot update them in float16.
         """
         if self.dtype is not None:
             chosen = getattr(torch, self.dtype)
@@ -242,10 +244,10 @@ def _read_together(reader: SampleReader, path: Path) -> SampleFile:
     """
     if Environment.read().world_size == 1:
         return reader.read(path)
-    # Import after Pipeline, because Pipeline lets megatron-core run without CUDA.
+    # Import this after Pipeline, which prepares megatron-core to run without CUDA.
     from megatron.adaptive.modules.mesh import join_job
 
-    # End this job before the pipeline joins a job of its own, whose settings may differ.
+    # Close this job before the pipeline joins another job, which may have different settings.
     job = join_job(_READ_LIMIT_S)
     try:
         samples = reader.read(path, job)
@@ -298,21 +300,20 @@ def fine_tune(settings: FineTuning, processor: Any, samples: SampleFile) -> None
         try:
             run.train()
         except DivergedError:
-            # All processes raise this error after the same step, so no process is left waiting for
-            # another.
+            # All processes raise this error after the same step, so none is waiting for another.
             pipeline.close()
             raise
         _save(settings, pipeline, processor, samples)
 
 
 def _save(settings: FineTuning, pipeline: Pipeline, processor: Any, samples: SampleFile) -> None:
-    """Saves the model and its processor, unless an earlier start of this job has saved them.
+    """Saves the model and its processor, unless this job saved them before a restart.
 
-    ``settings`` contains the path of the output folder, and ``pipeline`` contains the trained
-    model. ``samples`` identifies the samples with which the model was trained.
+    ``settings`` contains the path of the output folder, and ``pipeline`` the trained model. The
+    folder also records a digest of ``samples``.
 
-    The folder is renamed to its final name when it is complete. If a process is lost before then,
-    the restarted job saves the model again.
+    The folder gets its final name when it is complete. If a process fails before that, the
+    restarted job saves the model again.
     """
     mesh, output = pipeline._mesh, settings.output
     unnamed = output.parent / f".{output.name}.tuned"
@@ -335,14 +336,14 @@ def _save(settings: FineTuning, pipeline: Pipeline, processor: Any, samples: Sam
 def _alike(samples: SampleFile, count: int) -> Microbatch:
     """Returns a batch that repeats the largest sample ``count`` times.
 
-    An elastic job's launcher chooses a layout that has enough memory for this batch.
+    The launcher of an elastic job chooses a layout with enough memory for this batch.
 
     Args:
         samples: Samples for training.
         count: Number of samples in the batch.
 
     Raises:
-        ConfigError: If samples have entries without a batch dimension, such as images.
+        ConfigError: If the samples have entries without a batch dimension, such as images.
     """
     kinds = samples.kinds
     # Use the largest sample, because the planned layout must have enough memory for every sample.
@@ -385,8 +386,8 @@ class _Run:
         """Trains all epochs, and evaluates after each epoch. All processes must call this.
 
         Raises:
-            DivergedError: If a step did not update the parameters, except in fp16 while the loss
-                scale can be lowered.
+            DivergedError: If a step is skipped because its gradient is not finite, and the loss
+                scale cannot be lowered further.
         """
         settings = self._settings
         pipeline = self._pipeline
@@ -409,7 +410,7 @@ class _Run:
             batch = self._encoded(pipeline.share(self._indices(epoch, position)))
             scale = pipeline.loss_scale
             loss, is_skipped = pipeline.step(batch, num_items=num_learned(batch))
-            # The loss scale is always 1 without fp16. With fp16, a scale of 1 cannot be lowered
+            # Without fp16, the loss scale is always 1. With fp16, a scale of 1 cannot be lowered
             # further.
             if is_skipped and scale <= 1:
                 raise _diverged(step + 1, loss, settings)
@@ -432,11 +433,11 @@ class _Run:
         }
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
-        """Checks that ``state``, from a checkpoint, was saved with the same order of samples.
+        """Checks that ``state``, read from a checkpoint, describes the same order of samples.
 
         Raises:
-            CheckpointError: If the order differs, because training would skip samples or train on
-                them twice.
+            CheckpointError: If the order differs. Training would then skip samples or train on them
+                twice.
         """
         for name, value in self.state_dict().items():
             saved = state.get(name)
@@ -446,8 +447,7 @@ class _Run:
                     f"{self._settings.data} contains now; use the former file and images, or a "
                     "new folder of checkpoints"
                 )
-            # The digest of the samples may be missing, because checkpoints of earlier versions do
-            # not contain it.
+            # Checkpoints of earlier versions do not contain the digest of the samples.
             if name != "samples" and saved != value:
                 raise CheckpointError(
                     f"{self._settings.checkpoints} was made with {name} {saved}, but this run "
@@ -455,10 +455,10 @@ class _Run:
                 )
 
     def _evaluate(self) -> float:
-        """Returns the mean loss over the learned tokens of the evaluation samples.
+        """Returns the mean loss per learned token of the evaluation samples.
 
-        All processes must call this. The samples are evaluated in batches of a training step's
-        size, because more samples may not fit in memory.
+        All processes must call this. Evaluation batches have the size of a training batch, because
+        a larger batch may not fit in memory.
         """
         pipeline = self._pipeline
         indices = self._held_out
@@ -466,8 +466,8 @@ class _Run:
         total = total_items = 0.0
         for start in range(0, len(indices), size):
             chosen = indices[start : start + size]
-            # Each replica needs a sample, so repeat a sample if there are too few. Repeated samples
-            # count as 0 items, so they do not change the mean.
+            # If there are fewer samples than replicas, repeat a sample, because each replica needs
+            # one. Repeated samples have 0 items, so that they do not change the mean.
             items = [(index, float(self._samples.num_learned[index])) for index in chosen]
             items += [(chosen[0], 0.0)] * max(0, pipeline.replicas - len(chosen))
             part = pipeline.share(items)
@@ -498,7 +498,7 @@ class _Run:
         return self._optimizers[-1]
 
     def _open_logger(self) -> None:
-        """Starts a run of Weights & Biases on the first process, if ``wandb`` is set."""
+        """Starts a Weights & Biases run on the first process if the setting ``wandb`` is set."""
         if self._settings.wandb is not None and self._is_first:
             try:
                 import wandb
@@ -523,9 +523,9 @@ class _Run:
 
 
 def _diverged(step: int, loss: float, settings: FineTuning) -> DivergedError:
-    """Returns the error for ``step``, whose gradient is not finite.
+    """Returns the error for a step whose gradient is not finite.
 
-    ``loss`` is the loss of the step, and ``settings`` are the settings of the run.
+    ``step`` is the number of the step, ``loss`` its loss, and ``settings`` the settings of the run.
     """
     scale = " although the loss scale is 1" if settings.mixed_precision == "fp16" else ""
     return DivergedError(

@@ -1,9 +1,9 @@
-"""Chooses the partition of a pipeline at its start, from the costs of segments.
+"""Chooses the initial partition of a pipeline from the costs of segments.
 
-If all segments have forward and backward passes, it is enough to minimize the time of the slowest
-stage. A frozen encoder has no backward pass, so its forward pass can run while its rank would
-otherwise wait. So if there are frozen segments, partitions near the balanced partition are
-simulated under the pipeline's schedule, and the fastest is used.
+If all segments have forward and backward passes, minimizing the time of the slowest stage is
+enough. A frozen encoder, however, has no backward pass, so its forward pass can run while its rank
+would otherwise be idle. If there are frozen segments, this module therefore simulates partitions
+near the balanced one with the pipeline's schedule, and uses the fastest.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SegmentTimes = tuple[Times, ...]
 
 
 class FirstPartition:
-    """Measures segments, and divides them among the stages of a pipeline.
+    """Measures segments, and divides them among the pipeline's stages.
 
     Args:
         orders: Object that determines the order in which ranks run their actions.
@@ -53,10 +53,10 @@ class FirstPartition:
         return self._orders.placement
 
     def measure(self, model: SampledModel, examples: Sequence[Example]) -> SegmentTimes:
-        """Measures the times of each segment, and averages them over the sample's microbatches.
+        """Measures the times of each segment, averaged over the microbatches of the sample batch.
 
-        The time of weight gradients is estimated from the time of the whole backward pass and the
-        counted operations.
+        The time of weight gradients is estimated as their share of the operations in the backward
+        pass, times the measured time of the backward pass.
 
         Args:
             model: Model with all its parameters.
@@ -94,15 +94,14 @@ class FirstPartition:
     ) -> tuple[int, ...]:
         """Returns the number of segments in each stage.
 
-        If the simulations take too long, the result is the balanced partition.
+        Returns the balanced partition if the simulations take too long.
 
         Args:
             examples: Recordings of the sample batch.
             costs: Cost of each segment, in any unit.
-            times: Times of each segment for a microbatch; empty if they are not measured.
+            times: Times of each segment for a microbatch; empty if they were not measured.
             num_microbatches: Number of microbatches per step of a pipeline.
-            limit_s: Maximum duration of the simulations in seconds. All other ranks wait during the
-                simulations.
+            limit_s: Maximum duration of the simulations in seconds. All other ranks wait for them.
 
         Raises:
             ConfigError: If a cost is negative or not finite, or there are too few segments.
@@ -142,7 +141,7 @@ def quickest_partition(
     frozen_segments: int,
     together: Sequence[range] = (),
 ) -> tuple[int, ...]:
-    """Returns the partition near ``start`` whose simulated step is the shortest.
+    """Returns the partition near ``start`` with the shortest simulated step.
 
     Args:
         start: Number of segments in each stage, from which the search starts.
@@ -183,16 +182,14 @@ def quickest_partition(
 def balanced_together(
     weights: Sequence[float], num_stages: int, together: Sequence[range]
 ) -> tuple[int, ...]:
-    """Divides segments among stages by cost, and keeps the segments of each range in one stage.
+    """Balances the costs of the stages, and keeps the segments of each range in one stage.
 
     Args:
         weights: Cost of each segment, in any unit; non-negative.
         num_stages: Number of stages, each of which gets at least one segment.
-        together: Disjoint ascending ranges of segments that must be in the same stage.
-
-    Returns:
-        Number of segments in each stage. The ranges are ignored if they leave too few groups of
-        segments for the stages.
+        together: Disjoint ascending ranges of segments that must be in the same stage. Returns:
+        Number of segments in each stage. The ranges are ignored if they leave fewer groups of
+            segments than stages.
     """
     begins = {segments.start: segments for segments in together}
     pieces: list[range] = []
@@ -216,7 +213,7 @@ def segments_with_one_buffer(tapes: Iterable[Tape]) -> list[range]:
     Returns:
         Disjoint ascending ranges of at least two segments.
     """
-    # Look at all recordings together, because a buffer that evaluation only reads may change in
+    # Consider all recordings together, because a buffer that evaluation only reads may change in
     # training.
     users: dict[str, set[int]] = {}
     changed: set[str] = set()

@@ -1,8 +1,9 @@
-"""Copies memory that a recorded forward pass uses but that was not created by a recorded call.
+"""Copies memory that a recorded forward pass uses, but that no recorded call created.
 
 Such memory belongs to constants, and to arguments such as numpy arrays. The forward pass may change
-it in place: if ``torch.as_tensor`` makes a tensor from an array, changes of the tensor also change
-the array. So a recording keeps the values from before the change, and each replay copies them.
+such memory in place. For example, ``torch.as_tensor`` returns a tensor that shares the memory of an
+array, so changes of the tensor also change the array. A recording therefore keeps the values from
+before the change, and each replay uses a copy of them.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import numpy
 import torch
 
 MUTABLE = (numpy.ndarray, bytearray, memoryview, array.array)
-"""Types of Python objects with memory that a tensor may share."""
+"""Types of Python objects whose memory a tensor may share."""
 
 
 def copied(part: Any) -> Any:
-    """Returns a copy of ``part`` if a tensor may share its memory, else ``part`` itself."""
+    """Returns a copy of ``part`` if a tensor may share its memory; otherwise ``part`` itself."""
     if isinstance(part, numpy.ndarray):
         return part.copy(order="K")
     if isinstance(part, memoryview):
@@ -29,22 +30,22 @@ def copied(part: Any) -> Any:
 
 
 class Constants:
-    """Keeps the values that constants had before the first recorded call that uses them.
+    """Keeps the original values of constants, from before the first recorded call that uses them.
 
-    A constant is a tensor that no recorded call made and that is not part of the model.
+    A constant is a tensor that is not part of the model and was not created by a recorded call.
     """
 
     def __init__(self) -> None:
-        # Maps the id() of each constant to the constant, its copy, and the constant's version when
-        # it was copied.
+        # Maps the id() of each constant to the constant, its copy, and its version at the time of
+        # the copy.
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
 
     def __contains__(self, key: object) -> bool:
-        """Returns whether the constant whose ``id()`` is ``key`` has a copy."""
+        """Returns whether there is a copy of the constant whose ``id()`` is ``key``."""
         return key in self._kept
 
     def add(self, tensor: torch.Tensor, copy: torch.Tensor) -> None:
-        """Stores ``copy``, which is a copy of the constant ``tensor``."""
+        """Stores ``copy`` as the copy of the constant ``tensor``."""
         self._kept[id(tensor)] = (tensor, copy, tensor._version)
 
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -52,11 +53,11 @@ class Constants:
         return self._kept[id(tensor)][1] if id(tensor) in self._kept else tensor
 
     def shared(self) -> dict[int, torch.Tensor]:
-        """Returns the constants that have not changed, by the ``id()`` of their copies.
+        """Returns the constants that have not changed, keyed by the ``id()`` of their copies.
 
-        Recordings can use these constants instead of the copies, and then share the memory of a
-        large constant. Memory that torch did not allocate, such as that of a numpy array, may
-        change without a torch call. So constants with such memory are not returned.
+        To save memory, recordings can share these constants instead of keeping copies. Constants in
+        memory that torch did not allocate, such as the memory of a numpy array, are not returned,
+        because such memory may change without a torch call.
         """
         return {
             id(copy): tensor
@@ -65,7 +66,7 @@ class Constants:
         }
 
     def clear(self) -> None:
-        """Removes all copies. Copies that recordings still use stay in memory."""
+        """Forgets all copies. Copies that recordings use stay in memory."""
         self._kept.clear()
 
 
@@ -76,5 +77,5 @@ def _is_torchs(tensor: torch.Tensor) -> bool:
     try:
         return tensor.untyped_storage().resizable()
     except (RuntimeError, NotImplementedError):
-        # Some subclasses of tensors have no storage, so the access raises an error.
+        # Some subclasses of Tensor have no storage, and raise an error.
         return True

@@ -1,4 +1,4 @@
-"""Determines this process's device, replica, pipeline rank and process groups in the job."""
+"""Joins the job, and determines this process's device, replica, pipeline rank and groups."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ _JOBS = "megatron-adaptive-jobs"
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh(Job):
-    """Contains the position of this process in its pipeline, and the job's process groups.
+    """Contains this process's replica, its position in the pipeline, and its process groups.
 
     Attributes:
         pipeline_size: Number of ranks per pipeline.
         pp_rank: Position of this rank in its pipeline.
         dp_size: Number of replicas (pipelines) in the job.
-        dp_rank: Index of this rank's replica, from 0.
-        pp_ranks: Global ranks in this replica's pipeline, in the order of their positions.
-        dp_group: Process group of the ranks that have the same position in their pipelines.
+        dp_rank: Index of this rank's replica, starting at 0.
+        pp_ranks: Global ranks of this replica's pipeline, ordered by position.
+        dp_group: Process group of the ranks with the same position in all pipelines.
     """
 
     pipeline_size: int
@@ -52,13 +52,13 @@ class Mesh(Job):
     dp_group: Any
 
     def groups_of(self, position_sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
-        """Creates one process group per replica and set of positions. All ranks must call this.
+        """Creates a process group per replica for each set of positions. All ranks must call this.
 
         Args:
-            position_sets: Sets of positions in the pipeline; all ranks must pass the same sets.
+            position_sets: Sets of pipeline positions. All ranks must pass the same sets.
 
         Returns:
-            Groups that contain this rank, by their set of positions.
+            Groups that contain this rank, keyed by their set of positions.
         """
         groups = {}
         for positions in position_sets:
@@ -75,7 +75,7 @@ class Mesh(Job):
         """Returns the ``numbers`` of each replica. All ranks of ``dp_group`` must call this.
 
         Args:
-            numbers: Numbers of this replica; all replicas must pass lists of the same length.
+            numbers: Numbers of this replica. All replicas must pass lists of the same length.
         """
         if self.dp_size == 1:
             return [list(numbers)]
@@ -90,14 +90,14 @@ class Mesh(Job):
 
 
 _store_of_process = functools.cache(meet)
-"""Returns the key-value store through which processes find each other.
+"""Returns the key-value store through which the processes of the job find each other.
 
-All jobs of this process use the same store.
+All jobs that this process joins use the same store.
 """
 
 
 def join_job(timeout_s: float) -> Job:
-    """Connects this process with the other processes of the job. All ranks must call this.
+    """Connects this process to the other processes of the job. All ranks must call this.
 
     Args:
         timeout_s: Maximum time in seconds to wait for another rank.
@@ -116,8 +116,8 @@ def join_job(timeout_s: float) -> Job:
             store = _store_of_process(environment, timeout)
         except (dist.DistError, MeetingError, ValueError) as error:
             raise no_rendezvous(environment, error) from error
-        # Each job of this process needs its own key prefix, because the store still contains the
-        # addresses of earlier jobs.
+        # Use a new key prefix for each job, because the store still contains the addresses of
+        # earlier jobs.
         turn = store.add(f"{_JOBS}/{environment.rank}", 1)
         store = dist.PrefixStore(f"{_JOBS}/{turn}", store)
         accelerator = agree_on_sharing(
@@ -166,7 +166,7 @@ def make_mesh(job: Job, pipeline_size: int | None) -> Mesh:
 
     Args:
         job: Job that all ranks have joined.
-        pipeline_size: Number of ranks per pipeline; ``None`` for one pipeline of all ranks.
+        pipeline_size: Number of ranks per pipeline; ``None`` makes one pipeline of all ranks.
 
     Raises:
         ConfigError: If the number of ranks is not a multiple of ``pipeline_size``.

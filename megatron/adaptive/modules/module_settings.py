@@ -1,9 +1,9 @@
-"""Detects changes of a model's modules that recorded forward passes do not reflect.
+"""Detects changes in a model's modules that existing recordings do not reflect.
 
-A recording contains the operations that the model's Python code chose. If the user later changes
-the probability of a dropout, adds a hook or puts a submodule into evaluation mode, existing
-recordings keep the old setting. A recording for a new kind of microbatch, however, would use the
-new setting. A step could then mix both settings.
+A recording contains the operations that the model's Python code called. If the user later changes a
+dropout probability, adds a hook or puts a submodule into evaluation mode, existing recordings still
+use the old setting. A recording for a new kind of microbatch, however, would use the new setting,
+so that a step could mix both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.adaptive.modules.recording import MODES, Forwards, Mode, host_rand
 from megatron.adaptive.modules.tape import Tape, makes_same_calls
 
 _PLAIN = (bool, int, float, str)
-# Attributes of torch.nn.Module that hold the hooks of the forward pass.
+# Attributes of torch.nn.Module that contain forward hooks.
 _HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -28,15 +28,15 @@ _HOOKS = (
     "_forward_hooks_always_called",
 )
 _ABSENT = object()
-# Maximum number of changed attributes that are tried to find one that affects the recording.
+# Maximum number of changed attributes to try when searching for one that affects the recording.
 _MOST_TRIED = 16
 
 Settings = dict[tuple[str, str], Any]
-"""Values of plain attributes and hooks, by the names of module and attribute."""
+"""Values of plain attributes and hooks, keyed by the names of the module and the attribute."""
 
 
 def _settings_of(model: torch.nn.Module, mode: Mode) -> Settings:
-    """Returns the attributes and hooks of ``model`` with which it is recorded in ``mode``."""
+    """Returns the attributes and hooks that ``model`` has when it is recorded in ``mode``."""
     is_training = mode == "training"
     settings: Settings = {}
     for name, module in model.named_modules():
@@ -46,8 +46,7 @@ def _settings_of(model: torch.nn.Module, mode: Mode) -> Settings:
             elif key in _HOOKS:
                 settings[name, key] = value.copy()
         if model.training != is_training:
-            # The model is in the other mode now, and a recording first puts the whole model into
-            # ``mode``.
+            # The model is in the other mode, and will be put into ``mode`` before it is recorded.
             settings[name, "training"] = is_training
     return settings
 
@@ -62,7 +61,7 @@ def _differences(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> set[tup
 
 
 def _is_same(first: Any, second: Any) -> bool:
-    # Two NaNs count as the same value, although a NaN is not equal to itself.
+    # Treat two NaNs as equal.
     return type(first) is type(second) and (
         first == second or (first != first and second != second)
     )
@@ -93,7 +92,7 @@ def _assign(table: dict[str, Any], key: str, value: Any) -> None:
 
 
 class ModuleSettings:
-    """Stores the plain attributes and hooks that a model's modules have at the start of a pipeline.
+    """Stores the initial values of the plain attributes and hooks of a model's modules.
 
     Plain attributes are numbers, strings and booleans, including ``training``.
 
@@ -104,15 +103,15 @@ class ModuleSettings:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._first = {mode: _settings_of(model, mode) for mode in MODES}
-        # The forward pass itself changes these attributes, so their changes are ignored.
+        # Attributes that the forward pass itself changes. Their changes are ignored.
         self._ignored: set[tuple[str, str]] = set()
 
     def record(self, mode: Mode, record: Callable[[], Forwards]) -> Forwards:
         """Records the model in ``mode`` with the function ``record``, and checks its settings.
 
         Attributes that the forward pass itself changes, such as counters, are ignored. If other
-        attributes have changed, the model is recorded again with their old values, to find out
-        whether the recording depends on them.
+        attributes have changed, the model is recorded again with the old values, to check whether
+        the recording depends on them.
 
         Raises:
             ConfigError: If an attribute or a hook has changed since the start, and the recording
@@ -130,7 +129,7 @@ class ModuleSettings:
             former = {key: first.get(key, _ABSENT) for key in changed}
             if any(attribute == "training" for _, attribute in changed):
                 former |= {key: first[key] for key in first if key[1] == "training"}
-            # A further recording must start with the same counters as the first recording.
+            # Other recordings must start with the same counter values as this one.
             counters = {key: before.get(key, _ABSENT) for key in by_forward}
 
             def matters(settings: Settings) -> bool:
@@ -145,20 +144,20 @@ class ModuleSettings:
 
 
 def _makes(record: Callable[[], Forwards], tape: Tape, mode: Mode) -> bool:
-    """Returns whether the function ``record`` records the same calls as on ``tape`` in ``mode``."""
+    """Returns whether ``record`` records the same calls in ``mode`` as ``tape`` contains."""
     try:
         other = record().tapes[mode]
     except Exception:
-        # The model fails with the old values, so its calls depend on the current values.
+        # The model fails with the old values, so the recording depends on the new ones.
         return False
     gradients = [[call.with_grad for call in each.calls] for each in (tape, other)]
     return makes_same_calls(tape, other) and gradients[0] == gradients[1]
 
 
 def _message(key: tuple[str, str], now: Settings, first: Settings) -> str:
-    """Returns the text of the error about the changed attribute ``key``.
+    """Returns the error message for the changed attribute ``key``.
 
-    ``now`` contains the present settings, and ``first`` the settings at the start of the pipeline.
+    ``now`` contains the current settings, and ``first`` those at the start of the pipeline.
     """
     path = ".".join(filter(None, key))
     if key[1] in _HOOKS:
@@ -168,6 +167,6 @@ def _message(key: tuple[str, str], now: Settings, first: Settings) -> str:
     else:
         change = f"{path} is {now[key]!r}, but was {first[key]!r}"
     return (
-        f"{change} when the Pipeline was created, and recorded forward passes do not follow; "
-        "undo the change, or make it before you create a new Pipeline"
+        f"{change} when the Pipeline was created, and existing recordings do not reflect this "
+        "change; undo the change, or make it before you create a new Pipeline"
     )

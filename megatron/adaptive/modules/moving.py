@@ -1,12 +1,12 @@
-"""Moves segments between the processes of a pipeline, with parameters, buffers and optimizer state.
+"""Moves segments, with their parameters, buffers and optimizer state, between processes.
 
-Between two steps, all ranks change to another partition (number of segments in each stage)::
+All ranks change the partition (number of segments in each stage) between two steps::
 
     all ranks agree to move ──> send what others need ──> keep only what the new stages use
                                 (pairs of ranks, one         (recordings are cut again,
                                  tensor after the other)      the optimizer stays)
 
-Messages are sent over gloo, from host memory to host memory.
+Messages are sent with gloo, between buffers in host memory.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True, kw_only=True)
 class _Holdings:
-    """Lists the tensors that a rank has and needs, and states why the rank cannot move segments.
+    """Lists the tensors that a rank has and needs. Ranks exchange these lists before a move.
 
     Attributes:
-        position: Index of the rank's replica, and position of the rank in its pipeline.
-        held: Names of the parameters and buffers that the rank keeps now.
-        needed: Names of the parameters and buffers that the rank keeps after the move.
-        groups: Options of each parameter group of the optimizer, as a dict from keys to texts;
-            ``None`` if there is no optimizer.
-        refusal: Reason why the rank cannot change its segments; empty if it can.
+        position: Index of the rank's replica, and the rank's position in the pipeline.
+        held: Names of the parameters and buffers that the rank has.
+        needed: Names of the parameters and buffers that the rank needs after the move.
+        groups: Options of each parameter group of the optimizer, converted to strings; ``None`` if
+            there is no optimizer.
+        refusal: Reason why the rank cannot take part in the move; empty if it can.
     """
 
     position: tuple[int, int]
@@ -53,12 +53,12 @@ class _Holdings:
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """Contains the stages of a rank under the new partition.
+    """Contains the stages of a rank in the new partition.
 
     Attributes:
         layout: Parameters and buffers that each rank needs.
-        part: Description of the part of the model that this rank will have, for later recordings.
-        cuts: Recordings of this rank, cut into the new stages.
+        part: Description of the rank's new part of the model, used by later recordings.
+        cuts: Recordings of the rank, cut into the new stages.
     """
 
     layout: PartitionLayout
@@ -68,17 +68,17 @@ class _Plan:
 
 @dataclass(kw_only=True)
 class _Parcel:
-    """Contains a parameter or buffer that moves, with its optimizer state.
+    """Contains a parameter or buffer to send, with its optimizer state.
 
     Attributes:
-        value: Values of the parameter or buffer.
-        attributes: Python attributes of the tensor that have plain values, by name.
-        group: Index of the optimizer's parameter group; ``None`` if the tensor is not in a group.
+        value: Tensor of the parameter or buffer.
+        attributes: Python attributes of the tensor that have plain values, keyed by name.
+        group: Index of the parameter group in the optimizer; ``None`` if the tensor is in no group.
         label: Name of the tensor in the group's ``param_names``; ``None`` if the group has no
             names.
-        tensors: Tensors of the optimizer's state, by key.
-        on_host: Keys of the tensors that the optimizer keeps in host memory.
-        plain: Other values of the optimizer's state, by key.
+        tensors: Tensors in the optimizer's state, keyed by name.
+        on_host: Names of the tensors that the optimizer keeps in host memory.
+        plain: Other values in the optimizer's state, keyed by name.
     """
 
     value: torch.Tensor
@@ -91,7 +91,7 @@ class _Parcel:
 
 
 class SegmentMover:
-    """Moves segments between ranks. All ranks must call its methods.
+    """Moves segments between ranks. All ranks must call each method.
 
     Args:
         model: The user's whole model.
@@ -113,7 +113,8 @@ class SegmentMover:
         """Changes to ``partition`` by moving segments. All ranks must pass the same partition.
 
         Returns:
-            Reason why no segment moved, equal on all ranks; ``None`` if segments moved.
+            Reason why the segments cannot be moved, or ``None`` if they were moved. All ranks
+                return the same value.
         """
         plan: _Plan | None = None
         refusal = ""
@@ -146,7 +147,7 @@ class SegmentMover:
         return None
 
     def shared_weights(self, partition: Sequence[int]) -> tuple[tuple[str, ...], ...]:
-        """Returns all names of each parameter that several processes use under ``partition``."""
+        """Returns all names of each parameter that several processes use with ``partition``."""
         return names_of_shared(self._assembly.forwards, self._layout(partition).shared)
 
     def _layout(self, partition: Sequence[int]) -> PartitionLayout:
@@ -161,7 +162,7 @@ class SegmentMover:
         )
 
     def _plan(self, partition: tuple[int, ...]) -> _Plan:
-        """Returns this rank's stages under ``partition``.
+        """Returns this rank's stages for ``partition``.
 
         Raises:
             ConfigError: If the model or a later recording cannot be cut into these stages.
@@ -219,7 +220,7 @@ class SegmentMover:
         return ""
 
     def _options(self) -> list[dict[str, str]] | None:
-        """Returns each parameter group's options as text, or ``None`` if there is no optimizer."""
+        """Returns the options of each parameter group as text, or ``None`` without an optimizer."""
         optimizer = self._update.optimizer
         if optimizer is None:
             return None
@@ -229,7 +230,7 @@ class SegmentMover:
         ]
 
     def _exchange(self, everyone: Sequence[_Holdings]) -> dict[str, _Parcel]:
-        """Exchanges tensors within the pipeline, and returns the received tensors by name.
+        """Exchanges tensors within the pipeline, and returns the received tensors, keyed by name.
 
         ``everyone`` lists the tensors that each rank has and needs.
         """
@@ -247,8 +248,8 @@ class SegmentMover:
                 for position, of_rank in sorted(of_position.items())
                 if name in of_rank.held
             ]
-            # A buffer that changes is up to date only on the rank that uses it, so send that rank's
-            # buffer.
+            # If a buffer changes, send the copy of the rank that uses it, because other copies are
+            # outdated.
             is_changed = name in use.changed and bool(use.ranks.get(name))
             source = min(use.ranks[name]) if is_changed else has[0]
             for position, of_rank in sorted(of_position.items()):
@@ -284,7 +285,7 @@ class SegmentMover:
                     parcel.on_host.add(key)
         tensors = [parcel.value, *parcel.tensors.values()]
         shapes = [(tuple(each.shape), each.dtype) for each in tensors]
-        # Send the tensors separately, so that they are not pickled.
+        # Send the tensors separately, to avoid pickling them.
         header = dataclasses.replace(
             parcel, value=torch.empty(0), tensors=dict.fromkeys(parcel.tensors, torch.empty(0))
         )
@@ -295,7 +296,7 @@ class SegmentMover:
                 dist.send(content, dst=rank, group=self._mesh.control_group)
 
     def _receive(self, rank: int) -> _Parcel:
-        """Receives a parameter or buffer that ``rank`` sends with :meth:`_send`."""
+        """Receives the parameter or buffer that ``rank`` sends with :meth:`_send`."""
         box: list[Any] = [None]
         dist.recv_object_list(box, src=rank, group=self._mesh.control_group)
         shapes, parcel = box[0]
@@ -312,9 +313,9 @@ class SegmentMover:
         return cast(_Parcel, parcel)
 
     def _adopt(self, plan: _Plan, received: Mapping[str, _Parcel]) -> None:
-        """Changes to the stages of ``plan``, and keeps only the tensors that these stages need.
+        """Switches to the stages of ``plan``, and keeps only the tensors that these stages need.
 
-        ``received`` contains the tensors that other ranks have sent, by name.
+        ``received`` contains the tensors received from other ranks, keyed by name.
 
         All ranks must call this.
         """
@@ -328,7 +329,7 @@ class SegmentMover:
             for name, parcel in received.items():
                 kept[name].copy_(parcel.value)
                 vars(kept[name]).update(parcel.attributes)
-        # Change this dictionary in place, because programs, checkpoints and later recordings refer
+        # Modify this dictionary in place, because programs, checkpoints and later recordings refer
         # to it.
         held.clear()
         held.update(kept)
@@ -342,8 +343,8 @@ class SegmentMover:
         )
         self._grouped.update(new_sets)
         groups = mesh.groups_of(new_sets)
-        # Add the new groups to this list, because close() destroys only the groups in the list.
-        # settle() added only the groups that existed when it was called.
+        # Add the new groups to this list, because close() destroys only the groups in the list, and
+        # settle() added only the groups that existed at that time.
         mesh.groups.extend(groups.values())
         self._update.use(parameters, layout.shared, groups)
         if self._update.optimizer is not None:
@@ -364,13 +365,13 @@ def _text(value: object) -> str:
 
 
 def _difference(groups: Sequence[Sequence[Mapping[str, str]] | None]) -> str:
-    """Describes an optimizer option whose value differs between the optimizers of two ranks.
+    """Describes an option that differs between the optimizers of two ranks.
 
-    Returns an empty string if all optimizers have the same options.
+    Returns an empty string if the options of all optimizers match.
 
     Args:
-        groups: Options of each parameter group as text, by rank; ``None`` for a rank without an
-            optimizer.
+        groups: Options of each parameter group as text, one list per rank; ``None`` for a rank
+            without an optimizer.
     """
     optimizers = [(rank, options) for rank, options in enumerate(groups) if options is not None]
     for rank, options in optimizers[1:]:
@@ -394,7 +395,7 @@ def _difference(groups: Sequence[Sequence[Mapping[str, str]] | None]) -> str:
 
 
 def _plain_attributes(tensor: torch.Tensor) -> dict[str, Any]:
-    """Returns the Python attributes of ``tensor`` that have plain values, by name."""
+    """Returns the Python attributes of ``tensor`` that have plain values, keyed by name."""
     return {key: value for key, value in vars(tensor).items() if isinstance(value, _PLAIN)}
 
 
@@ -404,13 +405,13 @@ def _replace_parameters(
     parameters: Mapping[str, torch.nn.Parameter],
     received: Mapping[str, _Parcel],
 ) -> None:
-    """Removes parameters that left this rank from its optimizer, and adds received parameters.
+    """Removes parameters that left this rank from the optimizer, and adds received ones.
 
     Args:
-        optimizer: Optimizer of this rank, which is changed in place.
-        former: Parameters before the move, by name.
-        parameters: Parameters after the move, by name.
-        received: Parameters that this rank has received, with their optimizer state, by name.
+        optimizer: Optimizer of this rank, which is modified in place.
+        former: Parameters before the move, keyed by name.
+        parameters: Parameters after the move, keyed by name.
+        received: Received parameters with their optimizer state, keyed by name.
     """
     present = {id(parameter) for parameter in parameters.values()}
     gone = [parameter for parameter in former.values() if id(parameter) not in present]

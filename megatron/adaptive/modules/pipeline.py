@@ -12,8 +12,7 @@ import torch
 
 from megatron.adaptive import accelerator as _accelerator
 
-# install() lets megatron-core run without CUDA, so call it before the modules below import
-# megatron-core.
+# Call install() before the modules below import megatron-core, so that it can run without CUDA.
 _accelerator.install()
 with _accelerator.quiet_imports():
     from megatron.adaptive.config.parallel import TransportConfig
@@ -67,24 +66,24 @@ class Pipeline:
     """Trains a model whose stages are divided among several processes.
 
     All processes of the job must call the constructor, :meth:`step`, :meth:`eval` and
-    :meth:`close`. All processes must build the same model; where values differ, the first process's
-    values are used. The constructor keeps only the parameters of this process's stages and moves
-    all other parameters to the ``meta`` device. If the model is already on the ``meta`` device,
-    only the parameters of this process's stages are allocated, and ``initialize`` sets their
-    values.
+    :meth:`close`. All processes must build the same model. If initial values differ, the values of
+    the first process are used. The constructor keeps only the parameters of this process's stages
+    and moves all other parameters to the ``meta`` device. If the model is already on the ``meta``
+    device, only the parameters of this process's stages are allocated, and ``initialize`` sets
+    their values.
 
     Args:
         model: Model to train. If it contains no :class:`CutPoint`, cut points are added between its
-            repeated blocks. The model gets the batch's entries as keyword arguments. With a
-            ``loss`` function, it gets only the entries that its ``forward`` takes.
-        sample_batch: Batch with the same entries as later batches: either a dictionary of tensors
-            whose first dimension indexes the samples, or a list of microbatches. The forward pass
-            of a dictionary is recorded with the first microbatch and checked with the second. Each
-            microbatch of a list is a dictionary of tensors of any shape; together, the microbatches
-            must use all parameters.
-        loss: Function ``(output, batch) -> scalar``. ``None`` if the model returns the loss, a
+            repeated blocks. The model receives the entries of the batch as keyword arguments. If
+            ``loss`` is set, it receives only the entries that its ``forward`` accepts.
+        sample_batch: Batch with the same entries as later batches: a dictionary of tensors whose
+            first dimension indexes the samples, or a list of microbatches. For a dictionary, the
+            forward pass is recorded with the first microbatch and checked with the second. In a
+            list, each microbatch is a dictionary of tensors of any shape; together, they must use
+            all parameters.
+        loss: Function ``(output, batch) -> scalar``; ``None`` if the model returns the loss, a
             mapping with an entry ``loss``, or a sequence that starts with the loss.
-        arguments: Additional keyword arguments of the model's ``forward``, equal for every
+        arguments: Additional keyword arguments for the model's ``forward``, the same for every
             microbatch.
         mixed_precision: ``bf16`` or ``fp16`` for autocast; parameters keep their dtypes. fp16 uses
             a dynamic loss scale. ``None`` disables autocast.
@@ -92,95 +91,94 @@ class Pipeline:
             Microbatches with different values are recorded separately.
         shared_weights: Groups of parameter names. All names in a group must refer to the same
             parameter. Parameters used on both sides of a cut are detected without this setting.
-        slicing: Method of recording the forward pass: ``record`` records the torch calls of the
-            model, ``export`` uses ``torch.export``, ``auto`` exports only if necessary. See
+        slicing: Method of recording the forward pass: ``record`` records the model's torch calls,
+            ``export`` uses ``torch.export``, ``auto`` uses ``torch.export`` only if necessary. See
             ``docs/reference/cutpoint.md``.
         recompute: Calls that the backward pass recomputes, instead of keeping their results in
-            memory: ``all`` calls, only attention (``selective``), or all calls of the segments with
-            these indices. ``None`` disables recomputation.
+            memory: ``all`` calls, only attention (``selective``), or the calls of segments with the
+            given indices. ``None`` disables recomputation.
         max_recordings: Maximum number of recordings of the model's forward pass to keep. Each new
             combination of tensor shapes and values of ``decisive_entries`` in a microbatch needs a
             new recording.
         order: Order in which a replica runs the microbatches of a list. ``given`` keeps the list's
-            order. ``work`` and ``time`` run cheap microbatches first and last. The cost of a
-            microbatch is its recording's operation count (``work``) or its predicted time
-            (``time``). The order with ``work`` is the same in every run. A model whose forward pass
-            changes buffers in training requires ``given``.
+            order, and is required if the forward pass changes buffers in training. ``work`` and
+            ``time`` run cheap microbatches first and last. ``work`` measures the cost of a
+            microbatch by its recording's operation count, and gives the same order in every run.
+            ``time`` uses the predicted time.
         dealing: Method by which ``share`` distributes a list of microbatches over replicas.
-            ``turns`` assigns microbatches round-robin. ``work`` and ``time`` balance the replicas
-            by operation count or by predicted time.
+            ``turns`` assigns microbatches round-robin. ``work`` balances operation counts across
+            replicas, and ``time`` balances predicted times.
         compare_batches: Whether to check in some steps that all processes of a replica pass the
-            same batch; ``False`` if batches differ on purpose.
-        repartition: Whether segments and their optimizer state move between processes if measured
-            times predict a gain: ``auto`` or ``off``.
-        repartition_interval: Number of steps between two checks for a better partition, at least 4.
+            same batch; use ``False`` if batches differ on purpose.
+        repartition: Whether to move segments and their optimizer state between processes if
+            measured times predict a gain: ``auto`` or ``off``.
+        repartition_interval: Number of steps between checks for a better partition; at least 4.
         repartition_gain: Minimum predicted gain for moving segments, as a fraction of the step
             time.
         micro_batch_size: Number of samples per microbatch; ``None`` lets the planner choose.
             Must be ``None`` or 1 if the sample batch is a list of microbatches.
-        pipeline_size: Number of processes per pipeline. If there are more processes, they run
-            replicas of the pipeline. ``auto`` lets the planner choose. ``None`` means all
-            processes, or lets the planner choose if ``micro_batch_size`` is ``None`` too.
+        pipeline_size: Number of processes per pipeline. Additional processes run replicas of the
+            pipeline. ``auto`` lets the planner choose. ``None`` uses all processes, or lets the
+            planner choose if ``micro_batch_size`` is also ``None``.
         batch_size: Number of samples per step over all replicas; ``None`` uses the size of the
             sample batch.
-        memory_limit_bytes: Maximum memory per process in bytes that the planner may use; ``None``
-            allows 90% of the device's free memory.
+        memory_limit_bytes: Memory in bytes that the planner may use per process; ``None`` allows
+            90% of the device's free memory.
         schedule: Name of the schedule, as listed in ``docs/schedules.md``.
         chunks: Number of stages per process; ``None`` uses the schedule's default.
-        activation_cap: Limit on the activations that a process keeps. One unit is the activations
-            of one microbatch for all stages of the process. ``None`` uses a default that depends on
-            the numbers of stages and microbatches.
-        split_backward: Whether weight gradients are computed in separate actions instead of in the
-            backward pass; ``None`` uses the schedule's default, or ``False`` if ``recompute`` is
-            ``"all"``, because recomputation keeps less memory than weight gradients need.
+        activation_cap: Maximum number of microbatches whose activations a process keeps. One
+            microbatch in all stages of the process counts as 1. ``None`` uses a default that
+            depends on the numbers of stages and microbatches.
+        split_backward: Whether to compute weight gradients in separate actions, not in the backward
+            pass. ``None`` uses the schedule's default, or ``False`` if ``recompute`` is ``"all"``,
+            because separate weight gradients would need the memory that recomputation saves.
         partition: Number of segments (parts between cut points) in each stage, such as ``"3-4-5"``
-            or a sequence of numbers; ``None`` balances the stages by the costs of segments.
+            or a sequence of numbers; ``None`` balances the costs of the stages.
         weights: Cost of each segment, in any unit; ``None`` measures the costs with the sample
             batch.
         seed: Seed of the random numbers that the model draws, for example in dropout.
         transport: Settings of the connections between processes; ``None`` uses the defaults.
         trace_dir: Folder to which traces are written; ``None`` disables tracing.
         trace_detail: Events in a trace: ``actions`` for actions only, ``layers`` to add the forward
-            and backward of each segment, ``collectives`` to also add each collective, ``kernels``
-            to also add operators (CPU) or kernels (GPU) of single steps on single processes.
+            and backward passes of each segment, ``collectives`` to also add each collective,
+            ``kernels`` to also add operators (CPU) or kernels (GPU) of selected steps and ranks.
         trace_interval: Number of steps from one traced step to the next; 1 traces every step.
         trace_iterations: Number of traced steps after which tracing stops; ``None`` for no limit.
         trace_otlp: URL of an OpenTelemetry collector that also receives the spans while the job
             runs (OTLP over HTTP), or ``None``. Requires ``trace_dir``.
         profile_ranks: Ranks of the processes that record kernels.
-        profile_step_start: First step whose kernels are recorded, counted from 1.
-        profile_step_end: Step after the last step whose kernels are recorded.
+        profile_step_start: First step in which kernels are recorded, counted from 1.
+        profile_step_end: End of the recorded range of steps; kernels of this step are not recorded.
         timeout_s: Maximum time in seconds to wait for another process.
-        hang_after_s: Time in seconds without progress after which the process that blocks all other
-            processes is reported. 0 disables the report. ``None`` uses 10 times the median step
-            time, but at least 30 s. Time between two steps is not counted.
-        on_hang: Reaction to a hang: ``report`` writes a report page and a line of output, ``end``
-            also stops the job.
-        initialize: Function that fills the parameters and buffers of this process in place if the
-            model is on the ``meta`` device. Its argument maps names to tensors.
+        hang_after_s: Number of seconds without progress after which the process that blocks all
+            others is reported. 0 disables the report. ``None`` uses 10 times the median step time,
+            but at least 30 s. The time between two steps does not count.
+        on_hang: Reaction to a hang: ``report`` writes a report page and prints a line, ``end`` also
+            stops the job.
+        initialize: Function that fills this process's parameters and buffers in place. Its argument
+            maps their names to tensors. Required if the model is on the ``meta`` device.
 
     Attributes:
         model: The user's model, as passed to the constructor.
-        plan: Layout that the planner chose, with alternatives; ``None`` if the planner was not
-            used.
+        plan: Layout that the planner chose, and alternatives; ``None`` if the planner was not used.
         device: Device on which this process computes.
         pipeline_size: Number of processes per pipeline.
-        replicas: Number of replicas of the pipeline, each of which trains on a part of the batch.
-        replica: Index of this process's replica, from 0.
+        replicas: Number of replicas of the pipeline. Each replica trains on a part of the batch.
+        replica: Index of this process's replica, starting at 0.
         micro_batch_size: Number of samples per microbatch.
-        partition: Number of segments in each stage; changes if segments move.
+        partition: Number of segments in each stage. It changes when segments move.
         weights: Relative cost of each segment; empty if the partition was chosen without costs.
         cut_points: Names of all cut points in the order in which the forward pass reaches them.
         shared_weights: All names of each parameter that several processes use.
-        steps: Number of training steps so far, including those before a loaded checkpoint.
+        steps: Number of completed training steps, including those before a loaded checkpoint.
         loss: Mean loss of the last step over all microbatches and replicas.
         grad_norm: Norm of the whole model's gradient in the last step, before clipping.
-        last_order: Batch index of each microbatch of the last step, in the order in which they ran.
-        times: Times of this process in the last step, such as computing and waiting times.
+        last_order: Indices in the batch of the microbatches of the last step, in execution order.
+        times: Times of this process in the last step, such as compute and wait times.
 
     Raises:
-        ConfigError: If a setting, the sample batch or the model is invalid. The error message names
-            it.
+        ConfigError: If a setting, the sample batch or the model is invalid. The message names the
+            cause.
         ScheduleError: If the schedule is unknown or does not fit the pipeline.
     """
 
@@ -244,7 +242,7 @@ class Pipeline:
         trust_remote_code: bool = False,
         **settings: Unpack[PipelineOptions],
     ) -> Pipeline:
-        """Creates a pipeline from a model that ``transformers`` has saved.
+        """Creates a pipeline from a model that was saved with ``transformers``.
 
         All processes must call this. Each process reads only the tensors of its stages. Nothing is
         downloaded.
@@ -254,15 +252,15 @@ class Pipeline:
             sample_batch: Batch with the same entries as later batches, as for :class:`Pipeline`.
             adapter: ``LoraConfig`` of PEFT to train only adapters; ``None`` to train all
                 parameters.
-            dtype: Dtype of the parameters; ``auto`` and ``None`` mean the dtype in ``config.json``.
+            dtype: Dtype of the parameters; ``auto`` and ``None`` use the dtype in ``config.json``.
             trust_remote_code: Whether Python code in the folder may be run.
-            settings: Additional arguments of :class:`Pipeline`, by name.
+            settings: Additional keyword arguments of :class:`Pipeline`.
 
         Raises:
             CheckpointError: If a file is missing or damaged, or does not fit ``config.json``.
             ConfigError: If the model cannot be built, or an argument is invalid.
         """
-        # Import only when needed, because transformers and PEFT are optional.
+        # Import this only when needed, because transformers and PEFT are optional.
         from megatron.adaptive.modules.pretrained import open_pretrained
 
         source = open_pretrained(
@@ -277,11 +275,11 @@ class Pipeline:
         """Writes the model as a folder that ``transformers`` can load.
 
         All processes must call this. Each process writes the tensors of its stages. If PEFT has
-        added adapters to the model, only the adapters are written, in PEFT's format. The folder is
-        renamed to its final name when it is complete.
+        added adapters to the model, only the adapters are written, in PEFT's format. The folder
+        gets its final name when it is complete.
 
         Args:
-            folder: Folder to write, visible to all nodes; new or empty.
+            folder: New or empty folder to write, accessible on all nodes.
             shard_bytes: Maximum size of a file in bytes. A larger tensor gets its own file.
 
         Returns:
@@ -289,10 +287,9 @@ class Pipeline:
 
         Raises:
             CheckpointError: If the folder cannot be written.
-            ConfigError: If the model is not a model of ``transformers``, or the folder is not
-                empty.
+            ConfigError: If the model is not a ``transformers`` model, or the folder is not empty.
         """
-        # Import only when needed, because transformers is optional.
+        # Import this only when needed, because transformers is optional.
         from megatron.adaptive.modules.pretrained_saving import save_pretrained
 
         path = Path(folder)
@@ -367,10 +364,10 @@ class Pipeline:
         self._mesh.settle()
 
     def _make_wiring(self, request: PipelineSettings) -> Wiring:
-        """Creates the executor, which runs this rank's stages, and its channels to other ranks.
+        """Creates the executor, which runs this rank's stages, and its channels.
 
-        ``request`` contains the settings of the pipeline. The channels have buffers for the largest
-        message.
+        ``request`` contains the settings of the pipeline. The channels connect this rank to others,
+        and their buffers fit the largest message.
         """
         transport = request.transport or TransportConfig()
         if transport.transport_slot_bytes is None:
@@ -390,7 +387,7 @@ class Pipeline:
         )
 
     def _make_guard(self, request: PipelineSettings) -> HangGuard:
-        """Creates the hang detector, which can read the state of the trace and of the executor.
+        """Creates the hang detector, which reads the state of the trace and of the executor.
 
         ``request`` contains the settings of the pipeline.
         """
@@ -406,13 +403,13 @@ class Pipeline:
         return guard
 
     def share(self, batch: Any) -> Any:
-        """Returns the part of a whole batch that this replica must pass to :meth:`step`.
+        """Returns this replica's part of a whole batch, to be passed to :meth:`step`.
 
-        Samples of a dictionary are divided into equal contiguous parts. Microbatches of a list are
+        A dictionary is divided into equal contiguous parts. The microbatches of a list are
         distributed round-robin, or by predicted cost if ``dealing`` is ``work`` or ``time``. In the
-        latter case, all processes must pass the same whole list, and pass the returned list to
-        :meth:`step` unchanged. The attribute ``numbers`` of the returned list contains the indices
-        of its microbatches in the whole list.
+        latter case, all processes must pass the same whole list, and must pass the result to
+        :meth:`step` unchanged. Its attribute ``numbers`` contains the indices of its microbatches
+        in the whole list.
 
         Raises:
             ConfigError: If the samples cannot be divided equally among the replicas, or a list has
@@ -422,11 +419,11 @@ class Pipeline:
 
     @property
     def costs(self) -> list[dict[str, float]]:
-        """Returns, for each stage, the measured time per unit of data in seconds, by unit.
+        """Returns the fitted seconds per unit of data for each stage, keyed by the unit.
 
         A unit is an element of a batch entry, a pair of elements in a sequence, or a microbatch.
-        The list is empty until times have been fitted, which happens only if ``order`` or
-        ``dealing`` is ``time``.
+        The list is empty before the first fit. Times are fitted only if ``order`` or ``dealing`` is
+        ``time``.
         """
         return self._maker.balance.seconds
 
@@ -434,14 +431,14 @@ class Pipeline:
     def segment_seconds(self) -> tuple[float, ...]:
         """Returns the time of each segment in seconds, averaged over recent microbatches.
 
-        Pass the result as ``weights`` at the next start, so that the stages are balanced for these
-        microbatches. Like ``costs``, the result is empty until times have been fitted.
+        To balance the stages for these microbatches, pass the result as ``weights`` at the next
+        start. Like ``costs``, the result is empty before the first fit.
         """
         return self._maker.balance.segment_seconds
 
     @property
     def loss_scale(self) -> float:
-        """Returns the factor that scales the loss for the backward pass; 1 except in fp16."""
+        """Returns the factor that scales the loss for the backward pass. It is 1 except in fp16."""
         return self._update.scale
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -466,43 +463,43 @@ class Pipeline:
 
         Args:
             optimizer: A ``torch.optim.Optimizer`` over :meth:`parameters`, or a function that
-                creates an optimizer from a list of trained parameters. The function is not called
-                if the process has none, and ``None`` can be passed then.
-            clip_norm: Limit on the norm of the whole model's gradient; ``None`` for no limit.
+                creates an optimizer from a list of trained parameters. On a process without trained
+                parameters, the function is not called, and ``None`` may be passed.
+            clip_norm: Maximum norm of the whole model's gradient; ``None`` disables clipping.
             initial_loss_scale: Loss scale of the first step in fp16.
             loss_scale_interval: Number of steps without overflow until the loss scale doubles.
 
         Raises:
-            ConfigError: If the optimizer has parameters of other stages, or a trained parameter is
-                in float16.
+            ConfigError: If the optimizer contains parameters of other stages, or a trained
+                parameter has dtype float16.
         """
         scaling = initial_loss_scale, loss_scale_interval
         return self._update.set_optimizer(optimizer, clip_norm, *scaling)
 
     @naming_lost_peers()
     def step(self, batch: Batch, *, num_items: Sequence[float] | None = None) -> tuple[float, bool]:
-        """Trains on a batch: runs all passes, averages gradients and updates the parameters.
+        """Runs a training step: all forward and backward passes, and the update of the parameters.
 
-        All processes must call this. If no optimizer is set, the gradients stay in the parameters'
-        ``grad`` until the next step.
+        All processes must call this. If no optimizer is set, the averaged gradients remain in the
+        parameters' ``grad`` until the next step.
 
         Args:
-            batch: Batch of this replica, equal on all processes of its pipeline: a dictionary whose
-                number of samples is a multiple of the microbatch size, or a list of microbatches of
-                any shapes. All replicas must pass a dictionary, or all must pass a list. A process
-                uses only the entries that its stages need.
-            num_items: Number of items, such as tokens with a label, over which each microbatch's
-                loss is a mean. The loss and the gradients are then means over all items of all
-                replicas. ``None`` averages over microbatches.
+            batch: Batch of this replica, the same on all its processes: a dictionary whose number
+                of samples is a multiple of the microbatch size, or a list of microbatches of any
+                shapes. Either all replicas must pass a dictionary, or all must pass a list. A
+                process uses only the entries that its stages need.
+            num_items: Number of items, such as tokens with a label, in each microbatch. A
+                microbatch's loss must be a mean over these items. The step's loss and gradients are
+                then means over all items of all replicas. ``None`` averages over microbatches.
 
         Returns:
             The mean loss over microbatches (or items) and replicas, and whether the update was
-            skipped because the gradient was not finite. Both are equal on all processes.
+                skipped because the gradient was not finite. All processes return the same values.
 
         Raises:
             ConfigError: If the batch cannot be divided into microbatches, differs from the sample
-                batch in entries or dtypes, differs from the batch of another process of the
-                replica, or uses parameters that the sample batch did not use.
+                batch in entries or dtypes, differs between the processes of a replica, or uses
+                parameters that the sample batch did not use.
             TransportError: If another process has exited or does not respond.
         """
         work = self._maker.work(batch, num_items, self.steps + 1)
@@ -555,10 +552,10 @@ class Pipeline:
 
     @naming_lost_peers()
     def eval(self, batch: Batch, *, num_items: Sequence[float] | None = None) -> float:
-        """Returns the mean loss of a batch in evaluation mode, equal on all processes.
+        """Returns the mean loss of a batch in evaluation mode, the same on all processes.
 
         Args:
-            batch: Batch of this replica, in the form that :meth:`step` accepts.
+            batch: Batch of this replica, as for :meth:`step`.
             num_items: Number of items in each microbatch, as for :meth:`step`.
 
         Raises:
@@ -577,12 +574,12 @@ class Pipeline:
     def _run(self, work: StepWork, *, step: int, scale: float | None) -> list[torch.Tensor]:
         """Runs ``work`` and returns the loss of each microbatch.
 
-        The list is empty on a rank without the last stage.
+        Ranks without the last stage return an empty list.
 
         Args:
-            work: Microbatches of this replica, and their programs, in the order in which they run.
+            work: Microbatches of this replica and their programs, in execution order.
             step: Index of the training step, which seeds the random numbers.
-            scale: Factor by which the loss is multiplied. ``None`` runs only forward passes, in
+            scale: Factor by which the loss is multiplied; ``None`` runs only forward passes, in
                 evaluation mode.
         """
         self._mesh.check_launcher()
@@ -636,20 +633,20 @@ class Pipeline:
         keep: int | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> Path:
-        """Saves a checkpoint with parameters, buffers, optimizer, loss scale, step and seed.
+        """Saves a checkpoint of parameters, buffers, optimizer, loss scale, step and seed.
 
         All processes must call this. Any pipeline of the same model can load the checkpoint, even
-        with a different pipeline size, partition or number of replicas. The checkpoint is renamed
-        to its final name when it is complete.
+        with a different pipeline size, partition or number of replicas. The checkpoint gets its
+        final name when it is complete.
 
         Args:
-            folder: Folder of checkpoints, visible to all nodes. The checkpoint is the folder
-                ``step_XXXXXXXX`` in it.
+            folder: Folder of checkpoints that all nodes can access. The checkpoint is written to
+                its subfolder ``step_XXXXXXXX``.
             extra: Numbers, strings, lists and dictionaries to save, such as the state of a
                 learning-rate scheduler.
             keep: Number of newest complete checkpoints to keep; ``None`` for all.
-            state: Objects with ``state_dict`` and ``load_state_dict`` to save, by name. All
-                processes must pass the same names. The states of the first process are saved.
+            state: Objects with ``state_dict`` and ``load_state_dict`` methods to save, keyed by
+                name. All processes must pass the same names. The first process's states are saved.
 
         Returns:
             Path of the checkpoint.
@@ -665,7 +662,7 @@ class Pipeline:
         return path
 
     def _head(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Returns a checkpoint's values that are not tensors: step, seed, loss scale, ``extra``."""
+        """Returns the step, the seed, the loss scale and ``extra``, to be saved in a checkpoint."""
         return dict(self._checkpointer.head(self.steps, self._random.seed, extra))
 
     @naming_lost_peers()
@@ -678,7 +675,7 @@ class Pipeline:
         state: Mapping[str, Any] | None = None,
         trust_checkpoint: bool = False,
     ) -> dict[str, Any]:
-        """Loads a checkpoint that :meth:`save` has written.
+        """Loads a checkpoint that was saved by :meth:`save`.
 
         All processes must call this, after :meth:`set_optimizer`.
 
@@ -686,17 +683,17 @@ class Pipeline:
             folder: Folder of checkpoints.
             step: Training step of the checkpoint; ``None`` loads the newest undamaged checkpoint.
             optimizer: Whether to also load the optimizer's state.
-            state: Objects whose states were saved, by the names under which they were saved;
-                ``load_state_dict`` is called on each object.
+            state: Objects whose states were saved, keyed by the names used in :meth:`save`. Calls
+                the ``load_state_dict`` method of each object.
             trust_checkpoint: Whether to also load checkpoints of old versions, which contain
                 pickles. They are read without running code. See ``docs/security.md``.
 
         Returns:
-            Value of ``extra`` that was saved.
+            The saved value of ``extra``.
 
         Raises:
-            CheckpointError: If there is no checkpoint, or it is damaged or not trusted, or belongs
-                to another model or optimizer.
+            CheckpointError: If there is no checkpoint, or it is damaged, not trusted, or from
+                another model or optimizer.
             ConfigError: If the checkpoint has the state of an optimizer, but no optimizer is set.
         """
         manifest = self._checkpointer.load(
@@ -722,7 +719,7 @@ class Pipeline:
         diagnose_interval: int = 100,
         trust_checkpoint: bool = False,
     ) -> Loop:
-        """Loads the newest checkpoint and returns an iterator over the remaining steps.
+        """Loads the newest checkpoint, and returns an iterator over the remaining steps.
 
         All processes must call this, after :meth:`set_optimizer`. Call :meth:`step` once in each
         iteration of the loop. If any process receives SIGTERM, SIGINT, SIGUSR1 or SIGHUP, all
@@ -730,17 +727,17 @@ class Pipeline:
         ``docs/elastic.md``.
 
         Args:
-            total_steps: Number of steps in the whole training run, counted from step 0.
-            folder: Folder of checkpoints; ``None`` disables checkpoints. An elastic job uses the
-                folder that was passed to its launcher instead.
+            total_steps: Number of steps of the whole training run, counted from step 0.
+            folder: Folder of checkpoints; ``None`` disables checkpoints. An elastic job uses its
+                launcher's checkpoint folder instead.
             save_interval: Number of steps between checkpoints; ``None`` saves only at the end.
             keep: Number of newest complete checkpoints to keep; ``None`` for all.
-            state: Objects whose state is also saved and loaded, by name. See :meth:`Pipeline.save`.
+            state: Objects whose states are also saved and loaded, keyed by name. See :meth:`save`.
             async_save: Whether a background thread writes checkpoints, so that training waits only
-                until the state is copied in memory.
-            local_folder: Folder on each node's local disk, to which checkpoints are written before
-                a background thread copies them to ``folder``.
-            diagnose_interval: Number of steps between two searches of the trace for slow ranks; 0
+                for a copy in memory.
+            local_folder: Folder on each node's local disk to which checkpoints are written first. A
+                background thread copies them to ``folder``.
+            diagnose_interval: Number of steps between searches for slow ranks in the trace; 0
                 disables the search. Ignored without a trace.
             trust_checkpoint: Whether to also load checkpoints of old versions, which contain
                 pickles. They are read without running code. See ``docs/security.md``.
@@ -768,7 +765,7 @@ class Pipeline:
 
     @functools.cached_property
     def _checkpointer(self) -> Any:
-        # Import only when needed, because the import is slow.
+        # Import this only when needed, because the import is slow.
         from megatron.adaptive.modules.checkpointer import Checkpointer
 
         return Checkpointer(self._mesh, self.model, self._assembly.held, self._update)
@@ -777,7 +774,7 @@ class Pipeline:
     def close(self) -> None:
         """Closes channels and the trace, and destroys the pipeline's process groups.
 
-        All processes must call this. It is safe to call it more than once.
+        All processes must call this. Calling it more than once is safe.
         """
         if self._is_closed:
             return
@@ -794,7 +791,7 @@ class Pipeline:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        # close() waits for all processes. Skip it after an error, because other processes may never
+        # Skip close() after an error, because close() waits for all processes and others may never
         # call it.
         if error is None:
             self.close()

@@ -1,7 +1,7 @@
-"""Writes the trace of a ``Pipeline``, and starts new files whenever segments move.
+"""Writes the trace of a ``Pipeline``, and starts new trace files whenever segments move.
 
-The header of a trace file describes one partition. So the files of the previous partition are
-moved to another folder before the first step of the new partition::
+The header of a trace file describes a single partition. When the partition changes, the existing
+files are therefore moved to another folder::
 
     steps 1-50, 1-6-1-1 ──> traces/      segments move: renamed to traces-1/
     steps 51-,  2-3-2-2 ──> traces/
@@ -34,8 +34,7 @@ class PipelineTrace:
 
     Args:
         request: Settings of the pipeline.
-        samples: Number of samples in the sample batch, or number of microbatches if the batch is a
-            list.
+        samples: Number of samples in the sample batch, or of microbatches if the batch is a list.
         sizes: Process groups and layout of the job. Each layout of an elastic job gets its own
             folder.
         assembly: This rank's part of the model.
@@ -43,7 +42,7 @@ class PipelineTrace:
 
     Attributes:
         folder: Folder of the trace files; ``None`` if tracing is off.
-        tracing: Trace of this process, which remains the same object for all partitions.
+        tracing: Trace of this process. It remains the same object when the partition changes.
     """
 
     def __init__(
@@ -74,11 +73,11 @@ class PipelineTrace:
         return self._meter if self.tracing.is_traced else None
 
     def begin_step(self, step: int, work: StepWork) -> None:
-        """Begins a training step, which is traced unless ``trace_interval`` skips it.
+        """Begins a training step, and traces it unless the trace settings skip it.
 
         Args:
-            step: Index of the step, from 1.
-            work: Microbatches of this replica, in the order in which they run.
+            step: Index of the step, starting at 1.
+            work: Microbatches of this replica, in execution order.
         """
         request = self._request
         frozen = self._skipped_stages(work.frozen_stages)
@@ -86,8 +85,8 @@ class PipelineTrace:
             step,
             len(work.microbatches),
             sizes=work.listed_sizes,
-            # Record the number of frozen stages only if it is unusual. For example, no gradient
-            # flows through a trained image encoder in a step without images.
+            # Record the number of frozen stages only if it differs from the usual number. For
+            # example, no gradient flows through a trained image encoder in a step without images.
             frozen_stages=-1 if frozen == self._usually_frozen else frozen,
             is_traced=is_next_traced(
                 self._steps_here, request.trace_interval, request.trace_iterations
@@ -98,19 +97,19 @@ class PipelineTrace:
     def continue_with(self, partition: Sequence[int]) -> None:
         """Continues the trace in new files for ``partition``. All processes must call this.
 
-        Call this between two steps. The previous files are moved to ``<folder>-1``, or to the
-        folder with the next free number.
+        Call this between two steps. Existing files are moved to ``<folder>-1``, or to the folder
+        with the next free number.
 
         Args:
             partition: Number of segments in each stage.
 
         Raises:
-            TraceError: If the previous files cannot be moved.
+            TraceError: If the existing files cannot be moved.
         """
         if self.folder is None:
             return
         self.tracing.close()
-        # Rename the folder only after all processes have closed their files in it.
+        # Wait until all processes have closed their files before the folder is renamed.
         dist.barrier(group=self._mesh.control_group)
         self.tracing.adopt(self._open(partition))
 
@@ -142,7 +141,7 @@ class PipelineTrace:
         return tracing
 
     def _skipped_stages(self, frozen_stages: int) -> int:
-        """Returns how many leading stages run no backward passes under the schedule.
+        """Returns the number of leading stages that run no backward pass with the schedule.
 
         Args:
             frozen_stages: Number of leading stages through which no gradient flows.
@@ -152,7 +151,7 @@ class PipelineTrace:
         ).skipped_stages
 
     def _add_details(self, tracing: Tracing, folder: str, partition: Sequence[int]) -> None:
-        """Adds the measurements that the setting ``trace_detail`` enables to ``tracing``.
+        """Enables the measurements in ``tracing`` that the setting ``trace_detail`` selects.
 
         Trace files are written to ``folder``, and ``partition`` is the number of segments per
         stage.

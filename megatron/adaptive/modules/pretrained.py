@@ -1,14 +1,14 @@
-"""Builds models from folders that ``transformers`` saved, and reads only this process's tensors.
+"""Builds models from folders saved by ``transformers``, and reads only this process's tensors.
 
 ::
 
     config.json ──transformers──> model on the meta device
     *.safetensors ──names as transformers converts them──> tensors of this process, one at a time
 
-The tensors in a folder may have other names or layouts than the model's tensors: ``transformers``
-renames tensors, and merges or splits some of them, such as the weights of experts. This module uses
-the rules and functions of ``transformers`` for this. Each conversion first runs on the ``meta``
-device, which gives the names and shapes of its results without reading the files.
+The tensors in a folder may have other names or layouts than the model's tensors. When
+``transformers`` loads a model, it renames tensors, and merges or splits some of them, such as the
+weights of experts. This module uses the same rules and functions. Each conversion first runs on the
+``meta`` device, to determine the names and shapes of its results without reading the files.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from megatron.adaptive.modules.adapters import add_adapters, initialize_adapters
 
 
 def transformers_module(name: str = "") -> Any:
-    """Imports and returns ``transformers``, or its module ``name``.
+    """Imports and returns ``transformers`` or its submodule ``name``.
 
     Raises:
-        ConfigError: If ``transformers`` is not installed, or its version does not have the module.
+        ConfigError: If ``transformers`` is not installed, or does not have the submodule.
     """
     try:
         return importlib.import_module(f"transformers{name and '.'}{name}")
@@ -48,7 +48,7 @@ def transformers_module(name: str = "") -> Any:
 
 
 def read_config(folder: Path, *, trust_remote_code: bool) -> Any:
-    """Returns the configuration of the model in a folder, as ``transformers`` reads it.
+    """Reads the configuration of the model in a folder with ``transformers``.
 
     Args:
         folder: Folder of the model.
@@ -91,15 +91,15 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> Any:
 
 
 def build_on_meta(folder: Path, config: Any, dtype: torch.dtype | None) -> torch.nn.Module:
-    """Builds the model that ``config`` describes on the ``meta`` device, in training mode.
+    """Builds the model described by ``config`` on the ``meta`` device, in training mode.
 
-    Buffers that the files do not contain, such as frequencies of rotary embeddings, are computed in
-    host memory instead.
+    Buffers that the files do not contain, such as the frequencies of rotary embeddings, are
+    computed in host memory.
 
     Args:
         folder: Folder of the model.
-        config: Configuration of the model, as ``transformers`` reads it.
-        dtype: Dtype of the parameters; ``None`` for the dtype in the configuration.
+        config: Configuration of the model, from :func:`read_config`.
+        dtype: Dtype of the parameters; ``None`` uses the dtype in the configuration.
 
     Raises:
         ConfigError: If the configuration does not name a class of ``transformers``.
@@ -127,7 +127,7 @@ def build_on_meta(folder: Path, config: Any, dtype: torch.dtype | None) -> torch
 def _model_class(folder: Path, config: Any) -> Any:
     """Returns the model class that ``config`` names in ``architectures``.
 
-    If ``folder`` contains Python code for the class, the class is loaded from this code.
+    If the class is not part of ``transformers``, it is loaded from the Python code in ``folder``.
     """
     transformers = transformers_module()
     names = list(getattr(config, "architectures", None) or ())
@@ -148,9 +148,9 @@ def _model_class(folder: Path, config: Any) -> Any:
 
 
 def _apply_dtype_plan(model: Any, dtype: torch.dtype) -> None:
-    """Converts parameters of ``model`` that require another dtype than ``dtype``.
+    """Casts the parameters of ``model`` that require a dtype other than ``dtype``.
 
-    For example, some models require float32 for the weights of a router.
+    For example, some models require float32 for the router's weights.
     """
     plan = model._get_dtype_plan(dtype)
     if not plan:
@@ -169,20 +169,20 @@ def _set(model: torch.nn.Module, name: str, buffer: torch.Tensor) -> None:
 
 
 def plain_name(name: str) -> str:
-    """Returns ``name`` without the parts that PEFT adds to the names of tensors."""
+    """Removes the parts that PEFT adds to tensor names from ``name``."""
     name = name.removeprefix("base_model.model.").replace(".base_layer", "")
     return re.sub(r"\.(original_module|modules_to_save\.\w+)\.", ".", name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """Describes how tensors in a folder are converted to tensors of the model.
+    """Describes how one or more tensors in the folder are converted to tensors of the model.
 
     Attributes:
-        target: Name that ``transformers`` gives to the tensors of this conversion.
-        sources: Name of each tensor in the folder, and the pattern that the name matches.
-        converter: Converter of ``transformers``; ``None`` if the tensor is only renamed.
-        targets: Shape of each resulting model tensor, by name.
+        target: Name in the model to which ``transformers`` maps the tensors in the folder.
+        sources: Name of each tensor in the folder, and the pattern that its name matches.
+        converter: Converter from ``transformers``; ``None`` if the tensor is only renamed.
+        targets: Shapes of the resulting model tensors, keyed by name.
     """
 
     target: str
@@ -191,7 +191,7 @@ class Conversion:
     targets: Mapping[str, tuple[int, ...]]
 
     def convert(self, tensors: Mapping[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
-        """Converts ``tensors`` of the folder, and returns the resulting model tensors."""
+        """Converts ``tensors`` from the folder, and returns the resulting model tensors."""
         if self.converter is None:
             return {self.target: tensors[self.sources[0][0]]}
         converter = copy.deepcopy(self.converter)
@@ -208,14 +208,14 @@ class PretrainedWeights:
 
     Args:
         folder: Folder of the model.
-        model: Unchanged model from :func:`build_on_meta`.
+        model: Model from :func:`build_on_meta`, without adapters.
 
     Attributes:
         folder: Folder of the model.
 
     Raises:
-        CheckpointError: If a file is missing or damaged, or the folder does not contain exactly the
-            model's tensors in the model's shapes.
+        CheckpointError: If a file is missing or damaged, or the names or shapes of the tensors in
+            the folder differ from those of the model.
     """
 
     def __init__(self, folder: Path, model: torch.nn.Module) -> None:
@@ -234,10 +234,10 @@ class PretrainedWeights:
         self._check(dict(named))
 
     def initialize(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Fills ``tensors`` with values from the folder, which are converted to the model's layout.
+        """Fills ``tensors`` with values from the folder, converted to the model's layout.
 
         Args:
-            tensors: Tensors to fill, by their names in the model.
+            tensors: Tensors to fill, keyed by their names in the model.
         """
         by_name: dict[str, list[torch.Tensor]] = {}
         for name, tensor in tensors.items():
@@ -258,9 +258,9 @@ class PretrainedWeights:
         conversion: Conversion,
         targets_by_name: Mapping[str, list[torch.Tensor]],
     ) -> None:
-        """Reads the tensors that ``conversion`` needs from ``files``, and fills the targets.
+        """Reads the tensors for ``conversion`` from ``files``, and fills the target tensors.
 
-        ``targets_by_name`` lists the tensors to fill, by the name of the model's tensor.
+        ``targets_by_name`` contains the tensors to fill, keyed by name in the model.
         """
         direct = None if conversion.converter is not None else targets_by_name[conversion.target][0]
         sources = {name: files.read_whole(name, direct) for name, _ in conversion.sources}
@@ -270,7 +270,7 @@ class PretrainedWeights:
                     target.copy_(value)
 
     def _find_conversions(self, files: TensorFolder) -> Iterator[Conversion]:
-        """Yields the conversions of all tensors in ``files``, the files of the folder."""
+        """Yields the conversions of all tensors in ``files``."""
         loading = transformers_module("core_model_loading")
         rules = transformers_module("conversion_mapping").get_model_conversion_mapping(self._model)
         renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
@@ -292,8 +292,8 @@ class PretrainedWeights:
                 groups.setdefault(target, []).append((source, pattern))
             else:
                 self._extra.add(target)
-        # When the model is saved, transformers reverses the rules in this list, so keep only the
-        # rules that were used.
+        # Keep only the rules that were used, because transformers reverses the rules in this list
+        # when the model is saved.
         self._model._weight_conversions = [rule for rule in rules if rule.was_used()]
         for target, sources in groups.items():
             pattern = sources[0][1]
@@ -314,9 +314,9 @@ class PretrainedWeights:
             yield Conversion(**{**vars(conversion), "targets": targets})
 
     def _check(self, named: Mapping[str, torch.Tensor]) -> None:
-        """Raises a ``CheckpointError`` if the folder does not have exactly the model's tensors.
+        """Raises ``CheckpointError`` if the folder's tensors differ from the model's tensors.
 
-        ``named`` contains the model's tensors by name.
+        ``named`` contains the model's tensors, keyed by name.
         """
         shapes = {name: tuple(named[name].shape) for name in self._model.state_dict()}
         read: set[str] = set()
@@ -349,7 +349,7 @@ class PretrainedWeights:
 
 
 def _first_of(names: set[str]) -> str:
-    """Returns the alphabetically first name and the number of remaining names, as text."""
+    """Returns the alphabetically first name and the number of other names as text."""
     return f"{min(names)}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
 
 
@@ -358,9 +358,9 @@ class Pretrained:
     """Contains a model on the ``meta`` device and the folder with its weights.
 
     Attributes:
-        model: Model on the ``meta`` device, with adapters if they are trained.
-        weights: Object that reads the folder's tensors.
-        arguments: Keyword arguments of the model's ``forward`` for training.
+        model: Model on the ``meta`` device, with adapters if adapters are trained.
+        weights: Object that reads the tensors in the folder.
+        arguments: Keyword arguments for the model's ``forward`` in training.
         has_adapters: Whether only adapters are trained.
     """
 
@@ -370,7 +370,7 @@ class Pretrained:
     has_adapters: bool
 
     def settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the user's settings of a pipeline, with ``initialize`` and ``arguments`` added.
+        """Returns the user's pipeline settings, with ``initialize`` and ``arguments`` added.
 
         Raises:
             ConfigError: If the settings contain ``initialize``.
@@ -397,12 +397,12 @@ def open_pretrained(
     dtype: torch.dtype | Literal["auto"] | None,
     trust_remote_code: bool,
 ) -> Pretrained:
-    """Builds the model in ``folder`` on the ``meta`` device, and checks the files of its weights.
+    """Builds the model in ``folder`` on the ``meta`` device, and checks its weight files.
 
     Args:
         folder: Folder of the model.
         adapter: ``LoraConfig`` of PEFT; ``None`` to train all parameters.
-        dtype: Dtype of the parameters; ``auto`` and ``None`` mean the dtype in the configuration.
+        dtype: Dtype of the parameters; ``auto`` and ``None`` use the dtype in the configuration.
         trust_remote_code: Whether Python code in the folder may be run.
 
     Raises:

@@ -7,10 +7,11 @@ model::
     rank 1   model-00002-of-00003.safetensors
     rank 2   model-00003-of-00003.safetensors
 
-Adapters are small. The first rank gathers them, because PEFT reads them from a single file.
+Adapters, which are small, are gathered and written by the first rank, because PEFT reads them from
+a single file.
 
-The folder is renamed to its final name when it is complete. If a process exits earlier, a folder
-named ``.NAME.partial`` remains, and the next save replaces it.
+The folder gets its final name when it is complete. If a process exits before that, a folder named
+``.NAME.partial`` remains, which the next save replaces.
 """
 
 from __future__ import annotations
@@ -55,20 +56,20 @@ def save_pretrained(
     source: Path | None,
     shard_bytes: int,
 ) -> None:
-    """Writes the model, or only its adapters if it has adapters. All ranks must call this.
+    """Writes the model, or only its adapters if it has any. All ranks must call this.
 
     Args:
-        folder: Folder to write, new or empty.
+        folder: New or empty folder to write.
         model: Model whose parts are distributed over the ranks.
-        held: Parameters and buffers of this rank, by name in the model.
+        held: Parameters and buffers of this rank, keyed by their names in the model.
         mesh: Replica and pipeline position of this process, and its process groups.
-        source: Folder from which tokenizer and generation settings are copied; ``None`` copies
-            nothing.
+        source: Folder from which the settings of tokenizer and generation are copied; ``None``
+            copies nothing.
         shard_bytes: Maximum size of a file in bytes.
 
     Raises:
         CheckpointError: If the folder cannot be written.
-        ConfigError: If the model is not a model of ``transformers``, the folder is not empty, or
+        ConfigError: If the model is not a ``transformers`` model, the folder is not empty, or
             ``shard_bytes`` is not a positive integer.
     """
     require_whole(1, shard_bytes=shard_bytes)
@@ -95,7 +96,7 @@ def save_pretrained(
 def _make(folder: Path, partial: Path) -> None:
     """Creates ``partial`` as an empty folder, and checks that ``folder`` is new or empty.
 
-    If an interrupted save has left ``partial``, this folder is removed first.
+    If an interrupted save left the folder ``partial``, the old folder is removed first.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not empty; choose a new folder")
@@ -108,7 +109,7 @@ def _make(folder: Path, partial: Path) -> None:
 
 
 def guarded(action: Callable[[], None]) -> None:
-    """Runs an action that writes files, and converts ``OSError`` to ``CheckpointError``."""
+    """Calls ``action``, which writes files, and converts ``OSError`` to ``CheckpointError``."""
     try:
         action()
     except OSError as error:
@@ -120,10 +121,10 @@ def guarded(action: Callable[[], None]) -> None:
 def _own_tensors(
     model: Any, held: Mapping[str, torch.Tensor], mesh: Mesh
 ) -> dict[str, torch.Tensor]:
-    """Returns the tensors in ``held`` that this rank writes, by their names in the folder.
+    """Returns the tensors in ``held`` that this rank writes, keyed by their names in the folder.
 
-    A tensor that several ranks hold is written by the first of these ranks. ``transformers``
-    defines the names, and splits the tensors that it merged when it read them.
+    If several ranks hold a tensor, the first of them writes it. ``transformers`` determines the
+    names, and splits tensors again that were merged when the folder was read.
     """
     saved = set(model.state_dict())
     held_names = [name for name in held if name in saved and mesh.dp_rank == 0]
@@ -139,10 +140,10 @@ def _own_tensors(
 def _write_model(
     partial: Path, model: Any, tensors: Mapping[str, torch.Tensor], mesh: Mesh, shard_bytes: int
 ) -> None:
-    """Writes this rank's ``tensors`` to files in ``partial``, and the index of all files.
+    """Writes this rank's ``tensors`` to files in ``partial``. The first rank also writes an index.
 
-    All ranks must call this. A file contains at most ``shard_bytes`` bytes, unless it contains a
-    single larger tensor.
+    All ranks must call this. Files have at most ``shard_bytes`` bytes, except files with a single
+    larger tensor.
     """
     about = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     shards = split_shards(about, shard_bytes) if about else []
@@ -179,7 +180,7 @@ def _write_model(
 def _write_settings(partial: Path, model: Any, source: Path | None) -> None:
     """Writes the configuration of ``model`` to the folder ``partial``.
 
-    Tokenizer and generation settings are copied from the folder ``source``.
+    The settings of tokenizer, processor and generation are copied from the folder ``source``.
     """
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
@@ -195,7 +196,7 @@ def _write_settings(partial: Path, model: Any, source: Path | None) -> None:
 def _write_adapters(partial: Path, model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     """Writes the adapters of ``model`` to the folder ``partial`` in PEFT's format.
 
-    ``tensors`` contains the trained parameters of the whole model, by name.
+    ``tensors`` contains the trained parameters of the whole model, keyed by name.
     """
     config, state = adapter_file(model, tensors)
     about = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
@@ -204,13 +205,13 @@ def _write_adapters(partial: Path, model: Any, tensors: Mapping[str, torch.Tenso
         partial,
         about,
         lambda name: state[name].contiguous(),
-        shard_bytes=1 << 62,  # Do not split the file, because PEFT reads only a single file.
+        shard_bytes=1 << 62,  # Write a single file, because PEFT reads only one.
         single="adapter_model.safetensors",
     )
 
 
 def finish(partial: Path, folder: Path) -> None:
-    """Flushes the files in ``partial`` to disk and renames ``partial`` to ``folder``."""
+    """Flushes the files in ``partial`` to disk, and renames ``partial`` to ``folder``."""
     for path in partial.iterdir():
         sync(path)
     sync(partial)

@@ -1,8 +1,8 @@
-"""Loads the processor (tokenizer and image processor) from a model folder of ``transformers``.
+"""Loads the processor (tokenizer and image processor) of a model saved by ``transformers``.
 
-``transformers`` creates image processors with torchvision or with Pillow, but video processors only
-with torchvision. Samples for fine-tuning have no videos. So without torchvision, a processor
-contains the settings of its video processor instead of the video processor::
+Image processors of ``transformers`` use torchvision or Pillow, but video processors require
+torchvision. Samples for fine-tuning contain no videos, so without torchvision, a processor contains
+only the settings of its video processor::
 
     processor of Qwen2.5-VL ──┬── tokenizer
                               ├── image processor (Pillow)
@@ -29,9 +29,9 @@ _CORRECT = "save the folder again with save_pretrained of the processor"
 
 
 class VideoSettings(dict[str, Any]):
-    """Replaces a video processor, and contains the settings of that processor."""
+    """Replaces a video processor that cannot be created, and contains its settings."""
 
-    # Define the attributes that processors of transformers read from each of their parts.
+    # Attributes that processors of transformers read from each of their parts.
     _auto_class = None
     model_input_names: tuple[str, ...] = ()
 
@@ -47,7 +47,7 @@ _FAILURES = (ImportError, OSError, RuntimeError, TypeError, ValueError, Attribut
 
 
 def load_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:
-    """Returns the processor of a model, or its tokenizer if the model accepts only text.
+    """Returns the processor of a model, or the tokenizer of a model that accepts only text.
 
     Without torchvision, the processor does not support videos.
 
@@ -56,7 +56,8 @@ def load_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:
         trust_remote_code: Whether Python code in the folder may be run.
 
     Raises:
-        ConfigError: If the folder has no tokenizer and no processor, or a package is missing.
+        ConfigError: If the folder contains neither a tokenizer nor a processor, or a package is
+            missing.
     """
     options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     transformers = transformers_module()
@@ -78,18 +79,18 @@ def load_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def _has(package: str) -> bool:
-    """Returns whether ``package`` is installed, even if it cannot be imported."""
+    """Returns whether ``package`` is installed, without importing it."""
     return importlib.util.find_spec(package) is not None
 
 
 def _reason(folder: Path, error: Exception) -> str:
-    """Returns the reason why loading the processor in ``folder`` failed with ``error``."""
-    # For a missing folder, the error of transformers refers to its server, although nothing is
-    # downloaded. So state the reason here.
+    """Returns the reason why the processor in ``folder`` could not be loaded."""
+    # Replace the error message of transformers for a missing folder, because it refers to a server,
+    # although nothing is downloaded.
     if not folder.is_dir():
         return "there is no such folder"
-    # A torchvision that does not match torch breaks all image processors, and transformers does not
-    # report the cause.
+    # If the versions of torchvision and torch do not match, no image processor can be loaded, and
+    # the error message of transformers does not contain the cause.
     if _has("torchvision"):
         try:
             importlib.import_module("torchvision")
@@ -98,8 +99,8 @@ def _reason(folder: Path, error: Exception) -> str:
                 f"torchvision cannot be imported: {first_line(cause)}; install the torchvision "
                 "version that matches torch, or uninstall torchvision"
             )
-    # Name the type of these exceptions, because their messages contain only the name of a missing
-    # key or attribute.
+    # Include the type of these exceptions, because their messages contain only the name of the
+    # missing key or attribute.
     name = f"{type(error).__name__} " if isinstance(error, AttributeError | LookupError) else ""
     return f"{name}{first_line(error)}"
 
@@ -107,12 +108,12 @@ def _reason(folder: Path, error: Exception) -> str:
 def _without_videos(folder: Path, options: dict[str, Any]) -> Any:
     """Loads a processor in which :class:`VideoSettings` replaces the video processor.
 
-    Returns ``None`` if the processor's class is unknown, has no video processor, or has a part that
-    this function cannot load.
+    Returns ``None`` if the processor's class is unknown, has no video processor, or contains a part
+    that this function cannot load.
 
     Args:
         folder: Folder of the model.
-        options: Arguments of ``from_pretrained`` for the processor's parts.
+        options: Keyword arguments of ``from_pretrained`` for the processor's parts.
     """
     transformers = transformers_module()
     kind = _class_of(folder, options)
@@ -126,7 +127,7 @@ def _without_videos(folder: Path, options: dict[str, Any]) -> Any:
                 super().check_argument_for_proper_class(argument_name, argument)
 
     made: Any = WithoutVideos
-    # Keep the name of the class, because the saved processor_config.json contains this name.
+    # Keep the class name, because it is written to processor_config.json.
     made.__name__ = kind.__name__
     makers: dict[str, Callable[[], Any]] = {
         _VIDEO: lambda: VideoSettings(_video_settings(folder)),
@@ -143,9 +144,9 @@ def _without_videos(folder: Path, options: dict[str, Any]) -> Any:
 
 
 def _class_of(folder: Path, options: dict[str, Any]) -> Any:
-    """Returns the class of the processor in ``folder``, or ``None`` if ``transformers`` lacks it.
+    """Returns the processor class for ``folder``, or ``None`` if ``transformers`` has none.
 
-    ``options`` contains arguments of ``from_pretrained``.
+    ``options`` contains keyword arguments of ``from_pretrained``.
     """
     transformers = transformers_module()
     for name in (_NESTED, _IMAGES, _TOKENIZER):
@@ -158,7 +159,7 @@ def _class_of(folder: Path, options: dict[str, Any]) -> Any:
 
 
 def _video_settings(folder: Path) -> dict[str, Any]:
-    """Returns the video processor settings in ``folder``, from the file that contains them."""
+    """Returns the settings of the video processor in ``folder``."""
     nested = _document(folder / _NESTED).get(_VIDEO)
     if isinstance(nested, dict):
         return nested
@@ -168,8 +169,8 @@ def _video_settings(folder: Path) -> dict[str, Any]:
 
 def _document(path: Path) -> dict[str, Any]:
     """Returns the JSON object in the file ``path``, or an empty object if there is no file."""
-    # read_json() cannot be used, because it rejects 10**30, which is the length limit in the files
-    # of tokenizers without a limit.
+    # Do not use read_json(), because it rejects 10**30. Tokenizers without a length limit have this
+    # number in their files.
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

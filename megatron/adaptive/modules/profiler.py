@@ -1,8 +1,8 @@
-"""Measures models with cut points for the planner: segments, messages and all-reduces.
+"""Profiles models with cut points for the planner: segments, messages and all-reduces.
 
-This module assigns the measurements to ranks and collects the results in a profile. ``segments``
-measures the parts of the model between cut points. ``profiling.links`` measures the links between
-ranks and all-reduces.
+This module distributes the measurements over ranks and collects the results in a profile.
+``segments`` measures the parts of the model between cut points. ``profiling.links`` measures
+messages between ranks, and all-reduces.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import torch
 
 from megatron.adaptive import accelerator as _accelerator
 
-# install() lets megatron-core run without CUDA, so call it before the modules below import
-# megatron-core.
+# Call install() before the modules below import megatron-core, so that it can run without CUDA.
 _accelerator.install()
 with _accelerator.quiet_imports():
     from megatron.adaptive.engine.process_context import Job
@@ -67,18 +66,18 @@ with _accelerator.quiet_imports():
 
 
 LONG_S = 0.02
-"""A quick profile measures a segment only once if its forward and backward passes take at least
-this many seconds.
+"""Duration in seconds of a segment's forward and backward passes from which a quick profile
+measures the segment only once.
 """
 
 
 _MOST_COPIED = 1 << 26
-"""Maximum size in bytes of a batch that is copied before its forward pass is recorded."""
+"""Maximum size in bytes of a whole batch to copy and record."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Profiler(SampledModel):
-    """Measures a model's segments (the parts between cut points), and the job's communication.
+    """Measures a model's segments (parts between cut points) and the job's communication.
 
     ::
 
@@ -87,27 +86,26 @@ class Profiler(SampledModel):
 
     Args:
         model: Model to measure. It is not changed, except that cut points are added if it has none.
-            Parameters and buffers on the ``meta`` device are measured with random values. The
-            model's other settings are the attributes of
-            :class:`~megatron.adaptive.modules.recording.SampledModel`.
+            Parameters and buffers on the ``meta`` device get random values for the measurements.
+            :class:`~megatron.adaptive.modules.recording.SampledModel` describes further settings.
         sample_batch: Batch with which the forward pass is recorded.
-        micro_batch_sizes: Numbers of samples per microbatch to measure. ``None`` tries 1, 2, 4 and
-            so on, up to the size of the sample batch, as long as memory and ``time_limit_s`` allow.
+        micro_batch_sizes: Microbatch sizes to measure, in samples. ``None`` measures 1, 2, 4 and so
+            on up to the size of the sample batch, while memory and ``time_limit_s`` allow.
         split_backward: Whether to also measure the split backward pass, in which gradients of
             inputs and of weights are computed separately.
         optimizer: Function that creates an optimizer from a list of parameters, to time an
             optimizer step; ``None`` uses AdamW.
-        repeats: Number of repetitions of each measurement; the median is reported.
-        links: Whether to measure messages between processes and all-reduces.
+        repeats: Number of repetitions of each measurement. The profile contains the median.
+        links: Whether to measure messages between processes, and all-reduces.
         memory_limit_bytes: Maximum memory per process in bytes; ``None`` allows 90% of the device's
             free memory.
-        time_limit_s: Time in seconds after which no larger microbatch size is tried.
+        time_limit_s: Time in seconds after which no larger microbatch size is measured.
         name: Name of the model in the profile; ``None`` uses its class name.
         timeout_s: Maximum time in seconds to wait for another process.
 
     Raises:
-        ConfigError: If a setting, the sample batch or the model is invalid. The error message names
-            it.
+        ConfigError: If a setting, the sample batch or the model is invalid. The message names the
+            cause.
     """
 
     _: KW_ONLY
@@ -134,9 +132,9 @@ class Profiler(SampledModel):
                 raise ConfigError(f"{limit} must be a positive number, got {value!r}")
 
     def run(self) -> ModuleProfile:
-        """Returns the measured profile, equal on all processes. All processes must call this.
+        """Returns the profile, the same on all processes. All processes must call this.
 
-        For each type of device, one process measures the segments while other processes wait.
+        For each type of device, one process measures the segments while the others wait.
 
         Raises:
             ConfigError: If the model cannot be recorded or run.
@@ -157,20 +155,20 @@ class Profiler(SampledModel):
         is_quick: bool = False,
         recordings: RecordingCache | None = None,
     ) -> ModuleProfile:
-        """Does the same as :meth:`run`, in a job that the processes have already joined.
+        """Returns the same as :meth:`run`, but uses a job that all processes have already joined.
 
         Args:
             job: Job that all ranks have joined.
-            batch_size: Number of samples per step; ``None`` takes the size of the sample batch. If
-                it is above 1 and the model cannot run a single sample, the smallest microbatch has
-                two samples.
+            batch_size: Number of samples per step; ``None`` uses the size of the sample batch. If
+                it is greater than 1 and the model cannot run a single sample, the smallest measured
+                microbatch has two samples.
             most: Maximum number of samples per microbatch if ``micro_batch_sizes`` is not set;
-                ``None`` takes ``batch_size``.
-            is_quick: Whether to measure only the smallest and the largest microbatch if
-                ``micro_batch_sizes`` is not set, and to repeat only short measurements. Costs of
-                sizes between the two are interpolated. Two processes with the same type of device
-                measure the two sizes at the same time, if there are enough processors.
-            recordings: Object that keeps recordings of the model; ``None`` creates a new object.
+                ``None`` uses ``batch_size``.
+            is_quick: Whether to measure only the smallest and the largest microbatch, to
+                interpolate the costs of sizes in between, and to repeat only short measurements. If
+                there are enough processors, two processes with the same type of device measure the
+                two sizes at the same time. Ignored if ``micro_batch_sizes`` is set.
+            recordings: Cache of recordings of the model; ``None`` creates a new cache.
         """
         begin_s = time.monotonic()
         if batch_size is None:
@@ -196,8 +194,7 @@ class Profiler(SampledModel):
                 measured = self._by_size(device, limit_bytes, most, batch_size, cache)
             own_part = self._part(job, limit_bytes, measured)
         gathered = job.gather(own_part)
-        # Raise this rank's own error first, because errors from other ranks arrive without a
-        # traceback.
+        # Prefer this rank's own error, because errors from other ranks have no traceback.
         for part in (own_part, *gathered):
             if isinstance(part, AdaptiveError):
                 raise part
@@ -224,15 +221,15 @@ class Profiler(SampledModel):
         return profile
 
     def _about(self, job: Job) -> dict[str, Any]:
-        """Returns the device, memory and machine of this process, for the profile."""
+        """Returns facts about this process's device, memory and machine, for the profile."""
         location = job.places[job.rank]
         machine = location["machine"]
         processes = sum(other["machine"] == machine for other in job.places)
         limit = self.memory_limit_bytes
         if limit is None:
             limit = free_memory_bytes(job.accelerator, processes) * (1 - KEPT_FREE)
-            # The planned run will not have the tensors that this process holds now, so count their
-            # memory as free.
+            # Count the memory of this process's current tensors as free, because the planned run
+            # will not have these tensors.
             if job.accelerator.is_cuda:
                 limit += torch.cuda.memory_allocated(job.accelerator.device)
         return {
@@ -295,10 +292,10 @@ class Profiler(SampledModel):
     def _part(
         self, job: Job, limit_bytes: float, measured: Iterator[tuple[Tape, list[SegmentSample]]]
     ) -> DeviceSamples | AdaptiveError:
-        """Measures the segments on this rank, for all ranks with the same type of device.
+        """Measures segments on this rank, on behalf of all ranks with the same type of device.
 
-        ``measured`` is an iterator that measures a microbatch size for each item. ``limit_bytes``
-        is the memory limit that an error message states.
+        The iterator ``measured`` measures one microbatch size per item. ``limit_bytes`` is the
+        memory limit to report in error messages.
 
         Returns errors instead of raising them, so that all ranks can raise the same error.
         """
@@ -334,8 +331,8 @@ class Profiler(SampledModel):
         except AdaptiveError as error:
             return error
         except Exception as error:
-            # Return the error instead of raising it, because other ranks wait for the result.
-            # __cause__ keeps the original traceback.
+            # Return the error, because other ranks wait for a result. __cause__ keeps the original
+            # traceback.
             failed = ConfigError(
                 f"profile: rank {job.rank} failed to run the model: {type(error).__name__}: "
                 f"{(str(error).splitlines() or [''])[0]}"
@@ -351,10 +348,10 @@ class Profiler(SampledModel):
         batch_size: int,
         cache: RecordingCache,
     ) -> Iterator[tuple[Tape, list[SegmentSample]]]:
-        """Yields the recorded forward pass and its measured segments for each microbatch size.
+        """Yields the recorded forward pass and the measured segments for each microbatch size.
 
-        Without ``micro_batch_sizes``, the sizes are powers of two up to ``most`` samples. No
-        size is measured after the first size that does not fit into ``limit_bytes``.
+        Unless ``micro_batch_sizes`` is set, the sizes are powers of two up to ``most`` samples. The
+        method stops at the first size that does not fit into ``limit_bytes``.
         """
         begin_s = time.monotonic()
         doubled = [2**power for power in range(most.bit_length())]
@@ -385,13 +382,13 @@ class Profiler(SampledModel):
         cache: RecordingCache,
         early: EarlySamples,
     ) -> Iterator[tuple[Tape, list[SegmentSample]]]:
-        """Yields the same as :meth:`_by_size`, but measures only the smallest and the largest size.
+        """Yields the same as :meth:`_by_size`, but measures only the smallest and largest size.
 
-        ``early`` contains the measurements that two processes have already made.
+        ``early`` contains measurements that two processes have already made.
 
-        The costs of the sizes in between are interpolated.
+        The costs of other sizes are interpolated.
         """
-        # The smallest size is measured repeatedly, to find out how much the durations of equal
+        # Repeat measurements of the smallest size, to determine how much the durations of equal
         # actions vary.
         if early.error is not None:
             raise early.error
@@ -402,8 +399,7 @@ class Profiler(SampledModel):
             return
         tape, rows = smallest
         least = rows[0].micro_batch
-        # run_s is the time per sample that a warm-up and a measurement of all segments take
-        # together.
+        # run_s is the time per sample to measure all segments once, with warm-up.
         run_s = 2 * sum(row.seconds for row in rows) / least
         doubled = [2**power for power in range(most.bit_length())]
         for size in [size for size in reversed(doubled) if size > least]:
@@ -411,7 +407,8 @@ class Profiler(SampledModel):
             if is_long or not self._fits(size, tape, rows, limit_bytes):
                 continue
             if early.largest is not None and early.largest[0].micro_batch == size:
-                # All sizes have the same segments, so the tape describes this size too.
+                # The tape of the smallest size can be used, because all sizes have the same
+                # segments.
                 largest: tuple[Tape, list[SegmentSample]] | None = tape, early.largest
             else:
                 largest = self._measured(
@@ -430,7 +427,7 @@ class Profiler(SampledModel):
     def _fits(
         self, size: int, tape: Tape, rows: Sequence[SegmentSample], limit_bytes: float
     ) -> bool:
-        """Estimates from a smaller microbatch whether ``size`` samples fit into ``limit_bytes``.
+        """Estimates whether ``size`` samples fit into ``limit_bytes`` from a smaller microbatch.
 
         ``tape`` is the recording of the smaller microbatch, and ``rows`` contains its measured
         segments.
@@ -442,11 +439,11 @@ class Profiler(SampledModel):
         return needed * size <= limit_bytes * samples and recorded * size <= room * samples
 
     def largest_that_fits(self, job: Job, batch_size: int, recordings: RecordingCache) -> int:
-        """Returns the largest microbatch that is expected to fit in memory and divides the batch.
+        """Returns the largest divisor of the batch size that is expected to fit in memory.
 
-        Nothing is measured. The memory of a sample is estimated as twice the size of all values
-        that a recorded forward pass computes for the sample. The factor of two accounts for
-        gradients and temporary values of operators.
+        This method measures nothing. It estimates the memory of a sample as twice the size of all
+        values that a recorded forward pass computes for the sample. The factor of two accounts for
+        gradients and for temporary values of operators.
 
         Returns 0 if even one sample is not expected to fit.
 
@@ -455,16 +452,16 @@ class Profiler(SampledModel):
             batch_size: Number of samples per step.
             recordings: Object that keeps recordings of the model.
         """
-        # Use two samples if possible, because batch normalization cannot be trained on a single
+        # Record two samples if possible, because batch normalization cannot be trained on a single
         # sample.
         count = min(2, batch_size)
         has_values = all(not parameter.is_meta for parameter in self.model.parameters())
         if not has_values and _entry_bytes(self.sample) * batch_size <= _MOST_COPIED:
-            # Record the whole batch, because it is the size that is chosen if memory suffices.
+            # Record the whole batch, because its size is chosen if there is enough memory.
             count = batch_size
         tape = self._recorded(self._microbatch(count), recordings)
         per_sample = 2 * recorded_bytes(tape) / count
-        # A trained parameter also has a gradient and the two states of AdamW.
+        # Trained parameters also have a gradient and the two states of AdamW.
         parameters = sum(
             each.numel() * each.element_size() * (4 if each.requires_grad else 1)
             for each in self.model.parameters()
@@ -475,16 +472,16 @@ class Profiler(SampledModel):
 
     def _microbatch(self, size: int) -> dict[str, torch.Tensor]:
         """Returns a microbatch of the first ``size`` samples of the sample batch."""
-        # Copy the entries, because a view would keep the memory of the whole batch.
+        # Copy the entries, because views would keep the memory of the whole batch allocated.
         return {
             name: tensor[:size].to(self.device, copy=True)
             for name, tensor in stretched(self.sample, size).items()
         }
 
     def _recorded(self, batch: Mapping[str, torch.Tensor], cache: RecordingCache) -> Tape:
-        """Returns the forward pass on ``batch``, recorded in training mode.
+        """Returns the recorded forward pass on ``batch`` in training mode.
 
-        ``cache`` keeps the recording.
+        The recording is stored in ``cache``.
         """
         tape = cache.training(self, batch).training
         postpone(tape, late_calls(tape))
@@ -493,19 +490,19 @@ class Profiler(SampledModel):
     def _smallest(
         self, batch_size: int, device: torch.device, cache: RecordingCache, *, split: bool
     ) -> tuple[Tape, list[SegmentSample]] | None:
-        """Measures a microbatch of one sample, or of two if the model cannot run a single sample.
+        """Measures a microbatch of one sample, or of two if a single sample cannot be run.
 
-        For example, batch normalization cannot be trained on a single sample. Two samples are
-        measured only if ``batch_size`` is above 1.
+        For example, batch normalization cannot be trained on a single sample. Two samples are tried
+        only if ``batch_size`` is greater than 1.
 
-        ``split`` says whether to also measure the split backward pass.
+        If ``split`` is true, the split backward pass is also measured.
 
         Returns ``None`` if the microbatch does not fit in memory.
         """
         try:
             return self._measured(1, device, cache, split=split)
         except Exception:
-            # If two samples fail too, report the error of the single sample.
+            # If two samples also fail, raise the error of the single sample.
             if batch_size > 1:
                 with contextlib.suppress(Exception):
                     return self._measured(2, device, cache, split=split)
@@ -522,7 +519,7 @@ class Profiler(SampledModel):
     ) -> tuple[Tape, list[SegmentSample]] | None:
         """Records and measures microbatches of ``size`` samples on ``device``.
 
-        ``split`` says whether to also measure the split backward pass. Segments that take at least
+        If ``split`` is true, the split backward pass is also measured. Segments that take at least
         ``enough_s`` seconds are measured only once.
 
         Returns the recording and the measured segments, or ``None`` if the microbatches do not fit
@@ -533,7 +530,7 @@ class Profiler(SampledModel):
             tape = self._recorded(batch, cache)
             return tape, self._measured_tape(tape, batch, device, split, enough_s)
         except torch.OutOfMemoryError:
-            pass  # Free memory below, because the traceback still refers to the tensors here.
+            pass  # Free memory below, because the traceback refers to the tensors here.
         _accelerator.free_unused_memory(device)
         return None
 
@@ -551,7 +548,7 @@ class Profiler(SampledModel):
 
 
 def _entry_bytes(sample: Mapping[str, torch.Tensor]) -> float:
-    """Returns the size in bytes of the entries of one sample of the batch ``sample``."""
+    """Returns the size in bytes of one sample of the batch ``sample``."""
     return sum(tensor[0].numel() * tensor.element_size() for tensor in sample.values())
 
 
@@ -562,12 +559,12 @@ class DeviceSamples:
     Attributes:
         gpu: Name of the device type, such as the model of a GPU.
         cut_points: Names of the cut points in the order of the forward pass.
-        samples: Measurements of every segment with every microbatch size.
+        samples: Measurements of each segment for each microbatch size.
         tied_parameters: Number of elements in parameters that several segments share.
-        tied_segments: First and last segment that share parameters; empty if no segments share
+        tied_segments: First and last segment that share parameters; empty if there are no shared
             parameters.
-        element_bytes: Size in bytes of an element of the model's most common parameter dtype.
-        optimizer_s: Time of an optimizer step per parameter element, in seconds.
+        element_bytes: Element size in bytes of the most common parameter dtype.
+        optimizer_s: Time of an optimizer step in seconds, per parameter element.
         is_random: Whether the model draws random numbers, for example in dropout.
         frozen_segments: Number of leading segments through which no gradient flows.
     """
@@ -589,12 +586,13 @@ class ModuleProfile:
 
     Attributes:
         name: Name of the model.
-        parts: Measurements on each type of device, the type of rank 0 first.
-        nodes: Device, memory and machine of each rank, from ``Profiler._about``.
+        parts: Measurements on each type of device, starting with that of rank 0.
+        nodes: Facts about the device, memory and machine of each rank.
         names: Node type of each rank.
-        links: Measured times of messages between ranks, as rows of a profile file; empty if not
+        links: Measured times of messages between ranks, in the format of profile files; empty if
+            not measured.
+        reductions: Measured times of all-reduces, in the format of profile files; empty if not
             measured.
-        reductions: Measured times of all-reduces, as rows of a profile file; empty if not measured.
         seconds: Duration of the measurements in seconds.
     """
 
@@ -627,26 +625,26 @@ class ModuleProfile:
 
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
-        """Returns the microbatch sizes whose costs are known on all types of devices, ascending.
+        """Returns, in ascending order, the microbatch sizes with known costs on all device types.
 
-        A quick measurement estimates the costs of some sizes (see :attr:`estimated_sizes`).
+        In a quick profile, the costs of some sizes are estimated (see :attr:`estimated_sizes`).
         """
         sizes = [{sample.micro_batch for sample in part.samples} for part in self.parts]
         return tuple(sorted(set.intersection(*sizes)))
 
     @property
     def estimated_sizes(self) -> tuple[int, ...]:
-        """Returns the microbatch sizes whose costs are estimated on some device, ascending."""
+        """Returns the microbatch sizes with estimated costs on any device, in ascending order."""
         rows = [sample for part in self.parts for sample in part.samples if sample.is_estimated]
         estimated = {row.micro_batch for row in rows}
         return tuple(size for size in self.micro_batch_sizes if size in estimated)
 
     def document(self, *, split: bool = True) -> dict[str, Any]:
-        """Returns the content of a profile file, which ``docs/reference/planner.md`` describes.
+        """Returns the content of a profile file, as described in ``docs/reference/planner.md``.
 
         Args:
-            split: Whether to list the times of the split backward pass, if they were measured,
-                instead of the whole backward pass.
+            split: Whether to use the times of the split backward pass instead of the whole backward
+                pass, if they were measured.
         """
         return profile_file.document(
             self._model(),
@@ -673,7 +671,7 @@ class ModuleProfile:
         profile_file.write(self.document(), Path(path))
 
     def _model(self) -> dict[str, Any]:
-        """Returns the entry ``model`` of a profile file, in which each segment is a layer."""
+        """Returns the entry ``model`` of a profile file. Each segment is described as a layer."""
         part = self.parts[0]
         largest = max(sample.micro_batch for sample in part.samples)
         pieces = [
@@ -698,7 +696,7 @@ class ModuleProfile:
 
     @property
     def hosts(self) -> tuple[MeasuredHost, ...]:
-        """Returns the job's nodes in the order of their first ranks, with memory per process."""
+        """Returns the job's nodes and their memory per process, in the order of the first ranks."""
         hosts: dict[str, MeasuredHost] = {}
         for name, node in zip(self.names, self.nodes, strict=True):
             former = hosts.get(node["machine"])
@@ -714,12 +712,12 @@ class ModuleProfile:
 
 
 def _layer_row(gpu: str, sample: SegmentSample, split: bool) -> dict[str, Any]:
-    """Returns the row of a profile file that describes the segment measured by ``sample``.
+    """Returns the row of a profile file for the measured segment ``sample``.
 
-    ``gpu`` is the name of the device type. ``split`` says whether to list the times of the split
-    backward pass.
+    ``gpu`` is the name of the device type. If ``split`` is true, the row contains the times of the
+    split backward pass.
 
-    The row has the key ``source`` only if the times were estimated instead of measured.
+    The row contains the key ``source`` only if the times were estimated.
     """
     backward_s = (sample.backward_s, 0.0)
     is_estimated = sample.is_estimated
@@ -741,14 +739,15 @@ def _layer_row(gpu: str, sample: SegmentSample, split: bool) -> dict[str, Any]:
 
 
 def _samples(sizes: Sequence[int]) -> str:
-    """Returns the microbatch sizes ``sizes`` as text, such as ``1, 4 samples``."""
+    """Returns ``sizes``, a list of microbatch sizes, as text such as ``1, 4 samples``."""
     return f"{', '.join(map(str, sizes))} sample{'' if list(sizes) == [1] else 's'}"
 
 
 def _node_names(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns each rank's node type, which is the name of its GPU.
+    """Returns the node type of each rank, which is the name of its GPU.
 
-    If nodes with this GPU have different numbers of processes, the number is appended to the name.
+    If nodes with the same GPU have different numbers of processes, the number is appended to the
+    name.
     """
     kinds = dict.fromkeys((node["facts"]["gpu"], node["processes"]) for node in nodes)
     gpus = [gpu for gpu, _ in kinds]
@@ -760,7 +759,7 @@ def _node_names(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _widths(nodes: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Returns the numbers of replicas, at least 2, that a plan may place on the same node.
+    """Returns the possible numbers of replicas on the same node in a plan, starting at 2.
 
     ``nodes`` describes the device, memory and machine of each rank.
     """

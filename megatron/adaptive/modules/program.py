@@ -2,16 +2,16 @@
 
 A stage sends the same list of tensors for all microbatches with equal signatures (see
 ``batch.Signature``). A single tensor is sent directly. Several tensors are packed into one block of
-bytes, at offsets that are computed from shapes and dtypes. Only the block is sent, and the receiver
-uses views of the block as tensors::
+bytes, at offsets computed from their shapes and dtypes. The receiver uses views of the block as
+tensors::
 
     byte 0            64                        block
          | tensor 0   .. | tensor 1             .. |
 
-The backward pass may be split into B (gradients of inputs) and W (gradients of weights). W then
-computes the weight gradients of three kinds of calls, if the weight is a parameter: ``linear``,
-``addmm`` with a weight of ``[in, out]``, and ``embedding``. For all other calls, B computes both
-kinds of gradients.
+The backward pass may be split into B (gradients of inputs) and W (gradients of weights). W computes
+the weight gradients of three kinds of calls, if the weight is a parameter: ``linear``, ``addmm``
+with a weight of shape ``[in, out]``, and ``embedding``. For all other calls, B computes both kinds
+of gradients.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from megatron.adaptive.modules.recompute import RecomputedCalls, changed_buffers
 from megatron.adaptive.modules.segment_meter import SegmentMeter
 from megatron.adaptive.modules.tape import Call, Ref, SegmentWork, Tape, Value
 
-# The second argument of these functions may be a device.
+# Functions whose second argument may be a device.
 _MOVES = (torch.Tensor.to, torch.Tensor.cuda)
 
 
 class _Step:
-    """Runs a recorded call: inserts tensors into its arguments and stores its results.
+    """Runs a recorded call with the tensors of a microbatch.
 
     Args:
         call: Recorded call.
@@ -73,7 +73,7 @@ class _Step:
             for argument in call.args
         )
         self._arguments: Any = (call.args, call.kwargs)
-        # A CPU has no index, so its name never changes.
+        # If both devices are CPUs, there is nothing to replace, because a CPU has no index.
         if tape.device.type != "cpu" or device.type != "cpu":
             self._move(tape.device.type, device)
         self._device_type = device.type
@@ -82,10 +82,10 @@ class _Step:
         self.layer = deferred_layer(call, tape)
 
     def _move(self, source: str, target: torch.device) -> None:
-        """Replaces devices of the type ``source`` in the arguments of the call with ``target``.
+        """Replaces devices of type ``source`` in the call's arguments with ``target``.
 
-        The index of a recorded device does not matter. For example, all ranks may have recorded the
-        model on GPU 0, but each rank runs its stages on another GPU.
+        The index of the recorded device is ignored. For example, all ranks may have recorded the
+        model on GPU 0, while each rank runs its stages on a different GPU.
         """
 
         def leaf(argument: Any) -> Any:
@@ -95,7 +95,7 @@ class _Step:
             return str(target) if is_source else argument
 
         args, kwargs = map_aggregate(self._arguments, leaf)
-        # torch reads an integer as the index of a GPU.
+        # torch interprets an integer as the index of a GPU.
         if type(kwargs.get("device")) is int:
             kwargs = {**kwargs, "device": target}
         if self._call.function in _MOVES and len(args) > 1 and type(args[1]) is int:
@@ -105,13 +105,13 @@ class _Step:
     def run(
         self, env: dict[int, torch.Tensor], store: WeightGradientStore | None, ambient: Any
     ) -> None:
-        """Runs the call on the tensors in ``env`` and stores its results there.
+        """Runs the call on the tensors in ``env``, and stores the results in ``env``.
 
         Args:
-            env: Tensors, by their index on the tape.
+            env: Tensors, keyed by their index on the tape.
             store: Queue of deferred weight-gradient work; ``None`` if the backward pass is not
                 split.
-            ambient: Dtype of the surrounding autocast context; ``None`` if autocast is off.
+            ambient: Autocast dtype of the surrounding context; ``None`` if autocast is off.
         """
         call = self._call
         if self.layer is not None and store is not None:
@@ -125,7 +125,7 @@ class _Step:
         else:
 
             def tensor_of(argument: Any) -> Any:
-                # A result may share memory with an array, so each run gets a copy of the array.
+                # Copy arrays for each run, because a result may share memory with an array.
                 return env[argument.value] if type(argument) is Ref else copied(argument)
 
             args, kwargs = map_aggregate(self._arguments, tensor_of)
@@ -143,7 +143,7 @@ class _Step:
             env[new] = env[old]
 
     def _context(self, ambient: Any) -> contextlib.ExitStack:
-        """Returns a context with the recorded gradient mode and autocast setting of the call."""
+        """Returns a context manager with the call's recorded gradient mode and autocast."""
         call = self._call
         stack = contextlib.ExitStack()
         if not call.with_grad:
@@ -158,13 +158,13 @@ class _Step:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Part:
-    """Contains calls of a stage that run one after another.
+    """Contains consecutive calls of a stage.
 
     Attributes:
-        steps: Calls in the order in which they run.
+        steps: Calls in execution order.
         segment: Index of the segment to which the calls belong.
-        recomputed: Tensors that the calls read and compute; ``None`` if the backward pass does not
-            run the calls again.
+        recomputed: Description of the calls for recomputation; ``None`` if the backward pass does
+            not run them again.
     """
 
     steps: Sequence[_Step]
@@ -178,17 +178,19 @@ class StageProgram:
     Args:
         tape: Recorded forward pass.
         plan: Calls of this stage, and the tensors that it receives and sends.
-        held: Parameters and buffers of this rank by name, including all that the stage uses.
+        held: Parameters and buffers of this rank, keyed by name. Must include all that the stage
+            uses.
         device: Device on which the stage runs.
-        recomputed: Ranges of calls on the tape that the backward pass runs again, ascending.
+        recomputed: Ranges of calls on the tape that the backward pass runs again, in ascending
+            order.
 
     Attributes:
         plan: Calls of this stage, and the tensors that it receives and sends.
         device: Device on which the stage runs.
-        forward_layout: Layout of the message with activations from the previous stage.
-        backward_layout: Layout of the message with gradients to the previous stage.
-        next_forward: Layout of the message with activations to the next stage.
-        next_backward: Layout of the message with gradients from the next stage.
+        forward_layout: Layout of the activation message from the previous stage.
+        backward_layout: Layout of the gradient message to the previous stage.
+        next_forward: Layout of the activation message to the next stage.
+        next_backward: Layout of the gradient message from the next stage.
         gradients_in: Whether each received tensor has a gradient.
         gradients_out: Whether each sent tensor has a gradient.
     """
@@ -222,7 +224,7 @@ class StageProgram:
         ]
 
     def _prepare(self) -> list[_Step]:
-        """Returns the calls of the stage, each with the tensors that it may free afterwards."""
+        """Returns the calls of the stage, each with the tensors to free after it."""
         tape = self._tape
         plan = self.plan
         keep = {*plan.sent, *([] if plan.result is None else [plan.result])}
@@ -253,10 +255,10 @@ class StageProgram:
         ]
 
     def _divide(self, steps: Sequence[_Step], recomputed: Sequence[range]) -> list[_Part]:
-        """Divides the calls ``steps`` into parts that are recomputed as a whole or not at all.
+        """Divides the calls ``steps`` into parts. A part is recomputed as a whole or not at all.
 
-        ``recomputed`` contains the ranges of recomputed calls. A part outside of these ranges
-        contains calls of only one segment.
+        ``recomputed`` contains the ranges of recomputed calls. Outside of these ranges, the calls
+        of a part belong to the same segment.
         """
         range_of = {number: calls.start for calls in recomputed for number in calls}
 
@@ -274,16 +276,15 @@ class StageProgram:
         return parts
 
     def _segment_of(self, number: int) -> int:
-        """Returns the segment of call ``number``, but at least the stage's first segment.
+        """Returns the segment of this stage to which call ``number`` belongs.
 
-        A stage may repeat calls of earlier stages. Such calls count for the first segment of this
-        stage.
+        Repeated calls of earlier stages belong to the first segment of this stage.
         """
         return max(self._tape.calls[number].segment, self.plan.segments.start)
 
     @cached_property
     def _results(self) -> dict[int, tuple[int, ...]]:
-        """Returns, for each segment, its results with gradients that later segments use."""
+        """Returns each segment's results that require a gradient and that later segments use."""
         tape = self._tape
         made_in: dict[int, int] = {}
         used_later = dict.fromkeys(self.plan.sent)
@@ -304,7 +305,7 @@ class StageProgram:
         return {segment: tuple(values) for segment, values in results.items()}
 
     def _has_gradient(self, steps: Sequence[_Step]) -> bool:
-        """Returns whether any of the calls in ``steps`` makes a tensor that requires a gradient."""
+        """Returns whether any call in ``steps`` creates a tensor that requires a gradient."""
         tape = self._tape
         return any(
             tape.values[made].requires_grad
@@ -313,7 +314,7 @@ class StageProgram:
         )
 
     def _recomputed(self, steps: Sequence[_Step]) -> RecomputedCalls:
-        """Returns an object that runs the calls in ``steps`` now and again in the backward pass."""
+        """Returns an object that runs ``steps``, and runs them again in the backward pass."""
         tape = self._tape
         calls = [tape.calls[step.number] for step in steps]
         made = {value for call in calls for value, _ in call.outputs}
@@ -346,17 +347,18 @@ class StageProgram:
         """Runs the forward pass of the stage.
 
         Args:
-            inputs: Tensors of the microbatch, by the name of their batch entry.
-            received: Tensors from the previous stage, as leaves of this stage's autograd graph.
-            random: Function that seeds the random generator before a call draws random numbers. Its
-                argument is the index of the call.
+            inputs: Tensors of the microbatch, keyed by the name of the batch entry.
+            received: Tensors from the previous stage. They are leaves of this stage's autograd
+                graph.
+            random: Function that seeds the random generator before a call that draws random
+                numbers. Its argument is the index of the call.
             store: Queue of deferred weight-gradient work; ``None`` if the backward pass is not
                 split.
             meter: Object that times the segments; ``None`` if this pass is not measured.
 
         Returns:
-            Tensors to send, in the order of the plan, and the loss (``None`` except in the last
-            stage).
+            Tensors to send, in the order of the plan, and the loss (``None`` for all stages but the
+                last).
         """
         env: dict[int, torch.Tensor] = dict(self._constants)
         env.update(zip(self.plan.received, received, strict=True))
@@ -388,7 +390,7 @@ class StageProgram:
         store: WeightGradientStore | None,
         env: dict[int, torch.Tensor],
     ) -> None:
-        """Runs the calls in ``steps`` on the tensors in ``env``, as :meth:`forward` describes."""
+        """Runs the calls ``steps`` on the tensors in ``env``. See :meth:`forward`."""
         calls = self._tape.calls
         ambient = self._tape.autocast
         for step in steps:
@@ -404,17 +406,17 @@ _NOTHING = contextlib.nullcontext()
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankPrograms:
-    """Contains the programs of a rank's stages for microbatches of one signature.
+    """Contains the programs of a rank's stages for all microbatches with the same signature.
 
     Attributes:
-        by_mode: Program of each chunk (stage) of this rank, for training, evaluation or both.
-        meter: Object that measures the size of the activations that each chunk keeps.
-        segment_bytes: Size in bytes of the tensors through which gradients flow, for each of the
-            model's segments; zeros if training is not recorded.
-        segment_work: Operation counts of each of the model's segments for a microbatch, in training
-            if training is recorded, otherwise in evaluation.
-        frozen_stages: Number of leading stages of the pipeline through which no gradient flows;
-            ``None`` if training is not recorded.
+        by_mode: Programs of this rank's chunks (stages), for training, evaluation or both.
+        meter: Object that measures the size of each chunk's activations.
+        segment_bytes: Size in bytes of the tensors with gradients in each segment of the model;
+            zeros if training is not recorded.
+        segment_work: Operation counts of each segment of the model for a microbatch, in training if
+            it is recorded, otherwise in evaluation.
+        frozen_stages: Number of leading pipeline stages through which no gradient flows; ``None``
+            if training is not recorded.
     """
 
     by_mode: Mapping[Literal["training", "evaluation"], Sequence[StageProgram]]
@@ -430,15 +432,15 @@ class RankPrograms:
 
     @property
     def activation_bytes(self) -> int:
-        """Returns the size in bytes of the whole model's tensors through which gradients flow."""
+        """Returns the size in bytes of the tensors with gradients in the whole model."""
         return sum(self.segment_bytes)
 
     def programs(self, *, forward_only: bool) -> Sequence[StageProgram]:
-        """Returns the programs for evaluation if ``forward_only`` is true, else for training."""
+        """Returns the programs for evaluation if ``forward_only``; otherwise those for training."""
         return self.by_mode["evaluation" if forward_only else "training"]
 
     def with_modes_of(self, other: RankPrograms) -> RankPrograms:
-        """Combines these programs with ``other``, which was recorded in another mode."""
+        """Returns these programs combined with ``other``, which were recorded in another mode."""
         return RankPrograms(
             by_mode={**self.by_mode, **other.by_mode},
             meter=self.meter,
@@ -464,24 +466,25 @@ _NOTHING_PENDING = _Pending([], [], None)
 
 @dataclass(kw_only=True, eq=False)
 class ProgramStages(SplitStages):
-    """Runs the forward and backward passes of a rank's stages in one step, for the executor.
+    """Runs the forward and backward passes of a rank's stages during one step.
 
-    Gradients are computed for the sum of the microbatches' losses, each multiplied by its weight
-    and by ``scale``. :class:`~megatron.adaptive.engine.executor.Stages` describes the methods.
+    Gradients are computed of the sum of the microbatches' losses, each multiplied by its weight and
+    by ``scale``. The executor calls the methods, which
+    :class:`~megatron.adaptive.engine.executor.Stages` describes.
 
     Attributes:
-        programs: Program of each chunk (stage) of this rank, for each microbatch.
-        microbatches: Batch entries that the programs use, by name, for each microbatch.
+        programs: Programs of this rank's chunks (stages), for each microbatch.
+        microbatches: Batch entries that the programs use, keyed by name, for each microbatch.
         random: Object that seeds the random generator before each call that draws random numbers.
-        held: Parameters and buffers that this rank keeps, by name in the model.
+        held: Parameters and buffers of this rank, keyed by their names in the model.
         device: Device on which the stages run.
-        meters: Object that measures the activations that each chunk keeps, for each microbatch.
-        stores: Queue of deferred weight-gradient work for each chunk; ``None`` if the backward pass
-            is not split.
+        meters: Object that measures the activations of each chunk, for each microbatch.
+        stores: Queues of deferred weight-gradient work, one per chunk; ``None`` if the backward
+            pass is not split.
         scale: Factor by which the loss is multiplied, such as the loss scale of fp16.
-        loss_weights: Weight of each microbatch's loss; ``None`` for the mean. A microbatch with
-            weight 0 adds no gradient.
-        forward_only: Whether only forward passes run, as in evaluation.
+        loss_weights: Weight of each microbatch's loss; ``None`` weights them equally, so that the
+            sum is the mean. Microbatches with weight 0 add no gradient.
+        forward_only: Whether to run only forward passes, as in evaluation.
         frozen_chunks: Number of leading chunks of this rank that run no backward passes, because no
             gradient flows through them.
         meter: Object that times the segments; ``None`` if this step is not measured.
@@ -528,7 +531,7 @@ class ProgramStages(SplitStages):
                 sent, loss = self._run(chunk, microbatch, values)
             scaled = None if loss is None else loss * self._factors[microbatch]
             edges = [get_gradient_edge(value) for value in compress(sent, program.gradients_out)]
-            # If no gradients flow, do not keep the received tensors until the backward pass.
+            # Keep the received tensors for the backward pass only if gradients flow.
             if edges or scaled is not None:
                 self._pending[chunk, microbatch] = _Pending(values, edges, scaled)
         if loss is not None:
@@ -548,7 +551,7 @@ class ProgramStages(SplitStages):
         )
 
     def release(self, chunk: int, microbatch: int) -> None:
-        """Does nothing, because a stage's output is not kept after it is sent."""
+        """Does nothing, because the output of a stage is not kept after it is sent."""
 
     def activation_bytes(self, chunk: int, microbatch: int) -> int:
         return self.meters[microbatch].bytes_of(chunk)
@@ -560,16 +563,16 @@ class ProgramStages(SplitStages):
         pending = self._pending.pop((chunk, microbatch), _NOTHING_PENDING)
         with _NOTHING if self._stores is None else self._stores[chunk].collect(microbatch):
             if not self._factors[microbatch]:
-                # Skip a microbatch with weight 0, because a mean over no items is NaN, and its
-                # gradient times zero is also NaN.
+                # Skip microbatches with weight 0, because a mean over zero items is NaN, and NaN
+                # times zero is still NaN.
                 pass
             elif pending.loss is not None:
                 if pending.loss.requires_grad:
                     torch.autograd.backward(pending.loss)
             elif pending.edges:
                 assert gradient is not None
-                # If a received tensor is also sent to the next stage, it is a leaf of the autograd
-                # graph, and autograd adds up the gradients of both uses in this leaf.
+                # If a received tensor is also sent to the next stage, autograd adds the gradients
+                # of both uses, because the tensor is a leaf.
                 torch.autograd.backward(pending.edges, program.next_backward.unpack(gradient))
             if self.meter is not None:
                 self.meter.ends_backward()
@@ -578,7 +581,7 @@ class ProgramStages(SplitStages):
         return layout.pack(gradients or [None] * len(layout.parts), self.device)
 
     def finish(self) -> None:
-        """Frees the tensors that the step kept, even if the step failed."""
+        """Frees the tensors kept by the step, even if the step failed."""
         self._pending.clear()
         super().finish()
 
@@ -607,7 +610,7 @@ class MessageLayout:
     """Describes which tensors a message contains, and at which offsets.
 
     Attributes:
-        parts: Tensors of the message, in order.
+        parts: Description of each tensor in the message, in order.
         nbytes: Size of the message in bytes, at least 1.
     """
 
@@ -628,10 +631,10 @@ class MessageLayout:
         return cls(tuple(parts), max(1, offset))
 
     def pack(self, tensors: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-        """Returns a message on ``device`` with ``tensors``, in which ``None`` stands for zeros.
+        """Returns a message on ``device`` with ``tensors``. ``None`` stands for a tensor of zeros.
 
         Raises:
-            ConfigError: If a tensor's shape or dtype differs from the recording.
+            ConfigError: If the shape or dtype of a tensor differs from the recording.
         """
         for tensor, part in zip(tensors, self.parts, strict=True):
             if tensor is not None and (tensor.shape != part.shape or tensor.dtype != part.dtype):
@@ -658,7 +661,7 @@ class MessageLayout:
 
 
 def _difference_of(tensor: torch.Tensor, part: MessagePart) -> str:
-    """Returns an error message, because ``tensor`` differs from ``part`` of the recording."""
+    """Returns an error message for a ``tensor`` that differs from the recorded ``part``."""
     sent = f"a tensor of shape {list(tensor.shape)} and {tensor.dtype} is sent to the next stage"
     if tensor.shape == part.shape and tensor.is_floating_point() and part.dtype.is_floating_point:
         return (
@@ -686,11 +689,12 @@ class _Deferred:
         activation: Reference (:class:`Ref`) to the input of the layer.
         weight: Reference (:class:`Ref`) to the weight.
         bias: Reference (:class:`Ref`) to the bias; ``None`` if the layer has no bias.
-        kind: Kind of layer, ``linear``, ``addmm`` or ``embedding``.
-        padding: Row of the embedding that gets no gradient (``padding_idx``); -1 if there is no
-            such row.
-        by_frequency: Value of the option ``scale_grad_by_freq`` of torch's embedding.
-        is_unsupported: Whether an option of the call prevents deferring its weight gradient.
+        kind: Kind of the layer: ``linear``, ``addmm`` or ``embedding``.
+        padding: Row of the embedding without a gradient (``padding_idx``); -1 if there is no such
+            row.
+        by_frequency: Value of the embedding's option ``scale_grad_by_freq``.
+        is_unsupported: Whether the weight gradient cannot be deferred because of an option of the
+            call.
     """
 
     activation: Any
@@ -704,14 +708,15 @@ class _Deferred:
     def run(
         self, env: dict[int, torch.Tensor], store: WeightGradientStore, dtype: torch.dtype | None
     ) -> torch.Tensor | None:
-        """Returns the layer's output, or ``None`` if its weight gradient cannot be deferred.
+        """Runs the layer and returns its output, or returns ``None`` if it cannot be deferred.
 
-        ``env`` contains tensors by index on the tape, ``store`` is the queue of deferred
-        weight-gradient work, and ``dtype`` is the dtype of autocast.
+        ``env`` contains tensors, keyed by their index on the tape, ``store`` is the queue of
+        deferred weight-gradient work, and ``dtype`` is the autocast dtype.
         """
         weight: Any = env[self.weight.value]
         bias: Any = None if self.bias is None else env[self.bias.value]
-        # The user's hooks on a parameter run only if autograd computes the parameter's gradient.
+        # Do not defer if the user has added hooks, because hooks run only if autograd computes the
+        # gradient.
         if not is_deferring(store, weight) or _has_hooks(weight) or _has_hooks(bias):
             return None
         call: LayerCall
@@ -723,7 +728,7 @@ class _Deferred:
 
 
 def _has_hooks(parameter: torch.Tensor | None) -> bool:
-    """Returns whether a user's hooks run when ``parameter`` gets its gradient."""
+    """Returns whether the user has added gradient hooks to ``parameter``."""
     hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
     return any(getattr(parameter, name, None) for name in hooks)
 
@@ -769,14 +774,14 @@ _DEFERRING: Mapping[Any, Callable[..., _Deferred]] = {
 
 
 def deferred_layer(call: Call, tape: Tape) -> _Deferred | None:
-    """Describes how to defer the weight gradient of ``call``; ``None`` if this is impossible."""
+    """Describes how to defer the weight gradient of ``call``; ``None`` if it is not possible."""
     make = _DEFERRING.get(call.function)
     if make is None or not call.with_grad or call.changes or len(call.outputs) != 1:
         return None
     try:
         deferred = make(*call.args, **call.kwargs)
     except TypeError:
-        # The functions in _DEFERRING do not accept one of the call's arguments.
+        # The call has an argument that the functions in _DEFERRING do not support.
         return None
     weights = [ref for ref in (deferred.weight, deferred.bias) if ref is not None]
     refs = (deferred.activation, *weights)

@@ -1,4 +1,4 @@
-"""Seeds torch's random generators for each recorded call that draws random numbers."""
+"""Seeds torch's random generators before each recorded call that draws random numbers."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from megatron.adaptive.accelerator import default_generator
 
 
 class RandomKey:
-    """Seeds the random generators of device and CPU by seed, step, microbatch and call.
+    """Seeds random generators from the training run's seed, the step, microbatch and call.
 
-    As a result, random numbers do not depend on the schedule, on the partition, or on the
+    With these seeds, random numbers do not depend on the schedule, the partition, or the
     distribution of microbatches over replicas. A call that runs again draws the same numbers. The
-    CPU's generator is included, because a model on a GPU may also draw numbers on the CPU.
+    generator of the CPU is always seeded, because a model on a GPU may also draw numbers on the
+    CPU.
 
     Args:
         seed: Seed of the training run.
         device: Device whose random generator is seeded.
 
     Attributes:
-        seed: Seed of the training run. A new value takes effect with the next random number.
+        seed: Seed of the training run. A new value takes effect at the next call of :meth:`apply`.
         step: Index of the training step.
     """
 
@@ -33,7 +34,7 @@ class RandomKey:
         if self._generators[0] is not torch.default_generator:
             self._generators.append(torch.default_generator)
         self.step = 0
-        # Until begin() is called, the number of each microbatch is its index in the step.
+        # Until begin() is called, use the index of a microbatch in the step as its number.
         self._numbers: Sequence[int] = range(1 << 31)
 
     def begin(self, step: int, numbers: Sequence[int]) -> None:
@@ -41,21 +42,21 @@ class RandomKey:
 
         Args:
             step: Index of the training step.
-            numbers: Index of each microbatch among the microbatches of all replicas, in the order
-                in which this replica runs them.
+            numbers: Index of each microbatch among the microbatches of all replicas, in this
+                replica's execution order.
         """
         self.step = step
         self._numbers = numbers
 
     def apply(self, microbatch: int, call: int) -> None:
-        """Seeds the random generators before a call draws random numbers for a microbatch."""
+        """Seeds the random generators for the call with index ``call`` of a microbatch."""
         source = struct.pack("<qqqq", self.seed, self.step, self._numbers[microbatch], call)
         digest = hashlib.blake2b(source, digest_size=8).digest()
         for generator in self._generators:
             generator.manual_seed(int.from_bytes(digest, "little"))
 
     def states(self) -> list[torch.Tensor]:
-        """Returns the states of the random generators, for :meth:`restore`."""
+        """Returns the states of the random generators, to be passed to :meth:`restore`."""
         return [generator.get_state() for generator in self._generators]
 
     def restore(self, states: Sequence[torch.Tensor]) -> None:

@@ -1,12 +1,12 @@
-"""Chooses recorded calls that the backward pass runs again, instead of keeping their results.
+"""Selects calls that the backward pass runs again, instead of keeping their results in memory.
 
-A recomputed range of calls keeps only its inputs from the forward to the backward pass::
+For a recomputed range of calls, only the inputs are kept until the backward pass::
 
     forward     inputs ──> call ─> call ─> call ──> outputs       results in between are freed
     backward    inputs ──> call ─> call ─> call ──> gradients     the same calls run again
 
-Both runs draw the same random numbers, because the generators of device and CPU are seeded before
-each call that draws random numbers.
+Both runs draw the same random numbers, because the random generators are seeded before each call
+that draws random numbers.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ _PRODUCTS = frozenset(
         torch.ops.aten.baddbmm.default,
     )
 )
-# Functions with this text in their names may change buffers, such as running means, without
-# increasing the tensor's version. The recorder does not see such changes.
+# Functions whose names contain this text may change buffers, such as running means, without
+# increasing the version of the tensor, so that the recorder does not detect the change.
 _CHANGES_SILENTLY = "norm"
-# Maximum distance in calls between the softmax of an attention and each of its two matmuls.
+# Maximum number of calls between the softmax of an attention and each of its two matmuls.
 _NEAR = 12
 
 
@@ -66,7 +66,7 @@ def check_recompute(recompute: Any) -> None:
     """Checks that ``recompute`` has a valid type and value.
 
     Raises:
-        ConfigError: If the setting is neither ``all``, ``selective``, ``None`` nor a sequence of
+        ConfigError: If the setting is not ``all``, ``selective``, ``None`` or a sequence of
             indices.
     """
     if recompute is None or recompute in ("all", "selective"):
@@ -81,7 +81,7 @@ def check_recompute(recompute: Any) -> None:
 
 
 def recomputed_ranges(tape: Tape, recompute: Recompute) -> list[range]:
-    """Returns the ranges of calls on ``tape`` that ``recompute`` selects, ascending and disjoint.
+    """Returns the disjoint ranges of calls on ``tape`` that ``recompute`` selects, in order.
 
     Raises:
         ConfigError: If a segment does not exist or cannot be recomputed, or no attention is found.
@@ -122,9 +122,10 @@ def recomputed_ranges(tape: Tape, recompute: Recompute) -> list[range]:
 
 
 def _attention_ranges(tape: Tape) -> list[range]:
-    """Returns the range of calls of each attention on ``tape``.
+    """Returns the range of calls of each attention operation on ``tape``.
 
-    A range starts with the matmul of Q and K, and ends with the matmul with V.
+    Unless attention is a single call, the range starts with the matmul of Q and K and ends with the
+    matmul with V.
     """
     ranges: list[range] = []
     for number, call in enumerate(tape.calls):
@@ -142,10 +143,9 @@ def _attention_ranges(tape: Tape) -> list[range]:
 
 
 def _product_near(tape: Tape, numbers: range, softmax: Call) -> int | None:
-    """Returns the index of the first matmul in ``numbers`` within the segment of ``softmax``.
+    """Returns the first index in ``numbers`` of a matmul in the segment of the call ``softmax``.
 
-    ``numbers`` contains indices of calls on ``tape``, and ``softmax`` is a call. Returns ``None``
-    if there is no such matmul.
+    ``numbers`` contains indices of calls on ``tape``. Returns ``None`` if there is no such matmul.
     """
     for number in numbers:
         if not 0 <= number < len(tape.calls) or tape.calls[number].segment != softmax.segment:
@@ -156,10 +156,10 @@ def _product_near(tape: Tape, numbers: range, softmax: Call) -> int | None:
 
 
 def _outside_change(tape: Tape, calls: range) -> tuple[int, ...] | None:
-    """Returns the shape of a tensor that ``calls`` change in place, but did not create.
+    """Returns the shape of a tensor that ``calls`` change in place but did not create.
 
-    Returns ``None`` if there is no such tensor. Buffers are ignored, because a copy of each buffer
-    is kept for the second run.
+    Returns ``None`` if there is no such tensor. Buffers are ignored, because changed buffers are
+    copied for the second run.
     """
     outside = {
         tape.values[read].storage
@@ -193,13 +193,13 @@ def changed_buffers(tape: Tape) -> set[int]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RecomputedCalls:
-    """Runs a range of calls so that the backward pass runs them again.
+    """Runs a range of calls, and runs them again in the backward pass.
 
     Attributes:
         fixed: Indices on the tape of the parameters, inputs, constants and buffers that the calls
             read.
         copied: Indices of the buffers in ``fixed`` that the forward pass changes.
-        inputs: Indices of the tensors from earlier calls or stages that the calls read.
+        inputs: Indices of the tensors from earlier calls and stages that the calls read.
         results: Indices of the tensors that the calls compute and that later calls need.
         drops: Indices of the tensors that the calls read and that no later call needs.
     """
@@ -213,12 +213,12 @@ class RecomputedCalls:
     def run(
         self, env: dict[int, torch.Tensor], run_calls: Callable[[dict[int, torch.Tensor]], None]
     ) -> None:
-        """Runs the calls on the tensors in ``env`` and stores their results there.
+        """Runs the calls on the tensors in ``env``, and stores the results in ``env``.
 
         Args:
             env: Tensors, by their index on the tape.
-            run_calls: Function that runs the calls on a dictionary of tensors by index, and adds
-                their results to the dictionary.
+            run_calls: Function that runs the calls on a dictionary of tensors, keyed by index, and
+                adds the results to it.
         """
         fixed = {number: env[number] for number in self.fixed}
         copies = {number: env[number].clone() for number in self.copied}
@@ -228,8 +228,8 @@ class RecomputedCalls:
             nonlocal is_again
             local = {**fixed, **dict(zip(self.inputs, tensors, strict=True))}
             if is_again:
-                # The second run must read the same buffer values as the first run, and must not
-                # change the buffers.
+                # The second run must read the same buffer values as the first one, and must not
+                # change the buffers again.
                 local.update((number, copy.clone()) for number, copy in copies.items())
             is_again = True
             run_calls(local)
@@ -238,7 +238,7 @@ class RecomputedCalls:
         tensors = [env[number] for number in self.inputs]
         for number in self.drops:
             del env[number]
-        # The generators of device and CPU are seeded before each call that draws random numbers,
-        # so their states do not need to be saved.
+        # The states of the random generators do not need to be saved, because the generators are
+        # seeded before each call that draws random numbers.
         made = checkpoint(compute, *tensors, use_reentrant=False, preserve_rng_state=False)
         env.update(zip(self.results, made, strict=True))

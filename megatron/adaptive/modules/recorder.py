@@ -1,8 +1,8 @@
 """Records the torch calls of a running model on a tape.
 
-Each call is recorded as the model makes it (``dropout``, ``layer_norm``,
-``scaled_dot_product_attention``, a custom ``autograd.Function``), not as the smaller operations
-inside the call. So the recording has the same gradients as the model.
+Calls are recorded at the level at which the model makes them (``dropout``, ``layer_norm``,
+``scaled_dot_product_attention``, a custom ``autograd.Function``), and not as the smaller operations
+inside. Therefore, a replay of the recording has the same gradients as the model.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from megatron.adaptive.modules.cut_points import cut_points_of, mark
 from megatron.adaptive.modules.host_memory import Constants, copied
 from megatron.adaptive.modules.tape import Call, Ref, Tape, Value
 
-# These functions return the value of a tensor to Python code. The recorder cannot follow this
-# value.
+# Functions that return the values of a tensor to Python code, where the recorder cannot follow
+# them.
 READING = frozenset(
     (
         "item",
@@ -48,16 +48,16 @@ READING = frozenset(
         "is_nonzero",
     )
 )
-# These functions register gradient hooks. Recording a call to them does not record the code of the
+# Functions that register gradient hooks. Recording such a call would not record the code of the
 # hook.
 HOOKING = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
 # Name of torch's autograd function for activation checkpointing. The recorder calls the
-# checkpointed function directly, so that the calls in it are recorded.
+# checkpointed function directly, in order to record the calls inside.
 _RECOMPUTING = "CheckpointFunction"
 
 
 class ReadsValueError(ConfigError):
-    """Raised if the forward pass reads a tensor's value in Python, or cannot be recorded."""
+    """Raised if the forward pass reads a tensor's value, or cannot be recorded otherwise."""
 
 
 @contextlib.contextmanager
@@ -79,7 +79,7 @@ def undisturbed(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def custom_functions(recorder: CallRecorder) -> Iterator[None]:
-    """Passes calls of ``autograd.Function.apply`` to the recorder, because torch does not do so."""
+    """Passes calls of ``autograd.Function.apply``, which torch does not report, to the recorder."""
     function: Any = torch.autograd.Function
     original = function.__dict__["apply"]
 
@@ -99,14 +99,14 @@ def custom_functions(recorder: CallRecorder) -> Iterator[None]:
 
 
 class _Captured(TorchFunctionMode):
-    """Collects or replaces tensors that a function uses but does not get as arguments.
+    """Collects or replaces tensors that a function uses without receiving them as arguments.
 
     Args:
         is_known: Function that returns whether to collect a tensor.
-        replaced: New tensors, by the ``id()`` of the replaced tensor.
+        replaced: New tensors, keyed by the ``id()`` of the tensor that they replace.
 
     Attributes:
-        tensors: Collected tensors, by their ``id()``.
+        tensors: Collected tensors, keyed by their ``id()``.
     """
 
     def __init__(
@@ -130,13 +130,13 @@ class _Captured(TorchFunctionMode):
 
 
 class MappedFunction:
-    """Runs a function made by ``torch.vmap``, with its captured tensors as an extra argument.
+    """Runs a function returned by ``torch.vmap``, with its captured tensors as an extra argument.
 
     Args:
         run: Function of torch that runs a mapped function.
-        options: First arguments of ``run``: the mapped function, and the settings of the mapping.
+        options: First arguments of ``run``: the mapped function, and the options of the mapping.
         modes: Torch function modes that were active around the call.
-        captured: Tensors that the mapped function uses but does not get as arguments.
+        captured: Tensors that the mapped function uses without receiving them as arguments.
     """
 
     __name__ = "vmap"
@@ -155,16 +155,16 @@ class MappedFunction:
         self._captured = tuple(captured)
 
     def __call__(self, captured: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Runs the function with its captured tensors replaced by ``captured``."""
+        """Runs the function with ``captured`` in place of its captured tensors."""
         pairs = zip(self._captured, captured, strict=True)
         return self._call(_Captured(replaced={id(old): new for old, new in pairs}), args, kwargs)
 
     def captures(
         self, is_known: Callable[[torch.Tensor], bool], args: Any, kwargs: Any
     ) -> list[torch.Tensor]:
-        """Runs the function with ``args`` and ``kwargs``, and returns the tensors that it captures.
+        """Runs the function with ``args`` and ``kwargs``, and returns the tensors it captures.
 
-        Only tensors for which ``is_known`` is true are returned.
+        Returns only tensors for which ``is_known`` returns ``True``.
         """
         mode = _Captured(is_known)
         self._call(mode, args, kwargs)
@@ -180,7 +180,7 @@ class MappedFunction:
 
 @contextlib.contextmanager
 def mapped_functions(recorder: CallRecorder) -> Iterator[None]:
-    """Passes calls of functions made by ``torch.vmap`` to the recorder as single calls."""
+    """Passes calls of functions returned by ``torch.vmap`` to the recorder as single calls."""
     apis: Any = torch._functorch.apis
     original = apis.vmap_impl
 
@@ -198,10 +198,10 @@ def mapped_functions(recorder: CallRecorder) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """Describes where Python code read the values of a tensor.
+    """Describes a place in Python code that reads the values of a tensor.
 
     Attributes:
-        storages: Memory addresses of the tensor and of the tensors that it was computed from.
+        storages: Memory addresses of the tensor and of all tensors from which it was computed.
         code_line: File and line of the Python code.
     """
 
@@ -211,14 +211,14 @@ class _Read:
 
 @dataclass(frozen=True, slots=True)
 class _Attribute:
-    """Describes a tensor that an attribute of a module held before the forward pass.
+    """Describes an attribute of a module that was a tensor before the forward pass.
 
     Attributes:
         module: Module with the attribute.
         path: Name of the module in the model.
         key: Name of the attribute in the module.
         is_buffer: Whether the attribute is a buffer.
-        tensor: Tensor that the attribute held.
+        tensor: Value of the attribute before the forward pass.
     """
 
     module: torch.nn.Module
@@ -229,7 +229,7 @@ class _Attribute:
 
     @property
     def name(self) -> str:
-        """Returns the name of the attribute in the model."""
+        """Returns the full name of the attribute in the model."""
         return f"{self.path}.{self.key}" if self.path else self.key
 
     @property
@@ -240,21 +240,21 @@ class _Attribute:
 
 
 def _refuse_hooks(model: torch.nn.Module) -> None:
-    """Raises a ``ConfigError`` if a module of ``model`` has a hook for its backward pass."""
+    """Raises ``ConfigError`` if a module of ``model`` has a backward hook."""
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise ConfigError(
-                f"{name or type(module).__name__} has a backward hook, but stages run recorded "
-                "calls, not modules; remove the hook, or change the gradient with an "
-                "autograd.Function"
+                f"{name or type(module).__name__} has a backward hook, which would not run because "
+                "stages replay recorded calls instead of calling modules; remove the hook, or "
+                "change the gradient with an autograd.Function"
             )
 
 
 def _refuse_side_effects(function: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raises a ``ConfigError`` if a call of ``function`` has an effect that cannot be recorded.
+    """Raises ``ConfigError`` if a call of ``function`` has an effect that cannot be recorded.
 
-    Such calls register gradient hooks, or draw random numbers from a separate generator. ``args``
-    and ``kwargs`` are the arguments of the call.
+    Calls with such effects register gradient hooks, or draw random numbers from a separate
+    generator. ``args`` and ``kwargs`` are the arguments of the call.
     """
     if getattr(function, "__name__", "") in HOOKING:
         raise ConfigError(
@@ -273,11 +273,11 @@ class CallRecorder(TorchFunctionMode):
 
     Args:
         model: Model whose calls are recorded.
-        inputs: Tensors of the microbatch, by the name of their batch entry.
-        freeze: Whether Python code may read tensor values, which are then assumed equal for every
-            microbatch. Otherwise, reading them is an error.
-        decisive: Names of the inputs whose values Python code may read, because they are equal
-            whenever the recording is used.
+        inputs: Tensors of the microbatch, keyed by the name of the batch entry.
+        freeze: Whether Python code may read tensor values, which are then assumed to be equal for
+            every microbatch. If ``False``, reading values is an error.
+        decisive: Names of the inputs whose values Python code may read, because the recording is
+            used only for microbatches with these values.
         may_miss: Whether the forward pass may skip cut points.
     """
 
@@ -349,15 +349,14 @@ class CallRecorder(TorchFunctionMode):
         return self.note(func, args, kwargs or {}, func)
 
     def note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any) -> Any:
-        """Runs a call, and records it if the call makes or changes a tensor.
+        """Runs a call, and records it if it creates or changes a tensor.
 
-        ``function`` is recorded on the tape. ``run`` has the same result, and is the function that
-        is called now.
+        ``function`` is the function to record, and ``run`` is the function to call, which has the
+        same result.
         """
         tensors = [tensor for tensor, _ in tensor_paths((args, kwargs))]
-        # Functions of torch.func compute with wrapped tensors, and unwrap the results without a
-        # call that could be recorded. So the results would become constants with the values of the
-        # sample.
+        # Functions of torch.func compute with wrapped tensors. No call that could be recorded
+        # unwraps the results, so they would become constants with the values of the sample.
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise ReadsValueError(
                 f"{where()} runs inside a function of torch.func, but only vmap can be recorded; "
@@ -366,7 +365,8 @@ class CallRecorder(TorchFunctionMode):
         self._refuse_reading(function, tensors)
         _refuse_side_effects(function, args, kwargs)
         states = [(tensor._version, tensor.requires_grad) for tensor in tensors]
-        # The call may change lists and arrays, but replays need the values from before the call.
+        # Copy lists and arrays, because the call may change them, and replays need the original
+        # values.
         arguments: Any = map_aggregate((args, kwargs), copied)
         self._watch_random_numbers()
         self.is_inside = True
@@ -389,7 +389,8 @@ class CallRecorder(TorchFunctionMode):
         template: Any = map_aggregate(arguments, partial(self._refer, reads))
         made: dict[int, tuple[torch.Tensor, tuple[Any, ...]]] = {}
         for tensor, path in results:
-            # If a result is already on the tape, the call only returned one of its arguments.
+            # Skip results that are already on the tape, because they are arguments that the call
+            # returned.
             if id(tensor) not in self._numbers:
                 made.setdefault(id(tensor), (tensor, path))
         if made or changed:
@@ -397,20 +398,20 @@ class CallRecorder(TorchFunctionMode):
         return result
 
     def _run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any) -> Any:
-        """Returns the result of a call.
+        """Runs a call and returns its result.
 
         Args:
             function: Function to record on the tape.
             args: Positional arguments of the call.
             kwargs: Keyword arguments of the call.
-            run: Function to call, which has the same result as ``function``.
+            run: Function to call. It has the same result as ``function``.
         """
         return run(*args, **kwargs)
 
     def _keep_constants(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Copies each tensor in ``tensors`` that no recorded call made, unless it has been copied.
+        """Copies each tensor in ``tensors`` that no recorded call created, unless already copied.
 
-        Attributes of modules are not copied, because the forward pass must not change them.
+        Attributes of modules are not copied, because the forward pass may not change them.
         """
         for tensor in tensors:
             key = id(tensor)
@@ -424,7 +425,7 @@ class CallRecorder(TorchFunctionMode):
     def _watch_random_numbers(self) -> None:
         """Saves the states of the random generators.
 
-        :meth:`_drew_random_numbers` later compares the states with the saved states.
+        :meth:`_drew_random_numbers` compares these states with later states.
         """
         generators = [torch.default_generator]
         if self.tape.device.type == "cuda":
@@ -434,7 +435,7 @@ class CallRecorder(TorchFunctionMode):
     def _drew_random_numbers(self) -> bool:
         """Returns whether random numbers were drawn since the last :meth:`_watch_random_numbers`.
 
-        The generators of the CPU and of the device are compared.
+        The method compares the states of the generators of CPU and device.
         """
         return any(
             not torch.equal(generator.get_state(), state) for generator, state in self._states
@@ -443,7 +444,7 @@ class CallRecorder(TorchFunctionMode):
     def note_mapped(
         self, run: Any, options: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Runs a function that ``torch.vmap`` returned, and records it as one call.
+        """Runs a function returned by ``torch.vmap``, and records it as one call.
 
         Args:
             run: Function of torch that runs a mapped function.
@@ -477,9 +478,9 @@ class CallRecorder(TorchFunctionMode):
 
         Args:
             function: Function that was called.
-            template: Arguments of the call, with a :class:`Ref` instead of each tensor.
+            template: Arguments of the call, with a :class:`Ref` in place of each tensor.
             reads: Indices on the tape of the tensors in the arguments.
-            made: New tensors, each with the indices and keys that lead to it in the call's result.
+            made: New tensors, each with its path (indices and keys) in the call's result.
             changed: Arguments that the call changed in place.
         """
         tape = self.tape
@@ -500,7 +501,8 @@ class CallRecorder(TorchFunctionMode):
                     "change there"
                 )
             if value.source == "buffer":
-                # Keep the buffer's index on the tape, because a stage looks up a buffer by name.
+                # A changed buffer keeps its index on the tape, because a stage looks up buffers by
+                # name.
                 changes.append((old, old))
                 continue
             changes.append((old, self._add(tensor, made_by=number, varies=varies or value.varies)))
@@ -520,7 +522,7 @@ class CallRecorder(TorchFunctionMode):
         )
 
     def _refer(self, reads: dict[int, None], argument: Any) -> Any:
-        """Replaces a tensor with a :class:`Ref` and adds its index on the tape to ``reads``.
+        """Replaces a tensor with a :class:`Ref`, and adds its index on the tape to ``reads``.
 
         Returns any other ``argument`` unchanged.
         """
@@ -533,7 +535,7 @@ class CallRecorder(TorchFunctionMode):
         return Ref(number)
 
     def _source(self, tensor: torch.Tensor) -> int:
-        """Adds ``tensor``, which no recorded call made, to the tape, and returns its index."""
+        """Adds a tensor that no recorded call created to the tape, and returns its index."""
         source, name = self._names.get(id(tensor), ("constant", ""))
         if source == "constant" and tensor.requires_grad:
             raise ConfigError(
@@ -568,11 +570,11 @@ class CallRecorder(TorchFunctionMode):
         try:
             return tensor.untyped_storage().data_ptr()
         except (RuntimeError, NotImplementedError):
-            # Sparse tensors have no storage, so the access raises an error.
+            # Sparse tensors have no storage, and raise an error.
             return 0
 
     def _parameter_of(self, value: Value) -> str:
-        """Returns the parameter's name if ``value`` shares memory with one, or an empty string."""
+        """Returns the name of a parameter that shares memory with ``value``, or an empty string."""
         if value.source == "parameter":
             return value.name
         storages = (
@@ -585,10 +587,10 @@ class CallRecorder(TorchFunctionMode):
     def _pass_cut(self, cut_point: int, passing: int) -> None:
         """Records that the forward pass reached the cut point whose ``id()`` is ``cut_point``.
 
-        ``passing`` is the sequence number of the cut point's call.
+        ``passing`` is the sequence number of this call of a cut point.
         """
-        # The exported module calls a cut point once for each of its tensors, so count only the
-        # first call.
+        # Count only the first call, because an exported module calls a cut point once for each of
+        # its tensors.
         if passing == self._passing:
             return
         self._passing = passing
@@ -609,7 +611,7 @@ class CallRecorder(TorchFunctionMode):
         self.tape.cuts.append(name)
 
     def _refuse_reading(self, function: Any, tensors: list[torch.Tensor]) -> None:
-        """Raises a ``ReadsValueError`` if ``function`` reads a value that may vary by microbatch.
+        """Raises ``ReadsValueError`` if ``function`` reads a value that varies by microbatch.
 
         ``tensors`` contains the tensors in the arguments of the call.
         """
@@ -630,7 +632,7 @@ class CallRecorder(TorchFunctionMode):
                 )
 
     def _sources_of(self, tensor: torch.Tensor) -> set[int]:
-        """Returns the memory addresses of a tensor and of all tensors that it was computed from."""
+        """Returns the memory addresses of a tensor and of all tensors it was computed from."""
         waiting = [self._numbers[id(tensor)]] if id(tensor) in self._numbers else []
         storages = {self._storage(tensor)}
         seen: set[int] = set()
@@ -645,7 +647,7 @@ class CallRecorder(TorchFunctionMode):
         return storages - {0}
 
     def note_buffers(self) -> None:
-        """Stores on the tape the names of the buffers whose values Python code read."""
+        """Stores the names of the buffers whose values Python code has read on the tape."""
         storages = {storage for read in self._reads for storage in read.storages}
         self.tape.read_buffers = {
             attribute.name
@@ -654,11 +656,11 @@ class CallRecorder(TorchFunctionMode):
         }
 
     def check_reads(self) -> None:
-        """Checks that the forward pass does not change a buffer whose values Python code read.
+        """Checks that the forward pass does not change a buffer whose values Python code has read.
 
         Raises:
-            ReadsValueError: If the forward pass changes such a buffer, because the values then
-                differ between microbatches.
+            ReadsValueError: If the forward pass changes such a buffer, so that the values differ
+                between microbatches.
         """
         tape = self.tape
         changed = {tape.values[old].storage for call in tape.calls for old, _ in call.changes}
@@ -673,11 +675,11 @@ class CallRecorder(TorchFunctionMode):
                     )
 
     def check_attributes(self) -> None:
-        """Checks that no attribute carries a tensor from one microbatch to the next.
+        """Checks that no module attribute carries a tensor from one microbatch to the next.
 
         Raises:
             ConfigError: If the forward pass assigns another tensor to an attribute that it used, or
-                changes a tensor in place that is an attribute but not a buffer.
+                changes a tensor attribute in place that is not a buffer.
         """
         tape = self.tape
         changed = {tape.values[old].storage for call in tape.calls for old, _ in call.changes}
@@ -707,10 +709,10 @@ class CallRecorder(TorchFunctionMode):
                 )
 
     def _check_constants(self) -> None:
-        """Raises a ``ConfigError`` if the forward pass changes memory that two constants share.
+        """Raises ``ConfigError`` if the forward pass changes memory that two constants share.
 
-        A stage copies a constant before changing it, so the other constant would keep its old
-        values.
+        A stage copies a constant before changing it, so the change would not affect the other
+        constant.
         """
         tape = self.tape
         changed = {tape.values[old].storage for call in tape.calls for old, _ in call.changes}
@@ -755,9 +757,9 @@ class CallRecorder(TorchFunctionMode):
 def tensor_paths(
     structure: Any, path: tuple[Any, ...] = ()
 ) -> Iterator[tuple[torch.Tensor, tuple[Any, ...]]]:
-    """Yields the tensors in ``structure``, each with the indices and keys that lead to it.
+    """Yields the tensors in ``structure``, each with its path of indices and keys.
 
-    ``structure`` may be a nested container. ``path`` leads to ``structure`` itself.
+    ``structure`` may be a nested container, and ``path`` is the path of ``structure`` itself.
     """
     if isinstance(structure, torch.Tensor):
         yield structure, path
@@ -772,7 +774,7 @@ def tensor_paths(
 def is_checking() -> bool:
     """Returns whether the current code runs inside ``torch._check`` or a similar function.
 
-    These functions read a value only to raise an error. No other code depends on the value.
+    Such functions read a value only to raise an error, and no other code depends on the value.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -783,7 +785,7 @@ def is_checking() -> bool:
 
 
 def where() -> str:
-    """Returns the file and line of the user's code that is running, for error messages."""
+    """Returns the current file and line in the user's code, for use in error messages."""
     for frame in reversed(traceback.extract_stack()):
         plain = frame.filename.replace("\\", "/")
         if "/torch/" not in plain and "/megatron/adaptive/" not in plain:

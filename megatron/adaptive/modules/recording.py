@@ -1,16 +1,16 @@
-"""Records the forward pass of a model with cut points, in training and in evaluation.
+"""Records the forward pass of a model with cut points in training and evaluation mode.
 
 ::
 
     model with CutPoint()s ──recorder or torch.export──> Tape, in training and in evaluation
 
-Python code between recorded calls is not recorded, so every microbatch takes the branches that were
-taken for the sample. This is correct for branches that depend on shapes or on the training mode,
-but wrong for branches that depend on the values of tensors. So it is an error if a forward pass
-reads the value of a tensor that may differ between microbatches. The message names the line.
+Python code between torch calls is not recorded, so a replay takes the same branches for every
+microbatch as for the sample. This is correct for branches that depend on shapes or on the training
+mode, but not for branches that depend on tensor values. If a forward pass reads a tensor value that
+may differ between microbatches, recording therefore raises an error that names the line.
 
-If any parameter or buffer is on the ``meta`` device, the forward pass runs without values
-(:mod:`~megatron.adaptive.modules.fake_recording`).
+If any parameter or buffer is on the ``meta`` device, the forward pass runs on tensors without data
+(see :mod:`~megatron.adaptive.modules.fake_recording`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Slicing = Literal["auto", "record", "export"]
 Mode = Literal["training", "evaluation"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Maps the name of a mixed precision to the dtype of matmuls."""
+"""Maps the names of mixed precisions to the dtypes of matmuls."""
 
 MakeRecorder = Callable[[torch.nn.Module, Mapping[str, torch.Tensor], bool], CallRecorder]
 Loss = Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor]
@@ -61,11 +61,11 @@ class Forward:
 
     Attributes:
         model: Model to train. If it contains no :class:`CutPoint`, cut points are added between its
-            repeated blocks. The model gets the batch's entries as keyword arguments. With a
-            ``loss`` function, it gets only the entries that its ``forward`` takes.
-        loss: Function ``(output, batch) -> scalar``. ``None`` if the model returns the loss, a
+            repeated blocks. The model receives the entries of the batch as keyword arguments. If
+            ``loss`` is set, it receives only the entries that its ``forward`` accepts.
+        loss: Function ``(output, batch) -> scalar``; ``None`` if the model returns the loss, a
             mapping with an entry ``loss``, or a sequence that starts with the loss.
-        arguments: Additional keyword arguments of the model's ``forward``, equal for every
+        arguments: Additional keyword arguments for the model's ``forward``, the same for every
             microbatch.
         mixed_precision: ``bf16`` or ``fp16`` for autocast; parameters keep their dtypes. fp16 uses
             a dynamic loss scale. ``None`` disables autocast.
@@ -97,7 +97,7 @@ class Forward:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """Returns the dtype of matmuls in mixed precision, or ``None`` in full precision."""
+        """Returns the autocast dtype, or ``None`` without mixed precision."""
         return None if self.mixed_precision is None else PRECISIONS[self.mixed_precision]
 
     def __call__(self, batch: Mapping[str, torch.Tensor]) -> Any:
@@ -117,13 +117,13 @@ class Forward:
 
     @property
     def device(self) -> torch.device:
-        """Returns the device of the first parameter that is not on ``meta``, or the CPU."""
+        """Returns the device of the first parameter that has data, or the CPU if there is none."""
         real = (parameter for parameter in self.model.parameters() if not parameter.is_meta)
         first = next(real, None)
         return torch.device("cpu") if first is None else first.device
 
     def under_autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns the autocast context, which does nothing without mixed precision."""
+        """Returns an autocast context manager. It does nothing without mixed precision."""
         return autocast_for_recording(self.device, self.autocast)
 
 
@@ -132,19 +132,19 @@ class SampledModel(Forward):
     """Contains a model and the sample batch with which its forward pass is recorded.
 
     Attributes:
-        sample_batch: Batch with the same entries as later batches: either a dictionary of tensors
-            whose first dimension indexes the samples, or a list of microbatches. The forward pass
-            of a dictionary is recorded with the first microbatch and checked with the second. Each
-            microbatch of a list is a dictionary of tensors of any shape; together, the microbatches
-            must use all parameters.
+        sample_batch: Batch with the same entries as later batches: a dictionary of tensors whose
+            first dimension indexes the samples, or a list of microbatches. For a dictionary, the
+            forward pass is recorded with the first microbatch and checked with the second. In a
+            list, each microbatch is a dictionary of tensors of any shape; together, they must use
+            all parameters.
         shared_weights: Groups of parameter names. All names in a group must refer to the same
             parameter. Parameters used on both sides of a cut are detected without this setting.
-        slicing: Method of recording the forward pass: ``record`` records the torch calls of the
-            model, ``export`` uses ``torch.export``, ``auto`` exports only if necessary. See
+        slicing: Method of recording the forward pass: ``record`` records the model's torch calls,
+            ``export`` uses ``torch.export``, ``auto`` uses ``torch.export`` only if necessary. See
             ``docs/reference/cutpoint.md``.
         recompute: Calls that the backward pass recomputes, instead of keeping their results in
-            memory: ``all`` calls, only attention (``selective``), or all calls of the segments with
-            these indices. ``None`` disables recomputation.
+            memory: ``all`` calls, only attention (``selective``), or the calls of segments with the
+            given indices. ``None`` disables recomputation.
     """
 
     sample_batch: Mapping[str, torch.Tensor] | Sequence[Mapping[str, torch.Tensor]]
@@ -159,7 +159,7 @@ class SampledModel(Forward):
 
     @property
     def sample(self) -> Mapping[str, torch.Tensor]:
-        """Returns the sample batch, which must not be a list of microbatches."""
+        """Returns the sample batch if it is a dictionary."""
         assert isinstance(self.sample_batch, Mapping)
         return self.sample_batch
 
@@ -171,8 +171,8 @@ def with_cut_points(settings: Settings) -> Settings:
     """Adds cut points between repeated blocks if the model has no cut points.
 
     Returns the settings. If cut points were added and the model's ``forward`` has an argument
-    ``use_cache``, the returned settings also set ``use_cache`` to false, because training never
-    reads the cache of past tokens.
+    ``use_cache``, the returned settings also pass ``use_cache=False``, because training does not
+    use a key-value cache.
     """
     model = settings.model
     if not cut_points_of(model) and repeated_blocks(model):
@@ -187,10 +187,10 @@ def with_cut_points(settings: Settings) -> Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Forwards:
-    """Contains a model's recorded forward passes in training and in evaluation mode.
+    """Contains a model's recorded forward passes in training and evaluation mode.
 
     Attributes:
-        tapes: Forward pass recorded in each mode. All tapes have the same cut points.
+        tapes: Recorded forward pass for each mode. All tapes have the same cut points.
         way: Method by which the forward passes were recorded: ``record``, ``trace`` or ``export``.
     """
 
@@ -207,8 +207,8 @@ class Forwards:
         """Returns the forward pass recorded in evaluation mode."""
         return self.tapes["evaluation"]
 
-    # Disable inference mode, because tensors have no version in it. The recorder detects changes of
-    # a tensor by the tensor's version.
+    # Disable inference mode, because tensors have no version counter in it, and the recorder needs
+    # the counter to detect changes.
     @classmethod
     @torch.inference_mode(mode=False)
     def of(
@@ -221,24 +221,24 @@ class Forwards:
         way: str = "record",
         modes: Sequence[Mode] = MODES,
     ) -> Forwards:
-        """Records the model on a microbatch, by default in training and in evaluation mode.
+        """Records the model on a microbatch, by default in training and evaluation mode.
 
         Args:
             forward: Model and loss function.
-            sample: Tensors of the microbatch by name, on the model's device.
+            sample: Tensors of the microbatch, keyed by name, on the model's device.
             slicing: Method of recording. ``record`` records the torch calls of the model.
                 ``export`` records the torch calls of the module from ``torch.export``. ``auto``
-                begins like ``record``. If the model then reads values of tensors, ``auto`` records
-                it again while torch reports an export in progress, and exports the model only if it
-                still reads values.
+                first tries ``record``. If the model reads tensor values, ``auto`` records it again
+                while torch reports that an export is in progress. If the model still reads values,
+                ``auto`` exports it.
             may_miss: Whether the forward pass may skip cut points.
-            way: Method by which the sample batch was recorded; ``auto`` tries this method first.
-                Random numbers depend on the positions of calls, and the positions depend on the
-                method.
+            way: Method by which the sample batch was recorded. ``auto`` tries this method first,
+                because random numbers depend on the positions of calls, which differ between
+                methods.
             modes: Modes in which the model is recorded.
 
         Raises:
-            ConfigError: If the model can be neither recorded nor exported. The message names the
+            ConfigError: If the model can neither be recorded nor exported. The message names the
                 line in the model's code.
         """
         if slicing not in get_args(Slicing):
@@ -278,8 +278,8 @@ class Forwards:
         if slicing == "export":
             return cls._taken(forward, sample, export, "export", modes)
         if slicing == "record" and are_added(forward.model):
-            # ``record`` assumes that the values that the model reads are equal for all
-            # microbatches. Record with _traced(), because the model then reads fewer values.
+            # ``record`` assumes that the values that the model reads are the same for all
+            # microbatches. Use _traced(), because the model then reads fewer values.
             take = partial(_traced, make=make, freeze=True)
             return cls._taken(forward, sample, take, "record", modes)
         try:
@@ -294,7 +294,7 @@ class Forwards:
             except _ExportError as other:
                 raise ConfigError(f"{error} (torch.export: {other})") from other
             except ReadsValueError:
-                # Raise the first error, because it names a line of the model instead of the
+                # Raise the first error, because it names a line of the model and not of the
                 # exported module.
                 raise error from None
 
@@ -306,7 +306,7 @@ class Forwards:
         make: MakeRecorder,
         modes: Sequence[Mode],
     ) -> Forwards | None:
-        """Records ``forward`` on ``sample`` with :func:`_traced`; returns ``None`` if this fails.
+        """Records ``forward`` on ``sample`` with :func:`_traced`. Returns ``None`` if that fails.
 
         ``make`` creates the recorder, and ``modes`` lists the modes to record.
         """
@@ -314,9 +314,9 @@ class Forwards:
             forwards = cls._taken(forward, sample, partial(_traced, make=make), "trace", modes)
         except ReadsValueError:
             return None
-        # Earlier versions exported models in which users had placed cut points. Random numbers
-        # depend on the positions of calls, so export such models to keep their random numbers the
-        # same.
+        # If the user has placed the cut points, export a model that draws random numbers, as
+        # earlier versions did. The random numbers of such models then do not change, because they
+        # depend on the positions of calls.
         if forwards.tapes[modes[0]].is_random and not are_added(forward.model):
             return None
         return forwards
@@ -330,7 +330,7 @@ class Forwards:
         way: str,
         modes: Sequence[Mode],
     ) -> Forwards:
-        """Returns the forward passes that the function ``take`` records in ``modes``.
+        """Returns the forward passes recorded by the function ``take`` in the given ``modes``.
 
         ``take`` records ``forward`` on ``sample``. ``way`` is the name of the recording method.
         """
@@ -345,16 +345,16 @@ class Forwards:
         return forwards
 
     def joined(self, other: Forwards, model: torch.nn.Module) -> Forwards:
-        """Combines these forward passes with the forward passes ``other`` of another mode.
+        """Returns these forward passes combined with ``other``, recorded in another mode.
 
-        Optional cut points that the model reaches in only one of the two modes are removed.
+        Removes optional cut points that the model reaches in only one of the two modes.
 
         Args:
             other: Forward passes of the same microbatch, recorded by the same method.
             model: Recorded model.
 
         Raises:
-            ConfigError: If the modes pass different cut points.
+            ConfigError: If the remaining cut points differ between the modes.
         """
         forwards = Forwards(tapes={**self.tapes, **other.tapes}, way=self.way)
         forwards._require_same_cuts(model)
@@ -385,7 +385,7 @@ def host_random_state() -> tuple[Any, ...]:
 
 
 class RecordingCache:
-    """Records the model on microbatches, and keeps recordings for the assembly of the pipeline."""
+    """Records the model on microbatches, and keeps recordings for later use by the pipeline."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[Mode, Mapping[str, torch.Tensor], Forwards]] = []
@@ -393,9 +393,9 @@ class RecordingCache:
     def training(self, model: SampledModel, microbatch: Mapping[str, torch.Tensor]) -> Forwards:
         """Records a model in training mode, and keeps the recording if possible.
 
-        A recording is not kept if calls would be moved to run after frozen segments, or if the
-        model draws random numbers with Python or numpy. In the second case, the pipeline records
-        the model again, because only recording detects such random numbers.
+        A recording is not kept if calls in it would be moved behind frozen segments. If the model
+        draws random numbers with Python or numpy, the recording is also not kept, because the
+        pipeline must record the model itself to detect this.
 
         Args:
             model: Model with its settings for recording.
@@ -427,9 +427,9 @@ class RecordingCache:
             self._kept.append(("evaluation", microbatch, forwards))
 
     def take(self, microbatch: Mapping[str, torch.Tensor], mode: Mode) -> Forwards | None:
-        """Removes and returns a recording of an equal microbatch; ``None`` if no recording matches.
+        """Removes and returns a recording of an equal microbatch, or returns ``None``.
 
-        Equal microbatches have the same entries, with equal values.
+        Equal microbatches have the same entries with the same values.
 
         Args:
             microbatch: Tensors of the microbatch, on the model's device.
@@ -451,7 +451,7 @@ def evaluation_of(
 ) -> Forwards:
     """Records ``model`` on ``microbatch`` in evaluation mode.
 
-    The method of the recording in training mode, ``training``, is tried first.
+    First tries the method by which ``training``, the recording in training mode, was made.
     """
     return Forwards.of(model, microbatch, model.slicing, way=training.way, modes=("evaluation",))
 
@@ -467,9 +467,9 @@ def _is_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def mode_of(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
-    """Puts a model into training or evaluation mode, and restores its mode on exit.
+    """Puts a model into training or evaluation mode, and restores the mode on exit.
 
-    If the model is already in the requested mode, submodules in the other mode keep their mode.
+    If the model is already in the requested mode, submodules that are in the other mode keep it.
     """
     before = [(module, module.training) for module in model.modules()]
     if model.training != training:
@@ -502,15 +502,15 @@ def _recorded(
     Args:
         forward: Model and loss function.
         sample: Tensors of the microbatch, by the name of their batch entry.
-        run: Function to record instead of ``forward``, called with the tensors as keyword
+        run: Function to record instead of ``forward``. It receives the tensors as keyword
             arguments.
         make: Class of the recorder, or a function with the same arguments.
-        freeze: Whether Python code may read tensor values, which are then assumed equal for every
-            microbatch. Otherwise, reading them is an error.
+        freeze: Whether Python code may read tensor values, which are then assumed to be equal for
+            every microbatch. If ``False``, reading values is an error.
     """
-    # Copy the inputs, because the forward pass may change them in place. Copies are also different
-    # tensor objects, even if a microbatch contains an object under two names. The recorder
-    # identifies an input by its tensor object.
+    # Copy the inputs, because the forward pass may change them in place. In addition, the recorder
+    # identifies inputs by tensor object, and a microbatch may contain the same object under two
+    # names.
     inputs = copies_of(sample)
     recorder = make(forward.model, inputs, freeze)
     recorder.tape.autocast = forward.autocast
@@ -534,8 +534,8 @@ def _traced(
 ) -> Tape:
     """Records a model while torch reports that an export is in progress.
 
-    During an export, many libraries avoid reading values of tensors. The recorded calls are still
-    the calls of the model, and recording them is much faster than an export.
+    During an export, many libraries avoid reading tensor values. The recorded calls are still the
+    calls of the model, and recording is much faster than an export.
 
     Args:
         forward: Model and loss function.
@@ -560,7 +560,7 @@ class _ExportError(ConfigError):
 
 
 class _Lossy(torch.nn.Module):
-    """Wraps a model so that it returns only its loss."""
+    """Wraps a model and its loss function in a module that returns the loss."""
 
     def __init__(self, forward: Forward) -> None:
         super().__init__()
@@ -574,18 +574,17 @@ class _Lossy(torch.nn.Module):
 def _exported(forward: Forward, sample: Mapping[str, torch.Tensor], *, make: MakeRecorder) -> Tape:
     """Exports the model of ``forward``, and returns a recording of the exported module.
 
-    The module is exported and recorded with the microbatch ``sample``. ``make`` creates the
+    The model is exported and recorded with the microbatch ``sample``. ``make`` creates the
     recorder.
     """
     with undisturbed(forward.model, forward.device):
         try:
-            # Discard stderr, because torch writes the whole graph there if an export fails.
+            # Discard stderr, because torch writes the whole graph to it if an export fails.
             with contextlib.redirect_stderr(io.StringIO()):
                 exported = torch.export.export(_Lossy(forward), (), dict(sample), strict=False)
             module = exported.module()
         except Exception as error:
-            # torch.export may raise many types of exceptions, all of which mean that the export
-            # failed.
+            # Catch all exceptions, because torch.export may raise many types.
             raise _ExportError(str(error).strip().splitlines()[0][:200]) from error
     if any("vmap" in getattr(node.target, "__name__", "") for node in module.graph.nodes):
         raise _ExportError("the exported module uses torch.vmap")
@@ -593,14 +592,14 @@ def _exported(forward: Forward, sample: Mapping[str, torch.Tensor], *, make: Mak
         raise _ExportError("the exported module also reads values of tensors")
     tape = _recorded(forward, sample, module, make=make)
     if any(isinstance(value.tensor, FakeTensor) for value in tape.values):
-        raise _ExportError("the exported module contains tensors without values")
+        raise _ExportError("the exported module contains tensors without data")
     return tape
 
 
 def _reads_values(exported: torch.fx.GraphModule) -> bool:
-    """Returns whether an exported module reads values of tensors and computes tensors from them.
+    """Returns whether an exported module reads tensor values and computes tensors from them.
 
-    Values that the module only checks are ignored.
+    Ignores values that the module only checks.
     """
     numbers: set[torch.fx.Node] = set()
     aten = torch.ops.aten
@@ -615,7 +614,7 @@ def _reads_values(exported: torch.fx.GraphModule) -> bool:
 
 
 def _loss_in(output: Any) -> Any:
-    """Returns the loss in a model's output: the output, its entry ``loss`` or its first element."""
+    """Returns the loss from a model's output: the output, its entry ``loss`` or its first item."""
     if isinstance(output, torch.Tensor):
         return output
     if isinstance(output, Mapping) and isinstance(output.get("loss"), torch.Tensor):

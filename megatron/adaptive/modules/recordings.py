@@ -1,4 +1,4 @@
-"""Keeps a recording of the model, cut into stages, for each signature of a microbatch.
+"""Keeps recordings of the model, cut into stages, for each microbatch signature.
 
 ::
 
@@ -7,7 +7,7 @@
                         └──> record the model ──> cut at the same points
 
 The sample batch determines the cut points, the partition, and the parameters that each rank keeps.
-Later recordings can use only these parameters.
+Later recordings may use only these parameters.
 """
 
 from __future__ import annotations
@@ -57,14 +57,15 @@ from megatron.adaptive.modules.recording import (
 from megatron.adaptive.modules.tape import Call, Ref, SegmentWork, Tape
 from megatron.adaptive.schedule.stage_placement import Placement, frozen_stages_of
 
-# After this many steps, a new signature is reported, because recording the model delays the step.
+# Number of steps after which a new signature is reported, because recording the model delays the
+# step.
 _EARLY_STEPS = 20
 
 _PER_ELEMENT = 8.0
-"""Cost of each result element of a call that is not a matmul, convolution or attention, in
-multiplications.
+"""Cost, in multiplications, of each result element of a call that is not a matmul, convolution or
+attention.
 """
-# Position of the operand whose last dimension a matmul sums over, by name of the function.
+# Positions of the operands whose last dimension is summed over in a matmul, keyed by function name.
 _PRODUCTS = {"linear": 0, "matmul": 0, "mm": 0, "bmm": 0, "grouped_mm": 0, "addmm": 1, "baddbmm": 1}
 
 
@@ -75,9 +76,9 @@ class Example:
     Attributes:
         microbatch: Tensors of the microbatch, on the model's device.
         signature: Signature of the microbatch.
-        forwards: Recorded forward passes, with the segments of all cut points.
-        count: Number of microbatches in the sample batch that have this signature.
-        late: Calls that were moved to run after frozen segments; ``None`` if no calls were moved.
+        forwards: Recorded forward passes, divided into segments at all cut points.
+        count: Number of microbatches in the sample batch with this signature.
+        late: Calls that were moved behind frozen segments; ``None`` if no calls were moved.
     """
 
     microbatch: Microbatch
@@ -93,17 +94,17 @@ def record_examples(
     cache: RecordingCache | None = None,
     modes: Sequence[Mode] = MODES,
 ) -> list[Example]:
-    """Records the model once for each signature among the microbatches of the sample batch.
+    """Records the model once for each signature in the sample batch.
 
     Args:
         model: Model with its settings for recording.
         microbatches: Microbatches of the sample batch, on the model's device.
-        cache: Recordings in training mode that may be used instead of new recordings.
+        cache: Existing recordings in training mode to use instead of new ones.
         modes: Modes in which the model is recorded.
 
     Returns:
-        Recordings in the order of their first microbatches, except that the first recording passes
-        all cut points.
+        Recordings in the order of their first microbatches, except that a recording that passes all
+            cut points comes first.
 
     Raises:
         ConfigError: If the model cannot be recorded, no microbatch passes all cut points, or the
@@ -133,8 +134,8 @@ def record_examples(
         )
     whole = max(recorded, key=lambda signature: len(recorded[signature].training.cuts))
     if len(recorded) > 1:
-        # Record the microbatch with the most cut points again without may_miss. This raises an
-        # error if the microbatch does not pass all cut points.
+        # Record the microbatch with the most cut points again without may_miss, which raises an
+        # error if it does not pass all cut points.
         recorded[whole] = Forwards.of(model, first_of[whole], model.slicing, modes=modes)
     cuts = recorded[whole].training.cuts
     homes = homes_of([recorded[whole]])
@@ -160,7 +161,7 @@ def record_examples(
 def _with_modes(
     model: SampledModel, microbatch: Microbatch, training: Forwards, modes: Sequence[Mode]
 ) -> Forwards:
-    """Adds a recording in evaluation mode to ``training`` if ``modes`` contains both modes.
+    """Adds a recording in evaluation mode to ``training`` if ``modes`` contains this mode.
 
     Args:
         model: Model with its settings for recording.
@@ -172,23 +173,24 @@ def _with_modes(
         return training
     evaluation = evaluation_of(model, microbatch, training)
     if evaluation.way != training.way:
-        # Both modes must be recorded by the same method, so record them together.
+        # Record both modes together, because they must be recorded by the same method.
         return Forwards.of(model, microbatch, model.slicing, modes=modes)
     return training.joined(evaluation, model.model)
 
 
 def evaluates_alike(model: SampledModel, example: Example, cache: RecordingCache) -> bool:
-    """Returns whether each segment needs only tensors in evaluation that it needs in training.
+    """Returns whether each segment needs no other tensors in evaluation than in training.
 
-    This function records the evaluation of a microbatch and compares it with the recording in
-    training mode. If no segment needs additional parameters, buffers, inputs or messages, the
-    evaluation does not affect the partition or the tensors that ranks keep. It can then be recorded
-    later. If the evaluation cannot be recorded, the function returns false.
+    This function records the microbatch in evaluation mode and compares the result with the
+    recording in training mode. If no segment needs additional parameters, buffers, inputs or
+    messages, evaluation does not affect the partition or the tensors that ranks keep, so its
+    recording can be postponed. If recording in evaluation mode fails, the function returns
+    ``False``.
 
     Args:
         model: Model with its settings for recording.
-        example: Microbatch, and its recording in training mode.
-        cache: Recordings in evaluation mode that may be used instead of a new recording.
+        example: Microbatch and its recording in training mode.
+        cache: Existing recordings in evaluation mode to use instead of a new one.
     """
     training = example.forwards.training
     before = host_random_state()
@@ -206,7 +208,8 @@ def evaluates_alike(model: SampledModel, example: Example, cache: RecordingCache
             return False
         plans = slice_tape(tape, (1,) * tape.num_segments)
     except Exception:
-        # All ranks then record the evaluation when the pipeline starts, and raise this error.
+        # If this returns False, all ranks record evaluation mode when the pipeline starts, and
+        # raise this error.
         return False
     return all(
         set(plan.parameters) <= set(other.parameters)
@@ -218,16 +221,16 @@ def evaluates_alike(model: SampledModel, example: Example, cache: RecordingCache
 
 
 def _sent_bytes(tape: Tape, plan: StagePlan) -> int:
-    """Returns the size in bytes of the message that the stage ``plan`` sends to the next stage."""
+    """Returns the size in bytes of the message that a stage sends to the next stage."""
     return MessageLayout.of(tape.values[number] for number in plan.sent).nbytes
 
 
 def homes_of(recorded: Iterable[Forwards]) -> dict[str, list[int]]:
-    """Returns a dict from parameter names to the segments that use the parameter, ascending.
+    """Returns the segments that use each parameter, in ascending order, keyed by its name.
 
     ``recorded`` contains forward passes of the model.
 
-    A segment is included if it uses the parameter in training, in evaluation or in both.
+    A segment is included if it uses the parameter in training or in evaluation.
     """
     homes: dict[str, set[int]] = {}
     for forwards in recorded:
@@ -238,23 +241,23 @@ def homes_of(recorded: Iterable[Forwards]) -> dict[str, list[int]]:
 
 
 def align(forwards: Forwards, cuts: Sequence[str], homes: Mapping[str, Sequence[int]]) -> None:
-    """Assigns the calls of a recording that skips cut points to the segments of all cut points.
+    """Divides the calls of a recording that skips cut points among the segments of all cut points.
 
     A microbatch without images, for example, skips the cut points in the image encoder. Between two
-    cut points that it passes, a call belongs to the segment that uses the call's parameter in other
-    recordings. A call without parameters belongs to the segment of the preceding call.
+    cut points that the recording passes, a call is assigned to the segment that uses the call's
+    parameter in other recordings. A call without parameters is assigned to the segment of the
+    preceding call.
 
     Args:
-        forwards: Recording to change.
+        forwards: Recording, which is modified in place.
         cuts: Names of all cut points, in order.
-        homes: Segments that use each parameter, ascending.
+        homes: Segments that use each parameter, in ascending order.
 
     Raises:
         ConfigError: If the recording passes the cut points in a different order.
     """
     for tape in forwards.tapes.values():
-        # Remove cut points that were added automatically and that the recordings of the sample do
-        # not contain.
+        # Remove automatically added cut points that the recordings of the sample do not contain.
         tape.remove_cuts([name for name in tape.cuts if name not in cuts])
         if tape.cuts == list(cuts):
             continue
@@ -284,7 +287,7 @@ def align(forwards: Forwards, cuts: Sequence[str], homes: Mapping[str, Sequence[
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CutForwards:
-    """Contains the recorded forward passes, and the calls and tensors of each stage.
+    """Contains recorded forward passes, and the calls and tensors of each stage.
 
     Attributes:
         forwards: Recorded forward passes.
@@ -306,12 +309,12 @@ class CutForwards:
 
     @property
     def training(self) -> Sequence[StagePlan]:
-        """Returns the plan of each stage in training."""
+        """Returns the plans of all stages in training."""
         return self.plans_by_mode["training"]
 
     @property
     def evaluation(self) -> Sequence[StagePlan]:
-        """Returns the plan of each stage in evaluation."""
+        """Returns the plans of all stages in evaluation."""
         return self.plans_by_mode["evaluation"]
 
     def plans(self, stage: int) -> list[StagePlan]:
@@ -320,7 +323,7 @@ class CutForwards:
 
     @property
     def work(self) -> tuple[float, ...]:
-        """Returns the operation count of each segment, in training if training is recorded."""
+        """Returns the operation count of each segment, in training mode if it is recorded."""
         mode: Mode = "training" if "training" in self.forwards.tapes else "evaluation"
         return segment_work(self.forwards.tapes[mode])
 
@@ -328,7 +331,7 @@ class CutForwards:
     def work_by_action(self) -> tuple[SegmentWork, ...]:
         """Returns the operation counts of each segment, separately for each kind of action.
 
-        Like :attr:`work`, the counts are for training if training is recorded.
+        Like :attr:`work`, the counts are those of training mode if it is recorded.
         """
         mode: Mode = "training" if "training" in self.forwards.tapes else "evaluation"
         return work_by_action(self.forwards.tapes[mode])
@@ -345,12 +348,12 @@ class CutForwards:
 
 @dataclass(kw_only=True, eq=False)
 class BufferUse:
-    """Contains the ranks that use each buffer in any of the recordings.
+    """Keeps track of the ranks that use each buffer in any recording.
 
     Attributes:
         placement: Assignment of stages to ranks.
         order: Order in which a replica runs its microbatches.
-        ranks: Positions in the pipeline of the ranks that use each buffer, by name.
+        ranks: Pipeline positions of the ranks that use each buffer, keyed by name.
         changed: Names of the buffers that a forward pass may change.
     """
 
@@ -363,9 +366,9 @@ class BufferUse:
         """Adds the buffers that the recording ``cut`` uses or changes.
 
         Raises:
-            ConfigError: If a buffer changes on one rank and another rank uses it, because the
-                values there would be outdated. Or if a buffer changes in training and microbatches
-                are ordered by cost, because the values depend on the order.
+            ConfigError: If a buffer changes on one rank and is used on another, where its values
+                would be outdated; or if a buffer changes in training and microbatches are ordered
+                by cost, because its values would depend on the order.
         """
         training = cut.forwards.tapes.get("training")
         if training is not None and self.order != "given":
@@ -387,7 +390,7 @@ class BufferUse:
                 )
 
     def _require_constant(self, training: Tape) -> None:
-        """Checks that a forward pass in training does not change buffers.
+        """Checks that the forward pass in training mode changes no buffers.
 
         Raises:
             ConfigError: If the forward pass changes a buffer.
@@ -402,14 +405,15 @@ class BufferUse:
 
 
 def frozen_segments_of(forwards: Iterable[Forwards]) -> int:
-    """Returns the number of leading segments through which no gradient flows in ``forwards``."""
+    """Returns the number of leading segments through which no gradient flows."""
     return min(frozen_segments(each.training) for each in forwards)
 
 
 def segment_bytes(tape: Tape) -> tuple[int, ...]:
-    """Returns the bytes of the tensors through which gradients flow, for each segment of ``tape``.
+    """Returns the size in bytes of the tensors with gradients, for each segment of ``tape``.
 
-    The sizes are equal on all ranks, and roughly proportional to the size of the kept activations.
+    The sizes are the same on all ranks, and roughly proportional to the sizes of the kept
+    activations.
     """
     sizes = [0] * tape.num_segments
     for value in tape.values:
@@ -420,12 +424,12 @@ def segment_bytes(tape: Tape) -> tuple[int, ...]:
 
 
 def segment_work(tape: Tape) -> tuple[float, ...]:
-    """Returns the number of multiplications per segment (forward and backward) of a microbatch.
+    """Returns the number of multiplications (forward and backward) of each segment.
 
-    The result estimates the cost of the microbatch, and is equal in every run. For a matmul,
-    convolution or attention, the multiplications are counted. For any other call, each element of
-    the result counts as a fixed number of multiplications, because memory bandwidth limits such
-    calls.
+    The result estimates the cost of the recorded microbatch, and is the same in every run. For
+    matmuls, convolutions and attention, the multiplications are counted. For any other call, each
+    element of the result counts as a fixed number of multiplications, because such calls are
+    limited by memory bandwidth.
 
     Args:
         tape: Recorded forward pass.
@@ -434,7 +438,7 @@ def segment_work(tape: Tape) -> tuple[float, ...]:
 
 
 def work_by_action(tape: Tape) -> tuple[SegmentWork, ...]:
-    """Returns the operation counts of each segment of ``tape``, by kind of action."""
+    """Returns the operation counts of each segment, separately for each kind of action."""
     work = [SegmentWork()] * tape.num_segments
     for call in tape.calls:
         pairs = zip(work[call.segment], _work(tape, call), strict=True)
@@ -443,12 +447,12 @@ def work_by_action(tape: Tape) -> tuple[SegmentWork, ...]:
 
 
 def _work(tape: Tape, call: Call) -> SegmentWork:
-    """Returns the number of multiplications in ``call`` and in its backward pass, if any."""
+    """Returns the number of multiplications of ``call`` and of its backward pass, if any."""
     forward = _forward_work(tape, call)
     if not any(tape.values[made].requires_grad for made, _ in call.outputs):
         return SegmentWork(forward=forward)
-    # The backward pass computes the gradients of at most two operands that require a gradient. The
-    # gradient of a bias takes almost no time.
+    # The backward pass computes gradients of at most two operands. Ignore the gradient of a bias,
+    # which takes almost no time.
     operands = [tape.values[number] for number in call.reads]
     needed = [value for value in operands if value.requires_grad and len(value.shape) > 1]
     count = min(2, len(needed))
@@ -462,7 +466,7 @@ def _forward_work(tape: Tape, call: Call) -> float:
     results = [tape.values[number] for number, _ in call.outputs]
     memory = {tape.values[number].storage for number in call.reads} - {0}
     if not call.changes and all(result.storage in memory for result in results):
-        return 0.0  # A call that only returns views takes no time.
+        return 0.0  # Calls that only return views take no time.
     made = sum(math.prod(result.shape) for result in results)
     name = str(getattr(call.function, "__name__", "")).split(".")[0].strip("_")
     arguments = (*call.args, *call.kwargs.values())
@@ -471,7 +475,7 @@ def _forward_work(tape: Tape, call: Call) -> float:
 
 
 def _multiplications(name: str, made: float, shapes: Sequence[tuple[int, ...]]) -> float:
-    """Counts the multiplications of a matmul, convolution or attention; 0 for other calls.
+    """Returns the multiplications of a matmul, convolution or attention, or 0 for other calls.
 
     Args:
         name: Name of the function, without leading and trailing underscores.
@@ -492,20 +496,20 @@ def _multiplications(name: str, made: float, shapes: Sequence[tuple[int, ...]]) 
 class KeptPart:
     """Contains the cuts of the model, and the parameters and buffers that each rank keeps.
 
-    The sample batch determines all of these.
+    The sample batch determines all these attributes.
 
     Attributes:
         cuts: Names of all cut points, in order.
         partition: Number of segments in each stage.
-        homes: Segments that use each parameter, ascending.
-        parameter_ranks: Positions in the pipeline of the ranks that keep each trained parameter.
-        held: Parameters and buffers that this rank keeps, by name in the model.
+        homes: Segments that use each parameter, in ascending order.
+        parameter_ranks: Pipeline positions of the ranks that keep each trained parameter.
+        held: Parameters and buffers that this rank keeps, keyed by their names in the model.
         placement: Assignment of stages to ranks.
         pp_rank: Position of this rank in the pipeline.
         device: Device on which the stages run.
-        recompute: Calls that the backward pass runs again.
+        recompute: Setting that selects the calls that the backward pass runs again.
         buffer_use: Ranks that use each buffer in the recordings so far.
-        late: Calls that are moved to run after frozen segments; ``None`` if no calls are moved.
+        late: Calls to move behind frozen segments; ``None`` if no calls are moved.
     """
 
     cuts: tuple[str, ...]
@@ -523,18 +527,18 @@ class KeptPart:
     def check(
         self, cut: CutForwards, signature: Signature, held: Collection[str] | None = None
     ) -> None:
-        """Checks that ranks keep the parameters and buffers that a later recording needs.
+        """Checks that the ranks have the parameters and buffers that a later recording needs.
 
         Args:
             cut: Recording, cut into stages.
             signature: Signature of the recorded microbatches.
-            held: Names of the parameters and buffers that this rank keeps; ``None`` for the names
+            held: Names of the parameters and buffers that this rank keeps; ``None`` uses the names
                 in the attribute ``held``.
 
         Raises:
             ConfigError: If a parameter or buffer is missing on a rank, or two ranks use a buffer
-                that changes. All ranks of the pipeline raise the same error, except that only the
-                rank without a buffer raises an error about it.
+                that changes. An error about a missing buffer is raised only on the rank where it is
+                missing; other errors are raised on all ranks of the pipeline.
         """
         self.buffer_use.add(cut)
         held = self.held if held is None else held
@@ -556,7 +560,7 @@ class KeptPart:
                     )
 
     def programs(self, cut: CutForwards) -> RankPrograms:
-        """Returns the programs of this rank's stages, for each mode that ``cut`` contains."""
+        """Returns the programs of this rank's stages for each mode in ``cut``."""
         chunks = range(self.placement.num_chunks)
         stages = [self.placement.stage_of(self.pp_rank, chunk) for chunk in chunks]
         by_mode: dict[Mode, Sequence[StageProgram]] = {}
@@ -584,21 +588,21 @@ class KeptPart:
 
 
 class Recordings:
-    """Keeps the programs of this rank's stages by signature, and adds programs for new signatures.
+    """Keeps the programs of this rank's stages, keyed by signature, and adds new ones.
 
-    A signature contains the shapes and dtypes of a microbatch, and the values that decide which
+    A signature contains the shapes and dtypes of a microbatch, and the values that determine which
     operations the model runs.
 
     Args:
         model: Model with its settings for recording.
-        part: Cuts and parameters that the sample batch determined.
+        part: Cut points and parameters that the sample batch determined.
         way: Method by which the sample batch was recorded.
-        most: Maximum number of signatures to keep. If it is exceeded, the least recently used
-            signature is dropped.
+        most: Maximum number of signatures to keep. The least recently used signature is dropped
+            first.
     """
 
     def __init__(self, model: SampledModel, part: KeptPart, way: str, most: int) -> None:
-        # Keep only what a recording needs, so that the sample batch can be freed.
+        # Keep only the settings that recordings need, so that the sample batch can be freed.
         settings = {item.name: getattr(model, item.name) for item in dataclasses.fields(Forward)}
         self._forward = Forward(**settings)
         self._settings = ModuleSettings(model.model)
@@ -607,13 +611,13 @@ class Recordings:
         self._part = part
         self._most = most
         self._kept: OrderedDict[Signature, RankPrograms] = OrderedDict()
-        # Keep the recordings of the programs, so that they can be cut for another partition.
+        # Keep the recordings, so that they can be cut again for another partition.
         self._forwards: dict[Signature, list[Forwards]] = {}
         self._dropped: set[int] = set()
         self._reported: set[str] = set()
 
     def add(self, signature: Signature, cut: CutForwards) -> RankPrograms:
-        """Stores the programs of the recording ``cut``; returns all programs of ``signature``."""
+        """Stores the programs of the recording ``cut``, and returns those of ``signature``."""
         programs = self._part.programs(cut)
         if signature in self._kept:
             programs = self._kept[signature].with_modes_of(programs)
@@ -646,7 +650,7 @@ class Recordings:
         """Replaces all programs with programs for another partition.
 
         Args:
-            part: New partition, and the parameters and buffers that ranks keep for it.
+            part: New partition, and the parameters and buffers that ranks keep.
             cuts: Result of :meth:`cut`.
         """
         self._part = part
@@ -655,18 +659,18 @@ class Recordings:
             self._kept[signature] = functools.reduce(RankPrograms.with_modes_of, programs)
 
     def of(self, microbatch: Microbatch, step: int) -> RankPrograms:
-        """Returns the programs for a microbatch, and records the model if its signature is new.
+        """Returns the programs for a microbatch. Records the model if the signature is new.
 
-        The model is recorded only in the required mode, which is training or evaluation.
+        The model is recorded only in the required mode (training or evaluation).
 
         Args:
             microbatch: Tensors of the microbatch, on any device.
             step: Index of the training step; -1 in an evaluation.
 
         Raises:
-            ConfigError: If the model cannot be recorded with this microbatch, or uses parameters
-                that the sample batch did not use. Or if the recording depends on an attribute of a
-                module that has changed since the start.
+            ConfigError: If the model cannot be recorded with this microbatch, uses parameters that
+                the sample batch did not use, or depends on a module attribute that has changed
+                since the start.
         """
         signature = Signature.of(microbatch, self._forward.decisive_entries)
         mode: Mode = "training" if step >= 0 else "evaluation"
@@ -696,7 +700,7 @@ class Recordings:
     def _report(self, signature: Signature, step: int, seconds: float) -> None:
         """Reports the first recording after ``_EARLY_STEPS`` steps, and the first repeated one.
 
-        The report contains ``signature``, and ``seconds``, the duration of the recording. The
+        Both reports contain ``signature`` and ``seconds``, the duration of the recording. The
         report about the first recording also contains ``step``.
         """
         if self._part.pp_rank:

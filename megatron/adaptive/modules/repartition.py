@@ -1,20 +1,20 @@
-"""Implements ``repartition="auto"`` of ``Pipeline``, which moves segments to make steps faster.
+"""Implements the setting ``repartition="auto"``, which moves segments to make steps faster.
 
-Every rank measures its steps. At the end of an interval, the first rank decides whether segments
-move, by the same rules as the trainer (``rebalance/judgement.py``)::
+Every rank measures its steps. At the end of each interval, the first rank decides whether to move
+segments, by the same rules as the trainer (see ``rebalance/judgement.py``)::
 
     times of the stages        ──┐
     operation counts of segments ├──> loads of ranks and segments ──> fastest simulated partition
      of the trained microbatches─┘
 
-Segments with equal operation counts and equally large parameters are of one kind, such as the
-blocks of an encoder. The times of a stage's forward and backward passes are divided among its
-segments in proportion to their operation counts in these passes, summed over the trained
-microbatches. For example, microbatches with many images make the segments of an image encoder
-expensive, and a segment through which no gradient flows has no part in backward passes.
+Segments with equal operation counts and parameter sizes, such as the blocks of an encoder, are of
+the same kind. The times of a stage's forward and backward passes are divided among its segments in
+proportion to their operation counts in these passes, summed over the trained microbatches. For
+example, the segments of an image encoder are expensive if microbatches contain many images. A
+segment through which no gradient flows gets no share of the backward time.
 
-A move is judged by the time per counted operation before and after it, because steps may become
-larger or smaller in between.
+The gain of a move is determined from the times per counted operation before and after the move,
+because the size of steps may change.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ from megatron.adaptive.rebalance.time_limit import LIMIT_S, limit_of_search
 
 _WARM_UP = 1
 _SIMILAR_WORK = 0.1
-"""A move is judged only if the operation count of a step changed by at most this fraction."""
+"""Maximum change of a step's operation count, as a fraction, for a move to be judged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Pace:
-    """Contains the speed of steps on the slowest rank, and the size of these steps.
+    """Contains the speed of steps on the slowest rank, and the size of the steps.
 
     Attributes:
         work_s: Median time of a step per counted operation, in seconds.
@@ -76,7 +76,7 @@ def _pace_of(measured: Sequence[StepMeasurements], works: Sequence[Sequence[floa
 
     Args:
         measured: Measurements of each rank of the job.
-        works: Operation count of each step, by rank. The counts differ between replicas.
+        works: Operation counts of the steps, one list per rank. The counts differ between replicas.
     """
     count = min(len(of_rank) for of_rank in works)
     largest = [max(1.0, *(of_rank[step] for of_rank in works)) for step in range(count)]
@@ -88,7 +88,7 @@ def _pace_of(measured: Sequence[StepMeasurements], works: Sequence[Sequence[floa
 
 
 def check_repartition(request: PipelineSettings, *, is_elastic: bool) -> None:
-    """Checks that this job supports moving segments, if ``request`` enables this.
+    """Checks that the job supports moving segments if ``request`` enables it.
 
     Raises:
         ConfigError: If the job is elastic.
@@ -109,10 +109,10 @@ def make_balancer(
     orders: Orders,
     balance: ContentBalance,
 ) -> SegmentBalancer | None:
-    """Creates the object that measures steps and moves segments. All ranks must call this.
+    """Creates a :class:`SegmentBalancer` if it is needed. All ranks must call this.
 
-    Returns ``None`` if ``repartition`` is off or a pipeline has only one rank.
-    :class:`SegmentBalancer` describes the arguments.
+    Returns ``None`` if ``repartition`` is off or the pipeline has only one rank. See
+    :class:`SegmentBalancer` for the arguments.
     """
     if request.repartition == "off" or mesh.pipeline_size == 1:
         return None
@@ -120,9 +120,9 @@ def make_balancer(
 
 
 class SegmentBalancer:
-    """Measures the steps of a pipeline, and decides when segments move.
+    """Measures the steps of a pipeline, and decides when to move segments.
 
-    All ranks must call the methods.
+    All ranks must call each method.
 
     Args:
         request: Settings of the pipeline.
@@ -170,14 +170,14 @@ class SegmentBalancer:
         return self._mover.shared_weights(self.partition)
 
     def after_step(self, work: StepWork, times: RankTimes) -> Move | None:
-        """Records a step's times. At the end of an interval, decides whether segments move.
+        """Records the times of a step, and decides at the end of each interval whether to move.
 
         Args:
             work: Microbatches of the step.
-            times: Durations of this rank's actions in the step, and of the step itself.
+            times: Durations of the step and of this rank's actions in it.
 
         Returns:
-            Move to make before the next step, equal on all ranks; ``None`` if segments stay.
+            Move to make before the next step, the same on all ranks; ``None`` to move nothing.
         """
         if self._skip:
             self._skip -= 1
@@ -220,10 +220,10 @@ class SegmentBalancer:
         return way_back if move is None or move.gain < self._gain else move
 
     def carry_out(self, move: Move) -> bool:
-        """Moves segments, and starts to measure the new partition.
+        """Moves segments, and starts measuring the new partition.
 
         Returns:
-            Whether the segments moved. If not, a line with the reason is printed.
+            Whether the segments moved. If they did not, the method prints the reason.
         """
         begin_s = time.perf_counter()
         before = self.partition
@@ -255,11 +255,11 @@ class SegmentBalancer:
         self._work = [SegmentWork()] * len(self._sizes)
 
     def _compare(self, pace: _Pace) -> Move | None:
-        """Logs the gain of the last move if segments moved since the last check.
+        """Logs the gain of the last move if it has not been logged yet.
 
         ``pace`` is the speed of the steps after the move.
 
-        Returns the move back to the previous partition if steps did not become faster, otherwise
+        Returns a move back to the previous partition if steps did not become faster; otherwise
         ``None``.
         """
         if self._promise is None:
@@ -278,7 +278,7 @@ class SegmentBalancer:
             self._gain,
             self._least_gain,
             self._print,
-            step="a step" if pace.work == before.work else "a step of the former work",
+            step="a step" if pace.work == before.work else "a step of the previous size",
         )
         self._gain = outcome.gain
         return outcome.way_back
@@ -324,10 +324,10 @@ class SegmentBalancer:
 
 
 def _parts_of(works: Sequence[SegmentWork], *, splits: bool) -> tuple[Times, ...]:
-    """Returns each segment's fractions of its stage's forward, backward and weight-gradient passes.
+    """Returns each segment's fractions of its stage's forward, backward and weight times.
 
-    A segment without a backward pass, for example in a frozen encoder, has no part in the backward
-    and weight-gradient passes.
+    For a segment without a backward pass, for example in a frozen encoder, the fractions of the
+    backward and weight-gradient times are 0.
 
     Args:
         works: Operation counts of the segments.
@@ -352,7 +352,7 @@ def _segment_sizes(request: PipelineSettings, assembly: Assembly) -> list[int]:
 
     ``request`` contains the model, and ``assembly`` contains the recordings of the model.
 
-    A parameter shared by several segments is counted only in the first segment.
+    A parameter that several segments share is counted only in the first of them.
     """
     part = assembly.recordings.part
     sizes = [0] * (len(part.cuts) + 1)
@@ -363,12 +363,12 @@ def _segment_sizes(request: PipelineSettings, assembly: Assembly) -> list[int]:
 
 
 def _segment_kinds(assembly: Assembly, sizes: Sequence[int]) -> list[int]:
-    """Returns a number for each segment that is equal for segments of the same kind and size.
+    """Returns a number for each segment. Segments of the same kind and size have the same number.
 
-    The number is the segment's size in bytes, from ``sizes``, plus a small number for its kind.
+    The number is the sum of the segment's size in bytes, from ``sizes``, and the index of its kind.
     """
     works = zip(*assembly.sample_work.values(), strict=True)
     kinds = list(zip(sizes, works, strict=True))
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
-    # The number of the kind distinguishes kinds of equal size, and is small compared to a size.
+    # The index distinguishes kinds of equal size, and is small compared to a size.
     return [kind[0] + numbers[kind] for kind in kinds]

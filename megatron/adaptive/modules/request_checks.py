@@ -27,8 +27,8 @@ from megatron.adaptive.modules.cut_points import CutPoint
 from megatron.adaptive.modules.cutting import check_groups
 from megatron.adaptive.modules.fake_recording import is_on_meta
 
-# Settings that affect the measurement of a model, besides the model itself. An elastic job
-# recognizes a model by a hash of these settings, so their order must not change.
+# Settings that affect measurements of a model. Their order must not change, because elastic jobs
+# identify a model by a hash of these settings.
 _SIGNED_CUT = ("shared_weights", "partition", "weights", "slicing")
 _SIGNED_SHAPE = (
     "pipeline_size",
@@ -64,7 +64,7 @@ _ALIKE = (
     "partition",
     "seed",
 )
-"""Names of settings that must be equal on all ranks, because messages depend on them."""
+"""Names of settings that must be the same on all ranks, because messages depend on them."""
 
 _LIKE_FLAGS = (
     "hang_after_s",
@@ -79,13 +79,13 @@ _OF_KERNELS = ("profile_ranks", "profile_step_start", "profile_step_end")
 
 
 class _Condition(NamedTuple):
-    """Condition without which some settings have no effect.
+    """Condition under which some settings have an effect.
 
     Attributes:
         names: Names of the settings.
         is_met: Function that returns whether the settings of a pipeline meet the condition.
-        needed: Settings that meet the condition, for error messages.
-        reason: Reason why the settings have no effect otherwise.
+        needed: Settings that meet the condition, as text for error messages.
+        reason: Reason why the settings have no effect if the condition is not met.
     """
 
     names: tuple[str, ...]
@@ -143,7 +143,7 @@ def check_settings(request: PipelineSettings) -> None:
 
 
 def _check_traced(request: PipelineSettings) -> None:
-    """Checks the settings of tracing in ``request``, such as the traced and profiled steps.
+    """Checks the trace settings in ``request``, such as the traced and profiled steps.
 
     Raises:
         ConfigError: If a value is invalid.
@@ -158,10 +158,10 @@ def _check_traced(request: PipelineSettings) -> None:
 
 
 def _check_effects(request: PipelineSettings) -> None:
-    """Checks that each setting in ``request`` that differs from its default has an effect.
+    """Checks that every setting in ``request`` that differs from its default has an effect.
 
     Raises:
-        ConfigError: If a setting has no effect, because another setting is missing.
+        ConfigError: If a setting has no effect because another setting is missing.
     """
     defaults = {spec.name: spec.default for spec in dataclasses.fields(request)}
     for condition in _CONDITIONS:
@@ -181,10 +181,10 @@ def check_model_and_sample(request: PipelineSettings) -> tuple[PipelineSettings,
 
     Returns the settings and the number of samples.
 
-    If the sample batch is a list, the returned settings also set ``micro_batch_size``.
+    If the sample batch is a list, ``micro_batch_size`` is 1 in the returned settings.
 
     Raises:
-        ConfigError: If the sample batch is invalid, a setting contradicts it, or ``shared_weights``
+        ConfigError: If the sample batch is invalid or contradicts a setting, or ``shared_weights``
             does not fit the model.
     """
     check_groups(request.model, request.shared_weights)
@@ -207,8 +207,9 @@ def require_alike(request: PipelineSettings, job: Job) -> None:
 
     ``request`` contains this rank's settings, and ``job`` connects the ranks.
 
-    If ranks differed, they would wait for messages or reductions that never come. For example, a
-    parameter that is frozen on only one rank changes the messages of its stage.
+    If parameters or settings differed, ranks would wait for messages or reductions that are never
+    sent. For example, a parameter that is frozen on only one rank changes the messages of its
+    stage.
 
     Raises:
         ConfigError: If ranks differ, or ``profile_ranks`` contains a rank that does not exist. The
@@ -230,9 +231,9 @@ def require_alike(request: PipelineSettings, job: Job) -> None:
 
 
 def _check_profile_ranks(request: PipelineSettings, job: Job) -> None:
-    """Checks that the ranks in the setting ``profile_ranks`` of ``request`` exist.
+    """Checks that the ranks in ``profile_ranks``, a setting in ``request``, exist.
 
-    The number of ranks of an elastic job may change, so such a job is not checked.
+    Elastic jobs are not checked, because their number of ranks may change.
 
     Raises:
         ConfigError: If a rank does not exist.
@@ -247,7 +248,7 @@ def _check_profile_ranks(request: PipelineSettings, job: Job) -> None:
 
 
 def request_signature(request: PipelineSettings) -> str:
-    """Returns a hash of the model and of the settings in ``request`` that affect measurements."""
+    """Returns a hash of the model and of the settings that affect its measurements."""
     model, sample = request.model, request.sample
     content: dict[str, Any] = {
         "model": type(model).__qualname__,
@@ -263,8 +264,7 @@ def request_signature(request: PipelineSettings) -> str:
         "autocast": str(request.autocast),
     }
     if request.recompute is not None:
-        # Omit the entry if nothing is recomputed, so that signatures of earlier versions stay
-        # valid.
+        # Omit the entry without recomputation, so that signatures of earlier versions remain valid.
         content["recompute"] = request.recompute
     text = json.dumps(content, default=list, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -1,13 +1,13 @@
-"""Reads samples (conversations or texts, with images) for fine-tuning ``transformers`` models.
+"""Reads samples (conversations or texts, with or without images) for fine-tuning.
 
 ::
 
     line of JSON ──image files──> conversation ──chat template, processor──> microbatch of a sample
 
-Each line of the file is a JSON object with ``text``, or with ``messages`` for the chat template of
-the model. Images are opened from files; nothing is downloaded. All lines are encoded once when the
-file is read, so that an invalid line raises an error before training starts. The processes of a job
-share this work: each line is encoded by one process, which sends the result to the other processes.
+Each line of the file is a JSON object with ``text``, or with ``messages`` for the model's chat
+template. Images are opened from files, and nothing is downloaded. All lines are encoded once when
+the file is read, so that an invalid line raises an error before training starts. The processes of a
+job share this work: one process encodes a line and sends the result to the others.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ if TYPE_CHECKING:
 IGNORED = -100
 """Label of tokens that the loss ignores."""
 
-# Names of entries whose values determine the shapes of tensors: the sizes of images, and which
-# tokens are placeholders of images.
+# Names of entries whose values determine the shapes of tensors: image sizes, and which tokens are
+# image placeholders.
 _DECISIVE = re.compile(r"mm_token_type_ids|image_sizes|spatial_shapes|\w+_grid_(thw|hws?)")
 
-# Names of placeholder tokens in processors and configurations. A processor that does not store the
-# ID of the token stores the token's text instead.
+# Names of placeholder tokens in processors and configurations. Some processors store the ID of such
+# a token, and others store its text.
 _PLACEHOLDERS = ("image_token", "video_token", "audio_token")
 
-# Keys of a message part that may contain the path of an image, in common formats.
+# Keys under which common formats store the path of an image in a message part.
 _NAMES = ("image", "path", "url", "image_url")
 
-# The first value is the number of lines that each process encodes before the processes exchange
-# results for the first time. The second value is the maximum number before each later exchange.
+# Number of lines that each process encodes before the first exchange of results, and maximum number
+# before each later exchange.
 _FIRST_LINES, _MOST_LINES = 1, 1024
 
-# Approximate and maximum size in bytes of all samples that the processes send in one exchange. Long
-# samples may follow short samples, so the approximate size alone would not limit the memory.
+# Approximate and maximum size in bytes of all samples that the processes send in one exchange. The
+# maximum is needed because long samples may follow short ones.
 _EXCHANGED_BYTES, _MOST_EXCHANGED_BYTES = 1 << 25, 1 << 28
 
 
 def num_learned(batch: Sequence[Microbatch]) -> list[float]:
-    """Returns the number of tokens that the loss includes, for each microbatch of ``batch``.
+    """Returns the number of tokens that the loss includes in each microbatch of ``batch``.
 
-    The result is the argument ``num_items`` of ``Pipeline.step``.
+    Pass the result as ``num_items`` to ``Pipeline.step``.
     """
     return [float((entries["labels"][:, 1:] != IGNORED).sum()) for entries in batch]
 
@@ -67,7 +67,7 @@ def num_learned(batch: Sequence[Microbatch]) -> list[float]:
 def placeholder_ids(*sources: Any) -> frozenset[int]:
     """Returns the IDs of the tokens that stand for parts of images, videos and audio.
 
-    An image, for example, is represented by one such token per feature. The loss ignores these
+    For example, each feature of an image is represented by such a token. The loss ignores these
     tokens.
 
     Args:
@@ -78,8 +78,8 @@ def placeholder_ids(*sources: Any) -> frozenset[int]:
         tokenizer = getattr(source, "tokenizer", source)
         for name in _PLACEHOLDERS:
             values = [getattr(source, f"{name}_{suffix}", None) for suffix in ("id", "index")]
-            # For Gemma 3, the attributes above contain only the token that precedes an image, so
-            # also read the list of image token ids.
+            # Also read the list of image token IDs, because the attributes above contain only the
+            # token that precedes an image for Gemma 3.
             values += getattr(source, f"{name}_ids", None) or ()
             token = getattr(source, name, None)
             if token is not None and hasattr(tokenizer, "get_vocab"):
@@ -90,18 +90,18 @@ def placeholder_ids(*sources: Any) -> frozenset[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleReader:
-    """Encodes samples, which are lines of JSON, as microbatches.
+    """Encodes samples (lines of JSON) as microbatches.
 
     Attributes:
         processor: Processor or tokenizer of the model, from :func:`load_processor`.
         max_length: Maximum number of tokens per sample; longer samples are truncated.
-        length_multiple: Each sample is padded to a multiple of this number of tokens, because a
-            pipeline records the model once per length.
-        image_folder: Folder that contains all images, to which their paths are relative; ``None``
-            uses the folder of the file with the lines.
-        kept_bytes: Maximum size in bytes of the samples that are kept in memory. Other samples are
-            encoded again at each use.
-        config: Configuration of the model, which may contain further placeholder tokens of images;
+        length_multiple: Padding unit. Each sample is padded to a multiple of this number of tokens,
+            because a pipeline records the model once per length.
+        image_folder: Folder that contains all images. Image paths are relative to this folder;
+            ``None`` uses the folder of the sample file.
+        kept_bytes: Maximum total size in bytes of samples kept in memory. Other samples are encoded
+            again for each use.
+        config: Configuration of the model, which may contain further image placeholder tokens;
             ``None`` uses only the tokens of the processor.
     """
 
@@ -121,13 +121,13 @@ class SampleReader:
 
         Args:
             path: Path of the file.
-            job: Job whose processes all call this method and share the work; ``None`` if this
-                process encodes all lines itself.
+            job: Job whose processes share the work. All of them must call this method; ``None`` if
+                this process encodes all lines itself.
 
         Raises:
-            ConfigError: If the file cannot be read, has no such samples, has an invalid line, or
-                differs between processes. The message names the line. All processes of the job
-                raise the same error.
+            ConfigError: If the file cannot be read, contains no such samples, contains an invalid
+                line, or differs between processes. The message names an invalid line. All processes
+                of the job raise the same error.
         """
         return SampleFile(path, self, job)
 
@@ -159,7 +159,7 @@ class SampleReader:
         return self._padded(encoded, has_images=bool(images))
 
     def _apply_template(self, messages: list[Any], images: list[Any]) -> Any:
-        """Returns the conversation ``messages``, encoded with the chat template.
+        """Encodes the conversation ``messages`` with the chat template.
 
         ``images`` contains the images of the conversation.
         """
@@ -179,7 +179,7 @@ class SampleReader:
         )
 
     def _check_places(self, prompt: str, images: list[Any]) -> None:
-        """Checks that ``prompt``, which is not encoded yet, has one placeholder per image."""
+        """Checks that the text ``prompt`` contains one placeholder per image."""
         markers = [getattr(self.processor, name, None) for name in ("image_token", "boi_token")]
         counts = [prompt.count(marker) for marker in markers if isinstance(marker, str)]
         if counts and max(counts) != len(images):
@@ -190,19 +190,19 @@ class SampleReader:
             )
 
     def _padded(self, encoded: Mapping[str, Any], *, has_images: bool) -> dict[str, torch.Tensor]:
-        """Adds labels to the entries ``encoded``, and truncates or pads them.
+        """Adds labels to an encoded sample, and truncates or pads its entries.
 
-        Only entries with one value per token are truncated or padded. If ``has_images`` is true, an
-        error is raised if the truncated part contains tokens of an image.
+        Only entries with one value per token are truncated or padded. If ``has_images`` is true,
+        truncating tokens of an image raises an error.
         """
         entries = {name: torch.as_tensor(entry) for name, entry in encoded.items()}
-        # The padding follows the text, and tokens attend only to earlier tokens, so no mask is
-        # needed.
+        # No attention mask is needed, because padding follows the text, and tokens attend only to
+        # earlier tokens.
         ids = entries["input_ids"]
         every_token = entries.pop("attention_mask", torch.ones_like(ids))
         learned = entries.pop("assistant_masks", every_token).reshape(1, -1)
-        # Ignore placeholders explicitly, because templates may mark them as learned. Without a
-        # mask, all tokens count as learned.
+        # All tokens are learned if the template provides no mask. Ignore placeholders explicitly,
+        # because templates may mark them as learned.
         is_ignored = (learned == 0) | torch.isin(ids, self._placeholders)
         entries["labels"] = ids.masked_fill(is_ignored, IGNORED)
         length = min(ids.shape[1], self.max_length)
@@ -216,7 +216,7 @@ class SampleReader:
         return entries
 
     def _check_cut(self, removed: torch.Tensor) -> None:
-        """Checks that the truncated tokens, ``removed``, are not part of an image."""
+        """Checks that ``removed``, the truncated tokens, contains no tokens of an image."""
         placeholders = self._placeholders
         if removed.numel() and (
             not placeholders.numel() or torch.isin(removed, placeholders).any()
@@ -230,10 +230,10 @@ class SampleReader:
 
 @dataclass(frozen=True, kw_only=True)
 class _Line:
-    """Contains a line of the sample file, and its number.
+    """Contains a line of the sample file and its number.
 
     Attributes:
-        number: Line number in the file, from 1.
+        number: Line number in the file, starting at 1.
         text: Content of the line.
     """
 
@@ -243,13 +243,13 @@ class _Line:
 
 @dataclass(frozen=True, kw_only=True)
 class _Encoded:
-    """Contains the results of encoding a line when the file is read for the first time.
+    """Contains the result of encoding a line in the first pass over the file.
 
     Attributes:
         error: Reason why the line is invalid; empty if it is valid.
         learned: Number of learned tokens.
         names: Names of the sample's entries.
-        content: Hashes of the line and of its images.
+        content: Hashes of the line and its images.
         num_bytes: Size of the sample in bytes.
         sample: Encoded line; ``None`` if it is too large to keep or to send.
     """
@@ -266,15 +266,16 @@ class SampleFile:
     """Contains the samples of a file. Indexing returns a sample as a microbatch.
 
     Args:
-        path: Path of the file, with a JSON object in each line.
+        path: Path of a file with one JSON object per line.
         reader: Reader that encodes the lines.
-        job: Job whose processes all read the file and share the work; ``None`` for one process.
+        job: Job whose processes all read the file and share the work; ``None`` if this process does
+            all the work.
 
     Attributes:
         num_learned: Number of learned tokens of each sample.
         largest: Index of the sample with the most bytes.
-        num_empty: Number of samples that were skipped, because they have no learned tokens.
-        digest: Hash of all lines and images in their order.
+        num_empty: Number of samples that were skipped because they have no learned tokens.
+        digest: Hash of all lines and images, in order.
     """
 
     def __init__(self, path: Path, reader: SampleReader, job: Job | None = None) -> None:
@@ -314,10 +315,10 @@ class SampleFile:
             )
 
     def _first_pass(self, job: Job | None) -> Iterator[tuple[_Line, _Encoded]]:
-        """Yields all lines in their order, each encoded by one process of the job.
+        """Yields all lines in order, each encoded by one process of the job.
 
-        The lines are read in blocks. The lines of a block are assigned to the processes
-        round-robin. After each block, the processes exchange their results.
+        The lines of a block are assigned to the processes round-robin. After each block, the
+        processes exchange their results.
         """
         if job is None:
             for line in _lines_of(self._path):
@@ -332,15 +333,15 @@ class SampleFile:
             of_rank = job.gather(self._part(block[job.rank :: ranks], ranks))
             for index, line in enumerate(block):
                 yield line, of_rank[index % ranks][index // ranks]
-            # gather() allocates as much memory for each process as for the process that sends the
-            # most data.
+            # For each process, gather() allocates the memory of the process that sends the most
+            # data.
             sent_bytes = ranks * max(map(_size_of_samples, of_rank))
             size = _next_size(size, sent_bytes)
 
     def _part(self, lines: Sequence[_Line], ranks: int) -> list[_Encoded]:
-        """Encodes ``lines`` on this process, and drops samples that are too large to send.
+        """Encodes ``lines`` on this process, and drops samples that exceed the size limit.
 
-        The size limit is divided equally among the processes, whose number is ``ranks``.
+        The size limit of an exchange is divided equally among the ``ranks`` processes.
         """
         part: list[_Encoded] = []
         room = _MOST_EXCHANGED_BYTES // ranks
@@ -352,7 +353,7 @@ class SampleFile:
         return part
 
     def _examined(self, line: _Line) -> _Encoded:
-        """Encodes a line, and drops the sample if the limit ``kept_bytes`` is exceeded."""
+        """Encodes a line, and drops the encoded sample if the limit ``kept_bytes`` is exceeded."""
         try:
             sample = self._encode(line)
             content = _content(line, self._image_folder)
@@ -378,9 +379,9 @@ class SampleFile:
 
     @property
     def kinds(self) -> list[Microbatch]:
-        """Returns one sample for each combination of entries, such as with and without images.
+        """Returns one sample per combination of entries, such as with and without images.
 
-        A pipeline uses these samples as its sample batch.
+        These samples serve as the sample batch of a pipeline.
         """
         return [self[index] for index in self._indices_of_kinds.values()]
 
@@ -391,7 +392,7 @@ class SampleFile:
         return sorted(name for name in names if _DECISIVE.fullmatch(name))
 
     def _encode(self, line: _Line) -> Microbatch:
-        """Returns ``line``, encoded as a microbatch.
+        """Encodes ``line`` as a microbatch.
 
         Raises:
             ConfigError: If the line is invalid.
@@ -419,24 +420,24 @@ def _next_size(size: int, sent_bytes: int) -> int:
 
     Args:
         size: Number of lines that each process encoded before the last exchange.
-        sent_bytes: Memory in bytes for the samples of the last exchange, over all processes.
+        sent_bytes: Memory in bytes that all samples of the last exchange needed.
     """
     fitting = size * _EXCHANGED_BYTES // max(1, sent_bytes)
     return max(1, min(2 * size, fitting, _MOST_LINES))
 
 
 def _size_of_samples(part: Sequence[_Encoded]) -> int:
-    """Returns the size in bytes of the samples in ``part``, which a process sent."""
+    """Returns the size in bytes of the samples that a process sent."""
     return sum(each.num_bytes for each in part if each.sample is not None)
 
 
 def _common_lines(path: Path, job: Job) -> list[_Line]:
-    """Reads the file ``path`` on all processes of a job and returns its lines.
+    """Reads the file ``path`` on all processes of a job, and returns its lines.
 
     All processes must call this.
 
     Raises:
-        ConfigError: If a process cannot read the file, or the file differs between processes. All
+        ConfigError: If any process cannot read the file, or the file differs between processes. All
             processes raise the error.
     """
     lines: list[_Line] = []
@@ -461,7 +462,7 @@ def _common_lines(path: Path, job: Job) -> list[_Line]:
 
 
 def _content(line: _Line, folder: Path) -> bytes:
-    """Returns the hash of the text of ``line``, followed by the hashes of the line's image files.
+    """Returns the hash of the text of ``line``, followed by the hashes of its image files.
 
     Args:
         line: Line of the file.
@@ -484,11 +485,11 @@ def _content(line: _Line, folder: Path) -> bytes:
 def _with_images(
     sample: Mapping[str, Any], folder: Path, processor: Any
 ) -> tuple[list[Any], list[Any] | None]:
-    """Opens the images of a sample and inserts them into its messages.
+    """Opens the images of a sample, and inserts them into its messages.
 
-    A message's ``content`` is a string or a list of parts. A part ``{"type": "image", "path":
-    FILE}`` refers to an image file; ``{"type": "image"}`` refers to the next image in the sample's
-    ``images``.
+    The ``content`` of a message is a string or a list of parts. A part ``{"type": "image", "path":
+    FILE}`` refers to an image file, and ``{"type": "image"}`` refers to the next image in the
+    sample's ``images``.
 
     Args:
         sample: Parsed JSON object of a line, with ``messages`` or ``text``, and optionally
@@ -497,8 +498,8 @@ def _with_images(
         processor: Processor of the model, or its tokenizer if the model accepts only text.
 
     Returns:
-        All images in order, and the messages with images in their parts. The messages are ``None``
-        if the sample has ``text`` instead.
+        All images in order, and the messages with the images in their parts. The messages are
+            ``None`` if the sample has ``text`` instead.
 
     Raises:
         ConfigError: If an image cannot be read, the messages are malformed, or the model does not
@@ -539,7 +540,7 @@ def _with_images(
                 )
             part.update(type="image", image=image)
             images.append(image)
-        # Templates of text-only models expect a string.
+        # Chat templates of text-only models expect a string.
         content = parts if takes_images else "".join(part["text"] for part in parts)
         filled.append({**message, "content": content})
     unused = sum(1 for _ in waiting)
@@ -564,7 +565,7 @@ def _no_images() -> ConfigError:
 
 
 def _parts(content: Any) -> list[dict[str, Any]]:
-    """Returns the ``content`` of a message as a list of parts, each of type text or image."""
+    """Returns the ``content`` of a message as a list of text and image parts."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
@@ -628,8 +629,7 @@ def _path_of_image(name: Any, folder: Path) -> str:
             f"image {name[:80]} is an address, but images are not downloaded or decoded; save "
             "the image, and use the path of the file"
         )
-    # Resolve links, because a link may point to a file outside of the folder that the user does not
-    # want to show to a model.
+    # Resolve links, because a link may point to a private file outside of the folder.
     root = os.path.realpath(folder)
     path = os.path.realpath(os.path.join(os.path.abspath(folder), name))
     if os.path.commonpath([root, path]) != root:

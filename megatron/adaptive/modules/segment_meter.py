@@ -1,14 +1,15 @@
-"""Measures how long each ``Pipeline`` segment takes if ``trace_detail`` includes ``layers``.
+"""Measures the time of each ``Pipeline`` segment if ``trace_detail`` includes ``layers``.
 
-A stage runs its segments one after another, and autograd runs their backward passes in reverse. So
-one timestamp at each border divides the whole pass of a stage among its segments::
+A stage runs its segments one after another, and autograd runs their backward passes in reverse
+order. A timestamp at each border is therefore enough to divide the time of a pass among the
+segments::
 
     forward    | segment 4 | segment 5 | segment 6 |
     backward   | segment 6 | segment 5 | segment 4 |
                            ^ autograd is about to compute the first gradient in segment 5
 
-The measured times do not include gradients that a later action computes (``W``). Calls that the
-backward pass runs again (recomputation) belong to the backward pass.
+The measured times do not include gradients that are computed in a later action (``W``). Recomputed
+calls count as a part of the backward pass.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class SegmentMeter(LayerSums):
     def __init__(self, segments: Sequence[int], clock: Any) -> None:
         super().__init__(segments[:MOST_LAYERS], clock)
         self._positions = {segment: index for index, segment in enumerate(self._numbers)}
-        # Each attribute contains the index of the segment that is running and the timestamp of its
-        # start, or ``None`` if no segment is running.
+        # Index of the running segment and timestamp of its start, or ``None`` if no segment is
+        # running.
         self._forward: tuple[int, Any] | None = None
         self._backward: tuple[int, Any] | None = None
 
@@ -57,7 +58,7 @@ class SegmentMeter(LayerSums):
         self._forward = self._backward = None
 
     def enters(self, segment: int | None) -> None:
-        """Records that the forward pass enters a segment; ``None`` records the end of the pass."""
+        """Records that the forward pass enters a segment, or ends if ``segment`` is ``None``."""
         self._forward = self._passes(FORWARD, self._forward, segment)
 
     def watch(self, segment: int, tensors: Iterable[torch.Tensor]) -> None:
@@ -65,12 +66,11 @@ class SegmentMeter(LayerSums):
 
         Args:
             segment: Index of the segment in the model.
-            tensors: Results of the segment that are used after the segment.
+            tensors: Results of the segment that later segments use.
         """
 
         def enters(_: torch.Tensor) -> None:
-            # If there are several gradients, the first marks the start of the segment's backward
-            # pass.
+            # The first of several gradients marks the start of the segment's backward pass.
             if self.is_traced and (self._backward is None or segment < self._backward[0]):
                 self._backward = self._passes(BACKWARD, self._backward, segment)
 
@@ -85,11 +85,11 @@ class SegmentMeter(LayerSums):
     def _passes(
         self, kind: int, current: tuple[int, Any] | None, segment: int | None
     ) -> tuple[int, Any] | None:
-        """Ends the measurement of segment ``current``, and begins the measurement of ``segment``.
+        """Ends the measurement ``current``, and begins to measure ``segment``.
 
-        ``kind`` says whether the pass is a forward or a backward pass.
+        ``kind`` is the kind of pass (forward or backward).
 
-        Returns the new value of ``current``, which is ``None`` at the end of a stage's pass.
+        Returns the new measurement, or ``None`` at the end of a stage's pass.
         """
         if current is None and segment is None:
             return None

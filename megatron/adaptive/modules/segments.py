@@ -1,18 +1,18 @@
-"""Measures every segment (the part of a model between two cut points) as if it were a stage.
+"""Measures each segment (part of a model between two cut points) as if it were a stage.
 
-Segments are moved to the device one after another, so the whole model does not need to fit in the
-device's memory::
+Segments are moved to the device one after another, so the device needs memory for only one of
+them::
 
     segment 0 ──message──> segment 1 ──message──> ...      each forward pass feeds the next
        │                      │
        F, full B              F, full B                    gradients are random: only sizes matter
        F, input B, weight B   F, input B, weight B         if the backward pass is split
 
-Each segment is timed by ``profiling.action_timing`` as a
+``profiling.action_timing`` times each segment as a
 :class:`~megatron.adaptive.modules.program.ProgramStages`, so the times include packing the
-messages. Tensors on the ``meta`` device get random values while their segment runs. If a model has
-tensors on the ``meta`` device, segments that make the same calls are measured only once. This
-module also checks that the recorded forward pass gives the same loss as the model.
+messages. Tensors on the ``meta`` device get random values while their segment runs. If there are
+such tensors, segments that make the same calls are measured only once. This module also checks that
+a recorded forward pass gives the same loss as the model.
 """
 
 from __future__ import annotations
@@ -52,16 +52,15 @@ from megatron.adaptive.modules.recording import (
 from megatron.adaptive.modules.tape import Tape, makes_same_calls
 from megatron.adaptive.profiling.action_timing import WARM_UP, time_call, time_microbatches
 
-# Maximum number of parameter elements with which an optimizer step is timed.
+# Maximum number of parameter elements for timing an optimizer step.
 _MOST_NUMBERS = 1 << 22
 _OPTIMIZER_STEPS = 4
 # Largest random value for tensors on the meta device. Small values avoid overflows.
 _LARGEST_RANDOM = 0.02
-# Number of random numbers that are drawn for a large tensor.
+# Number of random numbers to draw for a large tensor.
 _RANDOM_NUMBERS = 1 << 16
-# Maximum relative difference between two losses that are considered equal. Losses may differ
-# slightly, because sums may be computed in a different order. The second value is for 16-bit
-# dtypes.
+# Maximum relative difference between two losses that count as equal. Losses may differ slightly,
+# because sums may be computed in a different order. The second value is for 16-bit dtypes.
 _TOLERANCE = 1e-4
 _TOLERANCE_OF_HALVES = 3e-2
 
@@ -77,18 +76,17 @@ class SegmentSample:
         micro_batch: Number of samples per microbatch.
         forward_s: Time of a forward pass, in seconds.
         backward_s: Time of a backward pass that computes all gradients, in seconds.
-        split_s: Times of the two parts of a split backward pass in seconds: gradients of inputs,
-            then gradients of weights. ``None`` if the split pass was not measured.
+        split_s: Times of the two parts of a split backward pass (gradients of inputs, and gradients
+            of weights), in seconds; ``None`` if the split pass was not measured.
         output_bytes: Size in bytes of the message that the segment sends to the next segment.
-        kept_bytes: Size in bytes of the activations kept from the forward to the backward pass.
-        workspace_bytes: Size in bytes of the temporary memory while the segment runs; 0 on a CPU,
+        kept_bytes: Size in bytes of the activations that are kept until the backward pass.
+        workspace_bytes: Size in bytes of the temporary memory that the segment needs; 0 on a CPU,
             where it is not measured.
-        parameters: Number of elements in the segment's parameters, trained and frozen.
+        parameters: Number of elements in all parameters of the segment.
         frozen_parameters: Number of elements in the segment's frozen parameters.
-        durations_s: All measured times in seconds: one row for forward passes, one for backward
-            passes.
-        is_estimated: Whether all costs are estimated from other microbatch sizes.
-        is_split_estimated: Whether only the times of the split backward pass are estimated.
+        durations_s: All measured times in seconds, in two rows: forward passes and backward passes.
+        is_estimated: Whether all costs were estimated from other microbatch sizes.
+        is_split_estimated: Whether only the times of the split backward pass were estimated.
     """
 
     segment: int
@@ -114,9 +112,9 @@ class SegmentSample:
 def interpolated(
     smaller: Sequence[SegmentSample], larger: Sequence[SegmentSample]
 ) -> list[SegmentSample]:
-    """Returns samples for the powers of two between two measured microbatch sizes.
+    """Returns estimates for the powers of two between two measured microbatch sizes.
 
-    Costs are interpolated linearly, because a microbatch has a fixed cost and a cost per sample.
+    The interpolation is linear, because a microbatch has a fixed cost and a cost per sample.
 
     Args:
         smaller: Measurements of all segments with the smaller microbatch.
@@ -130,10 +128,10 @@ def interpolated(
 
 
 def with_split_like(measured: SegmentSample, sample: SegmentSample) -> SegmentSample:
-    """Returns ``sample`` with split times that are estimated from ``measured``.
+    """Returns ``sample`` with split times estimated from ``measured``.
 
-    ``measured`` describes the same segment with a different microbatch size. Each part of the split
-    pass is assumed to take the same fraction of the unsplit backward pass for both sizes.
+    ``measured`` describes the same segment with a different microbatch size. For both sizes, each
+    part of the split pass is assumed to take the same fraction of the unsplit backward pass.
     """
     if measured.split_s is None or sample.split_s is not None:
         return sample
@@ -180,14 +178,15 @@ def measure_segments(
     """Measures all segments with one microbatch, without changing the model's gradients.
 
     Args:
-        forward: Model with all its parameters, on any device. Parameters on ``meta`` get random
-            values. Segments in its setting ``recompute`` are measured with recomputation.
+        forward: Model with all its parameters, on any device. Parameters on the ``meta`` device get
+            random values. Calls selected by its setting ``recompute`` are measured with
+            recomputation.
         tape: Forward pass in training mode, recorded with a microbatch of this size.
-        batch: Tensors of the microbatch, by name.
+        batch: Tensors of the microbatch, keyed by name.
         device: Device on which segments run.
         split: Whether to also measure the split backward pass.
         repeats: Maximum number of timed repetitions after the warm-up.
-        enough_s: Segments that take at least this many seconds are measured only once.
+        enough_s: Duration in seconds from which a segment is measured only once.
 
     Raises:
         torch.OutOfMemoryError: If a segment does not fit in the device's memory.
@@ -196,7 +195,7 @@ def measure_segments(
     recomputed = recomputed_ranges(tape, forward.recompute)
     tensors = tensors_of(forward.model)
     inputs = {name: tensor.to(device) for name, tensor in batch.items()}
-    # A microbatch in a list may contain scalars, which have no batch dimension.
+    # Skip scalars, which a microbatch in a list may contain, because they have no batch dimension.
     size = next((len(tensor) for tensor in inputs.values() if tensor.dim()), 1)
     message: torch.Tensor | None = None
     samples: list[SegmentSample] = []
@@ -231,13 +230,14 @@ def _sample(
     split: bool,
     long_s: float,
 ) -> tuple[SegmentSample, torch.Tensor]:
-    """Measures the segment ``program``, and returns its costs and its output.
+    """Measures the segment ``program``, and returns its costs and output.
 
     The function ``measure`` runs the segment and returns its times. ``held`` contains the segment's
     parameters and buffers.
 
-    The costs have segment index 0 and microbatch size 1, which the caller replaces. If the unsplit
-    passes take at least ``long_s`` seconds, they also serve as the warm-up of the split passes.
+    The returned costs have segment index 0 and microbatch size 1, which the caller replaces. If the
+    unsplit passes take at least ``long_s`` seconds, they also serve as the warm-up for the split
+    passes.
     """
     before = _reset_peak_bytes(device)
     halves = None
@@ -245,7 +245,8 @@ def _sample(
         rows, output, kept = measure(split=False)
         peak = _peak_bytes(device)
         if split:
-            # Keep the gradients, because most microbatches of a step add to existing gradients.
+            # Keep the gradients of the first passes, because most microbatches of a step add to
+            # existing gradients.
             is_long = rows[0][-1] + rows[1][-1] >= long_s
             both, _, _ = measure(split=True, warm_up=0 if is_long else WARM_UP)
             halves = (statistics.median(both[1]), statistics.median(both[2]))
@@ -271,7 +272,7 @@ def _sample(
 
 
 def _reset_peak_bytes(device: torch.device) -> int:
-    """Resets the peak memory statistics of ``device`` and returns the used memory in bytes.
+    """Resets the peak memory statistics of a device, and returns its used memory in bytes.
 
     Returns 0 on a CPU.
     """
@@ -282,7 +283,7 @@ def _reset_peak_bytes(device: torch.device) -> int:
 
 
 def _peak_bytes(device: torch.device) -> int:
-    """Returns the peak memory of ``device`` since the last reset in bytes, or 0 on a CPU."""
+    """Returns the peak memory since the last reset in bytes, or 0 on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
@@ -293,10 +294,11 @@ def _num_parameters(tensors: Iterable[torch.Tensor]) -> int:
 def _held(
     tape: Tape, plan: StagePlan, tensors: Mapping[str, torch.Tensor], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Returns the parameters and buffers of the segment ``plan`` on ``device``, by name.
+    """Returns the parameters and buffers of a segment on ``device``, keyed by name.
 
-    Parameters share memory with the model if the model is on this device. Buffers are copied,
-    because running the segment may change them. Tensors on the ``meta`` device get random values.
+    ``plan`` is the plan of the segment. Parameters share memory with the model if the model is on
+    this device. Buffers are copied, because running the segment may change them. Tensors on the
+    ``meta`` device get random values.
     """
     names = {*plan.parameters, *plan.buffers}
     for number in (*plan.sent, tape.loss):
@@ -321,9 +323,9 @@ def _held(
 
 
 def _fill_with_random(values: torch.Tensor) -> None:
-    """Fills ``values`` with random numbers. A large tensor gets copies of the same numbers.
+    """Fills ``values`` with random numbers. In a large tensor, the numbers repeat.
 
-    Copying is several times faster than drawing all numbers.
+    Copying the same numbers is several times faster than drawing all numbers.
     """
     if not values.is_contiguous() or values.numel() <= _RANDOM_NUMBERS:
         values.uniform_(0, _LARGEST_RANDOM)
@@ -345,14 +347,14 @@ def _time(
     enough_s: float,
     warm_up: int = WARM_UP,
 ) -> tuple[list[list[float]], torch.Tensor, int]:
-    """Runs a segment repeatedly. Returns its times, its output and the bytes of its activations.
+    """Runs a segment repeatedly, and returns its times, output and activation size.
 
-    Each forward pass gets the batch entries ``inputs`` and the ``message`` of the previous segment.
-    A segment that takes at least ``enough_s`` seconds is timed only once, instead of ``repeats``
+    Each forward pass receives the batch entries ``inputs`` and the ``message`` of the previous
+    segment. A segment that takes at least ``enough_s`` seconds is timed once instead of ``repeats``
     times.
 
-    The times are lists in seconds, for forward passes, backward passes and, if ``split`` is true,
-    weight-gradient passes.
+    The times are lists, in seconds, of forward passes, backward passes and, if ``split`` is true,
+    weight-gradient passes. The activation size is in bytes.
     """
     meter = ActivationMeter()
     device = program.device
@@ -385,12 +387,12 @@ def _time(
 
 
 def tied_parameters(tape: Tape, tensors: Mapping[str, torch.Tensor]) -> tuple[int, tuple[int, ...]]:
-    """Returns the number of elements in shared parameters, and the segments that share them.
+    """Returns the number of elements in shared parameters, and the segments with shared parameters.
 
     ``tape`` shows which segments use a parameter, and ``tensors`` contains the parameters by name.
 
-    The tuple contains the first and the last segment with a shared parameter. It is empty if no
-    parameter is shared.
+    Only the first and the last such segment are returned. The tuple is empty if no parameter is
+    shared.
     """
     shared = {name: used for name, used in uses_of(tape).items() if len(used) > 1}
     ends = [end for segments in shared.values() for end in (min(segments), max(segments))]
@@ -403,11 +405,11 @@ def optimizer_seconds(
 ) -> float:
     """Returns the time of an optimizer step per parameter element, in seconds.
 
-    The time is measured with only some of the model's parameters, because a large model may not fit
-    in memory.
+    Only some of the model's parameters are used for the measurement, because a large model may not
+    fit in memory.
 
     Args:
-        model: Model whose parameter shapes are used. The model is not changed.
+        model: Model with the parameters whose shapes are used. It is not changed.
         device: Device on which the optimizer runs.
         make: Function that creates an optimizer from a list of parameters; ``None`` uses AdamW.
     """
@@ -417,7 +419,7 @@ def optimizer_seconds(
     for parameter in trained:
         if total + parameter.numel() <= _MOST_NUMBERS:
             chosen.append(torch.nn.Parameter(torch.zeros_like(parameter, device=device)))
-            # Copy attributes that the model's code has set, because some optimizers read them.
+            # Copy attributes set by the model's code, because some optimizers read them.
             vars(chosen[-1]).update(vars(parameter))
             total += parameter.numel()
     if not trained:
@@ -432,19 +434,19 @@ def optimizer_seconds(
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the parameters and buffers of ``model`` by name.
+    """Returns the parameters and buffers of ``model``, keyed by name.
 
-    A shared tensor is listed only under its first name.
+    A tensor with several names is listed only under its first name.
     """
     return {**dict(model.named_buffers()), **dict(model.named_parameters())}
 
 
 def check_replay(forward: Forward, forwards: Forwards, other: Mapping[str, torch.Tensor]) -> None:
-    """Checks that the recording and the model give the same loss on another microbatch.
+    """Checks that the recordings and the model give the same loss for another microbatch.
 
     The losses differ if Python code of the model used values of the sample in a way that the
-    recorder cannot see. The recording in training mode is checked only if it makes other calls than
-    the recording in evaluation mode. Recordings that draw random numbers are not checked.
+    recorder cannot detect. The recording in training mode is checked only if its calls differ from
+    those in evaluation mode. Recordings that draw random numbers are not checked.
 
     Args:
         forward: Model with all its parameters.
@@ -452,7 +454,7 @@ def check_replay(forward: Forward, forwards: Forwards, other: Mapping[str, torch
         other: Microbatch that was not used for the recording, on the model's device.
 
     Raises:
-        ConfigError: If the loss of the recording differs from the model's loss.
+        ConfigError: If the loss of a recording differs from the loss of the model.
     """
     _check_mode(forward, forwards.evaluation, other, training=False)
     training = forwards.tapes.get("training")
@@ -463,9 +465,10 @@ def check_replay(forward: Forward, forwards: Forwards, other: Mapping[str, torch
 def _check_mode(
     forward: Forward, tape: Tape, other: Mapping[str, torch.Tensor], *, training: bool
 ) -> None:
-    """Compares the losses of ``tape`` and of the model on ``other``; see :func:`check_replay`.
+    """Compares the losses of ``tape`` and of the model. See :func:`check_replay`.
 
-    ``training`` says whether ``tape`` was recorded in training mode.
+    ``training`` must be true if ``tape`` was recorded in training mode, and ``other`` is the
+    microbatch.
     """
     if tape.is_random:
         return
@@ -473,8 +476,8 @@ def _check_mode(
     device = forward.device
     (plan,) = slice_tape(tape, (tape.num_segments,))
     program = StageProgram(tape, plan, held, device)
-    # The recording and the model may both change buffers, but must start with the same buffer
-    # values.
+    # Restore the buffers, because both the recording and the model may change them, but must start
+    # with the same values.
     with torch.no_grad(), undisturbed(forward.model, device):
         _, replayed = program.forward(other, [], random=lambda call: None)
     before = host_random_state()
@@ -486,8 +489,8 @@ def _check_mode(
     ):
         expected = float(forward(copies_of(other)).detach())
     if host_random_state() != before:
-        # Do not compare the losses, because the model draws random numbers with Python or numpy.
-        # The setting slicing="record" allows this.
+        # The losses cannot be compared, because the model draws random numbers with Python or
+        # numpy, which slicing="record" allows.
         return
     assert replayed is not None
     halves = forward.autocast is not None or any(

@@ -1,12 +1,12 @@
-"""Determines the sizes of a pipeline from the user, the planner or an elastic job's launcher.
+"""Determines the layout of a pipeline from the user's settings, the planner or a launcher.
 
-``python -m megatron.adaptive train elastic`` is the launcher of an elastic job, whose layout may
-change. It passes the layout to the ranks as an order (:class:`JobOrder`)::
+``python -m megatron.adaptive train elastic`` is the launcher of an elastic job, in which the layout
+may change. The launcher passes the layout to the ranks as a :class:`JobOrder`::
 
     first start     measure the model ──> model.json ──> all ranks exit, and the launcher plans
     later starts    use the order's layout, or measure again if the model has changed
 
-The launcher plans the layout, because only the launcher knows which machines join and leave.
+The launcher plans the layout, because only it knows which machines join and leave.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from megatron.adaptive.planner.measured_module import MeasuredModule, measured_c
 from megatron.adaptive.schedule.catalog import is_rule, placement_for, splits_backward
 from megatron.adaptive.schedule.stage_placement import Placement
 
-# If the schedule is a rule that is applied at run time, each weight-gradient action is divided into
-# this number of parts.
+# Number of parts into which each weight-gradient action is divided if the schedule is a rule that
+# is applied at run time.
 _PIECES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """Contains the layout that the planner chose, and the alternatives.
+    """Contains the layout that the planner chose, and alternatives.
 
     Attributes:
         best: Chosen layout: ``pipeline_size``, ``replicas``, ``micro_batch_size``, ``partition``,
             and the predicted time of a step in ``seconds``.
-        others: Other layouts that were simulated, best first.
+        others: Other simulated layouts, best first.
         batch_size: Number of samples per step, over all replicas.
-        weights: Time of each segment in seconds, with microbatches of the chosen size.
+        weights: Time of each segment for a microbatch of the chosen size, in seconds.
         profile: Measurements on which the choice is based.
     """
 
@@ -81,19 +81,18 @@ def _time(seconds: float) -> str:
 
 
 class JobEnded(SystemExit):
-    """Raised to exit a rank's program, while the job continues without it or in another layout."""
+    """Raised to exit a rank's program on purpose. The job may continue in another layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SettledSizes:
-    """Contains the layout of a job, and states where the layout comes from.
+    """Contains the layout of a job and its origin.
 
     Attributes:
         mesh: Replica and pipeline position of this process, and its process groups.
-        request: The user's settings, with all sizes filled in.
+        request: The user's settings, with all sizes set.
         plan: Layout that the planner chose; ``None`` if the planner was not used.
-        order: Layout that the launcher of an elastic job prescribes; ``None`` if the job is not
-            elastic.
+        order: Layout from the launcher of an elastic job; ``None`` if the job is not elastic.
         recordings: Recordings of the model that were made while the layout was determined.
     """
 
@@ -105,7 +104,7 @@ class SettledSizes:
 
 
 def settle_sizes(request: PipelineSettings) -> SettledSizes:
-    """Connects to the other processes and determines the job's layout. All ranks must call this.
+    """Connects to the other processes, and determines the layout. All ranks must call this.
 
     Args:
         request: User's settings, in which sizes may be missing.
@@ -113,13 +112,14 @@ def settle_sizes(request: PipelineSettings) -> SettledSizes:
     Raises:
         ConfigError: If no layout is possible, or a setting is invalid.
         JobEnded: If the model was measured only for the launcher, which then plans a layout and
-            starts the ranks again.
+            restarts the ranks.
     """
     job = join_job(request.timeout_s)
     plan: Chosen | None = None
     recordings = RecordingCache()
     try:
-        # Compare the settings first, because sizes determine which process groups are created.
+        # Compare the settings of all ranks first, because sizes determine which process groups are
+        # created.
         require_alike(request, job)
         text = job.environment.job
         order = None if text is None else JobOrder.from_text(text)
@@ -146,9 +146,9 @@ def settle_sizes(request: PipelineSettings) -> SettledSizes:
 
 
 def _ordered(job: Job, order: JobOrder, request: PipelineSettings) -> PipelineSettings:
-    """Returns the settings ``request`` with the layout ``order`` of an elastic job's launcher.
+    """Returns ``request`` with the layout in ``order``, from an elastic job's launcher.
 
-    If the layout was planned for another model, the current model is measured and the program
+    If the layout was planned for a different model, the current model is measured and the program
     exits.
     """
     if is_list(request.sample_batch):
@@ -175,7 +175,8 @@ def _ordered(job: Job, order: JobOrder, request: PipelineSettings) -> PipelineSe
     model = MeasuredModule.read(Path(order.model)) if request.weights is None else None
     if model is None:
         return settled
-    # Keep the costs, because the diagnosis of slow ranks compares each stage's time with its cost.
+    # Set the costs, because the search for slow ranks compares the time of each stage with its
+    # cost.
     return dataclasses.replace(settled, weights=model.costs(order.micro_batch_size))
 
 
@@ -188,7 +189,8 @@ def choose_placement(schedule: str, num_ranks: int, chunks: int | None) -> Place
         chunks: Number of stages per rank; ``None`` uses the schedule's default.
 
     Raises:
-        ConfigError: If the schedule requires a different number of stages per rank.
+        ConfigError: If the schedule requires a different number of stages per rank, or does not
+            support training.
         ScheduleError: If the schedule does not exist.
     """
     if schedule == "forward-only":
@@ -206,7 +208,7 @@ def choose_placement(schedule: str, num_ranks: int, chunks: int | None) -> Place
 
 
 def choose_orders(request: PipelineSettings, num_ranks: int, pp_rank: int) -> Orders:
-    """Returns the object that determines the order in which a rank runs its actions.
+    """Returns the object that determines the order of a rank's actions.
 
     Args:
         request: Settings of the pipeline.
@@ -249,9 +251,9 @@ def choose_orders(request: PipelineSettings, num_ranks: int, pp_rank: int) -> Or
 def _of_one_process(
     job: Job, request: PipelineSettings, recordings: RecordingCache
 ) -> PipelineSettings | None:
-    """Chooses the microbatch size without measurements if the job has only one process.
+    """Chooses the microbatch size without measurements if there is only one process.
 
-    A single process runs all segments, and is fastest with large microbatches.
+    With a single process, large microbatches are the fastest.
 
     Args:
         job: Job that the process has joined.
@@ -259,8 +261,8 @@ def _of_one_process(
         recordings: Object that keeps recordings of the model.
 
     Returns:
-        Settings with all sizes, or ``None`` if the model must be measured: there are several
-        processes, or even one sample may not fit in memory.
+        Settings with all sizes, or ``None`` if this function does not apply: there are several
+            processes, ``micro_batch_size`` is set, or even one sample may not fit in memory.
     """
     is_alone = dist.get_world_size() == 1 and request.pipeline_size in (None, "auto", 1)
     if not is_alone or request.micro_batch_size is not None:
@@ -276,14 +278,14 @@ def _of_one_process(
 
 
 def _sampled_model(request: PipelineSettings) -> dict[str, Any]:
-    """Returns the settings in ``request`` that describe the model and its recording, by name."""
+    """Returns the settings in ``request`` that belong to :class:`SampledModel`, keyed by name."""
     return {spec.name: getattr(request, spec.name) for spec in dataclasses.fields(SampledModel)}
 
 
 def _choose(job: Job, request: PipelineSettings, recordings: RecordingCache) -> Chosen:
-    """Measures the model and plans a layout, equal on all ranks. All ranks must call this.
+    """Measures the model, and plans a layout for all ranks. All ranks must call this.
 
-    ``request`` contains the user's settings, and ``recordings`` keeps recordings of the model.
+    ``request`` contains the user's settings, and ``recordings`` is a cache of recordings.
     """
     require_whole(1, batch_size=request.samples)
     if request.pipeline_size == "auto":
@@ -300,16 +302,17 @@ def _choose(job: Job, request: PipelineSettings, recordings: RecordingCache) -> 
 def _measure(
     job: Job, request: PipelineSettings, recordings: RecordingCache
 ) -> tuple[ModuleProfile, MeasuredModule]:
-    """Measures the model of ``request``. Returns its profile and its description for the planner.
+    """Measures the model. Returns its profile and its description for the planner.
 
-    All ranks must call this. ``recordings`` keeps recordings of the model.
+    All ranks must call this. ``request`` contains the user's settings, and ``recordings`` is a
+    cache of recordings.
     """
     size = request.micro_batch_size
     pipeline_size = request.pipeline_size
-    # Create the orders before measuring, so that invalid settings raise an error early.
+    # Call choose_orders() before measuring, so that invalid settings raise an error early.
     orders = choose_orders(request, 2, 0)
-    # Split the backward pass in an elastic job too, because the job may continue with more
-    # processes.
+    # Also measure the split backward pass in an elastic job with one process, because the job may
+    # continue with more processes.
     may_split = dist.get_world_size() > 1 or job.environment.job is not None
     splits = orders.weight_pieces > 0 and may_split
     profiler = Profiler(
@@ -318,7 +321,7 @@ def _measure(
         split_backward=splits,
         memory_limit_bytes=request.memory_limit_bytes,
     )
-    # Larger microbatches would leave a step with fewer microbatches than there are processes.
+    # Larger microbatches would result in fewer microbatches per step than there are processes.
     most = max(1, request.samples // dist.get_world_size())
     profile = profiler.measure(
         job, batch_size=request.samples, most=most, is_quick=True, recordings=recordings
@@ -347,8 +350,8 @@ def _measure(
 def _plan(module: MeasuredModule, request: PipelineSettings, profile: ModuleProfile) -> Chosen:
     """Returns the layout that the planner chooses for the measured model ``module``.
 
-    The sizes that the user set in ``request`` are kept. ``profile`` contains the measurements on
-    which the choice is based.
+    The planner keeps the sizes that the user set in ``request``. ``profile`` contains the
+    measurements on which the choice is based.
     """
     count = len(profile.cut_points) + 1
     size = request.pipeline_size
@@ -391,7 +394,7 @@ def _plan(module: MeasuredModule, request: PipelineSettings, profile: ModuleProf
 
 
 def _sizes_of(request: PipelineSettings, num_segments: int) -> tuple[int, ...]:
-    """Returns the pipeline sizes whose number of stages matches the user's partition.
+    """Returns the pipeline sizes that result in as many stages as the user's partition has.
 
     ``request`` contains the partition, and ``num_segments`` is the number of segments of the model.
     """
@@ -413,10 +416,10 @@ def _sizes_of(request: PipelineSettings, num_segments: int) -> tuple[int, ...]:
 
 
 def _measure_for_job(job: Job, order: JobOrder, request: PipelineSettings) -> None:
-    """Measures the model for the launcher, which then plans a layout and starts the ranks again.
+    """Measures the model for the launcher, which then plans a layout and restarts the ranks.
 
     Raises:
-        JobEnded: Always, after the measurement.
+        JobEnded: Always raised after the measurement.
     """
     size = request.micro_batch_size
     if size is not None and request.samples % size:

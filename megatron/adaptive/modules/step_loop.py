@@ -1,4 +1,4 @@
-"""Iterates over the steps of a training run that may stop and later continue in another layout.
+"""Iterates over the steps of a training run, which may stop and later continue.
 
 ::
 
@@ -6,9 +6,9 @@
         loss, overflow = pipeline.step(pipeline.share(batch_of(step)))
     ── on a request to stop: save a checkpoint, and exit with status 0
 
-While the pipeline is open, the loop handles signals and writes the progress file. Stops,
-checkpoints and reports work in the same way as in the trainer for GPT models (see ``engine.stop``,
-``checkpoint.folder`` and ``engine.progress``).
+A run may continue in a different layout. While the pipeline is open, the loop handles signals and
+writes the progress file. Stops, checkpoints and reports work as in the trainer for GPT models (see
+``engine.stop``, ``checkpoint.folder`` and ``engine.progress``).
 """
 
 from __future__ import annotations
@@ -57,24 +57,25 @@ def _check_state(state: Mapping[str, Any]) -> None:
 
 
 class Loop:
-    """Iterates over the remaining steps, from the newest checkpoint to ``total_steps``.
+    """Iterates over the remaining steps from the newest checkpoint to ``total_steps``.
 
-    All processes of the job must call the constructor and make each iteration.
+    All processes of the job must call the constructor and run each iteration.
 
     Args:
         pipeline: Pipeline that trains the model in each step.
-        total_steps: Number of steps in the whole training run, counted from step 0.
-        folder: Folder of checkpoints; ``None`` disables checkpoints. An elastic job uses the folder
-            that was passed to its launcher instead.
+        total_steps: Number of steps of the whole training run, counted from step 0.
+        folder: Folder of checkpoints; ``None`` disables checkpoints. An elastic job uses its
+            launcher's checkpoint folder instead.
         save_interval: Number of steps between checkpoints; ``None`` saves only at the end.
         keep: Number of newest complete checkpoints to keep; ``None`` for all.
-        state: Objects whose state is also saved and loaded, by name. See :meth:`Pipeline.save`.
-        async_save: Whether a background thread writes checkpoints, so that training waits only
-            until the state is copied in memory.
-        local_folder: Folder on each node's local disk, to which checkpoints are written before a
+        state: Objects whose states are also saved and loaded, keyed by name. See
+            :meth:`Pipeline.save`.
+        async_save: Whether a background thread writes checkpoints, so that training waits only for
+            a copy in memory.
+        local_folder: Folder on each node's local disk to which checkpoints are written first. A
             background thread copies them to ``folder``.
-        diagnose_interval: Number of steps between two searches of the trace for slow ranks; 0
-            disables the search. Ignored without a trace.
+        diagnose_interval: Number of steps between searches for slow ranks in the trace; 0 disables
+            the search. Ignored without a trace.
         trust_checkpoint: Whether to also load checkpoints of old versions, which contain pickles.
             They are read without running code. See ``docs/security.md``.
 
@@ -144,10 +145,10 @@ class Loop:
         return self
 
     def __next__(self) -> int:
-        """Ends the current step and returns the index of the next step.
+        """Ends the current step, and returns the index of the next step.
 
         Raises:
-            StopIteration: If all steps are done.
+            StopIteration: If all steps are completed.
             JobEnded: If a stop was requested. The state is saved first.
             CheckpointError: If a checkpoint could not be saved.
             ConfigError: If the caller did not train the step, or trained it twice.
@@ -159,7 +160,7 @@ class Loop:
             return next(self._steps)
 
     def _run(self) -> Iterator[int]:
-        """Yields the index of each step, and ends the step after the caller has run it."""
+        """Yields the index of each step, and ends the step when the caller has run it."""
         pipeline = self._pipeline
         while pipeline.steps < self._total:
             self._current = pipeline.steps
@@ -174,15 +175,15 @@ class Loop:
         self._finish(COMPLETE)
 
     def require(self, samples: int | None) -> None:
-        """Checks that all replicas together train on the whole batch of the current step.
+        """Checks that the batches of all replicas together have the size of a whole batch.
 
         Args:
             samples: Number of samples in this replica's batch; ``None`` if the batch is a list of
                 microbatches, whose samples are not counted.
 
         Raises:
-            ConfigError: If the replicas' batches do not add up to the batch size, or no step has
-                begun.
+            ConfigError: If the batches do not add up to the batch size, or the method is called
+                outside of a step or twice in a step.
         """
         batch_size = self._batch_size
         replicas = self._pipeline.replicas
@@ -205,24 +206,24 @@ class Loop:
             )
 
     def before_update(self) -> None:
-        """Waits until snapshots have copied the current state, so that an update may change it."""
+        """Waits until snapshots have copied the current state, which an update changes."""
         self._snapshots.before_update()
 
     def trace_begins_anew(self) -> None:
-        """Starts a new progress file after the trace of the previous partition has been moved.
+        """Starts a new progress file after the trace files of the previous partition were moved.
 
-        Later diagnoses ignore all earlier steps.
+        Later searches for slow ranks ignore all earlier steps.
         """
         self._diagnosis.begin_after(self._pipeline.steps)
-        # Open a new file, because the previous file was moved together with the trace.
+        # Open a new file, because the previous one was moved together with the trace.
         self._progress.close()
         self._progress = self._open_progress(None)
         self._progress.begins(self._pipeline.steps, self._total, moved=True)
 
     def close(self) -> None:
-        """Restores the signal handlers and closes the progress file.
+        """Restores the signal handlers, and closes the progress file.
 
-        All processes must call this. It is safe to call it more than once.
+        All processes must call this. Calling it more than once is safe.
         """
         self._snapshots.close()
         self._diagnosis.close()
@@ -237,14 +238,14 @@ class Loop:
         group = self._group
         self._group = None
         if group is not None and dist.is_initialized():
-            # Wait here, so that no other rank still uses the group when it is destroyed.
+            # Wait until no other rank uses the group, before destroying it.
             dist.barrier(group=group)
             dist.destroy_process_group(group)
 
     def _open_progress(self, order: JobOrder | None) -> ProgressFile:
-        """Opens the progress file in the folder that the launcher's ``order`` names.
+        """Opens the progress file in the folder specified by the launcher's ``order``.
 
-        Without a launcher, the file is in the trace folder.
+        Without a launcher, the progress file is in the trace folder.
         """
         folder = self._pipeline._trace.folder if order is None else order.progress
         return ProgressFile(folder if self._is_first else None)
@@ -253,8 +254,8 @@ class Loop:
         self._progress.report({"copies": text})
 
     def _snapshot_state(self) -> SnapshotState:
-        """Returns the object from which snapshots copy this rank's state."""
-        # Import only when needed, because this import is slow.
+        """Returns the object that provides this rank's state for snapshots."""
+        # Import this only when needed, because the import is slow.
         from megatron.adaptive.modules.checkpointer import PipelineState
 
         pipeline = self._pipeline
@@ -264,7 +265,7 @@ class Loop:
     def _resume(self, trust: bool) -> float | None:
         """Loads the newest checkpoint, and returns the loading time in seconds.
 
-        ``trust`` says whether to also load checkpoints that contain pickles.
+        If ``trust`` is true, checkpoints that contain pickles are also loaded.
 
         Returns ``None`` if there is no checkpoint.
         """
@@ -298,7 +299,7 @@ class Loop:
         return time.perf_counter() - begin_s
 
     def _end_step(self) -> None:
-        """Reports the current step, and saves a checkpoint if ``save_interval`` requires one."""
+        """Reports the current step, and saves a checkpoint if one is due."""
         pipeline = self._pipeline
         assert self._current is not None
         if pipeline.steps != self._current + 1:
@@ -324,7 +325,7 @@ class Loop:
             self._save(is_behind=self._saves_behind and done < self._total)
 
     def _finish(self, reason: str) -> None:
-        """Ends the loop: saves the last step if it is not yet saved, and prints ``reason``.
+        """Ends the loop: saves a checkpoint of the last step if needed, and prints ``reason``.
 
         All processes must call this.
         """
@@ -358,9 +359,8 @@ class Loop:
             )
         self._saved_at = self._pipeline.steps
         waited_s = time.perf_counter() - begin_s
-        # The background thread may have completed the previous checkpoint during this save. Report
-        # that checkpoint now, because _waited_s still contains the time that training waited for
-        # it.
+        # Report the previous checkpoint now if the background thread completed it during this save,
+        # because _waited_s still contains the time that training waited for it.
         self._report_completed()
         self._waited_s = waited_s
         if path is not None:

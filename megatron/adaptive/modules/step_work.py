@@ -1,4 +1,4 @@
-"""Prepares a step: orders a batch's microbatches, and adds their programs and loss weights."""
+"""Prepares steps: orders the microbatches of a batch, and adds their programs and loss weights."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """Contains the microbatches of a step, in the order in which they run.
+    """Contains the microbatches of a step, in execution order.
 
     Attributes:
-        microbatches: Tensors of each microbatch, by name.
+        microbatches: Tensors of each microbatch, keyed by name.
         programs: Programs of this rank's stages for each microbatch.
         weights: Weight of each microbatch's loss; ``None`` for the mean over microbatches.
         is_listed: Whether the user passed a list of microbatches.
@@ -66,11 +66,10 @@ class StepWork:
         )
 
     def as_passed(self, values: Sequence[T]) -> list[T]:
-        """Returns one value per microbatch in the order of the batch that the user passed.
+        """Sorts ``values`` by the order of the microbatches in the batch that the user passed.
 
         Args:
-            values: Value of each microbatch, in the order in which the microbatches run; may be
-                empty.
+            values: Value of each microbatch, in execution order; may be empty.
         """
         pairs = sorted(zip(self.order, values, strict=False), key=lambda pair: pair[0])
         return [value for _, value in pairs]
@@ -82,9 +81,9 @@ class StepWork:
 
     @property
     def frozen_stages(self) -> int:
-        """Returns the number of leading stages through which no gradient of the step flows.
+        """Returns the number of leading stages through which no gradient flows in this step.
 
-        The number is equal on all ranks of the pipeline.
+        The number is the same on all ranks of the pipeline.
         """
         return min(chunks.frozen_stages or 0 for chunks in self.programs)
 
@@ -96,7 +95,7 @@ class StepWork:
 
     @property
     def listed_sizes(self) -> tuple[int, ...]:
-        """Returns the activation size of each microbatch of a list in bytes; otherwise empty."""
+        """Returns the activation sizes of a list's microbatches in bytes; otherwise nothing."""
         return self._all_sizes if self.is_listed else ()
 
     @property
@@ -105,14 +104,14 @@ class StepWork:
 
 
 class BatchForm:
-    """Divides batches that have the same form as the sample batch into microbatches.
+    """Divides batches with the same form as the sample batch into microbatches.
 
     Args:
-        sample: Sample batch, a dictionary of tensors or a list of microbatches.
-        micro_batch_size: Number of samples per microbatch of a dictionary.
+        sample: Sample batch: a dictionary of tensors or a list of microbatches.
+        micro_batch_size: Number of samples per microbatch if the batch is a dictionary.
 
     Attributes:
-        examples: Microbatches with which the model is recorded.
+        examples: Microbatches of the sample batch with which the model is recorded.
 
     Raises:
         ConfigError: If the sample batch is invalid.
@@ -133,7 +132,7 @@ class BatchForm:
         """Checks a batch and returns its microbatches.
 
         Raises:
-            ConfigError: If the batch does not have the form that ``Pipeline.step`` requires.
+            ConfigError: If ``Pipeline.step`` does not accept the batch.
         """
         if is_list(batch):
             return self._lists.microbatches(batch)
@@ -157,7 +156,7 @@ class StepMaker:
 
     Attributes:
         comparison: Object that compares the ranks' batches.
-        balance: Object that orders and distributes microbatches by cost.
+        balance: Object that orders microbatches and distributes them over replicas.
     """
 
     def __init__(
@@ -195,7 +194,7 @@ class StepMaker:
         self.balance.advises = request.repartition == "off"
 
     def share(self, batch: Any) -> Any:
-        """Returns this replica's part of a whole batch, as ``Pipeline.share`` describes.
+        """Returns this replica's part of a whole batch. See ``Pipeline.share``.
 
         Raises:
             ConfigError: If the batch cannot be divided among the replicas.
@@ -220,7 +219,7 @@ class StepMaker:
         return {name: entry.narrow(0, replica * part, part) for name, entry in batch.items()}
 
     def work(self, batch: Batch, num_items: Sequence[float] | None, step: int) -> StepWork:
-        """Checks a batch and returns the microbatches to run in a step. All ranks must call this.
+        """Checks a batch, and returns its microbatches to run. All ranks must call this.
 
         Args:
             batch: Batch of this replica, as the user passed it.
@@ -239,7 +238,7 @@ class StepMaker:
             entries = comparison.entries_of(parts) if comparison.is_due else {}
         except Exception as error:
             # Report the error to the other ranks, which would otherwise wait for this rank until
-            # their timeout.
+            # the timeout.
             comparison.refuse(step, error, self.balance.take_sums())
         count = len(work.microbatches)
         if comparison.is_due:
@@ -266,12 +265,12 @@ class StepMaker:
 
         Args:
             batch: Batch of this replica, as the user passed it.
-            num_items: Number of items in each microbatch, as the user passed it.
+            num_items: Argument of the user: number of items in each microbatch, or ``None``.
             step: Index of the training step; -1 in an evaluation.
 
         Returns:
-            The microbatches as the user passed them and the order in which to run them; and the
-            checked numbers of items.
+            The microbatches in the order in which the user passed them, with the order in which to
+                run them; and the checked numbers of items.
 
         Raises:
             ConfigError: If the batch is invalid.
@@ -311,12 +310,12 @@ class StepMaker:
             is_listed: Whether the batch is a list of microbatches.
 
         Returns:
-            The weights, or ``None`` for the mean over microbatches; and the number of microbatches
-            of the replicas before this replica.
+            The weights, or ``None`` for the mean over microbatches; and the total number of
+                microbatches of all preceding replicas.
 
         Raises:
-            ConfigError: If no microbatch of any replica has items, or replicas disagree on the kind
-                of batch or on whether ``num_items`` is passed.
+            ConfigError: If no microbatch has items, or replicas pass different kinds of batches, or
+                only some replicas pass ``num_items``.
         """
         replicas = self._mesh.dp_size
         numbers = items or [1.0] * count
@@ -333,8 +332,8 @@ class StepMaker:
                     "on none"
                 )
         num_before = sum(int(other) for _, _, other, _ in rows[: self._mesh.dp_rank])
-        # The mean over replicas equals the mean over microbatches only if all replicas have the
-        # same number of microbatches.
+        # If all replicas have the same number of microbatches, the mean over replicas equals the
+        # mean over microbatches.
         have_equal = all(other == count for _, _, other, _ in rows)
         if items is None and (replicas == 1 or (have_equal and not is_listed)):
             return None, num_before

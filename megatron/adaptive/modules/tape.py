@@ -1,7 +1,7 @@
-"""Describes a recorded forward pass: its tensors and its torch calls, in order.
+"""Describes a recorded forward pass: its tensors, and its torch calls in order.
 
-Every recorded tensor has an index on the tape, which is also called its number. The arguments of
-recorded calls refer to tensors by this index.
+Every recorded tensor has an index on the tape (its number), by which the arguments of recorded
+calls refer to it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.adaptive.modules.host_memory import MUTABLE
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Refers to a tensor in a recorded call's arguments by the tensor's index on the tape."""
+    """Refers to a tensor by its index on the tape. Replaces the tensor in recorded arguments."""
 
     value: int
 
@@ -31,13 +31,13 @@ class Value:
     Attributes:
         shape: Shape of the tensor.
         dtype: Dtype of the tensor.
-        requires_grad: Whether a gradient is computed for the tensor or through it.
+        requires_grad: Whether the tensor required a gradient in the recorded forward pass.
         source: Origin of the tensor: ``input``, ``parameter``, ``buffer`` or ``constant``; empty if
             a recorded call computed it.
         name: Name of the input, parameter or buffer; empty for other tensors.
-        tensor: Tensor itself if it is a constant; otherwise ``None``.
+        tensor: The tensor if it is a constant; otherwise ``None``.
         made_by: Index of the call that computed the tensor; -1 if no recorded call computed it.
-        storage: Address of the tensor's memory, equal for tensors that share memory; 0 if the
+        storage: Address of the tensor's memory, the same for tensors that share memory; 0 if the
             tensor has no storage.
         varies: Whether the tensor depends on an input, a parameter or a random number.
     """
@@ -59,17 +59,17 @@ class Call:
 
     Attributes:
         function: Function that was called.
-        args: Positional arguments, with a :class:`Ref` for every tensor.
-        kwargs: Keyword arguments, with a :class:`Ref` for every tensor.
+        args: Positional arguments, with a :class:`Ref` in place of every tensor.
+        kwargs: Keyword arguments, with a :class:`Ref` in place of every tensor.
         reads: Indices on the tape of the tensors in the arguments.
-        outputs: Index on the tape of each new tensor, and the indices and keys that lead to the
-            tensor in the call's result.
-        changes: Index on the tape of each argument changed in place, before and after the call.
-        segment: Index of the call's segment, which is the number of cut points reached before the
-            call.
+        outputs: Index on the tape of each new tensor, and its path (indices and keys) in the result
+            of the call.
+        changes: Index on the tape, before and after the call, of each argument that the call
+            changed in place.
+        segment: Index of the segment, which is the number of cut points reached before the call.
         is_random: Whether the call drew random numbers.
         with_grad: Whether gradients were enabled during the call.
-        autocast: Dtype of matmuls under autocast; ``None`` if autocast was off.
+        autocast: Autocast dtype; ``None`` if autocast was off.
     """
 
     function: Callable[..., Any]
@@ -85,14 +85,12 @@ class Call:
 
 
 class SegmentWork(NamedTuple):
-    """Contains the operation counts of a segment for a microbatch, by the action that runs them.
+    """Contains a segment's operation counts for a microbatch, separately for each action.
 
     Attributes:
         forward: Operations of the forward pass.
-        backward: Operations of the backward pass that run in the action B (gradients of inputs) if
-            the backward pass is split.
-        weight: Operations of the backward pass that run in the action W (gradients of weights) if
-            the backward pass is split.
+        backward: Operations of the action B (gradients of inputs) in a split backward pass.
+        weight: Operations of the action W (gradients of weights) in a split backward pass.
     """
 
     forward: float = 0.0
@@ -101,7 +99,7 @@ class SegmentWork(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Returns the operation count of all actions."""
+        """Returns the total operation count of all actions."""
         return sum(self)
 
 
@@ -111,13 +109,13 @@ class Tape:
 
     Attributes:
         values: All tensors. Calls refer to a tensor by its index in this list.
-        calls: All calls in the order in which the model made them.
+        calls: All calls, in the order in which the model made them.
         cuts: Names of the cut points in the order in which the forward pass reaches them.
         loss: Index of the loss on the tape.
         device: Device on which the forward pass was recorded.
-        aliases: Other names of each parameter or buffer with several names, by its first name.
-        autocast: Dtype of matmuls in mixed precision; ``None`` in full precision.
-        read_buffers: Names of the buffers whose values Python code of the model read.
+        aliases: Further names of each parameter or buffer, keyed by its first name.
+        autocast: Autocast dtype of the whole forward pass; ``None`` without mixed precision.
+        read_buffers: Names of the buffers whose values the model's Python code read.
     """
 
     values: list[Value] = field(default_factory=list)
@@ -140,7 +138,7 @@ class Tape:
         return any(call.is_random for call in self.calls)
 
     def remove_cuts(self, names: Container[str]) -> None:
-        """Removes the cut points ``names``, and merges the two segments next to each cut point."""
+        """Removes the cut points ``names``, and merges the segments on both sides of each one."""
         kept = [name not in names for name in self.cuts]
         segments = list(itertools.accumulate(kept, initial=0))
         self.cuts = [name for name, is_kept in zip(self.cuts, kept, strict=True) if is_kept]
@@ -149,10 +147,10 @@ class Tape:
 
 
 def makes_same_calls(first: Tape, second: Tape) -> bool:
-    """Returns whether the recordings ``first`` and ``second`` make the same calls.
+    """Returns whether two recordings make the same calls.
 
-    Arguments and constants must be equal too. Objects that Python can compare only by identity
-    count as equal if they have the same type. Gradient modes are not compared.
+    Arguments and constants must also be equal. Objects that Python compares by identity count as
+    equal if they have the same type. Gradient modes are not compared.
     """
     return (
         len(first.calls) == len(second.calls)
@@ -164,7 +162,8 @@ def makes_same_calls(first: Tape, second: Tape) -> bool:
 
 def _is_same_call(first: Call, second: Call) -> bool:
     names = {getattr(call.function, "__name__", "") for call in (first, second)}
-    # A function under torch.vmap is a new object in each recording, so compare only its name.
+    # Compare functions under torch.vmap only by name, because each recording creates new function
+    # objects.
     return (first.function == second.function or names == {"vmap"}) and (
         _is_same((first.args, first.kwargs), (second.args, second.kwargs))
         and first.outputs == second.outputs
@@ -183,12 +182,12 @@ def _is_same_value(first: Value, second: Value) -> bool:
     try:
         return torch.equal(tensors[0], tensors[1])
     except (RuntimeError, NotImplementedError):
-        # Torch cannot compare some kinds of tensors, such as sparse tensors. These count as equal.
+        # Some kinds of tensors, such as sparse tensors, cannot be compared, and count as equal.
         return True
 
 
 def _is_same(first: Any, second: Any) -> bool:
-    """Returns whether ``first`` and ``second``, arguments of recorded calls, are equal."""
+    """Returns whether two arguments of recorded calls are equal."""
     if isinstance(first, (tuple, list)) and isinstance(second, (tuple, list)):
         return len(first) == len(second) and all(map(_is_same, first, second))
     if isinstance(first, dict) and isinstance(second, dict):

@@ -1,10 +1,10 @@
-"""Ends a step: sums gradients, updates parameters, and sends loss and norm to all ranks.
+"""Ends a step: reduces gradients, updates parameters, and computes the loss and the norm.
 
 ::
 
     sum shared weights over stages -> mean over replicas -> norm -> unscale, clip -> optimizer
 
-A single all-reduce over all ranks computes both the norm and the loss of the whole model.
+A single all-reduce over all ranks computes the gradient norm and the loss of the whole model.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense
 from megatron.adaptive.engine.progress import skipped_line
 from megatron.adaptive.errors import ConfigError
 
-# Import the mesh only for type checks, because it imports megatron-core, which is slow to import.
+# Import this only for type checkers, because it imports megatron-core, which is slow.
 if TYPE_CHECKING:
     from megatron.adaptive.modules.mesh import Mesh
     from megatron.adaptive.modules.segments import MakeOptimizer
 
 PARAMETER_NAMES = "param_names"
 PARAMETER_LISTS = frozenset({"params", PARAMETER_NAMES})
-"""Keys of an optimizer's parameter group whose values have one entry per parameter."""
+"""Keys of an optimizer's parameter group whose values are lists with one item per parameter."""
 _BUCKET_BYTES = 32 << 20
 _REMEDY = "use bf16, or a lower initial loss scale (initial_loss_scale of Pipeline.set_optimizer)"
 
 
 @dataclass(slots=True, kw_only=True)
 class LossScale:
-    """Contains the loss scale of fp16, which halves after an overflow and later doubles again.
+    """Contains the loss scale of fp16. It halves after an overflow, and later doubles again.
 
     Attributes:
         scale: Current factor by which the loss is multiplied.
         growth_interval: Number of steps without overflow after which the scale doubles.
-        least: Smallest value that the scale may reach.
-        good_steps: Number of steps since the scale last changed.
+        least: Minimum scale.
+        good_steps: Number of steps since the scale last changed or an overflow occurred.
     """
 
     scale: float = 65536.0
@@ -50,7 +50,7 @@ class LossScale:
     good_steps: int = 0
 
     def update(self, *, overflow: bool) -> None:
-        """Halves the scale after an overflow; doubles it after enough steps without overflow."""
+        """Halves the scale after an overflow, or doubles it after enough steps without overflow."""
         if overflow:
             self.scale = max(self.least, self.scale / 2)
             self.good_steps = 0
@@ -62,13 +62,13 @@ class LossScale:
 
 
 def _all_reduce(tensors: Sequence[torch.Tensor], group: Any, *, divide_by: int = 1) -> None:
-    """Sums tensors over a process group in few messages. All ranks of ``group`` must call this.
+    """Sums tensors over a process group in buckets. All ranks of ``group`` must call this.
 
     Args:
-        tensors: Tensors to replace with their sums; all ranks of the group must pass the same
+        tensors: Tensors to replace with their sums. All ranks of the group must pass the same
             shapes in the same order.
-        group: Process group over which tensors are summed.
-        divide_by: Number by which the sums are divided.
+        group: Process group over which to sum the tensors.
+        divide_by: Divisor of the sums.
     """
     for bucket in _take_tensors(tensors, _BUCKET_BYTES):
         flat = _flatten_dense_tensors(bucket)
@@ -80,9 +80,9 @@ def _all_reduce(tensors: Sequence[torch.Tensor], group: Any, *, divide_by: int =
 
 
 def _squared_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Returns the sum of squares of all elements of ``gradients`` as a float64 scalar.
+    """Returns the sum of the squares of all elements of ``gradients`` as a float64 scalar.
 
-    The result is not finite if any element is not finite.
+    If any element is not finite, neither is the result.
     """
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
@@ -94,7 +94,8 @@ def _squared_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> to
             if (gradient.dtype.itemsize < 4) is is_short
         ]
         if indices:
-            # Sum squares of 16-bit numbers in float32, without a float32 copy of all gradients.
+            # Compute norms of 16-bit gradients in float32, without copying all gradients to
+            # float32.
             dtype = torch.float32 if is_short else None
             of_kind = torch._foreach_norm([gradients[index] for index in indices], 2, dtype)
             norms.update(zip(indices, of_kind, strict=True))
@@ -102,21 +103,21 @@ def _squared_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> to
 
 
 class Update:
-    """Combines a rank's gradients with gradients of other ranks, and updates the parameters.
+    """Reduces a rank's gradients with those of other ranks, and updates the parameters.
 
     Args:
         mesh: Replica and pipeline position of this process, and its process groups.
-        parameters: Trained parameters of this rank's stages, by name.
-        shared: Pipeline positions of the ranks that have a copy of a shared parameter, in ascending
-            order, by the parameter's name.
-        groups: Process group for each set of positions in ``shared`` that contains this rank.
+        parameters: Trained parameters of this rank's stages, keyed by name.
+        shared: Pipeline positions, in ascending order, of the ranks that have a copy of a shared
+            parameter, keyed by the parameter's name.
+        groups: Process groups for the sets of positions in ``shared`` that contain this rank.
 
     Attributes:
-        parameters: Parameters of this rank's stages, by name.
+        parameters: Parameters of this rank's stages, keyed by name.
         optimizer: Optimizer of this rank's parameters; ``None`` if no optimizer is set.
         scaler: Loss scale of fp16 training; ``None`` if fp16 is not used.
         num_steps: Number of steps, including skipped steps.
-        num_skipped: Number of steps that did not update the parameters, because the gradient norm
+        num_skipped: Number of steps that did not update the parameters because the gradient norm
             was not finite.
     """
 
@@ -142,7 +143,7 @@ class Update:
     ) -> None:
         self.parameters = dict(parameters)
         self._shared: dict[tuple[int, ...], list[torch.nn.Parameter]] = {}
-        # Count a shared parameter only once in the model's norm, on the first rank that has a copy.
+        # Include a shared parameter in the model's norm only on the first rank that has a copy.
         counted = dict(self.parameters)
         for name, positions in shared.items():
             if name in self.parameters:
@@ -158,12 +159,12 @@ class Update:
         shared: Mapping[str, tuple[int, ...]],
         groups: Mapping[tuple[int, ...], Any],
     ) -> None:
-        """Replaces the parameters after segments have moved. The optimizer object is kept.
+        """Replaces the parameters after segments have moved. Keeps the optimizer object.
 
         Args:
-            parameters: Trained parameters of this rank's stages, by name.
-            shared: Positions of the ranks that have a copy of each shared parameter.
-            groups: Process groups for sets of positions that were not used before.
+            parameters: Trained parameters of this rank's stages, keyed by name.
+            shared: Pipeline positions of the ranks that have a copy of each shared parameter.
+            groups: Process groups for new sets of positions.
         """
         self._groups.update(groups)
         self._own(parameters, shared)
@@ -180,7 +181,7 @@ class Update:
         initial_scale: float,
         interval: int,
     ) -> torch.optim.Optimizer | None:
-        """Sets and returns the optimizer. ``Pipeline.set_optimizer`` describes the arguments."""
+        """Sets and returns the optimizer. See ``Pipeline.set_optimizer`` for the arguments."""
         if clip_norm is not None and not (math.isfinite(clip_norm) and clip_norm > 0):
             raise ConfigError(
                 f"clip_norm must be a positive finite number or None, got {clip_norm}"
@@ -206,8 +207,8 @@ class Update:
     def _require_wide_parameters(self) -> None:
         """Checks that no trained parameter is in float16.
 
-        An optimizer's state has the same dtype as its parameter. In float16, the ``eps`` of AdamW
-        would become 0, and the first update would divide by 0.
+        The state of an optimizer has the same dtype as its parameter. In float16, the ``eps`` of
+        AdamW would become 0, and the first update would divide by 0.
 
         Raises:
             ConfigError: If a trained parameter of this rank is in float16.
@@ -221,7 +222,7 @@ class Update:
                 )
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Checks that ``optimizer`` has only parameters of this rank's stages."""
+        """Checks that ``optimizer`` contains only parameters of this rank's stages."""
         owned = {id(parameter) for parameter in self.parameters.values()}
         parameters = [
             parameter for group in optimizer.param_groups for parameter in group["params"]
@@ -235,10 +236,10 @@ class Update:
             )
 
     def check_trained(self) -> None:
-        """Checks that ``requires_grad`` of each parameter is the same as during the recording.
+        """Checks that ``requires_grad`` of each parameter has not changed since the start.
 
         Raises:
-            ConfigError: If ``requires_grad`` of a parameter of this rank has changed.
+            ConfigError: If ``requires_grad`` of one of this rank's parameters has changed.
         """
         for name, parameter in self.parameters.items():
             if parameter.requires_grad != self._was_trained[name]:
@@ -250,10 +251,10 @@ class Update:
                 )
 
     def process_groups(self) -> dict[str, Any]:
-        """Returns the process groups whose collectives run after a step's passes, by name.
+        """Returns the process groups used at the end of a step, keyed by name.
 
-        The group ``optimizer`` sums the losses and the gradient norm over all ranks. Groups with a
-        single rank are not included.
+        The group ``optimizer`` sums the losses and the gradient norm over all ranks. Groups with
+        only one rank are omitted.
         """
         groups = {
             f"shared weights {'-'.join(map(str, positions))}": group
@@ -268,12 +269,12 @@ class Update:
     def reduce(self) -> None:
         """Sums gradients of shared weights, and averages all gradients over replicas.
 
-        A parameter without a gradient on any rank keeps no gradient, so that the optimizer skips
-        it, as in a training loop without this package. All ranks must call this.
+        All ranks must call this. If no rank has a gradient for a parameter, its gradient remains
+        ``None``, so that the optimizer skips the parameter, as in an ordinary training loop.
         """
         trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         has_gradient = {id(parameter): parameter.grad is not None for parameter in trained}
-        # All ranks must take part in the all-reduce, so a rank without a gradient adds zeros.
+        # Ranks without a gradient add zeros, because all ranks must take part in the all-reduce.
         for parameter in trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -287,14 +288,14 @@ class Update:
     def _drop_unused(
         self, trained: Sequence[torch.nn.Parameter], has_gradient: dict[int, bool]
     ) -> None:
-        """Removes the gradients of parameters for which no rank had a gradient.
+        """Removes the gradients of parameters for which no rank computed a gradient.
 
         All ranks must call this.
 
         Args:
             trained: Trained parameters of this rank's stages.
-            has_gradient: Whether this rank computed a gradient for a parameter, by the parameter's
-                ``id()``.
+            has_gradient: Whether this rank computed a gradient for each parameter, keyed by the
+                parameter's ``id()``.
         """
         exchanges: list[tuple[Sequence[torch.nn.Parameter], Any]] = [
             (parameters, self._groups[positions]) for positions, parameters in self._shared.items()
@@ -324,12 +325,11 @@ class Update:
         """Returns the loss and the gradient norm of the whole model. All ranks must call this.
 
         Args:
-            losses: Losses of the microbatches on the rank with the last stage; empty on other
-                ranks.
+            losses: Losses of the microbatches; empty on ranks without the last stage.
             count: Number of microbatches per step.
-            weights: Weight of each microbatch's loss; ``None`` for the mean. A loss with weight 0
-                is ignored, even if it is NaN.
-            with_norm: Whether to compute the norm. If false, the returned norm is 0.
+            weights: Weight of each microbatch's loss; ``None`` computes the mean. Losses with
+                weight 0 are ignored, even if they are NaN.
+            with_norm: Whether to compute the norm. If ``False``, the returned norm is 0.
         """
         device = self._mesh.accelerator.device
         totals = torch.zeros(2, dtype=torch.float64, device=device)
@@ -339,7 +339,7 @@ class Update:
                 totals[0] = stacked.sum() / count
             else:
                 factors = torch.tensor(weights, dtype=torch.float64, device=device)
-                # Ignore losses with weight 0, because a mean over no items is NaN.
+                # Ignore losses with weight 0, because a mean over zero items is NaN.
                 totals[0] = stacked.where(factors > 0, 0.0) @ factors
         if with_norm:
             totals[1] = _squared_norm(_gradients(self._counted), device)
@@ -348,9 +348,9 @@ class Update:
         return loss, math.sqrt(square) / self.scale if math.isfinite(square) else math.nan
 
     def apply(self, norm: float, step: int) -> bool:
-        """Divides the gradients by the loss scale, clips them and updates the parameters.
+        """Unscales and clips the gradients, and updates the parameters.
 
-        Without a loss scale, the first rank prints one line about the first skipped update.
+        Without a loss scale, the first rank prints a warning about the first skipped update.
 
         Args:
             norm: Gradient norm of the whole model.
