@@ -208,7 +208,7 @@ def test_what_changes_numbers_stays_refused(keys: dict[str, Any], tmp_path: Path
             {"logits_scaling": 8.0},
             "lacks scale factors of embeddings, .*; logits_scaling",
         ),
-        ("gpt_oss", {}, "lacks sinks of attention, and experts with biases"),
+        ("gpt_oss", {}, "lacks attention sinks, and experts with biases"),
         ("tomorrow", {"gate_scale": 2.0}, "nearest is llama, which lacks gate_scale"),
         ("tomorrow", {}, "nearest is llama, which has all its keys; use llama if its layers"),
     ],

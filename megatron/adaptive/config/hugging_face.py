@@ -61,9 +61,9 @@ def read_settings(
 
     Args:
         document: Contents of the file.
-        where: Path of the file, for error messages.
-        sequence: Number of tokens per sample. If ``None``, this is the longest sequence that the
-            model supports, but at most 4,096 tokens.
+        where: Path of the file, which error messages contain.
+        sequence: Number of tokens per sample. The default is the longest sequence that the model
+            supports, but at most 4,096 tokens.
         hf_family: Value of ``--hf-family``, or ``None`` if it is absent.
 
     Returns:
@@ -109,7 +109,7 @@ def load_config(folder: Path, hf_family: str | None = None) -> HuggingFaceModel:
                 f"{family.nearest}"
             )
         family.check(document, settings, str(path))
-        # Folders that transformers has saved do not contain the layers for multi-token prediction.
+        # Folders saved by transformers do not contain the layers for multi-token prediction.
         prefix = family.layer_prefix.format(settings["num_layers"])
         if "mtp_num_layers" in settings and not _has_weights(folder, prefix):
             del settings["mtp_num_layers"]
@@ -155,7 +155,7 @@ def _refuse_other_input(document: Mapping[str, Any], where: str, hf_family: str 
 
 @contextlib.contextmanager
 def _expected_kinds(where: str) -> Iterator[None]:
-    """Converts Python errors that are caused by values of the wrong type to a ConfigError."""
+    """Converts Python errors about values of the wrong type to a :class:`ConfigError`."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
