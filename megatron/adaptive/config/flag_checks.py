@@ -80,7 +80,7 @@ record_schedule replay_schedule excludes pipeline_schedule=auto,megatron
 transport excludes pipeline_schedule=megatron | megatron-core sends the messages
 rdma_device rdma_gid_index rdma_mtu_bytes needs transport=auto,rdma
 overlap_moe_expert_parallel_comm excludes repartition recompute_granularity=full moe_layer_recompute
-    | the overlapped work would change the measured times or the results of forward passes
+    | the overlapped work would affect the results or the measured time of a paused forward pass
 overlap_moe_expert_parallel_comm excludes moe_shared_expert_overlap
     | both overlap the same token exchanges with computation
 sequence_parallel needs tensor_model_parallel_size>1
