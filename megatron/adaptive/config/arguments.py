@@ -230,7 +230,7 @@ def _mapping(content: Any, where: str) -> Mapping[Any, Any]:
 
 
 def _by_field(part: Any, where: str) -> dict[str, Any]:
-    """Returns the settings in ``part``, which is a part of a recipe, keyed by field name."""
+    """Returns the settings in ``part`` of a recipe, keyed by field name."""
     fields = {name: (name, True) for name in _PROCESSES}
     for spec in flag_specs().values():
         # A flag such as --no-x turns a setting off, so "no_x: true" means that the setting is off.
@@ -289,7 +289,7 @@ def only_groups(argv: Sequence[str], kinds: Sequence[type], more: Sequence[str] 
 
 
 def flag_words(settings: Mapping[str, Any]) -> list[str]:
-    """Converts settings to command-line flags of the trainer with their values.
+    """Converts settings to command-line flags of the trainer, each followed by its values.
 
     Args:
         settings: Values of the settings, keyed by field name.

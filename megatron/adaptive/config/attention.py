@@ -82,7 +82,8 @@ class AttentionCase:
         device: Type of the device, ``cuda`` or ``cpu``.
         dtype: Name of the data type of the queries, such as ``bfloat16``.
         mask: Set of tokens to which a token may attend.
-        is_packed: Whether a row consists of several documents, but no mask tensor separates them.
+        is_packed: Whether a row consists of several documents without a mask tensor that separates
+            them.
         query_width: Number of channels per head in queries and keys.
         value_width: Number of channels per head in values.
         has_dropout: Whether this forward pass applies dropout to the attention probabilities.

@@ -97,7 +97,7 @@ class DataConfig(TokenizerConfig):
     )
     data_args_path: File | None = flag("Text file that contains the value of --data-path.")
     split: str | None = flag(
-        "Relative shares of training, validation and test.",
+        "Relative sizes of the training, validation and test data.",
         unit="SHARES",
         derived="969,30,1 with --data-path and --mock-data",
     )

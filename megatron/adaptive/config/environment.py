@@ -281,7 +281,8 @@ _MOST_RANKS = 1_000_000
 def _meeting_s(world_size: int) -> int:
     """Returns the default timeout in seconds for connecting ``world_size`` ranks.
 
-    Ranks that start on the same machine slow each other down, so each rank adds a second.
+    Ranks that start on the same machine slow each other down, so the timeout increases by one
+    second for each rank.
     """
     return min(40 + world_size, 600)
 

@@ -24,8 +24,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 LOAD_FLAG = "--load-hf"
 FLAGS_FILE = "model_flags.txt"
-"""Name of the file with the model's flags in a checkpoint folder. The command ``evaluate`` reads
-it.
+"""Name of the file with the model's flags in a checkpoint folder. ``evaluate`` reads this file.
 """
 
 _TEXT_PARTS = ("text_config", "llm_config", "language_config")

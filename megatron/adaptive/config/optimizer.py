@@ -76,19 +76,19 @@ class OptimizerConfig:
         "Minimum learning rate of the embedding and the output layer, with --decoupled-lr."
     )
     override_opt_param_scheduler: bool = switch(
-        "Use the learning rate schedule of the flags instead of that of a loaded checkpoint.",
+        "Take the learning rate schedule from the flags, not from the loaded checkpoint.",
         names=("--override-opt-param-scheduler", "--override-opt_param-scheduler"),
     )
     use_checkpoint_opt_param_scheduler: bool = switch(
-        "Use the learning rate schedule of a loaded checkpoint instead of that of the flags.",
+        "Take the learning rate schedule from the loaded checkpoint, not from the flags.",
         names=("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-opt_param-scheduler"),
     )
     weight_decay: NonNegative = flag("Weight decay.", 0.01)
     start_weight_decay: NonNegative | None = flag(
-        "Weight decay at the start, if it increases; see --weight-decay-incr-style."
+        "Weight decay at the start of training, if it increases; see --weight-decay-incr-style."
     )
     end_weight_decay: NonNegative | None = flag(
-        "Weight decay at the end, if it increases; see --weight-decay-incr-style."
+        "Weight decay at the end of training, if it increases; see --weight-decay-incr-style."
     )
     weight_decay_incr_style: str = flag(
         "Shape of the increase of the weight decay.",
@@ -124,7 +124,7 @@ class OptimizerConfig:
     )
     muon_num_ns_steps: Count = flag("Number of steps of the Newton-Schulz iteration in muon.", 5)
     muon_tp_mode: str = flag(
-        "Treatment by muon of weights that are split over tensor-parallel ranks: each part "
+        "Way in which muon updates weights that are split over tensor-parallel ranks: each part "
         "separately (blockwise), or the whole weight.",
         "blockwise",
         choices=("blockwise", "duplicated", "distributed"),

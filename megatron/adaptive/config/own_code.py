@@ -102,8 +102,9 @@ def line_of_error(error: Exception, user_code: Any) -> str:
 
     Args:
         error: Exception that was raised, perhaps in a library that the user's code called.
-        user_code: Function or class of the user. The result is the last line of its file that was
-            running. If no line of the file was running, the result is the line that raised.
+        user_code: Function or class of the user. The result is the innermost line that was running
+            in the file of this code. If there is none, the result is the line that raised the
+            error.
     """
     frames = traceback.extract_tb(error.__traceback__)
     try:

@@ -88,7 +88,7 @@ class CheckpointConfig:
         "background before they are copied to --save."
     )
     keep_checkpoints: Count | None = flag(
-        "Number of latest complete checkpoints to keep.", unit="N", derived="all"
+        "Number of most recent complete checkpoints to keep.", unit="N", derived="all"
     )
     no_save_optim: bool = switch("Do not save the optimizer state in checkpoints.")
     no_save_rng: bool = switch("Do not save random number states in checkpoints.")
@@ -161,7 +161,10 @@ class LoggingConfig:
         choices=(0, 1, 2),
     )
     timing_log_option: str = flag(
-        "Ranks whose timers are reported.", "minmax", choices=("max", "minmax", "all")
+        "Times that are reported: the maximum over all ranks (max), minimum and maximum (minmax), "
+        "or the time of every rank (all).",
+        "minmax",
+        choices=("max", "minmax", "all"),
     )
     barrier_with_L1_time: bool = switch(  # noqa: N815 - Megatron-LM's name
         "Do not wait for all ranks before each timer of level 1 starts.",
@@ -188,17 +191,19 @@ class LoggingConfig:
         "Project of Weights & Biases to which curves are sent; requires the package wandb.",
         unit="NAME",
     )
-    wandb_entity: str | None = flag("User or team of --wandb-project.", unit="NAME")
+    wandb_entity: str | None = flag(
+        "User or team that owns the project of --wandb-project.", unit="NAME"
+    )
     wandb_exp_name: str | None = flag("Name of the run in Weights & Biases.", unit="NAME")
     wandb_save_dir: Folder | None = flag(
-        "Folder for local files of Weights & Biases.", derived="wandb in --save"
+        "Folder for local files of Weights & Biases.", derived="folder wandb in --save"
     )
     mlflow_experiment: str | None = flag(
         "Experiment of MLflow to which curves are sent; requires the package mlflow.", unit="NAME"
     )
     mlflow_run_name: str | None = flag("Name of the run in MLflow.", unit="NAME")
     mlflow_tracking_uri: str | None = flag(
-        "URI of MLflow, for a server or a file.",
+        "Tracking URI of MLflow, which points to a server or a file.",
         derived="the value of MLFLOW_TRACKING_URI",
         unit="URI",
     )

@@ -50,7 +50,7 @@ optimizer state is kept in float32 on the device; split it with --use-distribute
     use-precision-aware-optimizer optimizer-cpu-offload dump-param-to-param-group-map
     num-distributed-optimizer-instances overlap-param-gather-with-optimizer-step
     use-layer-wise-distributed-optimizer chunked-optimizer-state-offload offload-optimizer-states
-activations stay on the device; lower them with --recompute-granularity
+activations stay on the device; save memory with --recompute-granularity
     cpu-offloading-num-layers fine-grained-activation-offloading
 the engine frees activations in the order that it chooses at run time; drop the flag
     moe-paged-stash
@@ -63,7 +63,7 @@ megatron-core does not implement it; limit the tokens of experts with --moe-expe
     moe-token-dropping
 layers have a single residual stream; drop the flag
     enable-mhc-connections enable-hyper-connections
-learning rate and initialization do not follow the width; set --lr and --init-method-std
+learning rate and initialization do not depend on the width; set --lr and --init-method-std
     use-mup
 fully sharded data parallelism replaces the pipeline; use --use-distributed-optimizer
     use-megatron-fsdp use-custom-fsdp use-torch-fsdp2 init-model-with-meta-device
@@ -102,7 +102,7 @@ this trainer's traces show slow ranks; use --trace-dir
     log-straggler run-workload-inspector-server
 GPUs are checked before a run, not during it; use python -m megatron.adaptive doctor
     gpu-sniff-test-interval
-SIGTERM, SIGINT and SIGUSR1 save and end the run; drop the flag
+SIGTERM, SIGINT and SIGUSR1 always save a checkpoint and end the run; drop the flag
     exit-signal
 only Megatron-LM's own trainer injects faults; drop the flag
     fault-injector-*

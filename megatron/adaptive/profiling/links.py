@@ -106,7 +106,7 @@ def measure_link(
         clock: Function that returns the time in seconds.
 
     Raises:
-        DeadlineError: The peer did not answer in time.
+        DeadlineError: The peer did not respond in time.
         TransportError: The peer has exited.
     """
     rounds = rounds or Rounds()

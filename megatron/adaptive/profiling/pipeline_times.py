@@ -44,8 +44,8 @@ class Sample:
             weight gradient (W) was computed in several parts, or a microbatch in several slices,
             the durations of the parts are added up.
         free_bytes: Memory that is available for activations, in bytes.
-        kept_bytes: Size of the activations that a microbatch keeps, in bytes, by chunk.
-        held_bytes: Size of weights, gradients and optimizer state, in bytes, by chunk.
+        kept_bytes: Size of the activations that a microbatch keeps, in bytes, per chunk.
+        held_bytes: Size of weights, gradients and optimizer state, in bytes, per chunk.
         links: Measured links to neighbours, keyed by the neighbour's position in the pipeline.
     """
 
@@ -177,7 +177,7 @@ def most_of(
     """Returns how many microbatches would fit into the memory of every rank in another layout.
 
     Args:
-        samples: Measurements under ``present``, at least one from every rank.
+        samples: Measurements in the layout ``present``, at least one from every rank.
         present: Current assignment of stages to ranks.
         target: Assignment of stages to ranks in the other layout.
         layers: Current number of layers of each stage. Required with ``others``.

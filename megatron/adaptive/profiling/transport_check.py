@@ -179,7 +179,7 @@ def check_contents(transport: Transport, peer: int, device: torch.device) -> Non
     The peer must call this function at the same time.
 
     Raises:
-        DeadlineError: The peer did not answer in time.
+        DeadlineError: The peer did not respond in time.
         TransportError: A message was corrupted, or the peer has exited.
     """
     for size in _SIZES:

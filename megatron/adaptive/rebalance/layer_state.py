@@ -223,8 +223,8 @@ def passages(tables: Mapping[int, Table]) -> list[Passage]:
     """Returns the copies of elements between ranks (passages) that a move requires.
 
     Every rank computes the same list from the same tables. If the target rank already holds the
-    elements, it is also the source. Otherwise a rank of the same replica is preferred. Shares whose
-    range does not change on a rank are omitted.
+    elements, this rank is also the source. Otherwise, a rank of the same replica is preferred.
+    Shares whose range does not change on a rank are omitted.
 
     Args:
         tables: Tables of all ranks, keyed by global rank.
@@ -285,7 +285,7 @@ def exchange(
     new: Mapping[str, Share],
     group: dist.ProcessGroup,
 ) -> None:
-    """Copies the elements that ``needed`` lists from their sources to their targets.
+    """Copies the elements listed in ``needed`` from their sources to their targets.
 
     This function must be called on all sources and targets. It blocks until all messages from and
     to this rank have been transferred.

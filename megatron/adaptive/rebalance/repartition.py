@@ -5,7 +5,7 @@ simulates steps with other partitions (numbers of layers per stage) and finds th
 If the predicted gain is large enough, all ranks switch to that partition at the same time::
 
     steps of the interval    ──> loads of ranks and stages ──> fastest partition, simulated
-    each half of these steps ──> must predict the gain too     (rebalance/judgement.py)
+    each half of these steps ──> must also predict the gain    (rebalance/judgement.py)
 
 If a move gains less than half of the predicted gain, the required gain of the next move is doubled.
 If a move gains nothing, because the decision was based on noise, the layers go back.

@@ -22,7 +22,7 @@ def expert_settings(config: Mapping[str, Any], layers: int, where: str) -> Setti
         where: Path of the file, which error messages contain.
 
     Raises:
-        ConfigError: It cannot be determined which layers have experts.
+        ConfigError: The layers with experts cannot be determined.
     """
     first = config.get("first_k_dense_replace", 0)
     every = config.get("moe_layer_freq", 1)
