@@ -215,7 +215,7 @@ def _targets(modules: Any, base: Base, where: str) -> list[str]:
         modules: Value of ``target_modules``. This is a list of names, ``all-linear``, or a regular
             expression that must match the full name of a module.
         base: Base model for which the adapters were trained.
-        where: Path of the file, which error messages contain.
+        where: Path of the file, shown in error messages.
 
     Raises:
         ConfigError: ``modules`` is invalid, matches no linear layer, or matches different linear

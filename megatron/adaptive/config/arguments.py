@@ -40,7 +40,7 @@ _HELP_FLAGS = ("-h", "--help")
 _SECONDS_PER_MINUTE = 60
 
 # Settings that cannot be combined, because they would be redundant or contradict each other. The
-# reason in an error message follows the bar.
+# text after a bar is the reason in the error message.
 _EXCLUSIVE = """\
 fp16 excludes bf16 | parameters can have only one data type
 train_iters excludes train_samples | the length of the run can have only one unit
@@ -154,7 +154,7 @@ def read_recipe(content: Any, overrides: Sequence[str], where: str) -> Recipe:
     A recipe is a YAML file with settings::
 
         num_layers: 16  # any setting, spelled like its flag
-        variants: # one option of each variant is used; the default is the first
+        variants:       # one option of each variant is used; the default is the first
           task: {pretrain: {lr: 3e-4}, finetune: {lr: 1e-5}}
           gpus: {1: {}, 2x4: {nodes: 2, processes_per_node: 4}}
 
@@ -165,7 +165,7 @@ def read_recipe(content: Any, overrides: Sequence[str], where: str) -> Recipe:
         overrides: Arguments ``key=value`` that override the recipe, or ``key=`` to remove a key.
             Within the recipe, variants override all other settings. With ``load_hf``, the Hugging
             Face folder describes the model, and the recipe's model settings are ignored.
-        where: Path of the recipe, which error messages contain.
+        where: Path of the recipe, shown in error messages.
 
     Raises:
         ConfigError: A key or an option of a variant is unknown.

@@ -15,7 +15,7 @@ def collector_url(flag: str, target: str, *, or_give: str = "") -> str:
     """Returns the URL to which spans are sent for the user's URL ``target``.
 
     Args:
-        flag: Name of the flag, which error messages contain.
+        flag: Name of the flag, shown in error messages.
         target: URL from the user. If it has no path, :data:`OTLP_PATH` is added.
         or_give: Text in the error message that suggests a different kind of value, such as "a
             folder, or ". It is empty if the flag accepts only URLs.

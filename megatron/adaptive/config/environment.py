@@ -255,7 +255,7 @@ class Environment:
 
 @dataclass(frozen=True, kw_only=True)
 class Installed:
-    """Optional packages that some settings require, with whether they are installed.
+    """Records which optional packages are installed. Some settings require such a package.
 
     Attributes:
         transformer_engine: Whether Transformer Engine (fused layers) is installed.
@@ -314,9 +314,9 @@ def _require_below(name: str, rank: int, size: int) -> None:
 
 
 _FILES_OF_RANK = 128
-"""Number of files and connections that the only rank of a job may open, with a safety margin.
+"""Number of files and connections that the rank of a one-rank job may open, with a safety margin.
 
-Without the margin, a measurement counted 105.
+A measurement without the margin counted 105.
 """
 _FILES_OF_PEER = 24
 """Number of additional files and connections that a rank may open for each other rank.

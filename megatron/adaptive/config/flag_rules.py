@@ -262,7 +262,7 @@ class _Rule(NamedTuple):
         verb: Relation between the terms: ``needs``, ``excludes``, ``within``, ``divides`` or ``acts
             with``.
         right: Term after the verb, such as ``micro_batch_size>1``.
-        reason: Reason for the rule, which error messages contain. It may be empty.
+        reason: Reason for the rule, shown in error messages. It may be empty.
     """
 
     left: str

@@ -60,7 +60,7 @@ def read_settings(
 
     Args:
         document: Contents of the file.
-        where: Path of the file, which error messages contain.
+        where: Path of the file, shown in error messages.
         sequence: Number of tokens per sample. The default is the longest sequence that the model
             supports, but at most 4,096 tokens.
         hf_family: Value of ``--hf-family``, or ``None`` if it is absent.

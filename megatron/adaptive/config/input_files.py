@@ -52,7 +52,7 @@ _PIECE_BYTES = 1 << 20
 
 
 def require_file(path: str | Path) -> int:
-    """Checks that ``path`` is a regular file, before a library opens it by itself.
+    """Checks that ``path`` is a regular file, before a library opens it.
 
     Opening a named pipe (FIFO) might wait for a writer forever, and reading from a device might
     never end.

@@ -258,7 +258,7 @@ class RecomputeConfig:
         derived="core_attn",
     )
     distribute_saved_activations: bool = switch(
-        "With full: split the inputs that are kept over the tensor parallel ranks."
+        "With full: distribute the saved inputs over the tensor parallel ranks."
     )
 
     def __post_init__(self) -> None:

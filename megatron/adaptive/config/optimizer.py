@@ -124,7 +124,7 @@ class OptimizerConfig:
     )
     muon_num_ns_steps: Count = flag("Number of steps of the Newton-Schulz iteration in muon.", 5)
     muon_tp_mode: str = flag(
-        "Way in which muon updates weights that are split over tensor-parallel ranks: each part "
+        "Method by which muon updates weights that are split over tensor-parallel ranks: each part "
         "separately (blockwise), or the whole weight.",
         "blockwise",
         choices=("blockwise", "duplicated", "distributed"),

@@ -82,7 +82,7 @@ def plan_flags(content: Any, where: str) -> list[str]:
 
     Args:
         content: Contents of the plan file.
-        where: Path of the plan file, which error messages contain.
+        where: Path of the plan file, shown in error messages.
 
     Raises:
         ConfigError: The plan does not match the schema.
@@ -128,7 +128,7 @@ def plan_variables(content: Any, where: str) -> dict[str, str]:
 
     Args:
         content: Contents of the plan file.
-        where: Path of the plan file, which error messages contain.
+        where: Path of the plan file, shown in error messages.
 
     Raises:
         ConfigError: The plan does not match the schema.
@@ -151,7 +151,7 @@ def plan_variables(content: Any, where: str) -> dict[str, str]:
 
 
 def _stages(stages: Sequence[Mapping[str, Any]], where: str) -> dict[str, str]:
-    """Returns the variable of ``conf.sh`` with the numbers of ranks of unequal stages."""
+    """Returns the variable of ``conf.sh`` that sets the number of ranks of each unequal stage."""
     for index, stage in enumerate(stages):
         if any(width != 1 for width in stage["tensor"]):
             raise ConfigError(
@@ -188,7 +188,7 @@ PLAN_HELP = (
 
 
 def expand_plan(argv: Sequence[str], specs: Mapping[str, FieldSpec], world_size: int) -> list[str]:
-    """Replaces ``--plan FILE`` in a command line by the flags of the plan.
+    """Replaces ``--plan FILE`` in a command line with the flags of the plan.
 
     Args:
         argv: Command line of the trainer.

@@ -168,7 +168,7 @@ def check_form(value: Any, name: str, where: str) -> Any:
     Args:
         value: Contents of the file as parsed from YAML, TOML or JSON.
         name: Name of the schema in ``data/forms.yaml``.
-        where: Path of the file, which error messages contain.
+        where: Path of the file, shown in error messages.
 
     Returns:
         Copy of the contents in which quantities such as ``40 GB`` are numbers in base units.

@@ -44,9 +44,9 @@ SLICE_CUTS: tuple[SliceCut, ...] = get_args(SliceCut)
 LEAST_TOKENS = 16
 """Minimum number of tokens in a slice."""
 CHOSEN_SLICES = 0
-"""Number of slices that stands for ``--sequence-slices auto``."""
+"""Special number of slices that represents ``--sequence-slices auto``."""
 CHOSEN_TOKENS = 0
-"""Number of tokens that stands for ``--slice-tokens auto``."""
+"""Special number of tokens that represents ``--slice-tokens auto``."""
 _MOST_CHOSEN = 32
 _FIRST = 8
 
@@ -131,7 +131,7 @@ class Cut:
         return pieces
 
     def work(self, index: int) -> tuple[int, int]:
-        """Returns the numbers of tokens and of attending pairs of tokens in slice ``index``.
+        """Returns the number of tokens in slice ``index``, and the number of pairs they attend to.
 
         The first x tokens of a document count as x^2 pairs.
         """

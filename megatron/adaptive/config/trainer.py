@@ -203,7 +203,7 @@ class TrainerConfig:
 
     @property
     def cuts_sequences(self) -> bool:
-        """Whether microbatches may be cut into several slices, or are packed in order to be cut."""
+        """Whether microbatches may be cut into several slices, or are packed for this purpose."""
         packs = self.slice_tokens is not None and self.data.variable_seq_lengths
         return self.num_slices > 1 or packs
 

@@ -111,8 +111,8 @@ def _clock_hz(device: torch.device) -> tuple[float, float]:
         try:
             return torch.cuda.clock_rate(device) * 1e6, 0.0
         except Exception:
-            # torch reads the clock rate through NVML. The package of NVML is optional and has
-            # separate error types.
+            # torch reads the clock rate through NVML. The NVML package is optional and has its own
+            # error types.
             return 0.0, 0.0
     try:
         cpu = min(os.sched_getaffinity(0))

@@ -130,9 +130,9 @@ def _microbatch_factors(
     """Separates the effect of microbatch lengths on durations from random variation.
 
     All ranks of a replica process the same microbatches. A longer microbatch takes longer on all of
-    them, while noise differs between ranks. Therefore, the factor of a microbatch is the ratio of
-    its time to the median time, as the median over all ranks, chunks and kinds of action. The n-th
-    sample of each pipeline rank belongs to the n-th replica.
+    them, while noise differs between ranks. For each rank, chunk and kind of action, the time of a
+    microbatch is divided by the median time. The factor of the microbatch is the median of these
+    ratios. The n-th sample of each pipeline rank belongs to the n-th replica.
 
     Returns:
         Tuple of two results. The first is the factor of each microbatch for each replica. It is
@@ -182,8 +182,8 @@ def most_of(
         target: Assignment of stages to ranks in the other layout.
         layers: Current number of layers of each stage. Required with ``others``.
         others: Number of layers of each stage in the other layout, or empty for the current
-            numbers. The estimate is cautious: removing a layer from a stage frees the smallest mean
-            layer size of any stage, and adding a layer needs the largest mean layer size of a
+            numbers. The estimate is conservative: removing a layer from a stage frees the smallest
+            mean layer size of any stage, and adding a layer needs the largest mean layer size of a
             middle stage.
 
     Returns:

@@ -127,8 +127,8 @@ class Tuner:
     def after_step(self, times: RankTimes, num_microbatches: int) -> Decision | NextTrial | None:
         """Adds the times of a training step, and chooses a schedule after the last measured step.
 
-        The calls after steps 4 and 12 are collective. If the chosen schedule requires no move of
-        stages or layers, the engine switches to it before this method returns.
+        The calls after steps 4 and 12 are collective. If the chosen schedule does not require
+        moving stages or layers, the engine switches to it before this method returns.
 
         Args:
             times: Durations of this rank's actions in the step.
@@ -136,7 +136,7 @@ class Tuner:
 
         Returns:
             Decision after the last measured step, equal on all ranks, or ``None`` after other
-            steps. If the number of slices is to be chosen, the first decision is to measure another
+            steps. If a number of slices must be chosen, the first decision is to measure another
             number of slices.
 
         Raises:

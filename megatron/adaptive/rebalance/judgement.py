@@ -87,7 +87,7 @@ class StepMeasurements:
     layer_kept: tuple[tuple[float, ...], ...] = ()
 
     def layers_in(self, chunk: int, count: int) -> Iterator[tuple[int, Part]]:
-        """Yields (size in bytes, fraction of the layers' total time) of each layer in a chunk.
+        """Yields (size in bytes, fraction of the layers' total time) for each layer in a chunk.
 
         Args:
             chunk: Index of the chunk on this rank.

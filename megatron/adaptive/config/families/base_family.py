@@ -175,7 +175,7 @@ class Family:
 
         Args:
             config: Contents of ``config.json``.
-            where: Path of the file, which error messages contain.
+            where: Path of the file, shown in error messages.
             sequence: Number of tokens per sample. The default is the longest sequence that the
                 model supports, but at most 4,096 tokens.
 
@@ -258,7 +258,7 @@ class Family:
         Args:
             document: Contents of ``config.json``.
             settings: Settings that were read from the file.
-            where: Path of the file, which error messages contain.
+            where: Path of the file, shown in error messages.
 
         Raises:
             ConfigError: A feature is not supported. The message contains the key, its value and the

@@ -163,7 +163,7 @@ def read_key(
         config: Contents of ``config.json``.
         setting: Name of the setting.
         keys: Keys that may contain the value of the setting.
-        where: Path of the file, which error messages contain.
+        where: Path of the file, shown in error messages.
 
     Raises:
         ConfigError: The value is not a number, would have to be rounded, or is out of range.
@@ -213,7 +213,7 @@ def check_numbers(config: Mapping[str, Any], whole: frozenset[str], where: str) 
     Args:
         config: Contents of ``config.json``.
         whole: Keys whose values must be integers.
-        where: Path of the file, which error messages contain.
+        where: Path of the file, shown in error messages.
 
     Raises:
         ConfigError: A value that must be an integer has another type, a value of the rotary

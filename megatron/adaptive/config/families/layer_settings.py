@@ -19,7 +19,7 @@ def expert_settings(config: Mapping[str, Any], layers: int, where: str) -> Setti
     Args:
         config: Contents of ``config.json``.
         layers: Number of layers in the model.
-        where: Path of the file, which error messages contain.
+        where: Path of the file, shown in error messages.
 
     Raises:
         ConfigError: The layers with experts cannot be determined.
@@ -65,7 +65,7 @@ def window_settings(config: Mapping[str, Any], period: int, layers: int, where: 
         period: Number n if every n-th layer attends to all tokens, or 0 if all layers have a
             window. It is ignored if the file specifies which layers have a window.
         layers: Number of layers in the model.
-        where: Path of the file, which error messages contain.
+        where: Path of the file, shown in error messages.
 
     Raises:
         ConfigError: The type of a layer is unknown, or the window size is negative.

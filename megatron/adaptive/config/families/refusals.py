@@ -44,6 +44,7 @@ def only(supported: Any, feature: str) -> Check:
 
     Args:
         supported: Value that the trainer's layers support.
+        feature: Model feature that all other values request. The error message contains it.
     """
 
     def check(value: Any, config: Mapping[str, Any], settings: Settings) -> Verdict:

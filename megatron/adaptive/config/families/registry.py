@@ -175,7 +175,7 @@ def family_of(config: Mapping[str, Any], where: str, hf_family: str | None = Non
 
     Args:
         config: Contents of ``config.json``.
-        where: Path of the file, which error messages contain.
+        where: Path of the file, shown in error messages.
         hf_family: Value of ``--hf-family``, or ``None`` if it is absent.
 
     Raises:
