@@ -237,7 +237,7 @@ def test_the_text_part_of_several_kinds_of_input_is_named(
     key: str, part: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     document = {"model_type": "several", key: part, "vision_config": {"hidden_size": 8}}
-    with pytest.raises(ConfigError, match=f"'several' takes other inputs than text; .*{message}"):
+    with pytest.raises(ConfigError, match=f"'several' accepts input other than text; .*{message}"):
         _words(tmp_path, document)
 
 

@@ -144,12 +144,12 @@ def _refuse_other_input(document: Mapping[str, Any], where: str, hf_family: str 
         key = next(key for key in _TEXT_PARTS if document.get(key) is text)
         rule = (
             f"this trainer can load its text part, {part}; save only that part, with {key} as its "
-            f"{CONFIG} and the names of {part} for its weights"
+            f"{CONFIG} and with weights that are named as in {part}"
         )
     else:
         families = ", ".join(supported_types())
         rule = f"its text part, {part}, does not belong to a supported family ({families})"
-    raise ConfigError(f"{where}: model_type {kind!r} takes other inputs than text; {rule}")
+    raise ConfigError(f"{where}: model_type {kind!r} accepts input other than text; {rule}")
 
 
 @contextlib.contextmanager

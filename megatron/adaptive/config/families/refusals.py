@@ -74,7 +74,10 @@ def _activation(value: Any, config: Mapping[str, Any], settings: Settings) -> Ve
 
 
 def _rotation(value: Any, config: Mapping[str, Any], settings: Settings) -> Verdict:
-    nearest = "default, linear with a whole factor, or llama3 with factors 1 and 4 of 8192"
+    nearest = (
+        "default, linear with an integer factor, or llama3 with low_freq_factor 1, "
+        "high_freq_factor 4 and original_max_position_embeddings 8192"
+    )
     return rotation_verdict(value, config, bool(scaled_rotation(config)), nearest)
 
 
