@@ -314,7 +314,8 @@ def test_help_names_a_default_only_if_there_is_one() -> None:
     assert re.search(r"\(default: none\)", text, re.IGNORECASE) is None
     assert "Maximum learning rate. (required)" in text
     assert (
-        "Number of tokens to generate after the prompt. Acts only with --sample-prompt. (" in text
+        "Number of tokens to generate after the prompt. Takes effect only with --sample-prompt. ("
+        in text
     )
     assert "Fixed loss scale for float16. (default: adjusted during training)" in text
 

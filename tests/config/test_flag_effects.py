@@ -162,8 +162,13 @@ def test_each_rule_is_checked(rule: _Rule) -> None:
 def test_help_texts_name_the_conditions_of_the_table() -> None:
     rows = [row for rows in flag_table().values() for row in rows]
     texts = {flag.split()[0].rstrip(","): text for flag, _, text in rows}
-    assert texts["--trace-interval"] == "Trace every n-th iteration. Acts only with --trace-dir."
-    assert texts["--hysteresis"].endswith(" Acts only with --fp16 and without --loss-scale.")
+    assert (
+        texts["--trace-interval"]
+        == "Trace every n-th iteration. Takes effect only with --trace-dir."
+    )
+    assert texts["--hysteresis"].endswith(
+        " Takes effect only with --fp16 and without --loss-scale."
+    )
     for name, note in effect_notes(SPECS).items():
         assert texts[SPECS[name].name].endswith(note)
 

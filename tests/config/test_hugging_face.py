@@ -208,7 +208,7 @@ def test_what_changes_numbers_stays_refused(keys: dict[str, Any], tmp_path: Path
             {"logits_scaling": 8.0},
             "lacks scale factors of embeddings, .*; logits_scaling",
         ),
-        ("gpt_oss", {}, "lacks sinks of attention, and experts with biases"),
+        ("gpt_oss", {}, "lacks attention sinks, and experts with biases"),
         ("tomorrow", {"gate_scale": 2.0}, "nearest is llama, which lacks gate_scale"),
         ("tomorrow", {}, "nearest is llama, which has all its keys; use llama if its layers"),
     ],
@@ -237,7 +237,7 @@ def test_the_text_part_of_several_kinds_of_input_is_named(
     key: str, part: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     document = {"model_type": "several", key: part, "vision_config": {"hidden_size": 8}}
-    with pytest.raises(ConfigError, match=f"'several' takes other inputs than text; .*{message}"):
+    with pytest.raises(ConfigError, match=f"'several' accepts input other than text; .*{message}"):
         _words(tmp_path, document)
 
 

@@ -23,8 +23,8 @@ from megatron.adaptive.config.trainer import TrainerConfig, flag_specs
 from megatron.adaptive.errors import ConfigError
 
 ADAPTER_CONFIG = "adapter_config.json"
-# These keys in PEFT's file do not affect the results of the adapters, or are read by other
-# functions in this module.
+# Keys in PEFT's file that need no check: they do not affect the results of the adapters, or other
+# functions in this module read them.
 _IDLE = frozenset(
     """
     peft_type r lora_alpha lora_dropout target_modules task_type base_model_name_or_path revision
@@ -44,12 +44,12 @@ _LONGEST_PATTERN = 1000
 # This pattern matches nested repetitions such as (a*)*. They are rejected, because matching them
 # may take exponential time.
 _ENDLESS = re.compile(r"[*+}][^()]*\)[*+{]")
-# PEFT does not change the weights of the base model for these values of init_lora_weights.
+# Values of init_lora_weights with which PEFT leaves the weights of the base model unchanged.
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 
 
 def model_settings_of(values: Mapping[str, Any], argv: Sequence[str]) -> Settings:
-    """Returns the settings that ``--load-hf`` and ``--load-lora`` imply for flags that are absent.
+    """Returns the settings that ``--load-hf`` and ``--load-lora`` imply for all absent flags.
 
     Args:
         values: Settings on the command line, keyed by field name.
@@ -81,10 +81,10 @@ def _typed_flag(name: str, argv: Sequence[str]) -> str:
 
 
 def linear_names(config: TrainerConfig) -> dict[str, list[str]]:
-    """Maps each linear layer of megatron-core to the names of its layers in ``transformers``.
+    """Maps each linear layer of megatron-core to the names of its counterparts in ``transformers``.
 
     A linear layer of megatron-core may combine several linear layers of ``transformers``, whose
-    matrices are stacked by rows. Without ``--load-hf``, the names are those in Llama, or those in
+    matrices are stacked by rows. Without ``--load-hf``, the names are those of Llama, or those of
     DeepSeek if the model has latent attention.
     """
     family = base_of(config).family
@@ -209,13 +209,13 @@ def adapter_settings(folder: Path, base: Base) -> Settings:
 
 
 def _targets(modules: Any, base: Base, where: str) -> list[str]:
-    """Returns the names of the linear layers that have adapters, by the same rules as in PEFT.
+    """Returns the names of the linear layers that have adapters, following the rules of PEFT.
 
     Args:
         modules: Value of ``target_modules``. This is a list of names, ``all-linear``, or a regular
             expression that must match the full name of a module.
         base: Base model for which the adapters were trained.
-        where: Path of the file, for error messages.
+        where: Path of the file, shown in error messages.
 
     Raises:
         ConfigError: ``modules`` is invalid, matches no linear layer, or matches different linear

@@ -1,4 +1,4 @@
-"""Parses the trainer's command line, which has flags of Megatron-LM and of this project.
+"""Parses the trainer's command line, whose flags come from Megatron-LM and from this project.
 
 Each flag is a field of a dataclass. This module contains the parser, the defaults that depend on
 other flags, and the table of mutually exclusive flags. ``flag_checks.py`` contains checks that
@@ -39,8 +39,8 @@ _DESCRIPTION = "Train a GPT model through an adaptive pipeline, with Megatron-LM
 _HELP_FLAGS = ("-h", "--help")
 _SECONDS_PER_MINUTE = 60
 
-# The settings in each line exclude each other, because they would be redundant or contradict each
-# other.
+# Settings that cannot be combined, because they would be redundant or contradict each other. The
+# text after a bar is the reason in the error message.
 _EXCLUSIVE = """\
 fp16 excludes bf16 | parameters can have only one data type
 train_iters excludes train_samples | the length of the run can have only one unit
@@ -149,12 +149,12 @@ def parse(
 
 
 def read_recipe(content: Any, overrides: Sequence[str], where: str) -> Recipe:
-    """Converts a recipe and arguments that override it to flags of the trainer.
+    """Converts a recipe, and the arguments that override it, to flags of the trainer.
 
     A recipe is a YAML file with settings::
 
         num_layers: 16  # any setting, spelled like its flag
-        variants:       # one option of each variant is used, by default the first
+        variants:       # one option of each variant is used; the default is the first
           task: {pretrain: {lr: 3e-4}, finetune: {lr: 1e-5}}
           gpus: {1: {}, 2x4: {nodes: 2, processes_per_node: 4}}
 
@@ -164,8 +164,8 @@ def read_recipe(content: Any, overrides: Sequence[str], where: str) -> Recipe:
         content: Contents of the recipe.
         overrides: Arguments ``key=value`` that override the recipe, or ``key=`` to remove a key.
             Within the recipe, variants override all other settings. With ``load_hf``, the Hugging
-            Face folder describes the model, and the recipe's settings of the model are ignored.
-        where: Path of the recipe, for error messages.
+            Face folder describes the model, and the recipe's model settings are ignored.
+        where: Path of the recipe, shown in error messages.
 
     Raises:
         ConfigError: A key or an option of a variant is unknown.
@@ -198,8 +198,8 @@ def read_recipe(content: Any, overrides: Sequence[str], where: str) -> Recipe:
         settings |= parts[choice]
     overriding = _by_field(chosen, "the command line")
     if (overriding | settings).get("load_hf"):
-        # The folder describes the model, so the recipe's settings of the model are dropped.
-        # Arguments that contradict the folder are rejected later.
+        # The folder describes the model, so the recipe's model settings are dropped. Arguments that
+        # contradict the folder are rejected later.
         of_model = model_settings((overriding | settings).get("hf_family"))
         settings = {field: settings[field] for field in settings.keys() - of_model}
     settings |= overriding
@@ -230,7 +230,7 @@ def _mapping(content: Any, where: str) -> Mapping[Any, Any]:
 
 
 def _by_field(part: Any, where: str) -> dict[str, Any]:
-    """Returns the settings in ``part``, which is a part of a recipe, keyed by field name."""
+    """Returns the settings in ``part`` of a recipe, keyed by field name."""
     fields = {name: (name, True) for name in _PROCESSES}
     for spec in flag_specs().values():
         # A flag such as --no-x turns a setting off, so "no_x: true" means that the setting is off.
@@ -289,7 +289,7 @@ def only_groups(argv: Sequence[str], kinds: Sequence[type], more: Sequence[str] 
 
 
 def flag_words(settings: Mapping[str, Any]) -> list[str]:
-    """Converts settings to command-line flags of the trainer with their values.
+    """Converts settings to command-line flags of the trainer, each followed by its values.
 
     Args:
         settings: Values of the settings, keyed by field name.
@@ -299,7 +299,7 @@ def flag_words(settings: Mapping[str, Any]) -> list[str]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the trainer's flags, which sets no values for absent flags."""
+    """Returns a parser for the trainer's flags. The parser sets no values for absent flags."""
     parser = CommandParser(
         complain=_complaint,
         usage="%(prog)s FLAG ...",

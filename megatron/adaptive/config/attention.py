@@ -2,8 +2,8 @@
 
 Storing the attention scores of all pairs of tokens takes ``heads x length x length`` numbers per
 layer and microbatch. A fused kernel keeps only its inputs, its output and one number per token and
-head. The choice depends only on plain values. So the planner, which does not import torch, can make
-the same choice to predict memory use.
+head. The choice depends only on plain values, so the planner can make the same choice without
+importing torch when it predicts memory use.
 
 The table shows what the kernels of torch 2.6 and newer support. "8.0" is a CUDA compute capability:
 
@@ -64,8 +64,8 @@ class Mask(enum.Enum):
     Attributes:
         CAUSAL: The token itself and all earlier tokens.
         WINDOW: The token itself and a fixed number of tokens directly before it.
-        GIVEN: Tokens that an explicit mask tensor selects. Such a mask is used for rows of several
-            documents, or if a rank holds only a part of the sequence.
+        GIVEN: Tokens that an explicit mask tensor selects. Such a mask is used if a row consists of
+            several documents, or if a rank holds only a part of the sequence.
     """
 
     CAUSAL = "causal"
@@ -82,7 +82,8 @@ class AttentionCase:
         device: Type of the device, ``cuda`` or ``cpu``.
         dtype: Name of the data type of the queries, such as ``bfloat16``.
         mask: Set of tokens to which a token may attend.
-        is_packed: Whether a row consists of several documents, but no mask tensor separates them.
+        is_packed: Whether a row consists of several documents without a mask tensor that separates
+            them.
         query_width: Number of channels per head in queries and keys.
         value_width: Number of channels per head in values.
         has_dropout: Whether this forward pass applies dropout to the attention probabilities.

@@ -15,9 +15,10 @@ def collector_url(flag: str, target: str, *, or_give: str = "") -> str:
     """Returns the URL to which spans are sent for the user's URL ``target``.
 
     Args:
-        flag: Name of the flag, for error messages.
+        flag: Name of the flag, shown in error messages.
         target: URL from the user. If it has no path, :data:`OTLP_PATH` is added.
-        or_give: Other possible value of the flag, for error messages. A comma follows the value.
+        or_give: Text in the error message that suggests a different kind of value, such as "a
+            folder, or ". It is empty if the flag accepts only URLs.
 
     Raises:
         ConfigError: ``target`` is not an HTTP URL.
@@ -47,5 +48,5 @@ def without_login(url: str) -> tuple[str, str]:
 
 
 def shown_url(url: str) -> str:
-    """Returns ``url`` for display, without user, password and query, which may be secret."""
+    """Returns ``url`` for display, without its user, password and query, which may be secret."""
     return re.sub(r"[?#].*", "?...", re.sub(r"//[^/]*@", "//...@", url, flags=re.S), flags=re.S)

@@ -22,8 +22,8 @@ class CommandParser(argparse.ArgumentParser):
         complain: Function that converts a message from argparse to an error message. By default,
             the error message consists of the command's name, argparse's message and the option with
             the most similar name.
-        otherwise: Hint that ends the error message about an unknown option if no option has a
-            similar name.
+        otherwise: Hint at the end of the error message about an unknown option, used if no option
+            has a similar name.
         elsewhere: Function that returns options of another program, which users may pass to this
             program by mistake. The error message about such an option ends with ``otherwise``.
         prog: Name of the program in help texts and messages, or ``None`` for the name of the
@@ -84,7 +84,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _short_name(prog: str) -> str:
-    """Returns the name of the subcommand in ``prog``, or of the script, for error messages."""
+    """Returns the name for error messages: the subcommand in ``prog``, or the script."""
     _, _, subcommand = prog.partition(f"{PROGRAM} ")
     return subcommand or prog.split()[-1]
 

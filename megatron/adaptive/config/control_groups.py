@@ -15,8 +15,8 @@ MOUNTED = Path("/sys/fs/cgroup")
 def folders(controller: str) -> Iterator[Path]:
     """Yields the folders of this process's control groups, each followed by its parent folders.
 
-    The files of a control group depend on its version, 1 or 2. So a folder may lack the file that
-    the caller needs.
+    The files of a control group depend on its version, 1 or 2, so a folder may not contain the file
+    that the caller needs.
 
     Args:
         controller: Name of the controller in version 1, for example ``memory`` or ``cpu``.
@@ -29,8 +29,9 @@ def folders(controller: str) -> Iterator[Path]:
             root = MOUNTED / controller
         else:
             continue
-        # A container may see the path on the host, which does not exist in the container. In this
-        # case, only the root folder has files, which belong to the container's control group.
+        # Inside a container, the path may be that of the host, which does not exist in the
+        # container. In this case, only the root folder has files, and they belong to the
+        # container's control group.
         folder = root / path.strip("/")
         for group in (folder, *folder.parents):
             yield group

@@ -30,7 +30,7 @@ class CoreCopy:
 
 
 def core_copies() -> list[CoreCopy]:
-    """Returns all copies of megatron-core in the order of Python's path, each folder only once."""
+    """Returns the copies of megatron-core in the order of Python's path, without duplicates."""
     copies: dict[Path, CoreCopy] = {}
     for part in megatron.__path__:
         folder = Path(part, "core")

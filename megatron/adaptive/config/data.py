@@ -25,7 +25,7 @@ class TokenizerConfig:
     """Tokenizer."""
 
     tokenizer_type: str = flag(
-        "Tokenizer; NullTokenizer reads token IDs and requires --vocab-size.",
+        "Type of the tokenizer; NullTokenizer reads token IDs and requires --vocab-size.",
         "GPT2BPETokenizer",
         choices=(
             "GPT2BPETokenizer",
@@ -44,7 +44,8 @@ class TokenizerConfig:
             "SFTTokenizer": "--sft works with any tokenizer and uses the template in its folder; "
             "use HuggingFaceTokenizer",
         },
-        derived="GPT2BPETokenizer; NullTokenizer with --mock-data and --vocab-size alone",
+        derived="GPT2BPETokenizer; NullTokenizer with --mock-data and --vocab-size but no "
+        "vocabulary files",
     )
     tokenizer_model: str | None = flag(
         "Folder with tokenizer.json for HuggingFaceTokenizer, or the model file of a "
@@ -59,7 +60,7 @@ class TokenizerConfig:
     vocab_file: File | None = flag("Vocabulary file of GPT2BPETokenizer (JSON).")
     merge_file: File | None = flag("Merges file of GPT2BPETokenizer.")
     tiktoken_pattern: str = flag(
-        "Pattern by which TikTokenizer splits text into words.", "v2", choices=("v1", "v2")
+        "Pattern that TikTokenizer uses to split text into words.", "v2", choices=("v1", "v2")
     )
     tiktoken_num_special_tokens: Count = flag(
         "Number of IDs that TikTokenizer reserves for special tokens.", 1000, unit="IDS"
@@ -85,9 +86,9 @@ class TokenizerConfig:
 class DataConfig(TokenizerConfig):
     """Data.
 
-    A list of datasets is a path prefix, several prefixes, or weights and prefixes in alternation.
-    With ``--data-args-path``, the parser sets ``data_path`` to the datasets in that file. If
-    training, validation and test share the same data, ``split`` is always set.
+    A list of datasets consists of one path prefix, of several prefixes, or of alternating weights
+    and prefixes. With ``--data-args-path``, the parser sets ``data_path`` to the datasets in that
+    file. If training, validation and test share the same data, ``split`` is always set.
     """
 
     data_path: tuple[str, ...] | None = flag(
@@ -96,7 +97,7 @@ class DataConfig(TokenizerConfig):
     )
     data_args_path: File | None = flag("Text file that contains the value of --data-path.")
     split: str | None = flag(
-        "Relative shares of training, validation and test.",
+        "Relative sizes of the training, validation and test data.",
         unit="SHARES",
         derived="969,30,1 with --data-path and --mock-data",
     )
@@ -107,7 +108,7 @@ class DataConfig(TokenizerConfig):
         "Datasets for validation only.", unit="[WEIGHT] PREFIX"
     )
     test_data_path: tuple[str, ...] | None = flag(
-        "Datasets for the test only.", unit="[WEIGHT] PREFIX"
+        "Datasets for testing only.", unit="[WEIGHT] PREFIX"
     )
     data_cache_path: Folder | None = flag(
         "Folder for the index files that are built from the data.", derived="next to the data"
@@ -142,8 +143,8 @@ class DataConfig(TokenizerConfig):
         "single",
         choices=("single",),
         refused_choices={
-            "cyclic": "samples are already shuffled and repeat after the last sample, and a "
-            "resumed run continues at the same sample only with single; use single",
+            "cyclic": "single already shuffles the samples and repeats them after the last one, "
+            "and a resumed run can continue at the same sample only with single; use single",
             "external": "this trainer does not support a user's own data loader; use single",
         },
     )
@@ -182,8 +183,8 @@ class BatchConfig:
         derived="micro batch size x data parallel size",
     )
     rampup_batch_size: tuple[Count, Count, Count] | None = flag(
-        "Increase the batch size from START by INCREMENT up to --global-batch-size over "
-        "SAMPLES; requires --train-samples.",
+        "Increase the batch size from START to --global-batch-size in steps of INCREMENT, over the "
+        "first SAMPLES samples; requires --train-samples.",
         unit="START INCREMENT SAMPLES",
     )
 

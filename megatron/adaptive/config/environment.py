@@ -1,13 +1,13 @@
-"""Reads environment variables, and lists the variables that are passed on to other nodes.
+"""Reads environment variables, and lists the variables that other nodes receive.
 
-Most modules get the values of environment variables as an :class:`Environment`, which this module
-creates. The module also detects which optional packages are installed. ``train elastic`` cannot
-pass flags to a user's script, so it passes its instructions (a :class:`JobOrder`) in an environment
-variable.
+Most modules read the values of environment variables from an :class:`Environment`, which this
+module creates. The module also detects which optional packages are installed. ``train elastic``
+cannot pass flags to a user's script, so it passes its instructions (a :class:`JobOrder`) in an
+environment variable.
 
-Secret values (:func:`is_secret`) are passed on to processes only in their environment. Over ssh,
-secrets are sent through standard input. On Slurm, ``sbatch`` passes secrets on. Files, pages, logs
-and command lines show :data:`MASK` instead of a secret.
+Processes receive secret values (:func:`is_secret`) only in their environment. Over ssh, secrets are
+sent through standard input. On Slurm, ``sbatch`` forwards them. Files, pages, logs and command
+lines show :data:`MASK` instead of a secret.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _EVERYWHERE = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
 )
 FROM_CONF = (*_EVERYWHERE, "CUDA_", "LD_LIBRARY_")
-"""Prefixes of the variables in ``conf.sh`` that are passed on to all processes.
+"""Prefixes of the variables in ``conf.sh`` that all processes receive.
 
 Worker nodes receive these variables in a reply from the master. Slurm jobs receive them in a
 settings file. Secret values are never included.
@@ -56,11 +56,17 @@ OVER_SSH = (*_EVERYWHERE, "PYTHON", "TORCH")
 _CHECKOUT = Path(__file__).resolve().parents[3]
 IS_CHECKOUT = (_CHECKOUT / "pretrain_gpt.py").is_file()
 WORK_FOLDER = _CHECKOUT if IS_CHECKOUT else Path.cwd()
-"""Folder that contains ``conf.sh``, ``runs``, ``logs`` and ``data``. This is the checkout of this
-project, or the current folder if the project is installed from a wheel."""
+"""Folder that contains ``conf.sh``, ``runs``, ``logs`` and ``data``.
+
+This folder is the checkout of this project, or the current folder if the project is installed from
+a wheel.
+"""
 SCRIPTS = _CHECKOUT if IS_CHECKOUT else Path(sys.prefix, "share", "megatron-adaptive")
-"""Folder that contains ``pretrain_gpt.py`` and ``examples``. This is the checkout of this project,
-or ``share/megatron-adaptive`` of the Python installation."""
+"""Folder that contains ``pretrain_gpt.py`` and ``examples``.
+
+This folder is the checkout of this project, or ``share/megatron-adaptive`` in the Python
+installation.
+"""
 
 MASK = "***"
 _SECRET = {
@@ -86,7 +92,7 @@ def is_secret(name: str) -> bool:
 
 
 def _is_secret_flag(name: str) -> bool:
-    # Only the last word is tested, so that --linear-key-head-dim does not count as a secret.
+    # Only the last word is tested, so that --linear-key-head-dim does not count as secret.
     return name.startswith("-") and is_secret(name.rpartition("-")[2])
 
 
@@ -110,7 +116,7 @@ def _mask(match: re.Match[str]) -> str:
 
 
 def masked_text(text: str) -> str:
-    """Returns the command line ``text``, given as a single string, without secrets."""
+    """Returns the command line ``text``, which is a single string, without secrets."""
     try:
         arguments = shlex.split(text)
     except ValueError:
@@ -138,13 +144,13 @@ class Environment:
         restart_count: Number of restarts of the job so far (``TORCHELASTIC_RESTART_COUNT``).
         omp_num_threads: Number of threads for CPU kernels (``OMP_NUM_THREADS``), or ``None`` if the
             number is not limited.
-        cuda_device_max_connections: Number of a GPU's hardware queues
+        cuda_device_max_connections: Number of hardware queues of a GPU
             (``CUDA_DEVICE_MAX_CONNECTIONS``), or ``None`` if the variable is not set.
         is_launched: Whether a launcher has set the rank. If not, this is the only process of the
             job.
         socket_interface: Network interface that gloo uses (``GLOO_SOCKET_IFNAME``), or ``None`` if
             the variable is not set.
-        has_agent_store: Whether the launcher, and not rank 0, hosts the rendezvous store
+        has_agent_store: Whether the launcher, instead of rank 0, hosts the rendezvous store
             (``TORCHELASTIC_USE_AGENT_STORE``).
         copies: Setting of ``train elastic`` for in-memory copies of the training state
             (``MEGATRON_ADAPTIVE_COPIES``), or ``None`` if no copies are made.
@@ -152,7 +158,7 @@ class Environment:
             ``None`` in other jobs.
         lease: Number of the lease that allows a job of ``train elastic`` to write to the checkpoint
             folder (``MEGATRON_ADAPTIVE_LEASE``), or ``None`` in other jobs.
-        job: Instructions of ``train elastic`` to a script that trains a ``Pipeline``
+        job: Instructions from ``train elastic`` for a script that trains a ``Pipeline``
             (``MEGATRON_ADAPTIVE_JOB``), as the text of a :class:`JobOrder`, or ``None`` in other
             jobs.
         meeting_s: Timeout in seconds for connecting all ranks when the job starts
@@ -201,8 +207,8 @@ class Environment:
         ) -> Any:
             value = text(name) or ""
             if name == "OMP_NUM_THREADS":
-                # OpenMP allows a list with one number per nesting level. The first number is used,
-                # because it applies to the outermost level.
+                # OpenMP allows a list with one number per nesting level. The first number, which
+                # applies to the outermost level, is used.
                 value = value.split(",")[0]
             return _number(name, value, minimum, maximum) if value else default
 
@@ -233,8 +239,8 @@ class Environment:
             omp_num_threads=number("OMP_NUM_THREADS", None, 1),
             cuda_device_max_connections=number("CUDA_DEVICE_MAX_CONNECTIONS", None, 1),
             is_launched="RANK" in source,
-            # gloo accepts a list of interfaces. The first is used, because stages communicate over
-            # only one interface.
+            # gloo accepts a list of interfaces. Only the first is used, because stages communicate
+            # over a single interface.
             socket_interface=(text("GLOO_SOCKET_IFNAME") or "").split(",")[0].strip() or None,
             has_agent_store=source.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
             copies=text("MEGATRON_ADAPTIVE_COPIES"),
@@ -249,7 +255,7 @@ class Environment:
 
 @dataclass(frozen=True, kw_only=True)
 class Installed:
-    """Optional packages that are installed, which some settings require.
+    """Records which optional packages are installed. Some settings require such a package.
 
     Attributes:
         transformer_engine: Whether Transformer Engine (fused layers) is installed.
@@ -275,13 +281,14 @@ _MOST_RANKS = 1_000_000
 def _meeting_s(world_size: int) -> int:
     """Returns the default timeout in seconds for connecting ``world_size`` ranks.
 
-    Ranks that start on the same machine slow each other down, so each rank adds a second.
+    Ranks that start on the same machine slow each other down, so the timeout increases by one
+    second for each rank.
     """
     return min(40 + world_size, 600)
 
 
 def _number(name: str, text: str, minimum: int, maximum: int | None) -> int:
-    """Parses ``text``, the value of the environment variable ``name``, as an integer within limits.
+    """Parses ``text``, the value of environment variable ``name``, as an integer within the limits.
 
     Raises ConfigError if ``text`` is not an integer, or out of range.
     """
@@ -307,14 +314,14 @@ def _require_below(name: str, rank: int, size: int) -> None:
 
 
 _FILES_OF_RANK = 128
-"""Number of files and connections that the only rank of a job may open, with a safety margin.
+"""Number of files and connections that the rank of a one-rank job may open, with a safety margin.
 
-Without the margin, 105 were measured.
+A measurement without the margin counted 105.
 """
 _FILES_OF_PEER = 24
 """Number of additional files and connections that a rank may open for each other rank.
 
-In a job with two ranks, 150 files and connections per rank were measured.
+In a job with two ranks, a measurement counted 150 files and connections per rank.
 """
 _GROUP = 64
 _FILES_AIMED_AT = 65_536
@@ -344,7 +351,7 @@ def require_files(world_size: int) -> None:
 
 
 def too_many_files(reason: str) -> SetupError:
-    """Returns the error for a process that has reached its limit on open files."""
+    """Returns the error to raise if this process has reached its limit on open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return SetupError(
         f"cannot open a file or connection ({reason}), because this process is limited to {soft} "
@@ -360,7 +367,7 @@ _LEAST_SECRET = 16
 def is_first_process() -> bool:
     """Returns whether this process is the first process of the job.
 
-    Messages that would be the same on all processes are only printed by this process.
+    Only the first process prints messages that would be the same on all processes.
     """
     return os.environ.get("RANK", "0") == "0"
 
@@ -406,14 +413,14 @@ JOB_VARIABLE = "MEGATRON_ADAPTIVE_JOB"
 EXIT_MEASURED = 79
 """Exit status of ranks that have measured their model.
 
-After this status, ``train elastic`` plans the parallel sizes from the measurements, and restarts
-the ranks.
+If ranks exit with this status, ``train elastic`` plans the parallel sizes from the measurements and
+restarts the ranks.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobOrder:
-    """Holds the instructions of ``train elastic`` to the ranks of a user's script.
+    """Holds the instructions from ``train elastic`` for the ranks of a user's script.
 
     ``train elastic`` may change the layout (parallel sizes, microbatch size and partition) during a
     job. In this case, it restarts the ranks with new instructions.
@@ -423,8 +430,8 @@ class JobOrder:
         progress: Folder of the progress file that belongs to this layout.
         model: Path of the file with measurements of the model.
         epoch: Sequence number of this layout among all layouts of the job.
-        signature: Hash of the model and the settings for which this layout was planned. If empty,
-            the ranks must measure the model before the first plan.
+        signature: Hash of the model and the settings for which this layout was planned. If it is
+            empty, the ranks must measure the model before the first plan.
         pipeline_size: Number of processes per pipeline.
         replicas: Number of pipelines (data-parallel replicas).
         micro_batch_size: Number of samples per microbatch.
@@ -450,7 +457,7 @@ class JobOrder:
         """Parses ``text``, the value of the environment variable ``MEGATRON_ADAPTIVE_JOB``.
 
         Raises:
-            ConfigError: :meth:`to_text` did not write ``text``.
+            ConfigError: ``text`` does not have the format that :meth:`to_text` writes.
         """
         try:
             values = parse_json(text)

@@ -4,7 +4,7 @@ Most checks are rules in tables, in the notation of :mod:`~megatron.adaptive.con
 other checks are functions. Error messages contain the values, the problem and a remedy. Checks of a
 single value (ranges, choices) are declared with the fields, and mutually exclusive flags are in
 ``arguments.py``. This module does not change settings. Only :func:`check_output_folders` writes to
-the disk, and it removes its files again.
+the disk, and it removes the files that it creates.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ record_schedule replay_schedule excludes pipeline_schedule=auto,megatron
 transport excludes pipeline_schedule=megatron | megatron-core sends the messages
 rdma_device rdma_gid_index rdma_mtu_bytes needs transport=auto,rdma
 overlap_moe_expert_parallel_comm excludes repartition recompute_granularity=full moe_layer_recompute
-    | work that overlaps with a paused forward pass would affect its measured time or its results
+    | the overlapped work would affect the results or the measured time of a paused forward pass
 overlap_moe_expert_parallel_comm excludes moe_shared_expert_overlap
     | both overlap the same token exchanges with computation
 sequence_parallel needs tensor_model_parallel_size>1
@@ -167,7 +167,7 @@ moe_router_topk within num_moe_experts
 num_moe_experts excludes moe_expert_capacity_factor=0
     | experts would get no tokens; use a factor above 0, or remove the flag to keep all tokens
 num_moe_experts+expert_tensor_parallel_size>1 needs add_bias_linear=False
-    | each rank of an expert would add the bias
+    | every rank that shares an expert would add the bias
 num_moe_experts+moe_token_dispatcher_type=allgather excludes variable_seq_lengths
     | the number of tokens differs between ranks; use alltoall
 moe_grouped_gemm+transformer_impl=local needs bf16 | local grouped experts support only bf16
@@ -281,7 +281,7 @@ def _given_flags(config: TrainerConfig, **changes: Any) -> GivenFlags:
 
 
 def warning_about_effects(config: TrainerConfig) -> str | None:
-    """Returns a line that names all flags of a run without effect, or ``None`` if there are none.
+    """Returns a warning that lists all flags without effect, or ``None`` if there are none.
 
     Args:
         config: Settings of the run, from the command line.

@@ -1,8 +1,8 @@
 """Finds flags that have no effect on a run, because they belong to a feature that is off.
 
-The table below is in the notation of :mod:`~megatron.adaptive.config.flag_rules`. It has no rules
-about flags that ``flag_checks.py`` rejects in such a case, or whose effect depends on the hardware.
-It also has no rules about settings that the trainer itself changes.
+The table below uses the notation of :mod:`~megatron.adaptive.config.flag_rules`. It has no rules
+for flags that ``flag_checks.py`` rejects if their feature is off, for flags whose effect depends on
+the hardware, or for settings that the trainer itself changes.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ profile_name acts with profile_execution=True
 
 
 def effect_rules(schedule: str) -> str:
-    """Returns a table of the conditions under which flags have an effect, as text.
+    """Returns a table, as text, of the conditions under which flags have an effect.
 
     Args:
         schedule: Value of ``--pipeline-schedule``, which may name a user's schedule.
@@ -128,7 +128,7 @@ weight_pieces acts with pipeline_schedule={names(lambda spec: spec.is_rule)} spl
 
 
 def effect_warning(flags: GivenFlags, schedule: str) -> str | None:
-    """Returns a line that names all flags without effect, or ``None`` if there are none.
+    """Returns a warning that lists all flags without effect, or ``None`` if there are none.
 
     Args:
         flags: Effective values of the settings.
@@ -144,24 +144,24 @@ def effect_warning(flags: GivenFlags, schedule: str) -> str | None:
 
 
 def effect_notes(specs: Mapping[str, FieldSpec]) -> dict[str, str]:
-    """Returns sentences for help texts about the flags with which other flags have an effect.
+    """Returns sentences for help texts that name the flags without which a flag has no effect.
 
     Args:
         specs: Specifications of all flags, keyed by the name of the setting.
 
     Returns:
-        Sentences, keyed by the name of the setting whose help text they complete.
+        Sentences, keyed by the name of the setting to whose help text they belong.
     """
     conditions = GivenFlags({}, specs).conditions(effect_rules(ScheduleConfig.pipeline_schedule))
     notes = {}
     for name, flags in conditions.items():
         parts = [f"without {f[3:]}" if f.startswith("no ") else f"with {f}" for f in flags]
-        notes[name] = f"Acts only {' and '.join(parts)}."
+        notes[name] = f"Takes effect only {' and '.join(parts)}."
     return notes
 
 
 def add_note(spec: FieldSpec, notes: Mapping[str, str]) -> FieldSpec:
-    """Returns ``spec`` with the sentence in ``notes`` about its effect at the end of its help."""
+    """Returns ``spec`` with its sentence in ``notes``, if any, appended to its help text."""
     if spec.dest not in notes:
         return spec
     return dataclasses.replace(spec, detail=f"{spec.detail or spec.help_text} {notes[spec.dest]}")

@@ -9,7 +9,7 @@ A rule is a line with terms, a verb, more terms, and an optional reason for the 
     trace_interval acts with trace_dir
 
 A rule with the verb ``acts with`` states that the setting on the left has no effect without the
-setting on the right. This is only worth a warning. All other rules are requirements.
+setting on the right. Such a rule leads only to a warning. All other rules are requirements.
 
 Each term on the left is checked against each term on the right. The term ``name`` is true if the
 setting ``name`` does not have its default value. The term ``name=a,b`` is true if the setting has
@@ -43,8 +43,8 @@ _OF_TRACES = "trace_otlp needs trace_dir\n"
 def order_rules(schedule: str) -> str:
     """Returns a table with the rules about pipeline schedules, as text.
 
-    This package's trainer uses the table. A user's Megatron-LM that runs with this package's
-    pipeline engine uses the same table.
+    The table applies both to this package's trainer and to a user's Megatron-LM that runs with this
+    package's pipeline engine.
 
     Args:
         schedule: Value of ``--pipeline-schedule``, which may name a user's schedule.
@@ -151,7 +151,7 @@ class GivenFlags:
                 raise ConfigError(f"{violation}{reason}; {_REMEDIES[rule.verb]}")
 
     def without_effect(self, table: str) -> list[str]:
-        """Returns the flags that have no effect, each with the flags that it needs, as text.
+        """Returns texts with the flags that have no effect and, for each flag, the flags it needs.
 
         Args:
             table: Rules with the verb ``acts with``.
@@ -165,10 +165,10 @@ class GivenFlags:
         return [f"{text} (needs {' and '.join(needs)})" for text, needs in missing.items()]
 
     def conditions(self, table: str) -> dict[str, list[str]]:
-        """Returns the flags with which each setting has an effect, keyed by the setting's name.
+        """Returns the flags without which a setting has no effect, keyed by the setting's name.
 
-        Conditions of single values of a setting are not included. A flag that must be absent begins
-        with the word ``no``.
+        Conditions that concern only single values of a setting are not included. A flag that must
+        be absent is preceded by the word ``no``.
 
         Args:
             table: Rules with the verb ``acts with``.
@@ -196,7 +196,7 @@ class GivenFlags:
         return f"{flags} and {self._text(rule.right)} exclude each other"
 
     def _beyond(self, rule: _Rule, product: str) -> str:
-        """Returns a message that names the numbers that violate ``rule``, or an empty string.
+        """Returns a message with the numbers that violate ``rule``, or an empty string.
 
         The verb of the rule must be ``within`` or ``divides``. ``product`` contains the settings on
         the left side of the rule, joined by ``*``.
@@ -231,7 +231,7 @@ class GivenFlags:
         return str(getattr(self, _parts(term)[0]))
 
     def _unsuitable(self, term: str) -> str:
-        """Returns a phrase with the current value of a rule's setting, or an empty string.
+        """Returns a phrase with the current value of a setting in a rule, or an empty string.
 
         ``term`` is the term of the rule that contains the setting.
         """
@@ -262,7 +262,7 @@ class _Rule(NamedTuple):
         verb: Relation between the terms: ``needs``, ``excludes``, ``within``, ``divides`` or ``acts
             with``.
         right: Term after the verb, such as ``micro_batch_size>1``.
-        reason: Reason for the rule, for error messages. It may be empty.
+        reason: Reason for the rule, shown in error messages. It may be empty.
     """
 
     left: str

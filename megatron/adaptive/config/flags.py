@@ -105,7 +105,8 @@ def flag(
     """Declares a dataclass field whose value a command-line flag sets.
 
     Args:
-        help_text: Description for ``--help`` and ``docs/flags.md``, which is a single sentence.
+        help_text: Description of the flag in a single sentence, for ``--help`` and
+            ``docs/flags.md``.
         default: Value of the field if the flag is absent, or ``MISSING`` for a required flag.
         names: Spellings of the flag. Messages use the first spelling. Defaults to the field's name.
         choices: Allowed values. If empty, all values are allowed.
@@ -120,8 +121,8 @@ def flag(
             True``.
         reader: Function that converts the argument to a value. If the argument is invalid, the
             function raises ``ValueError`` with the reason.
-        named_values: Words that the flag accepts, with the numbers for which they stand. These
-            numbers may be out of bounds.
+        named_values: Words that the flag accepts instead of numbers, mapped to the numbers for
+            which they stand. These numbers may be out of bounds.
         detail: Longer description that replaces ``help_text`` in ``--help``.
     """
     options = {
@@ -149,7 +150,8 @@ def required(
     The flag is required unless the parser computes a value, which ``derived`` describes.
 
     Args:
-        help_text: Description for ``--help`` and ``docs/flags.md``, which is a single sentence.
+        help_text: Description of the flag in a single sentence, for ``--help`` and
+            ``docs/flags.md``.
         names: Spellings of the flag. Messages use the first spelling. Defaults to the field's name.
         unit: Placeholder for the value in help texts, or ``None`` to derive it from the field's
             type.
@@ -162,7 +164,8 @@ def switch(help_text: str, *, names: tuple[str, ...] = (), off: str | tuple[str,
     """Declares a boolean dataclass field whose flag takes no value and inverts the default.
 
     Args:
-        help_text: Description for ``--help`` and ``docs/flags.md``, which is a single sentence.
+        help_text: Description of the flag in a single sentence, for ``--help`` and
+            ``docs/flags.md``.
         names: Spellings of the flag that turns the setting on. Defaults to the field's name.
         off: Spellings of the flag that turns the setting off. If there are any, the setting is on
             by default.
@@ -188,8 +191,8 @@ class FieldSpec:
         length: Number of values in the tuple, or ``None`` for any number.
         optional: Whether the field may be ``None``.
         default: Default value, or ``MISSING`` if the field has no default.
-        help: Description for ``--help`` and ``docs/flags.md``, which is a single sentence. It is
-            empty if no flag sets the field.
+        help: Description of the flag in a single sentence, for ``--help`` and ``docs/flags.md``. It
+            is empty if no flag sets the field.
         names: All spellings of the flag. Messages use the first spelling.
         choices: Allowed values. If empty, all values are allowed.
         also_takes: Function that takes a value outside of ``choices`` and returns whether it is
@@ -202,8 +205,8 @@ class FieldSpec:
             True``.
         reader: Function that converts the argument to a value. If the argument is invalid, the
             function raises ``ValueError`` with the reason.
-        named_values: Words that the flag accepts, with the numbers for which they stand. These
-            numbers may be out of bounds.
+        named_values: Words that the flag accepts instead of numbers, mapped to the numbers for
+            which they stand. These numbers may be out of bounds.
         detail: Longer description that replaces ``help`` in ``--help``.
     """
 
@@ -248,7 +251,7 @@ class FieldSpec:
 
     @property
     def default_text(self) -> str:
-        """Default as text for ``--help`` and ``docs/flags.md``, or ``none`` without a default."""
+        """Default as text for ``--help`` and ``docs/flags.md``, or ``none`` if it is missing."""
         if self.derived:
             return self.derived
         texts = ((MISSING, "required"), (None, "none"), ("", "none"), (True, "on"), (False, "off"))
@@ -268,7 +271,7 @@ class FieldSpec:
 
     @property
     def takes_any_number(self) -> bool:
-        """Whether the flag takes any number of arguments, but at least one."""
+        """Whether the flag takes one or more arguments."""
         return self.many and self.length is None and not self.reader
 
     @property
@@ -308,7 +311,7 @@ class FieldSpec:
         return options
 
     def text_of(self, value: Any) -> str:
-        """Returns the flag and ``value`` as text, as on a command line."""
+        """Returns the flag and ``value`` as text, the way they are typed on a command line."""
         if self.is_switch:
             return self.name
         if isinstance(value, float):

@@ -24,8 +24,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 LOAD_FLAG = "--load-hf"
 FLAGS_FILE = "model_flags.txt"
-"""Name of the file with the model's flags in a checkpoint folder. The command ``evaluate`` reads
-it.
+"""Name of the file with the model's flags in a checkpoint folder. ``evaluate`` reads this file.
 """
 
 _TEXT_PARTS = ("text_config", "llm_config", "language_config")
@@ -61,9 +60,9 @@ def read_settings(
 
     Args:
         document: Contents of the file.
-        where: Path of the file, for error messages.
-        sequence: Number of tokens per sample. If ``None``, this is the longest sequence that the
-            model supports, but at most 4,096 tokens.
+        where: Path of the file, shown in error messages.
+        sequence: Number of tokens per sample. The default is the longest sequence that the model
+            supports, but at most 4,096 tokens.
         hf_family: Value of ``--hf-family``, or ``None`` if it is absent.
 
     Returns:
@@ -109,7 +108,7 @@ def load_config(folder: Path, hf_family: str | None = None) -> HuggingFaceModel:
                 f"{family.nearest}"
             )
         family.check(document, settings, str(path))
-        # Folders that transformers has saved do not contain the layers for multi-token prediction.
+        # Folders saved by transformers do not contain the layers for multi-token prediction.
         prefix = family.layer_prefix.format(settings["num_layers"])
         if "mtp_num_layers" in settings and not _has_weights(folder, prefix):
             del settings["mtp_num_layers"]
@@ -145,17 +144,17 @@ def _refuse_other_input(document: Mapping[str, Any], where: str, hf_family: str 
         key = next(key for key in _TEXT_PARTS if document.get(key) is text)
         rule = (
             f"this trainer can load its text part, {part}; save only that part, with {key} as its "
-            f"{CONFIG} and the names of {part} for its weights"
+            f"{CONFIG} and with weights that are named as in {part}"
         )
     else:
         families = ", ".join(supported_types())
         rule = f"its text part, {part}, does not belong to a supported family ({families})"
-    raise ConfigError(f"{where}: model_type {kind!r} takes other inputs than text; {rule}")
+    raise ConfigError(f"{where}: model_type {kind!r} accepts input other than text; {rule}")
 
 
 @contextlib.contextmanager
 def _expected_kinds(where: str) -> Iterator[None]:
-    """Converts Python errors that are caused by values of the wrong type to a ConfigError."""
+    """Converts Python errors about values of the wrong type to a :class:`ConfigError`."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

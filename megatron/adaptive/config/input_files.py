@@ -52,10 +52,10 @@ _PIECE_BYTES = 1 << 20
 
 
 def require_file(path: str | Path) -> int:
-    """Checks that ``path`` is a regular file. This is for libraries that open the file themselves.
+    """Checks that ``path`` is a regular file, before a library opens it.
 
-    If the file were a named pipe (FIFO), opening it might wait for a writer forever. If it were a
-    device, reading it might never end.
+    Opening a named pipe (FIFO) might wait for a writer forever, and reading from a device might
+    never end.
 
     Args:
         path: Path of the file. Symbolic links are followed.
@@ -69,7 +69,7 @@ def require_file(path: str | Path) -> int:
     """
     try:
         status = os.stat(path)
-    # For example, os.stat raises ValueError if the name contains a NUL character.
+    # os.stat raises ValueError if, for example, the name contains a NUL character.
     except ValueError:
         raise OSError(errno.EINVAL, "this is not the name of a file", str(path)) from None
     return _require_regular(status, path)
@@ -93,8 +93,8 @@ def open_file(path: str | Path) -> BinaryIO:
         OSError: The file cannot be opened, or is not a regular file.
     """
     require_file(path)
-    # A named pipe may have replaced the file since the check. In this case, os.open must not wait
-    # for a process that writes to the pipe.
+    # A named pipe may have replaced the file since the check. With O_NONBLOCK, os.open does not
+    # wait for a process that writes to the pipe.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _require_regular(os.fstat(descriptor), path)
@@ -213,7 +213,7 @@ def read_text(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -
 
     Args:
         path: Path of the file.
-        hint: Advice to the user that ends error messages.
+        hint: Advice to the user, which is added at the end of error messages.
         error: Class of the errors to raise.
 
     Raises:
@@ -226,7 +226,7 @@ def read_text(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -
 
 
 def read_bytes(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -> bytes:
-    """Reads a regular file of at most :data:`MAX_BYTES`. Errors are as in :func:`read_text`."""
+    """Reads a regular file of at most :data:`MAX_BYTES`, with the errors of :func:`read_text`."""
     try:
         return read_whole(path)
     except OSError as caught:
@@ -238,7 +238,7 @@ def read_json(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -
 
     Args:
         path: Path of the file.
-        hint: Advice to the user that ends error messages.
+        hint: Advice to the user, which is added at the end of error messages.
         error: Class of the errors to raise.
 
     Raises:
@@ -258,7 +258,7 @@ def natural(text: str) -> int | None:
 
 
 def say(text: str, *, lines: bool = False) -> None:
-    """Prints a message to standard error with escaped control characters, and flushes the stream.
+    """Prints a message to standard error, with control characters escaped, and flushes the stream.
 
     Args:
         text: Text of the message.
@@ -269,7 +269,7 @@ def say(text: str, *, lines: bool = False) -> None:
 
 
 def shown(text: str, *, lines: bool = False) -> str:
-    """Returns a message with escaped control characters and with very long words truncated.
+    """Returns a message in which control characters are escaped and very long words are truncated.
 
     Args:
         text: Text of the message, which may contain user input or parts of files.
@@ -283,8 +283,8 @@ def aligned(lines: Sequence[Sequence[str]], left: int = 0) -> list[str]:
 
     Args:
         lines: Cells of the table, row by row.
-        left: Number of columns at the left that are aligned left. All other columns are aligned
-            right.
+        left: Number of columns, counted from the left, that are left-aligned. All other columns are
+            right-aligned.
     """
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
@@ -297,7 +297,7 @@ def aligned(lines: Sequence[Sequence[str]], left: int = 0) -> list[str]:
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    r"""Returns ``text`` with escaped control characters, for example ``\x1b``.
+    r"""Returns ``text`` with control characters escaped, for example as ``\x1b``.
 
     Args:
         text: Any text, for example from a file or from a user.

@@ -1,7 +1,7 @@
 """Divides layers among stages according to Megatron-LM's flags, and checks the result.
 
 All layers for multi-token prediction (MTP) are on the same stage, after all transformer layers. By
-default, this is the last stage. Like the first stage, this stage needs the word embedding.
+default, it is the last stage. Like the first stage, this stage needs the word embedding.
 """
 
 from __future__ import annotations
@@ -189,8 +189,9 @@ def layer_rules(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str
 
     Args:
         config: Settings of the run.
-        flags: Object with an attribute for each setting. The value of the attribute is the
-            setting's flag as on the command line, for error messages.
+        flags: Object with an attribute for each setting. The attribute contains the setting as it
+            is typed on the command line, such as ``--num-layers 8``. Error messages contain these
+            texts.
     """
     model = config.model
     layers = model.num_layers

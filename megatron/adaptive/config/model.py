@@ -29,7 +29,9 @@ _SWIGLU_MULTIPLE = 64
 
 def _fusion(operations: str, off: str) -> Any:
     """Declares a flag that disables a fused kernel. Such kernels are enabled by default."""
-    text = f"Do not use a fused kernel for {operations}; without this flag it is used if available."
+    text = (
+        f"Do not use a fused kernel for {operations}; without this flag, it is used if available."
+    )
     return switch(text, off=off)
 
 
@@ -87,7 +89,7 @@ class ModelConfig:
         off="--no-position-embedding",
     )
     moe_router_group_best: Count | None = flag(
-        "Number of top experts whose scores are summed to a group's score.",
+        "Number of best experts of a group whose scores are added up to the group's score.",
         derived="--moe-router-topk divided by --moe-router-group-topk",
     )
     rotary_base: Count = flag("Base of the rotary frequencies.", 10000)
@@ -99,12 +101,12 @@ class ModelConfig:
         "Divide rotary positions by this factor."
     )
     use_rope_scaling: bool = switch("Scale rotary frequencies like Llama 3.")
-    rope_scaling_factor: Positive = flag("Factor of --use-rope-scaling.", 8.0)
+    rope_scaling_factor: Positive = flag("Scaling factor for --use-rope-scaling.", 8.0)
     window_rotary_base: Count | None = flag(
         "Base of the rotary frequencies in layers with a window, if it differs from --rotary-base."
     )
     make_vocab_size_divisible_by: Count = flag(
-        "Pad the vocabulary to a multiple of this times the tensor parallel size.", 128
+        "Pad the vocabulary to a multiple of this number times the tensor parallel size.", 128
     )
     normalization: str = flag(
         "Kind of normalization.", "LayerNorm", choices=("LayerNorm", "RMSNorm")
@@ -112,18 +114,20 @@ class ModelConfig:
     norm_epsilon: Positive = flag("Number added to the variance in normalization.", 1e-5)
     apply_layernorm_1p: bool = switch("Store normalization weights around zero instead of one.")
     parallel_residual: bool = switch(
-        "Run attention and feed-forward block in parallel: both take the layer's input."
+        "Run attention and the feed-forward block in parallel, so that both read the layer's input."
     )
     qk_layernorm: bool = switch("Normalize queries and keys.")
     norm_block_outputs: bool = switch(
-        "Also normalize the outputs of attention and feed-forward block before they are added "
-        "to the residual."
+        "Also normalize the outputs of attention and of the feed-forward block before they are "
+        "added to the residual."
     )
     scale_embeddings: bool = switch("Multiply embeddings by the square root of the hidden size.")
     attention_softcap: Positive | None = flag(
-        "Bound attention scores by this number, with a hyperbolic tangent."
+        "Limit attention scores to this absolute value with a hyperbolic tangent (soft-capping)."
     )
-    logit_softcap: Positive | None = flag("Bound logits by this number, with a hyperbolic tangent.")
+    logit_softcap: Positive | None = flag(
+        "Limit logits to this absolute value with a hyperbolic tangent (soft-capping)."
+    )
     swiglu: bool = switch("Use a gated feed-forward block with SiLU instead of GELU.")
     squared_relu: bool = switch("Use the squared ReLU instead of GELU.")
     quick_geglu: bool = switch(
@@ -140,14 +144,14 @@ class ModelConfig:
         "Use a bias for queries, keys and values even with --disable-bias-linear."
     )
     untie_embeddings_and_output_weights: bool = switch(
-        "Do not share the weights of embedding and output layer."
+        "Do not share weights between the word embedding and the output layer."
     )
     init_method_std: Positive = flag("Standard deviation of the initial weights.", 0.02)
-    attention_dropout: Share = flag("Dropout of attention probabilities.", 0.1)
-    hidden_dropout: Share = flag("Dropout of the hidden state.", 0.1)
+    attention_dropout: Share = flag("Dropout rate of attention probabilities.", 0.1)
+    hidden_dropout: Share = flag("Dropout rate of the hidden state.", 0.1)
     use_cpu_initialization: bool = switch(
-        "Draw initial weights on the CPU, where they are the same in every parallel layout; on "
-        "GPUs they differ between layouts."
+        "Draw initial weights on the CPU, so that they are the same in every parallel layout; on "
+        "GPUs, they differ between layouts."
     )
     perform_initialization: bool = switch(
         "Do not draw initial weights, for runs that load a checkpoint.", off="--no-initialization"
@@ -160,8 +164,8 @@ class ModelConfig:
         derived="transformer_engine if it is installed, otherwise local",
     )
     attention_backend: str = flag(
-        "Attention kernel. Local layers use torch's kernels on a GPU with auto, on any device "
-        "with fused, and none with unfused and local; flash requires Transformer Engine.",
+        "Attention kernel. Local layers use torch's fused kernels only on GPUs with auto, on all "
+        "devices with fused, and never with unfused or local; flash requires Transformer Engine.",
         "auto",
         choices=("auto", "flash", "fused", "unfused", "local"),
     )
@@ -174,8 +178,8 @@ class ModelConfig:
     apply_rope_fusion: bool = _fusion("rotary embedding", "--no-rope-fusion")
     no_persist_layer_norm: bool = switch("Do not use a persistent kernel for LayerNorm.")
     gradient_accumulation_fusion: bool = switch(
-        "Do not add weight gradients to the main gradient in one kernel; without this flag it is "
-        "used if available.",
+        "Do not use a fused kernel to add weight gradients to the main gradient; without this "
+        "flag, it is used if available.",
         off="--no-gradient-accumulation-fusion",
     )
     cross_entropy_loss_fusion: bool = switch("Use a fused kernel for the cross entropy.")
@@ -248,13 +252,13 @@ class RecomputeConfig:
         "With full: number of layers in each group (uniform) or in each stage (block)."
     )
     recompute_modules: tuple[str, ...] | None = flag(
-        "With selective: modules that are recomputed.",
+        "With selective: modules to recompute.",
         choices=("core_attn", "layernorm", "mlp", "mla_up_proj"),
         refused_choices={"moe": _NO_EXPERTS, "moe_act": _NO_EXPERTS, "shared_experts": _NO_EXPERTS},
         derived="core_attn",
     )
     distribute_saved_activations: bool = switch(
-        "With full: split kept inputs over tensor parallel ranks."
+        "With full: distribute the saved inputs over the tensor parallel ranks."
     )
 
     def __post_init__(self) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 
 def number_text(value: float, digits: int = 3) -> str:
-    """Returns ``value`` as text without an exponent if it is large.
+    """Returns ``value`` as text. Large values are written without an exponent.
 
-    Numbers from 1000 on are rounded to whole numbers and have separators, such as ``2,490``.
+    Numbers of 1000 or more are rounded to integers and have separators, such as ``2,490``.
 
     Args:
         value: Number to format.

@@ -22,7 +22,7 @@ from megatron.adaptive.config.flags import (
 )
 
 _OTHERS = ("dist_muon", "adaptive_muon", "soap", "lion")
-_NOT_MOVED = "the trainer saves and moves the state of adam, sgd and muon; use one of these"
+_NOT_MOVED = "the trainer can save and move only the state of adam, sgd and muon; use one of these"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class OptimizerConfig:
     """Optimizer and learning rate.
 
     Lengths in the learning rate schedule are measured in iterations if ``--train-iters`` is set,
-    and in samples if ``--train-samples`` is set. Flags that use the other unit are ignored.
+    and in samples if ``--train-samples`` is set. Flags with the other unit are rejected.
     """
 
     optimizer: str = flag(
@@ -70,28 +70,28 @@ class OptimizerConfig:
     lr_warmup_samples: Natural = flag("Number of samples of linear warm-up.", 0, unit="SAMPLES")
     lr_warmup_init: NonNegative = flag("Learning rate at the start of the warm-up.", 0.0)
     decoupled_lr: Positive | None = flag(
-        "Maximum learning rate of embedding and output layer, if it differs from --lr."
+        "Maximum learning rate of the embedding and the output layer, if it differs from --lr."
     )
     decoupled_min_lr: NonNegative | None = flag(
-        "Minimum learning rate of embedding and output layer, with --decoupled-lr."
+        "Minimum learning rate of the embedding and the output layer, with --decoupled-lr."
     )
     override_opt_param_scheduler: bool = switch(
-        "Use these flags instead of the learning rate schedule of a loaded checkpoint.",
+        "Take the learning rate schedule from the flags, not from the loaded checkpoint.",
         names=("--override-opt-param-scheduler", "--override-opt_param-scheduler"),
     )
     use_checkpoint_opt_param_scheduler: bool = switch(
-        "Use the learning rate schedule of a loaded checkpoint instead of these flags.",
+        "Take the learning rate schedule from the loaded checkpoint, not from the flags.",
         names=("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-opt_param-scheduler"),
     )
     weight_decay: NonNegative = flag("Weight decay.", 0.01)
     start_weight_decay: NonNegative | None = flag(
-        "Weight decay at the start, if it increases; see --weight-decay-incr-style."
+        "Weight decay at the start of training, if it increases; see --weight-decay-incr-style."
     )
     end_weight_decay: NonNegative | None = flag(
-        "Weight decay at the end, if it increases; see --weight-decay-incr-style."
+        "Weight decay at the end of training, if it increases; see --weight-decay-incr-style."
     )
     weight_decay_incr_style: str = flag(
-        "Shape of the weight decay's increase.",
+        "Shape of the increase of the weight decay.",
         "constant",
         choices=("constant", "linear", "cosine"),
     )
@@ -124,8 +124,8 @@ class OptimizerConfig:
     )
     muon_num_ns_steps: Count = flag("Number of steps of the Newton-Schulz iteration in muon.", 5)
     muon_tp_mode: str = flag(
-        "Treatment of weights that tensor-parallel ranks share in muon: each part separately "
-        "(blockwise), or the whole weight.",
+        "Method by which muon updates weights that are split over tensor-parallel ranks: each part "
+        "separately (blockwise), or the whole weight.",
         "blockwise",
         choices=("blockwise", "duplicated", "distributed"),
     )
@@ -195,20 +195,20 @@ class LoraConfig:
         unit="RANK",
     )
     lora_alpha: Positive | None = flag(
-        "Factor of the adapters' output, which is also divided by --lora-rank.",
+        "Factor by which the adapters' output is multiplied before it is divided by --lora-rank.",
         derived="--lora-rank",
     )
-    lora_dropout: Share = flag("Dropout of the adapters' input.", 0.0)
+    lora_dropout: Share = flag("Dropout rate of the adapters' input.", 0.0)
     lora_targets: str = flag(
-        "Linear layers with adapters, as comma-separated PEFT names for this architecture such "
-        "as q_proj,v_proj; all-linear for all linear layers of attention and feed-forward "
-        "block.",
+        "Linear layers that get adapters, as comma-separated names that PEFT uses for this "
+        "architecture, such as q_proj,v_proj; all-linear selects all linear layers of attention "
+        "and of the feed-forward block.",
         "all-linear",
         unit="NAMES",
     )
     load_lora: Folder | None = flag(
-        "Folder of adapters in PEFT's format to start from; its adapter_config.json sets absent "
-        "adapter flags."
+        "Folder with adapters in PEFT's format with which training starts; its adapter_config.json "
+        "sets the adapter flags that are absent."
     )
 
     @property

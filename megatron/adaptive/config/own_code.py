@@ -26,7 +26,7 @@ def import_object(path: str, subject: str) -> Any:
 
     Args:
         path: Path of the object in the form ``package.module:name``.
-        subject: Type of object for error messages, such as ``schedule``.
+        subject: Type of the object in error messages, such as ``schedule``.
 
     Raises:
         ConfigError: The module cannot be imported, or does not contain the object.
@@ -60,7 +60,7 @@ def find_object(name: str, *, group: str, subject: str) -> Any | None:
     Args:
         name: Value of the flag: either ``package.module:name``, or the name of an entry point.
         group: Group in which the entry point is searched.
-        subject: Type of object for error messages, such as ``schedule``.
+        subject: Type of the object in error messages, such as ``schedule``.
 
     Returns:
         The object, or ``None`` if ``name`` contains no colon and is not the name of an entry point.
@@ -88,7 +88,7 @@ def modules_in(package: ModuleType, pattern: str = "*") -> Iterator[ModuleType]:
 
 
 def source_of(function: Any) -> str:
-    """Returns the file and line of the definition of ``function``, which may also be a class."""
+    """Returns the file and line at which ``function``, which may also be a class, is defined."""
     try:
         file = inspect.getsourcefile(function) or "?"
         line = inspect.getsourcelines(function)[1]
@@ -102,8 +102,9 @@ def line_of_error(error: Exception, user_code: Any) -> str:
 
     Args:
         error: Exception that was raised, perhaps in a library that the user's code called.
-        user_code: Function or class of the user. The result is the last line of its file that was
-            running. If no line of the file was running, the result is the line that raised.
+        user_code: Function or class of the user. The result is the innermost line that was running
+            in the file of this code. If there is none, the result is the line that raised the
+            error.
     """
     frames = traceback.extract_tb(error.__traceback__)
     try:

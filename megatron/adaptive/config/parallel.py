@@ -33,7 +33,7 @@ class ParallelConfig:
     )
     context_parallel_size: Ranks = flag("Number of ranks that share each sequence.", 1)
     expert_model_parallel_size: Ranks = flag(
-        "Number of ranks that share the experts of each layer; they are neighbours in data "
+        "Number of ranks that share the experts of each layer; these ranks are neighbours in data "
         "parallelism.",
         1,
     )
@@ -41,7 +41,7 @@ class ParallelConfig:
         "Number of ranks that share each expert's matrices.", derived="the tensor parallel size"
     )
     num_layers_per_virtual_pipeline_stage: Layers | None = flag(
-        "Number of layers in each chunk; another way to set the number of chunks."
+        "Number of layers in each chunk; an alternative way to set the number of chunks."
     )
     num_virtual_stages_per_pipeline_rank: Count | None = flag(
         "Number of model chunks on each pipeline rank.",
@@ -49,7 +49,7 @@ class ParallelConfig:
         unit="CHUNKS",
     )
     microbatch_group_size_per_vp_stage: Count | None = flag(
-        "Number of microbatches that a chunk runs in a row.",
+        "Number of consecutive microbatches that a chunk runs before the next chunk.",
         names=("--microbatch-group-size-per-virtual-pipeline-stage",),
         unit="MICROBATCHES",
         derived="the pipeline size",
@@ -82,8 +82,8 @@ class ParallelConfig:
         "Average gradients inside the collective instead of before it."
     )
     cp_comm_type: str = flag(
-        "Exchange of keys and values between context-parallel ranks with Transformer Engine; "
-        "local layers always gather them.",
+        "Method of exchanging keys and values between context-parallel ranks in layers of "
+        "Transformer Engine; local layers always gather them.",
         "p2p",
         choices=("p2p", "a2a", "allgather"),
         refused_choices={"a2a+p2p": "hierarchical context parallelism is not supported; use p2p"},
@@ -103,7 +103,7 @@ class ParallelConfig:
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of data-parallel replicas, each of which processes different samples.
+        """Number of data-parallel replicas. Each replica processes different samples.
 
         If stages have unequal numbers of ranks, this is the least common multiple of these numbers.
         The number of microbatches per step is a multiple of the result, so all ranks of a stage run
@@ -115,7 +115,7 @@ class ParallelConfig:
         return self.world_size // (ranks * self.context_parallel_size)
 
     def microbatches_of(self, pp_rank: int, num_microbatches: int) -> int:
-        """Returns how many microbatches each rank of a stage runs per step.
+        """Returns the number of microbatches that each rank of a stage runs per step.
 
         Args:
             pp_rank: Pipeline rank of the stage.
@@ -191,14 +191,14 @@ class TransportConfig:
         "Verify a checksum of every message over shm, rdma and tcp, which takes additional time."
     )
     transport_silence_s: Annotated[float, Limits(minimum=1, maximum=24 * 3600)] = flag(
-        "Time without any message or heartbeat after which a rank is considered lost; a rank "
-        "that is suspended for less time continues.",
+        "Time without any message or heartbeat after which a rank is considered lost; a rank that "
+        "is suspended for a shorter time can continue.",
         60.0,
         unit="SECONDS",
     )
     transport_gpu: str = flag(
-        "Path of GPU tensors over shm: directly between GPUs if they can access each other's "
-        "memory (CUDA IPC), otherwise through pinned host memory (auto); or always through "
+        "Path that GPU tensors take over shm: directly between GPUs if they can access each "
+        "other's memory (CUDA IPC), otherwise through pinned host memory (auto); or always through "
         "pinned host memory (pinned).",
         AUTO,
         choices=(AUTO, PINNED),
@@ -206,7 +206,7 @@ class TransportConfig:
     transport_interface: str | None = flag(
         "Network interface for tcp and for the setup of rdma, such as eth0.",
         unit="NAME",
-        derived="GLOO_SOCKET_IFNAME, or the interface towards the job's store",
+        derived="GLOO_SOCKET_IFNAME, or the interface that reaches the job's store",
     )
     rdma_device: str | None = flag(
         "RDMA device, with or without its port (mlx5_0, mlx5_0:1).",
@@ -230,5 +230,5 @@ class TransportConfig:
 
     @property
     def forced(self) -> str | None:
-        """Transport that all pairs of ranks must use, or ``None`` to use the best for each pair."""
+        """Transport that all pairs of ranks must use, or ``None`` if each pair uses the best."""
         return None if self.transport == AUTO else self.transport

@@ -1,8 +1,8 @@
 """Reads plan files, which contain the planner's decisions about a run as JSON.
 
 ``docs/plan.md`` describes the schema of plan files. This module converts a plan to variables of
-``conf.sh``, and these variables to flags of the trainer. Launcher and trainer both use this code,
-so a plan has the same effect in both.
+``conf.sh``, and these variables to flags of the trainer. Both the launcher and the trainer use this
+code, so a plan has the same effect in both.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SETTINGS = (
     "slice_tokens",
     "activation_cap",
 )
-"""Keys of a plan that are also variables of ``conf.sh``, where they are in capital letters."""
+"""Keys of a plan that are also variables of ``conf.sh``, where their names are in upper case."""
 _RECOMPUTE_FLAGS = {
     "none": "",
     "selective": "--recompute-granularity selective",
@@ -69,7 +69,7 @@ _SWITCH_FLAGS = {
 }
 
 _LENGTHS_FLAG = "--variable-seq-lengths"
-"""Flag for runs that keep the lengths of documents. Only such runs use slices of fixed length."""
+"""Flag for runs with documents of various lengths. Only such runs use slices of fixed length."""
 
 
 def load_plan(path: Path) -> Any:
@@ -82,7 +82,7 @@ def plan_flags(content: Any, where: str) -> list[str]:
 
     Args:
         content: Contents of the plan file.
-        where: Path of the plan file, for error messages.
+        where: Path of the plan file, shown in error messages.
 
     Raises:
         ConfigError: The plan does not match the schema.
@@ -128,7 +128,7 @@ def plan_variables(content: Any, where: str) -> dict[str, str]:
 
     Args:
         content: Contents of the plan file.
-        where: Path of the plan file, for error messages.
+        where: Path of the plan file, shown in error messages.
 
     Raises:
         ConfigError: The plan does not match the schema.
@@ -151,7 +151,7 @@ def plan_variables(content: Any, where: str) -> dict[str, str]:
 
 
 def _stages(stages: Sequence[Mapping[str, Any]], where: str) -> dict[str, str]:
-    """Returns the variable of ``conf.sh`` with the numbers of ranks of unequal stages."""
+    """Returns the variable of ``conf.sh`` that sets the number of ranks of each unequal stage."""
     for index, stage in enumerate(stages):
         if any(width != 1 for width in stage["tensor"]):
             raise ConfigError(
@@ -188,7 +188,7 @@ PLAN_HELP = (
 
 
 def expand_plan(argv: Sequence[str], specs: Mapping[str, FieldSpec], world_size: int) -> list[str]:
-    """Replaces ``--plan FILE`` in a command line by the flags of the plan.
+    """Replaces ``--plan FILE`` in a command line with the flags of the plan.
 
     Args:
         argv: Command line of the trainer.

@@ -12,14 +12,14 @@ class RunConfig:
     """Run."""
 
     train_iters: Iterations | None = flag(
-        "Number of iterations of the whole training; either this or --train-samples is required."
+        "Total number of training iterations; either this or --train-samples is required."
     )
     train_samples: Samples | None = flag(
-        "Number of samples of the whole training; either this or --train-iters is required."
+        "Total number of training samples; either this or --train-iters is required."
     )
     eval_interval: Iterations = flag("Number of iterations between two validations.", 1000)
     eval_iters: Natural = flag(
-        "Number of batches in each validation and in the test; 0 to disable them.",
+        "Number of batches in each validation and in the test; 0 to disable both.",
         100,
         unit="ITERATIONS",
     )
@@ -34,9 +34,9 @@ class RunConfig:
     exit_duration_in_mins: Count | None = flag(
         "Save a checkpoint and stop after this time.", unit="MINUTES"
     )
-    seed: Count = flag("Seed of all random numbers.", 1234)
+    seed: Count = flag("Seed for all random numbers.", 1234)
     manual_gc: bool = switch(
-        "Run Python's garbage collector only at the interval of --manual-gc-interval."
+        "Run Python's garbage collector only at the interval set with --manual-gc-interval."
     )
     manual_gc_interval: Natural = flag(
         "Number of iterations between collections; 0 to disable them.", 0, unit="ITERATIONS"
@@ -88,14 +88,14 @@ class CheckpointConfig:
         "background before they are copied to --save."
     )
     keep_checkpoints: Count | None = flag(
-        "Number of latest complete checkpoints to keep.", unit="N", derived="all"
+        "Number of most recent complete checkpoints to keep.", unit="N", derived="all"
     )
     no_save_optim: bool = switch("Do not save the optimizer state in checkpoints.")
     no_save_rng: bool = switch("Do not save random number states in checkpoints.")
-    load: Folder | None = flag("Folder of checkpoints to resume from.")
+    load: Folder | None = flag("Folder with the checkpoint from which training resumes.")
     load_hf: Folder | None = flag(
         "Folder of a Hugging Face model: the run starts from its weights if --load has no "
-        "checkpoint, and its config.json sets absent model flags."
+        "checkpoint, and its config.json sets the model flags that are absent."
     )
     hf_family: str | None = flag(
         "Your own family of Hugging Face models, for a model_type that this package does not "
@@ -106,7 +106,8 @@ class CheckpointConfig:
         "Iteration to load.", unit="ITERATION", derived="the latest complete checkpoint"
     )
     trust_checkpoint: bool = switch(
-        "Also load checkpoints that contain pickles: those of Megatron-LM and of old versions."
+        "Also load checkpoints that contain pickles: those of Megatron-LM and of old versions of "
+        "this trainer."
     )
     no_load_optim: bool = switch("Do not load the optimizer state.")
     no_load_rng: bool = switch("Do not load random number states.")
@@ -160,10 +161,13 @@ class LoggingConfig:
         choices=(0, 1, 2),
     )
     timing_log_option: str = flag(
-        "Ranks whose timers are reported.", "minmax", choices=("max", "minmax", "all")
+        "Times that are reported: the maximum over all ranks (max), minimum and maximum (minmax), "
+        "or the time of every rank (all).",
+        "minmax",
+        choices=("max", "minmax", "all"),
     )
     barrier_with_L1_time: bool = switch(  # noqa: N815 - Megatron-LM's name
-        "Do not wait for all ranks before timers of level 1.",
+        "Do not wait for all ranks before each timer of level 1 starts.",
         off="--no-barrier-with-level-1-timing",
     )
     logging_level: Natural | None = flag("Level of Python's logging; 10 (debug) logs the most.")
@@ -171,7 +175,8 @@ class LoggingConfig:
         "Folder for progress.jsonl, which records the progress of the run.", derived="--trace-dir"
     )
     logger: tuple[str, ...] | None = flag(
-        "Additional loggers for curves, each a name, or your own logger as package.module:Class.",
+        "Additional loggers for curves: names of built-in loggers, or your own loggers as "
+        "package.module:Class.",
         reader=_read_names,
         unit="NAME,NAME",
     )
@@ -186,17 +191,19 @@ class LoggingConfig:
         "Project of Weights & Biases to which curves are sent; requires the package wandb.",
         unit="NAME",
     )
-    wandb_entity: str | None = flag("User or team of --wandb-project.", unit="NAME")
+    wandb_entity: str | None = flag(
+        "User or team that owns the project of --wandb-project.", unit="NAME"
+    )
     wandb_exp_name: str | None = flag("Name of the run in Weights & Biases.", unit="NAME")
     wandb_save_dir: Folder | None = flag(
-        "Folder for local files of Weights & Biases.", derived="wandb in --save"
+        "Folder for local files of Weights & Biases.", derived="folder wandb in --save"
     )
     mlflow_experiment: str | None = flag(
         "Experiment of MLflow to which curves are sent; requires the package mlflow.", unit="NAME"
     )
     mlflow_run_name: str | None = flag("Name of the run in MLflow.", unit="NAME")
     mlflow_tracking_uri: str | None = flag(
-        "URI of MLflow, for a server or a file.",
+        "Tracking URI of MLflow, which points to a server or a file.",
         derived="the value of MLFLOW_TRACKING_URI",
         unit="URI",
     )

@@ -5,8 +5,8 @@ The file and its JSON header have the following layout::
     [ 8 bytes: length of the header | JSON | bytes of tensors ]
     {"__metadata__": {text: text}, NAME: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
 
-Tensors follow each other without gaps, from the end of the header to the end of the file. So a file
-is damaged if tensors overlap, or if a byte belongs to no tensor.
+Tensors follow each other without gaps, from the end of the header to the end of the file.
+Therefore, a file is damaged if tensors overlap, or if a byte belongs to no tensor.
 
 Source: the description of the format, and the behaviour of the package ``safetensors`` 0.8.
 """
@@ -87,7 +87,7 @@ class _Once(dict[str, Any]):
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Returns type, shape and position of each tensor by name, in the order of the header.
+    """Returns type, shape and position of each tensor, keyed by name, in the order of the header.
 
     Raises:
         CheckpointError: The file cannot be read.

@@ -112,7 +112,7 @@ def uneven_split(
     embedding: bool | None = False,
     loss: bool | None = False,
 ) -> tuple[int, ...]:
-    """Returns the number of layers per stage, for a given number on the first or last rank.
+    """Returns the number of layers per stage if the first or last rank has a specified number.
 
     The result is the same as in Megatron-LM. Stages are assigned to ranks round-robin (in a loop).
     If the embedding or the loss counts as a layer, its stage gets one transformer layer fewer.
@@ -163,12 +163,12 @@ def parse_widths(text: str) -> tuple[int, ...]:
 
 
 def format_partition(layers_per_stage: Sequence[int]) -> str:
-    """Converts numbers of layers to a string such as ``0-11-8-8``."""
+    """Converts the number of layers of each stage to a string such as ``0-11-8-8``."""
     return "-".join(str(layers) for layers in layers_per_stage)
 
 
 def nearly_even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Divides layers among stages so that their numbers of layers differ by at most one.
+    """Divides layers among stages so that the counts differ by at most one.
 
     If the layers cannot be divided evenly, inner stages get one layer more, because the first and
     the last stage also compute the embedding and the loss.
@@ -228,7 +228,7 @@ class ScheduleConfig:
         also_takes=_is_own_schedule,
     )
     auto_candidates: tuple[str, ...] | None = flag(
-        "Your own schedules that auto also considers, each as package.module:name.",
+        "Your own schedules that auto also considers, in the form package.module:name.",
         reader=_read_candidates,
         unit="NAME,NAME",
     )
@@ -240,23 +240,25 @@ class ScheduleConfig:
         "Compute weight gradients as separate actions that fill waiting time (True), or within "
         "the backward pass (False).",
         takes_value=True,
-        derived="True if the model's layers allow it and the schedule gains from it, but not with "
-        "full recomputation or with --overlap-grad-reduce of several replicas",
+        derived="True if the model's layers support it and the schedule benefits from it, except "
+        "with full recomputation, or with --overlap-grad-reduce and several replicas",
     )
     overlap_moe_expert_parallel_comm: bool = switch(
         "Run a forward pass while the experts of a backward pass exchange tokens, and vice "
         "versa; for combined-1f1b, dualpipe-v and orders chosen at run time."
     )
     weight_pieces: Count = flag(
-        "Maximum number of parts into which a schedule that chooses at run time may split a "
-        "weight gradient.",
+        "Maximum number of parts into which a weight gradient may be split by a schedule that "
+        "chooses the order at run time.",
         4,
         unit="PIECES",
     )
     record_schedule: File | None = flag(
         "File to which the order of every training step is written."
     )
-    replay_schedule: File | None = flag("File from --record-schedule whose orders are followed.")
+    replay_schedule: File | None = flag(
+        "File written by --record-schedule, whose orders this run follows."
+    )
     partition: tuple[int, ...] | None = flag(
         "Number of layers in each stage in pipeline order, joined by '-'; 0 is allowed.",
         reader=parse_partition,
@@ -282,11 +284,12 @@ class ScheduleConfig:
         "Assign one layer fewer to the last stage than to the others."
     )
     pipeline_placement: str | None = flag(
-        "Order of the stages over the ranks if a rank has several stages: each round from the "
-        "first rank to the last (loop), or to the last rank and back (v).",
+        "Placement of stages on ranks if a rank has several stages: every round goes from the "
+        "first rank to the last (loop), or every second round goes back from the last rank to the "
+        "first (v).",
         choices=("loop", "v"),
-        derived="v for dualpipe-v, v-half, zb-v, and for adaptive, auto, hinted with two chunks; "
-        "otherwise loop",
+        derived="v for dualpipe-v, v-half and zb-v, and for adaptive, auto and hinted with two "
+        "chunks; otherwise loop",
     )
     repartition: str = flag(
         "Move layers, with their optimizer state, from slow ranks to other ranks between two "
@@ -309,33 +312,33 @@ class ScheduleConfig:
         "always off if the schedule or the layout does not support it",
     )
     activation_cap: Annotated[float, Limits(minimum=1)] | None = flag(
-        "Limit on the activations held by a rank, in microbatches over all its chunks; only "
-        "for orders chosen at run time.",
+        "Maximum number of microbatches whose activations a rank holds, summed over its chunks; "
+        "only for orders chosen at run time.",
         unit="MICROBATCHES",
         derived="chosen from the pipeline's shape",
     )
     sequence_slices: Count = flag(
-        "Number of slices into which each sequence is cut. A stage processes one slice at a "
-        "time, so a rank holds fewer activations, and waits less if there are few "
-        "microbatches. With --pipeline-schedule auto, the number can be auto: it is chosen by "
-        "simulation, after steps with two numbers of slices.",
+        "Number of slices into which each sequence is cut. A stage processes one slice at a time, "
+        "so a rank holds fewer activations, and waits less if there are few microbatches. With "
+        "--pipeline-schedule auto, the number can be auto: the trainer measures steps with two "
+        "different numbers of slices, and then chooses the number by simulation.",
         1,
         unit="SLICES",
         named_values={"auto": CHOSEN_SLICES},
     )
     chosen_slices: int | None = None
     slice_tokens: Annotated[int, Limits(minimum=LEAST_TOKENS)] | None = flag(
-        "Number of tokens in each slice, instead of a number of slices. With "
-        "--variable-seq-lengths, documents are packed into rows of whole slices, which are as "
-        "long as the longest document of the step requires. If --pipeline-schedule is auto, "
-        "the number can also be auto: it is chosen by simulation, after steps with two numbers "
-        "of tokens.",
+        "Number of tokens in each slice, as an alternative to --sequence-slices. With "
+        "--variable-seq-lengths, documents are packed into rows of whole slices, which are as long "
+        "as the longest document of the step requires. With --pipeline-schedule auto, the number "
+        "can be auto: the trainer measures steps with two different numbers of tokens, and then "
+        "chooses the number by simulation.",
         unit="TOKENS",
         named_values={"auto": CHOSEN_TOKENS},
     )
     chosen_tokens: int | None = None
     slice_cut: str = flag(
-        "Way to cut sequences: into slices of equal cost, where later slices are shorter "
+        "Method of cutting sequences: into slices of equal cost, where later slices are shorter "
         "because they attend to more tokens, or into slices of equal length.",
         SLICE_CUTS[0],
         choices=SLICE_CUTS,
@@ -347,8 +350,8 @@ class ScheduleConfig:
         derived="--distributed-timeout-minutes",
     )
     hang_after_s: Annotated[float, Limits(minimum=0)] | None = flag(
-        "Time without progress on any rank after which the run is considered to hang, and the "
-        "rank that others wait for is reported; 0 to disable this.",
+        "Time without progress on any rank after which the run is considered to hang; the rank for "
+        "which the others wait is then reported; 0 to disable this check.",
         unit="SECONDS",
         derived="10 times the median step, at least 30",
     )
@@ -364,11 +367,10 @@ class ScheduleConfig:
         "Stop tracing after this number of traced iterations.", derived="no limit"
     )
     trace_detail: str = flag(
-        "Record only actions in traced iterations (actions), or also the "
-        "forward and backward pass of each transformer layer (layers), or these and the "
-        "collectives of each process group of the model (collectives), or these and, on "
-        "--profile-ranks from --profile-step-start to --profile-step-end, operators and "
-        "kernels (kernels).",
+        "Details that traced iterations record: only actions (actions); also the forward and "
+        "backward pass of each transformer layer (layers); also the collectives of each process "
+        "group of the model (collectives); and also operators and kernels, on --profile-ranks from "
+        "--profile-step-start to --profile-step-end (kernels).",
         "actions",
         choices=TRACE_DETAILS,
     )
@@ -410,7 +412,7 @@ class ScheduleConfig:
 
         Args:
             iterations_done: Number of iterations that this process has completed since it started.
-                Iterations before a loaded checkpoint are not counted.
+                Iterations from before the loaded checkpoint are not counted.
         """
         return self.trace_dir is not None and is_next_traced(
             iterations_done, self.trace_interval, self.trace_iterations

@@ -2,8 +2,8 @@
 
 A schedule determines the order in which each rank runs its actions (forward pass, backward pass,
 weight gradient). Each schedule of this package is a :class:`ScheduleSpec` in the module of its
-function, where :func:`built_in_schedules` finds it. Users' schedules are found by their path. A
-user decorates a function with :func:`fixed_order` or :func:`run_time_rule`, and passes
+function, where :func:`built_in_schedules` finds it. A user's schedule is a function that is
+decorated with :func:`fixed_order` or :func:`run_time_rule`, and is selected with
 ``--pipeline-schedule package.module:name``. A package can also publish its schedules as entry
 points of the group ``megatron_adaptive.schedules``. Such schedules are selected by name
 (``examples/own_schedule``).
@@ -34,7 +34,7 @@ ENTRY_POINTS = "megatron_adaptive.schedules"
 
 
 def no_function(*arguments: Any) -> Any:
-    """Stands for the function of a schedule that has none: ``auto``, ``file`` or ``megatron``."""
+    """Stands in for the function of ``auto``, ``file`` and ``megatron``, which have none."""
     raise AssertionError("this schedule has no function")
 
 
@@ -44,8 +44,8 @@ class ScheduleSpec:
 
     Attributes:
         name: Name of the schedule on the command line.
-        position: Position among the schedules of this package, in ascending order. If several
-            schedules are equally fast, the first is chosen.
+        position: Position in the list of this package's schedules. If several schedules are equally
+            fast, the one with the lowest position is chosen.
         function: Function that implements the schedule.
         kind: ``fixed`` if the order of actions is known before the step, or ``rule`` if each rank
             chooses its next action at run time. The schedules ``auto``, ``file`` and ``megatron``
@@ -54,7 +54,7 @@ class ScheduleSpec:
         placements: Supported assignments of stages to ranks: ``loop`` (round-robin) or ``v`` (from
             the first rank to the last and back). The default comes first.
         prefers_v: Whether the two chunks of each rank are placed in a V by default.
-        splits_backward: Whether weight gradients are computed by separate actions instead of the
+        splits_backward: Whether separate actions compute the weight gradients, instead of the
             backward pass. With ``by default``, this depends on whether the model's layers support
             it.
         overlaps_experts: Whether a rank may start an action while another action waits for the
@@ -79,8 +79,9 @@ class ScheduleSpec:
             Run-time rules always support slices.
         torch_name: Name of the same schedule in ``torch.distributed.pipelining``, or empty if there
             is none.
-        reasons: Reasons for choosing F, B and W under a run-time rule that has a single reason per
-            kind, for the trace. They are words of ``REASONS`` in ``trace/trace_format.py``.
+        reasons: Reasons that a trace contains for the choice of F, B and W by a run-time rule, if
+            each kind of action always has the same reason. They are words of ``REASONS`` in
+            ``trace/trace_format.py``.
         is_selectable: Whether users can select the schedule. It is false only for the schedule that
             validation uses.
     """
@@ -171,7 +172,8 @@ def built_in_schedules() -> Mapping[str, ScheduleSpec]:
     """Returns the schedules of this package, keyed by name, in ascending order of ``position``.
 
     They are the entries of ``SCHEDULES`` in ``schedule/runtime_rules.py`` and in each module of
-    ``schedule`` whose name begins with ``fixed_``, and those that have no function.
+    ``schedule`` whose name begins with ``fixed_``, together with the schedules that have no
+    function.
     """
     package = importlib.import_module("megatron.adaptive.schedule")
     rules = importlib.import_module("megatron.adaptive.schedule.runtime_rules")
@@ -227,12 +229,12 @@ def _own_spec(name: str) -> ScheduleSpec:
 
 
 def why_whole_backward(*, recompute: str | None, overlaps: bool, replicas: int) -> str | None:
-    """Returns why separate weight gradients may be a disadvantage, or ``None`` if they are not.
+    """Returns why separate weight gradients would be a disadvantage, or ``None`` if they are not.
 
     Usually, a backward pass for inputs (B) frees more memory than it keeps for the later backward
-    pass for weights (W), so the limit on activations is still observed. In the cases that this
-    function detects, B keeps more memory than it frees, or gradients are no longer reduced while
-    backward passes run. Schedules that split ``by default`` then run whole backward passes.
+    pass for weights (W), so the limit on activations still holds. In the cases that this function
+    detects, B keeps more memory than it frees, or gradients are no longer reduced while backward
+    passes run. Schedules that split ``by default`` then run whole backward passes.
 
     Args:
         recompute: Granularity of recomputation (``--recompute-granularity``), or ``None`` if

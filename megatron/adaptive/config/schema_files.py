@@ -7,8 +7,8 @@ not show whether it means bits or bytes.
 The schemas in ``data/forms.yaml`` use these keywords of JSON Schema (2020-12): ``type``, ``enum``,
 ``const``, ``properties``, ``required``, ``additionalProperties``, ``items``, ``prefixItems``,
 ``minItems``, ``maxItems``, ``minimum``, ``maximum``, ``exclusiveMinimum``, ``pattern`` and
-``oneOf`` over the keys of an object. An error message is a single line that describes the problem.
-For an unknown key, the message suggests the most similar key.
+``oneOf`` (exactly one of several keys of an object). An error message is a single line that
+describes the problem. For an unknown key, the message suggests the most similar key.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def quantity(text: Any, unit: str, name: str, *, zero: bool = False) -> float:
     Args:
         text: Number, followed by a unit.
         unit: Base unit of the result: ``bytes_per_s``, ``bytes``, ``s`` or ``flops``.
-        name: Name of the value for error messages, for example the file and key, or a command-line
+        name: Name of the value in error messages, for example the file and key, or a command-line
             option.
         zero: Whether 0 is allowed.
 
@@ -94,7 +94,7 @@ def read_file(path: Path, form: str) -> Any:
     Args:
         path: Path of the file. The suffix ``.toml`` means TOML, ``.json`` means JSON, and all other
             suffixes mean YAML.
-        form: Type of file for error messages: ``cluster``, ``model`` or ``profile``.
+        form: Type of the file in error messages: ``cluster``, ``model`` or ``profile``.
 
     Raises:
         ConfigError: The file cannot be read, or is not valid YAML, TOML or JSON.
@@ -168,7 +168,7 @@ def check_form(value: Any, name: str, where: str) -> Any:
     Args:
         value: Contents of the file as parsed from YAML, TOML or JSON.
         name: Name of the schema in ``data/forms.yaml``.
-        where: Path of the file, for error messages.
+        where: Path of the file, shown in error messages.
 
     Returns:
         Copy of the contents in which quantities such as ``40 GB`` are numbers in base units.
@@ -182,7 +182,7 @@ def check_form(value: Any, name: str, where: str) -> Any:
 def _check(value: Any, schema: Mapping[str, Any], where: str, path: str) -> Any:
     if rule := _broken_rule(value, schema):
         about = f" ({schema['description']})" if "description" in schema else ""
-        # A small YAML file with aliases can contain a list a million times, so the value is
+        # Aliases allow a small YAML file to repeat a list a million times, so the value is
         # shortened.
         shown = reprlib.repr(value)
         raise ConfigError(f"{where}: {path or 'the file'} must be {rule}{about}, got {shown}")

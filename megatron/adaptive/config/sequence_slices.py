@@ -13,7 +13,7 @@ cost become shorter::
     equal-length    |    |    |    |    |     4 slices
     equal-cost      |       |    |   |  |
 
-A microbatch may be a row of several documents. A slice may end within a document. So a document may
+A microbatch may be a row of several documents. A slice may end within a document, so a document may
 extend over several slices, and a slice may contain several documents::
 
     documents       |    a    | b |       c       |d| e |
@@ -44,9 +44,9 @@ SLICE_CUTS: tuple[SliceCut, ...] = get_args(SliceCut)
 LEAST_TOKENS = 16
 """Minimum number of tokens in a slice."""
 CHOSEN_SLICES = 0
-"""Number of slices that stands for ``--sequence-slices auto``."""
+"""Special number of slices that represents ``--sequence-slices auto``."""
 CHOSEN_TOKENS = 0
-"""Number of tokens that stands for ``--slice-tokens auto``."""
+"""Special number of tokens that represents ``--slice-tokens auto``."""
 _MOST_CHOSEN = 32
 _FIRST = 8
 
@@ -66,7 +66,8 @@ def cut_points(num_slices: int, attention_share: float) -> tuple[float, ...]:
     parts = [number / num_slices for number in range(num_slices + 1)]
     if attention_share == 0:
         return tuple(parts)
-    # This form of the solution of linear x + share x^2 = part is accurate for small shares, too.
+    # Positive solution of linear x + share x^2 = part, in a form that is also accurate for small
+    # shares.
     return tuple(
         2 * part / (linear + math.sqrt(linear * linear + 4 * attention_share * part))
         if part
@@ -130,16 +131,16 @@ class Cut:
         return pieces
 
     def work(self, index: int) -> tuple[int, int]:
-        """Returns how many tokens the slice ``index`` has, and how many pairs attend to each other.
+        """Returns the number of tokens in slice ``index``, and the number of pairs they attend to.
 
-        In this count, the first x tokens of a document have x^2 pairs.
+        The first x tokens of a document count as x^2 pairs.
         """
         parts = self.pieces(index)
         pairs = sum((p.end - p.begin) ** 2 - (p.start - p.begin) ** 2 for p in parts)
         return sum(part.end - part.start for part in parts), pairs
 
     def kept_tokens(self, index: int) -> int:
-        """Returns how many tokens of a slice are in documents that extend beyond the slice."""
+        """Returns the number of a slice's tokens whose documents extend beyond the slice."""
         parts = self.pieces(index)
         return sum(part.end - part.start for part in parts if not part.is_whole)
 
@@ -236,13 +237,13 @@ def _rounded(points: Sequence[float], length: int, multiple: int) -> tuple[int, 
     Each slice gets at least :data:`LEAST_TOKENS` tokens.
     """
     blocks = length // multiple
-    # This is the minimum length in blocks of ``multiple`` tokens.
+    # Minimum length of a slice in blocks of ``multiple`` tokens.
     least = -(-LEAST_TOKENS // multiple)
     slices = len(points) + 1
     ends = []
     before = 0
     for number, point in enumerate(points, 1):
-        # Enough blocks are left for this slice and for all later slices.
+        # These limits leave enough blocks for this slice and for all later slices.
         first, last = before + least, blocks - (slices - number) * least
         before = min(max(math.floor(point / multiple + 1e-9), first), last)
         ends.append(before * multiple)
@@ -339,7 +340,7 @@ def slice_ends(
             f"{multiple} (tensor parallel ranks), got {length}; change --seq-length"
         )
     shortest = blocks // slices * multiple
-    # This is the minimum length in blocks of ``multiple`` tokens.
+    # Minimum length of a slice in blocks of ``multiple`` tokens.
     least = -(-LEAST_TOKENS // multiple)
     if slices > 1 and shortest < LEAST_TOKENS:
         most = max(1, blocks // least)

@@ -1,4 +1,4 @@
-"""Checks trace settings that a user's program passes: profiled steps, ranks and collector."""
+"""Checks trace settings from a user's program: the profiled steps and ranks, and the collector."""
 
 from __future__ import annotations
 

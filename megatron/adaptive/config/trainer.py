@@ -73,7 +73,7 @@ class TrainerConfig:
 
     @property
     def expert_layers(self) -> tuple[bool, ...]:
-        """For each transformer layer, whether the layer has experts."""
+        """Whether each transformer layer has experts, as one boolean per layer."""
         pattern = parse_pattern(self.core.moe_layer_freq)
         layers = range(self.model.num_layers)
         if self.core.num_moe_experts is None:
@@ -107,11 +107,11 @@ class TrainerConfig:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether weight gradients are computed by separate actions, instead of the backward pass.
+        """Whether separate actions compute the weight gradients, instead of the backward pass.
 
-        Such actions fill the time in which a rank waits for messages. A single pipeline rank never
-        waits, so by default it has no such actions. Neither has a run in which they would take more
-        memory or time than they save (see ``why_whole_backward``).
+        Such actions fill the time in which a rank waits for messages. By default, there are no such
+        actions on a single pipeline rank, which never waits, or if they would take more memory or
+        time than they save (see ``why_whole_backward``).
         """
         is_split = self.schedule.split_backward
         schedule = self.schedule.pipeline_schedule
@@ -184,7 +184,7 @@ class TrainerConfig:
 
     @property
     def constant_slices(self) -> int:
-        """Number of slices of each microbatch, or 1 if steps may have different numbers."""
+        """Number of slices of each microbatch, or 1 if the number may differ between steps."""
         is_constant = self.slice_tokens is None or not self.data.variable_seq_lengths
         return self.num_slices if is_constant else 1
 
@@ -193,8 +193,8 @@ class TrainerConfig:
         """Whether the microbatches of a step may have different numbers of slices.
 
         All microbatches must have the same number of slices if the order of actions is fixed before
-        the step. The same is true if replicas exchange tokens between experts, because these
-        replicas must run the same actions.
+        the step. The number must also be the same if replicas exchange tokens between experts,
+        because these replicas must run the same actions.
         """
         spec = schedule_spec(self.schedule.pipeline_schedule)
         follows = spec.kind not in ("rule", "auto") or spec.is_own or spec.name == "hinted"
@@ -203,7 +203,7 @@ class TrainerConfig:
 
     @property
     def cuts_sequences(self) -> bool:
-        """Whether microbatches may be cut into several slices, or are packed in order to be cut."""
+        """Whether microbatches may be cut into several slices, or are packed for this purpose."""
         packs = self.slice_tokens is not None and self.data.variable_seq_lengths
         return self.num_slices > 1 or packs
 
@@ -262,7 +262,7 @@ class TrainerConfig:
         return pairs / (linear + pairs)
 
     def cost_of(self, tokens: float, squares: float) -> float:
-        """Returns the predicted cost of documents, relative to a token without attention.
+        """Returns the predicted cost of documents, relative to that of a token without attention.
 
         Args:
             tokens: Total number of tokens in the documents.
@@ -293,7 +293,7 @@ class TrainerConfig:
 
     @property
     def balance(self) -> str:
-        """Method of distributing microbatches over replicas, as in ``--balance-replicas``."""
+        """Method of distributing microbatches over replicas: a value of ``--balance-replicas``."""
         rule = self.schedule.balance_replicas
         if rule is None:
             has_lengths = self.data.variable_seq_lengths and not self.fixes_replicas
@@ -347,7 +347,7 @@ class TrainerConfig:
         can be loaded with a different version of megatron-core. Settings of adapters are omitted if
         no adapters are trained. A chosen number of slices is omitted, because the next run with
         ``--sequence-slices auto`` chooses it again. User, password and query are removed from URLs,
-        because checkpoints and loggers must not show secrets.
+        because checkpoints and loggers must not reveal secrets.
         """
         saved = dataclasses.asdict(self)
         del saved["schedule"]["chosen_slices"], saved["schedule"]["chosen_tokens"]
@@ -395,7 +395,7 @@ class TrainerConfig:
 
 
 def groups() -> dict[str, type]:
-    """Returns the dataclass of each group of settings by name, in the order of the docs."""
+    """Returns the dataclass of each group of settings, keyed by name, in the order of the docs."""
     return typing.get_type_hints(TrainerConfig)
 
 

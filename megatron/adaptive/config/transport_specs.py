@@ -6,7 +6,7 @@ Users' transports need no entry. A user derives a class from ``TransportKind`` i
 also publish its transports as entry points of the group ``megatron_adaptive.transports``. Such
 transports are selected by name.
 
-This module does not import transports, because these import torch.
+This module does not import the transports, because they import torch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Lists flags of Megatron-LM that this trainer rejects or ignores, with the reasons.
 
 A flag is rejected if it contradicts the pipeline engine, or if ignoring it would result in a
-different training run. The error message contains the reason. For an unknown flag, the message can
-only suggest the most similar flag. If the main flag of a feature is rejected, the other flags of
-this feature are accepted and ignored. Flags that are never used in GPT pre-training are also
+different training run. The error message contains the reason, whereas the message for an unknown
+flag only suggests the most similar flag. If the main flag of a feature is rejected, the other flags
+of this feature are accepted and ignored. Flags that are never used in GPT pre-training are also
 ignored. A prefix stands for a group of flags, because such groups grow with each version of
 Megatron-LM. Prefixes do not apply to a flag that is listed by its full name. A test checks that no
 flag of this trainer is listed here.
@@ -19,9 +19,9 @@ from itertools import groupby
 _TABLE = """\
 the engine itself delays weight gradients and frees activations; use --split-backward
     delay-wgrad-compute ep-overlap-early-attn-memory-release
-only Megatron-LM's own converter makes experts from a dense checkpoint; drop the flag
+only Megatron-LM's own converter can create experts from a dense checkpoint; drop the flag
     moe-use-upcycling moe-upcycling-granularity
-experts get tokens by this run's router, not by a recorded one; drop the flag
+this run's router assigns tokens to experts, not a recorded routing; drop the flag
     moe-enable-routing-replay moe-n-hash-layers
 it was renamed long ago; use --expert-tensor-parallel-size
     moe-extended-tp
@@ -36,9 +36,9 @@ state space and hybrid models are not supported; drop the flag
     is-hybrid-model
 torch computes the matrix multiplications of muon; drop the flag
     muon-use-syrk
-a first stage without layers has only the embedding; use --partition 0-...
+a first stage without layers contains only the embedding; use --partition 0-...
     standalone-embedding-stage
-the whole model has one number of stages; use --pipeline-model-parallel-size
+the model has no separate encoder with its own stages; use --pipeline-model-parallel-size
     encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size
     pipeline-model-parallel-split-rank
 the pipeline sends its messages itself; choose the order with --pipeline-schedule
@@ -50,20 +50,20 @@ optimizer state is kept in float32 on the device; split it with --use-distribute
     use-precision-aware-optimizer optimizer-cpu-offload dump-param-to-param-group-map
     num-distributed-optimizer-instances overlap-param-gather-with-optimizer-step
     use-layer-wise-distributed-optimizer chunked-optimizer-state-offload offload-optimizer-states
-activations stay on the device; lower them with --recompute-granularity
+activations stay on the device; save memory with --recompute-granularity
     cpu-offloading-num-layers fine-grained-activation-offloading
 the engine frees activations in the order that it chooses at run time; drop the flag
     moe-paged-stash
-all tensor-parallel ranks of a stage hold their parts of its weights; use
+each tensor-parallel rank of a stage keeps its whole part of the weights; use
 --use-distributed-optimizer
     tensor-parallel-num-weight-shards expert-tensor-parallel-num-weight-shards
 megatron-core's layers always add their input to their output; drop the flag
     apply-residual-connection-post-layernorm
 megatron-core does not implement it; limit the tokens of experts with --moe-expert-capacity-factor
     moe-token-dropping
-layers have one residual stream; drop the flag
+layers have a single residual stream; drop the flag
     enable-mhc-connections enable-hyper-connections
-learning rate and initialization do not follow the width; set --lr and --init-method-std
+learning rate and initialization do not depend on the width; set --lr and --init-method-std
     use-mup
 fully sharded data parallelism replaces the pipeline; use --use-distributed-optimizer
     use-megatron-fsdp use-custom-fsdp use-torch-fsdp2 init-model-with-meta-device
@@ -74,7 +74,7 @@ flag
 overlap inside tensor parallel layers needs user buffers of Transformer Engine that this trainer
 does not set up; drop the flag
     tp-comm-overlap
-only this trainer sets up communicators; drop the flag
+this trainer sets up its communicators itself; drop the flag
     nccl-communicator-config-path use-nccl-ub use-sharp high-priority-stream-groups
     use-tp-pp-dp-mapping hierarchical-context-parallel-sizes hybrid-context-parallel
     disable-gloo-process-groups distributed-timeout-seconds-after-init lazy-mpu-init ddp-num-buckets
@@ -102,9 +102,9 @@ this trainer's traces show slow ranks; use --trace-dir
     log-straggler run-workload-inspector-server
 GPUs are checked before a run, not during it; use python -m megatron.adaptive doctor
     gpu-sniff-test-interval
-SIGTERM, SIGINT and SIGUSR1 save and end the run; drop the flag
+SIGTERM, SIGINT and SIGUSR1 always save a checkpoint and end the run; drop the flag
     exit-signal
-only Megatron-LM's own trainer makes faults of its own accord; drop the flag
+only Megatron-LM's own trainer injects faults; drop the flag
     fault-injector-*
 torchrun restarts a run after a fault, from a checkpoint; use --save and --load
     enable-ft-package inprocess-restart adlr-autoresume error-injection-rate rerun-mode
@@ -112,15 +112,15 @@ torchrun restarts a run after a fault, from a checkpoint; use --save and --load
     check-weight-hash-across-dp-replicas-interval
 the ranks write checkpoints in the format torch_dist to --save; use --keep-checkpoints
     save-retain-interval dist-ckpt-save-pre-mcore-014
-checkpoints on local disks are only copies on their way to --save; use --save-local
+checkpoints on local disks are only temporary, until they are copied to --save; use --save-local
     non-persistent-save-interval non-persistent-ckpt-type
 checkpoints have the format torch_dist and must fit the flags; use --load
     dist-ckpt-format dist-ckpt-strictness ckpt-convert-format ckpt-convert-save
     pretrained-checkpoint load-main-params-from-ckpt use-checkpoint-args
     use-mp-args-from-checkpoint-args
-a checkpoint holds the iteration that it continues from; use --ckpt-step
+a checkpoint determines the iteration at which training continues; use --ckpt-step
     override-ckpt-iteration
-the tokenizer's files describe it and decide the vocabulary's size; see --tokenizer-model
+the tokenizer's files determine its properties and the vocabulary's size; see --tokenizer-model
     tokenizer-metadata padded-vocab-size
 the tokenizer's files hold all its tokens; add the tokens there
     vocab-extra-ids
@@ -134,7 +134,7 @@ each split has a separate flag; use --train-data-path, --valid-data-path and --t
     per-split-data-args-path per-dataset-sequences-path
 validation uses --eval-iters batches of one mixed dataset; drop the flag
     full-validation multiple-validation-sets
-validation has the batch size of training and begins with it; use --eval-interval
+validation uses the batch size of training and starts together with training; use --eval-interval
     eval-global-batch-size eval-micro-batch-size start-eval-at-iter
 the mixture of data stays the same during a run; resume with another --data-path
     phase-transition-iterations
@@ -142,30 +142,30 @@ documents are joined, so that every sample is full; drop the flag
     allow-ambiguous-pad-tokens fim-data
 this trainer packs documents itself; use --variable-seq-lengths
     use-varlen-dataset sequence-packing-scheduler
-layers with windows alone may have a rotary base of their own; use --window-rotary-base
+only layers with a window can have a separate rotary base; use --window-rotary-base
     rotary-base-per-layer
-attention within documents has a flag of its own; use --reset-attention-mask
+attention within documents has a separate flag; use --reset-attention-mask
     dataloader-inter-document-masking
 the batch size does not change; choose --global-batch-size to fit the world size
     decrease-batch-size-if-needed
-the batch size grows in equal steps only; use --rampup-batch-size
+the batch size can grow only in equal steps; use --rampup-batch-size
     step-batch-size-schedule
-only adapters are trained beside frozen weights; use --lora-rank
+if weights are frozen, only adapters can be trained; use --lora-rank
     freeze-all-layers
 weights of normalization layers and biases have no weight decay; drop the flag
     no-weight-decay-cond-type
 initial weights are normally distributed and the same on all replicas; use --init-method-std
     data-parallel-random-init init-method-xavier-uniform
-the layers are those of --transformer-impl; use local or transformer_engine
+--transformer-impl selects the layers; use local or transformer_engine
     spec use-legacy-models
-which functions are compiled is fixed; drop the flag
+the choice of compiled functions is fixed; drop the flag
     disable-jit-fuser
-results repeat with the same --seed on the same machine; drop the flag
+results are always the same with the same --seed on the same machine; drop the flag
     deterministic-mode batch-invariant-mode
 PyTorch manages device memory; see --log-memory-to-tensorboard
     record-memory-history empty-unused-memory-level train-sync-interval
     log-device-memory-used log-memory-interval
-settings are given as flags only; write them out
+settings can be passed only as flags; write them out
     yaml-cfg
 it was renamed long ago; use --micro-batch-size
     batch-size
@@ -179,7 +179,7 @@ it was renamed long ago; use --distributed-backend
     DDP-impl
 """
 
-# The following flags are accepted with any values, but ignored. The notation is the same as above.
+# Flags that are accepted with any values, but ignored. The notation is the same as above.
 _IDLE_TABLE = """\
 it belongs to programs other than pre-training a GPT: vision, BERT, T5, retrieval, Mamba
     num-classes num-channels patch-dim classes-fraction data-per-class-fraction no-data-sharding
@@ -238,7 +238,7 @@ this trainer always behaves as with this flag
     no-one-logger one-logger-* enable-one-logger app-tag-*
 """
 
-# Later releases of megatron-core add these settings to their configuration classes. If such a
+# Settings that later releases of megatron-core add to their configuration classes. If such a
 # release is installed, the settings become flags of this trainer.
 _NEWER = """
     ddp-param-name-patterns-for-fp32-local-accumulation dense-grouped-gemm fallback-to-eager-attn
@@ -321,5 +321,5 @@ def _by_prefix(bare: str, reasons: Mapping[str, str]) -> str | None:
 
 
 def refused_flags() -> tuple[str, ...]:
-    """Returns those rejected flags that are listed by their full names, with leading dashes."""
+    """Returns the rejected flags that are listed by their full names, with leading dashes."""
     return tuple(f"--{name}" for name in REFUSED if not name.endswith("*"))

@@ -76,14 +76,14 @@ def time_microbatches(
         device: Device on which the stages run.
         repeats: Maximum number of microbatches to time, after the warm-up.
         split: Whether weight gradients are computed as a separate action W.
-        enough_s: Time in seconds. After a timed microbatch that takes at least this time, no
-            further microbatch is run.
-        warm_up: Number of microbatches at the beginning that are discarded.
+        enough_s: Duration in seconds. The measurement ends early after a timed microbatch that
+            takes at least this long.
+        warm_up: Number of microbatches at the beginning whose times are discarded.
 
     Returns:
         Three lists of durations in seconds, and the output of the last forward pass. The lists
-        contain the durations of forward passes, of backward passes, and of weight-gradient passes,
-        which are 0 if they are not separate.
+        contain the durations of forward passes, of backward passes, and of weight-gradient passes.
+        The last list contains zeros unless ``split`` is true.
     """
     rows: list[list[float]] = [[], [], []]
     output = None
@@ -115,11 +115,11 @@ def spread(lanes: Iterable[Sequence[float]]) -> float:
     """Returns the relative standard deviation of the durations in ``lanes``.
 
     Each duration is divided by the median of its sequence. The result is the standard deviation of
-    the logarithms. It is computed from quartiles, so that a few actions that the operating system
-    interrupted do not matter.
+    the logarithms. It is computed from quartiles, which are insensitive to a few actions that the
+    operating system interrupted.
 
     Args:
-        lanes: Sequences of durations in any unit, one for each kind of work.
+        lanes: Sequences of durations in any unit, one sequence for each kind of work.
     """
     logs: list[float] = []
     for values in lanes:

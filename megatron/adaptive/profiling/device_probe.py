@@ -92,8 +92,8 @@ def measure_device(accelerator: Accelerator, ranks: Ranks, seconds: float) -> li
 def _mean_s(call: Callable[[], Any], device: torch.device, seconds: float) -> float:
     """Calls ``call`` repeatedly for about ``seconds``, and returns the mean time in seconds.
 
-    The median would hide the effect of a CPU quota or of a different program. Both may interrupt a
-    process for some milliseconds, often longer than a call takes.
+    The median would hide the effect of CPU quotas and of other programs. Both may interrupt a
+    process for some milliseconds, which is often longer than a call takes.
     """
     call()
     count = 0
@@ -111,8 +111,8 @@ def _clock_hz(device: torch.device) -> tuple[float, float]:
         try:
             return torch.cuda.clock_rate(device) * 1e6, 0.0
         except Exception:
-            # torch reads the clock rate through NVML. The package of NVML is optional and has
-            # separate error types.
+            # torch reads the clock rate through NVML. The NVML package is optional and has its own
+            # error types.
             return 0.0, 0.0
     try:
         cpu = min(os.sched_getaffinity(0))

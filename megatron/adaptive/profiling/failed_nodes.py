@@ -1,4 +1,4 @@
-"""Finds the nodes that were slow in a probe, and the limits for using these nodes again.
+"""Finds the nodes that were slow in a probe, and the values they must reach to be used again.
 
 A slow rank, link or group within a node is the fault of that node. A slow link between two nodes is
 the fault of the node with the larger share of slow links::
@@ -27,9 +27,9 @@ class FailedNode:
         node: Name of the node.
         text: Description of the node's worst outlier, with the measured value and the median of
             comparable measurements.
-        limits: Minimum value of each quantity for using the node again, in bytes/s, FLOP/s or Hz.
-            Empty if the node cannot measure the quantity alone, for example because a link was
-            slow.
+        limits: Minimum value of each quantity that the node must reach to be used again, in
+            bytes/s, FLOP/s or Hz. Empty if the node cannot measure the slow quantity alone, for
+            example because a link was slow.
     """
 
     node: str
@@ -102,7 +102,7 @@ def _slow_shares(
 
 
 def _at_fault(outlier: Outlier, shares: Mapping[str, float], nodes: Sequence[str]) -> str | None:
-    """Returns the node that caused ``outlier``, or ``None`` if this node is unknown.
+    """Returns the node that caused ``outlier``, or ``None`` if the cause is unknown.
 
     ``shares`` contains the fraction of slow links of each node, and ``nodes`` the node of each
     rank.

@@ -95,7 +95,7 @@ def process_bytes(accelerator: Accelerator) -> int:
 
 
 def total_host_bytes() -> int:
-    """Returns the machine's memory in bytes, or the limit of a control group if it is lower."""
+    """Returns the machine's memory in bytes, or the limit of a control group if that is lower."""
     return min([*_meminfo("MemTotal"), *(limit for limit, _, _ in _groups())], default=0)
 
 
@@ -108,9 +108,7 @@ def _meminfo(name: str) -> list[int]:
 
 
 def _groups() -> list[tuple[int, int, int]]:
-    """Returns the limit, usage and reclaimable page cache of each control group, in bytes.
-
-    These are the control groups of this process.
+    """Returns limit, usage and reclaimable page cache of this process's control groups, in bytes.
 
     Groups without a memory limit are omitted.
     """

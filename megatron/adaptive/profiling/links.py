@@ -1,4 +1,4 @@
-"""Measures links between ranks and all-reduces within nodes, as a training run uses them.
+"""Measures links between ranks, and all-reduces within nodes, in the way a training run uses them.
 
 ``auto``, profiles and ``transport --check`` all measure with :func:`measure_link`. This function
 sends bursts of messages, one directly after another. It separates the latency of a message from its
@@ -43,38 +43,39 @@ NO_STEP = -1
 
 _BURST = 4
 _GO = 0
-"""Chunk index in the label of a message, which signals that a further round follows."""
+"""Chunk index in the labels of messages in all rounds except the last."""
 
 _STOP = 1
-"""Chunk index in the label of a message, which signals that this round is the last."""
+"""Chunk index in the labels of messages in the last round."""
 
 _LONG_S = 0.2
-"""Maximum time of a message in seconds. After a slower message, no larger message is sent, because
-the bandwidth is then known."""
+"""Time limit of a message in seconds.
+
+If a message takes longer, larger messages are not measured, because the bandwidth is already known.
+"""
 
 _LIMIT_S = 60.0
 _SLOT_BYTES = 4 << 20
-"""Smallest slot of the channels for measurements. Larger messages have slots of their size."""
+"""Smallest slot size in bytes. A message that is larger gets slots of its own size."""
 _REPEATS = 6
 
 Pair = tuple[int, int]
 Points = list[tuple[int, float]]
-"""Measured messages as (size in bytes, time in seconds), in ascending order of sizes."""
+"""Measured messages as tuples (size in bytes, time in seconds), in ascending order of sizes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds:
     """Numbers of warm-up and timed repetitions for measuring a link.
 
-    A short round sends one message and gets an answer. A long round sends a burst of messages and
-    gets an answer. The first short round and the first long round are warm-up. The leader's values
-    of ``least`` and ``seconds`` are used.
+    In a short round, the leader sends one message and gets a reply. In a long round, it sends a
+    burst of messages and gets one reply. The first short round and the first long round are
+    warm-up. The leader's values of ``least`` and ``seconds`` apply to both ranks.
 
     Attributes:
         burst: Number of messages in a long round, at least 2.
-        least: Minimum number of short rounds, and also of long rounds, including warm-up. At least
-            2.
-        seconds: Minimum total time of the short rounds, and also of the long rounds, in seconds.
+        least: Minimum number of rounds of each kind, including warm-up. At least 2.
+        seconds: Minimum total duration of the rounds of each kind, in seconds.
     """
 
     burst: int = _BURST
@@ -105,7 +106,7 @@ def measure_link(
         clock: Function that returns the time in seconds.
 
     Raises:
-        DeadlineError: The peer did not answer in time.
+        DeadlineError: The peer did not respond in time.
         TransportError: The peer has exited.
     """
     rounds = rounds or Rounds()
@@ -262,9 +263,9 @@ def _curve(
 ) -> Points:
     """Measures messages of all ``sizes`` between this rank and ``peer``. All ranks must call this.
 
-    Messages of at most 4 MiB share a channel. A larger message has a channel of its own, with slots
-    of its size, as in a training run. If a message of a GPU did not fit in a slot, it would be
-    copied through the host, although the run sends it directly.
+    Messages of at most 4 MiB share a channel. A larger message gets a separate channel with slots
+    of its own size, as in a training run. Otherwise, a GPU message that does not fit in a slot
+    would be copied through the host, although the training run sends it directly.
     """
     points: Points = []
     small = [size for size in sizes if size <= _SLOT_BYTES]
@@ -320,8 +321,8 @@ def measure_reductions(
     Args:
         job: Environment of this process: ranks, device, process groups.
         names: Type of each rank's node.
-        widths: Numbers of ranks per all-reduce to measure. Each must divide the number of ranks on
-            every node.
+        widths: Numbers of ranks for which an all-reduce is measured. Each of them must divide the
+            number of ranks on every node.
         most_bytes: Size in bytes of the largest tensor that a training run reduces.
 
     Returns:

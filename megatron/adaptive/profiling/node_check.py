@@ -1,8 +1,8 @@
-"""Measures a node that is not used by its elastic job. The node's forkserver runs this program.
+"""Measures a node that its elastic job is not using. The node's forkserver runs this program.
 
 The program measures the device that ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` select. Its argument is
-a JSON object with ``limits``, the minimum value of each quantity. It exits with status 0 if the
-device reaches all limits, otherwise with :data:`STATUS_FAILS`.
+a JSON object with ``limits``, the minimum value of each quantity. The program exits with status 0
+if the device reaches all limits, otherwise with :data:`STATUS_FAILS`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PAUSE_S = 0.2
 
 
 def passes(limits: Mapping[str, float]) -> bool:
-    """Returns whether the device of this process reaches each limit in one of five tries.
+    """Returns whether the device of this process reaches each limit in at least one of five tries.
 
     Args:
         limits: Minimum value of each quantity, in bytes/s, FLOP/s or Hz.

@@ -40,13 +40,13 @@ class Sample:
 
     Attributes:
         pp_rank: Position of the rank in the pipeline.
-        durations_ns: Durations of the actions on all microbatches, by kind and chunk. If a weight
-            gradient (W) was computed in several parts, or a microbatch in several slices, the
-            durations of the parts are added up.
-        free_bytes: Memory that is free for activations, in bytes.
-        kept_bytes: Size of the activations that a microbatch keeps, in bytes, by chunk.
-        held_bytes: Size of weights, gradients and optimizer state, in bytes, by chunk.
-        links: Measured links to neighbours, by the neighbour's position in the pipeline.
+        durations_ns: Durations of the actions on all microbatches, keyed by kind and chunk. If a
+            weight gradient (W) was computed in several parts, or a microbatch in several slices,
+            the durations of the parts are added up.
+        free_bytes: Memory that is available for activations, in bytes.
+        kept_bytes: Size of the activations that a microbatch keeps, in bytes, per chunk.
+        held_bytes: Size of weights, gradients and optimizer state, in bytes, per chunk.
+        links: Measured links to neighbours, keyed by the neighbour's position in the pipeline.
     """
 
     pp_rank: int
@@ -130,14 +130,15 @@ def _microbatch_factors(
     """Separates the effect of microbatch lengths on durations from random variation.
 
     All ranks of a replica process the same microbatches. A longer microbatch takes longer on all of
-    them, while noise differs between ranks. Therefore a microbatch's factor is its time divided by
-    the usual time, as a median over ranks, chunks and kinds of action. The n-th sample of each
-    pipeline rank belongs to the n-th replica.
+    them, while noise differs between ranks. For each rank, chunk and kind of action, the time of a
+    microbatch is divided by the median time. The factor of the microbatch is the median of these
+    ratios. The n-th sample of each pipeline rank belongs to the n-th replica.
 
     Returns:
         Tuple of two results. The first is the factor of each microbatch for each replica. It is
         empty if the factors do not vary more than noise, or if the number of microbatches was not
-        constant. The second is the relative standard deviation of the actions without this effect.
+        constant. The second is the relative standard deviation of the durations without this
+        effect.
     """
     seen = [0] * placement.num_ranks
     replicas: dict[int, list[list[int]]] = defaultdict(list)
@@ -173,16 +174,16 @@ def most_of(
     layers: Sequence[int] = (),
     others: Sequence[int] = (),
 ) -> float:
-    """Returns the number of microbatches that fit into memory on all ranks in another layout.
+    """Returns how many microbatches would fit into the memory of every rank in another layout.
 
     Args:
-        samples: Measurements under ``present``, at least one from every rank.
+        samples: Measurements in the layout ``present``, at least one from every rank.
         present: Current assignment of stages to ranks.
-        target: Assignment of stages to ranks for which the result is computed.
+        target: Assignment of stages to ranks in the other layout.
         layers: Current number of layers of each stage. Required with ``others``.
         others: Number of layers of each stage in the other layout, or empty for the current
-            numbers. The estimate is cautious: removing a layer from a stage frees the smallest mean
-            layer size of any stage, and adding a layer needs the largest mean layer size of a
+            numbers. The estimate is conservative: removing a layer from a stage frees the smallest
+            mean layer size of any stage, and adding a layer needs the largest mean layer size of a
             middle stage.
 
     Returns:
@@ -226,7 +227,7 @@ class LayerShare:
     Args:
         models: Model and its block of layers, for each chunk to measure.
         clock: Clock of the device, which records times in the device's queue of work.
-        layers: Layers to measure separately, for each chunk in which this is needed.
+        layers: Layers to measure separately, keyed by chunk. Other chunks are measured as a whole.
     """
 
     def __init__(
@@ -249,7 +250,7 @@ class LayerShare:
                 self._handles.append(layer.register_forward_hook(self._marking(chunk)))
 
     def begin(self) -> None:
-        """Discards all measurements and starts to measure again."""
+        """Discards all measurements and starts measuring again."""
         for marks in self._marks.values():
             marks.clear()
 
@@ -257,7 +258,7 @@ class LayerShare:
         """Returns the median fraction of a forward pass that the layers of ``chunk`` take.
 
         The result is 1 for a chunk that is not measured. The device must have completed the forward
-        passes, so this method should be called between two steps.
+        passes, so call this method between two steps.
         """
         shares = [
             (times[-2] - times[1]) / max(1, times[-1] - times[0]) for times in self._times(chunk)
@@ -305,8 +306,8 @@ class LayerShare:
             marks = self._marks[chunk]
             if begins and module.training and len(marks) <= _FORWARDS:
                 marks.append([])
-            # If activations are recomputed, the hooks are called again. At that time, the forward
-            # pass already has all its marks, so further marks are ignored.
+            # If activations are recomputed, the hooks are called again. By then, the forward pass
+            # already has all its marks, so further marks are ignored.
             if marks and len(marks) <= _FORWARDS and len(marks[-1]) < complete:
                 marks[-1].append(self._clock.mark())
 

@@ -9,8 +9,8 @@ matrix product     mean of products of square matrices             same device
 memory bandwidth   mean of copies within the device's memory       same device
 copies             pinned memory to the GPU and back               same device
 clock              of the processor or GPU, after the products     same device
-small message      half a round trip of 1 KiB                      same transport, within a node
-large message      a message in a burst of 512 KiB (CPU) or 4 MiB  or not
+small message      half a round trip of 1 KiB                      same transport, within nodes
+large message      a message in a burst of 512 KiB (CPU) or 4 MiB  or between nodes
 all-reduce         median over a group                             same kind, size and nodes
 all-to-all         median over an expert-parallel group            same kind, size and nodes
 checkpoint folder  a file written, flushed and read again          all nodes
@@ -18,7 +18,7 @@ checkpoint folder  a file written, flushed and read again          all nodes
 
 Measurements are made in batches (see ``probe_layout``). Each measurement is made twice, and the
 better value is used. Outliers are measured again. ``doctor --probe`` connects the ranks for the
-probe. The trainer probes over the channels and groups of the run.
+probe. In the trainer, the probe uses the channels and groups of the run.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _ROUNDS = Rounds(burst=4, least=4)
 _MOST_IN_FLIGHT = 8  # This is the maximum number of messages in flight in one direction.
 _WAIT_S = 10.0
 _PAUSES_S = (0.25, 0.75, 2.0)
-"""Pauses before each repetition of outliers, so that a program that runs briefly has ended."""
+"""Pauses in seconds before outliers are measured again, so that short-lived programs have ended."""
 
 
 def _message_bytes(accelerator: Accelerator) -> int:
@@ -125,10 +125,10 @@ class Probe:
             this rank has no channels. No messages may be in flight.
         message: Message of a training step, if the channels accept only such messages, or ``None``
             to measure with a small and a large message.
-        groups: Groups of this rank with more than one member, by kind.
+        groups: Groups of this rank with more than one member, keyed by kind.
         folder: Checkpoint folder to write to, or ``None`` to skip this measurement.
-        seconds: Duration of each measurement of a rank in seconds. A few repetitions are always
-            made.
+        seconds: Duration of each measurement of a rank in seconds. Each measurement has at least a
+            few repetitions.
         nodes: Name of the node of each global rank, or ``None`` for the host names.
     """
 
@@ -217,7 +217,7 @@ class Probe:
         return checks
 
     def _each(self, check: _Check) -> list[Figure]:
-        """Makes the measurement ``check``, and returns all results.
+        """Runs the measurement ``check`` for all its ranks, and returns all results.
 
         All ranks must call this method together.
         """
@@ -238,14 +238,14 @@ class Probe:
         return measure_device(self._job.accelerator, ranks, self._seconds)
 
     def _link(self, ranks: Ranks) -> list[Figure]:
-        """Measures the link between the two ranks in ``ranks``, of which one must be this rank."""
+        """Measures the link between the two ranks in ``ranks``, one of which must be this rank."""
         assert self._transport is not None
         peer = sum(ranks) - self._job.rank
         kind = self._facts[ranks[0]]["links"][ranks[1]]
         within = self._machines[ranks[0]] == self._machines[ranks[1]]
         peers = f"{kind} {'within' if within else 'between'} nodes"
-        # Skip a rank that did not answer, because its late answer could be mistaken for another
-        # answer.
+        # Skip ranks that did not reply in time, because a late reply could be mistaken for the
+        # reply to a later message.
         if any(self._turns.is_noted(str(rank)) for rank in ranks):
             return []
         figures = []
@@ -269,7 +269,7 @@ class Probe:
         return figures
 
     def _payloads(self) -> dict[str, torch.Tensor]:
-        """Returns the messages whose transfer times are measured, by quantity."""
+        """Returns the messages whose transfer times are measured, keyed by quantity."""
         if self._message is not None:
             return {LARGE_MESSAGE: self._message}
         accelerator = self._job.accelerator
@@ -336,10 +336,10 @@ class ProbeOptions:
 
     Attributes:
         layout: Parallel sizes of the job.
-        transport: Transport settings given by the user.
+        transport: Transport settings that the user has set.
         folder: Checkpoint folder to write to, or ``None`` to skip this measurement.
-        seconds: Duration of each measurement of a rank in seconds. A few repetitions are always
-            made.
+        seconds: Duration of each measurement of a rank in seconds. Each measurement has at least a
+            few repetitions.
         timeout: Maximum time to wait for the rendezvous of all ranks.
     """
 
@@ -414,7 +414,7 @@ def probe_job(
 
 
 def _make_groups(layout: ProbeLayout, rank: int) -> dict[str, ProbedGroup]:
-    """Creates the process groups of ``layout``, and returns the groups of ``rank`` by kind.
+    """Creates the process groups of ``layout``, and returns those of ``rank``, keyed by kind.
 
     All ranks must call this function together.
     """
@@ -428,11 +428,11 @@ def _make_groups(layout: ProbeLayout, rank: int) -> dict[str, ProbedGroup]:
 
 
 class Turns:
-    """Makes ranks measure in turns. Ranks sleep until their turn.
+    """Lets ranks take turns in measuring. Ranks sleep until their turn.
 
-    A barrier between turns would wake all ranks each time. With 64 ranks on two processors this
-    takes longer than the measurements. Here the last rank of a turn wakes the ranks of the next
-    turn, through the key-value store of the job::
+    A barrier between turns would wake all ranks each time. With 64 ranks on two processors, this
+    would take longer than the measurements. Instead, the last rank of a turn wakes the ranks of the
+    next turn through the key-value store of the job::
 
         turn 0      ranks 0, 1    each adds 1 to "0/done"; the one that makes it 2 sets "1/go"
         turn 1      ranks 2, 3    wait for "1/go", ...
@@ -451,13 +451,13 @@ class Turns:
         self._series = 0
 
     def each(self, batches: Sequence[Sequence[Ranks]]) -> Iterator[Ranks]:
-        """Yields the ranks of each measurement that includes this rank, when the turn begins.
+        """Yields the ranks of each measurement that includes this rank, at the start of its turn.
 
         A turn ends when the caller requests the next element. The caller must iterate to the end.
 
         Args:
-            batches: Ranks of each measurement, by turn. The measurements of a turn have no rank in
-                common. This argument must be equal on all ranks.
+            batches: Ranks of each measurement, grouped by turn. The measurements of a turn have no
+                ranks in common. This argument must be equal on all ranks.
         """
         self._series += 1
         for number, batch in enumerate(batches):
@@ -469,7 +469,7 @@ class Turns:
                     self._end(number, sum(map(len, batch)))
 
     def finish(self, batches: Sequence[Sequence[Ranks]]) -> None:
-        """Deletes the keys of the last series of turns, for which :meth:`each` got ``batches``.
+        """Deletes the keys of the last series of turns, whose measurements are ``batches``.
 
         All turns of the series must have ended.
         """
@@ -495,7 +495,7 @@ class Turns:
 
 
 def _kinds_of(transport: Transport) -> dict[int, str]:
-    """Returns the kind of transport that connects this rank to each peer, by the peer's rank."""
+    """Returns the kind of transport to each peer of this rank, keyed by the peer's rank."""
     return {peer: str(link["kind"]) for peer, link in transport.describe_links().items()}
 
 

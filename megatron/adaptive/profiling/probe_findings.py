@@ -15,9 +15,10 @@ noisy machines. If there is a data sheet, the measurements are also compared wit
 measurement is the better of two measurements at different times, because a program that runs
 briefly disturbs at most one of them.
 
-If other programs use all machines, even the better measurement of an equal rank may be poor. In
-this case, the two measurements of the other ranks also differ from each other. So the factor of an
-outlier must also exceed this difference of nearly all others.
+If other programs use all machines, even the better measurement of a healthy rank may be poor. In
+this case, the two measurements of the other ranks also differ from each other. Therefore, the
+factor of an outlier must also exceed the factor between the two measurements of nearly all other
+ranks.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ _DEVIATIONS = 4.0
 _OF_NORMAL = 1.4826
 _LEAST = 1e-12
 _MOST_OTHERS = 0.97
-"""Share of the other members of a class that must vary by less than the factor of an outlier."""
+"""Fraction of the other members of a class that must vary by less than an outlier's factor."""
 _FEW = 100
 _SLOW_RANK = (
     "check this rank for other programs, quotas, heat and power limits, or exclude the node"
 )
-_SLOW_LINK = "check the link's cables, interfaces and counters of lost packets, or exclude the node"
+_SLOW_LINK = "check the link's cables, interfaces and packet loss counters, or exclude the node"
 _SLOW_DISK = "check the folder's mount on this node, and which other programs use the disk"
 
 
@@ -79,8 +80,12 @@ class Measure:
 MEASURES: Mapping[str, Measure] = {
     MATRIX_PRODUCT: Measure("GFLOP/s", 1e-9, 1.3, _SLOW_RANK, least_sheet=0.5),
     MEMORY: Measure("GB/s", 1e-9, 1.5, _SLOW_RANK, least_sheet=0.5),
-    TO_DEVICE: Measure("GB/s", 1e-9, 1.5, "check the PCIe slot and its number of lanes there"),
-    FROM_DEVICE: Measure("GB/s", 1e-9, 1.5, "check the PCIe slot and its number of lanes there"),
+    TO_DEVICE: Measure(
+        "GB/s", 1e-9, 1.5, "check the PCIe slot of this GPU and its number of lanes"
+    ),
+    FROM_DEVICE: Measure(
+        "GB/s", 1e-9, 1.5, "check the PCIe slot of this GPU and its number of lanes"
+    ),
     CLOCK: Measure("MHz", 1e-6, 1.3, _SLOW_RANK, least_sheet=0.5),
     SMALL_MESSAGE: Measure("us", 1e6, 3.0, _SLOW_LINK, is_time=True),
     LARGE_MESSAGE: Measure("ms", 1e3, 1.7, _SLOW_LINK, is_time=True),
@@ -218,7 +223,7 @@ def _of_all(figures: Sequence[Figure], hosts: Sequence[str]) -> list[Outlier]:
 
 
 def _of_class(figures: Sequence[Figure], hosts: Sequence[str]) -> list[Outlier]:
-    """Returns the outliers among ``figures``, which belong to one class.
+    """Returns the outliers among ``figures``, which all belong to the same class.
 
     ``hosts`` contains the host name of each global rank.
     """
@@ -262,7 +267,7 @@ def _is_far(times: Sequence[float], index: int) -> bool:
 def _usual_spread(spreads: Sequence[float], left_out: float) -> float:
     """Returns the spread that most of the sorted ``spreads`` do not exceed.
 
-    ``left_out`` is an element that does not count.
+    ``left_out`` is an element that is ignored.
     """
     if len(spreads) == 1:
         return 1.0

@@ -82,7 +82,7 @@ class ProbeLayout:
         return pairs
 
     def groups(self) -> dict[str, list[Ranks]]:
-        """Returns the groups of several ranks in which a job runs collectives, by kind."""
+        """Returns the groups of several ranks in which a job runs collectives, keyed by kind."""
         sizes = {TENSOR: self.tensor, CONTEXT: self.context, DATA: self.data}
         groups: dict[str, list[Ranks]] = {}
         stride = 1

@@ -131,7 +131,7 @@ class TransportCheck:
             gathered = gather(result)
         except RuntimeError as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise TransportError(f"a rank of the check is gone: {reason}") from error
+            raise TransportError(f"the check lost a rank: {reason}") from error
         errors = [of_rank["error"] for of_rank in gathered if "error" in of_rank]
         if errors:
             raise TransportError(errors[0])
@@ -160,8 +160,8 @@ class TransportCheck:
             for size, part in ((_SMALL_BYTES, 0.25), (_LARGE_BYTES, 0.75))
         )
         transport.flush(_WAIT_S)
-        # A burst may take no longer than one message. Then the occupancy (additional time per
-        # message) is 0, and only the latency is known.
+        # A burst may take no longer than one message. In this case, the occupancy (additional time
+        # per message) is 0, and only the latency is known.
         message_s = large.occupancy_s or large.latency_s
         return {
             "latency_us": (small.latency_s + small.occupancy_s) * 1e6,
@@ -179,7 +179,7 @@ def check_contents(transport: Transport, peer: int, device: torch.device) -> Non
     The peer must call this function at the same time.
 
     Raises:
-        DeadlineError: The peer did not answer in time.
+        DeadlineError: The peer did not respond in time.
         TransportError: A message was corrupted, or the peer has exited.
     """
     for size in _SIZES:

@@ -4,16 +4,16 @@ Steps 2 to 4 are measured, and step 1 is warm-up. Before step 5, all ranks of al
 replicas switch to the schedule with the shortest simulated step. Losses and gradients do not depend
 on the order of actions, so the switch does not change them.
 
-A rank may be slow for a short time only, for example because of another program. So if layers would
-move before step 5, eight more steps are measured, and the schedule is chosen before step 13.
+A rank may be slow only temporarily, for example because of another program. Therefore, if layers
+would move before step 5, eight more steps are measured, and the schedule is chosen before step 13.
 
 With two chunks per rank, a different placement (assignment of stages to ranks) may be chosen. If
 layers can move, a different partition (number of layers per stage) may also be chosen. In these
 cases, the training loop moves the stages before the switch (``move_stages.py``).
 
 Rank 0 simulates while all other ranks wait, so there is a time limit. When the limit is reached,
-rank 0 chooses the best schedule simulated so far. If no schedule was simulated, it keeps the
-current schedule.
+rank 0 chooses the best schedule that it has simulated so far. If no schedule was simulated, it
+keeps the current schedule.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from megatron.adaptive.transport.interface import Transport
 FIRST, LAST = 2, 4
 """First and last measured step. The first step of this process is step 1."""
 MORE = 8
-"""Number of steps that are measured in addition before layers move."""
+"""Number of additional steps that are measured before layers move."""
 
 
 @dataclass(kw_only=True)
@@ -79,7 +79,8 @@ class Tuner:
         payload_dtype: Dtype of the tensors that are sent between stages.
         loads: Function that takes the number of microbatches, and returns the loads (times) of
             ranks and stages in all measured steps, in their first half and in their second half.
-            Collective over all ranks. ``None`` if neither stages nor layers may move.
+            The function is collective over all ranks. It is ``None`` if neither stages nor layers
+            may move.
         gain: Minimum fraction of the step time that moving layers must save, or ``None`` if layers
             must not move.
         cap: User's limit on the number of microbatches whose activations a rank keeps, or ``None``
@@ -88,7 +89,7 @@ class Tuner:
         timeout_s: Maximum time in seconds to wait for a message from a neighbour.
         attention_share: Attention's fraction of the time of a forward pass, from 0 to 1. Used only
             if microbatches are divided into slices.
-        slice_cut: Rule by which microbatches are divided into slices.
+        slice_cut: Method of dividing microbatches into slices.
         numbers: Numbers of slices to choose from. Empty to keep the current number.
         trial: Earlier measurements with a different number of slices, or ``None``.
         only_pace: Whether to keep the schedule, and to change only its pace to the measured values.
@@ -124,10 +125,10 @@ class Tuner:
         self._limit_s = limit_of_search(LIMIT_S, self.job.timeout)
 
     def after_step(self, times: RankTimes, num_microbatches: int) -> Decision | NextTrial | None:
-        """Adds the times of a training step. After the last measured step, chooses a schedule.
+        """Adds the times of a training step, and chooses a schedule after the last measured step.
 
-        The calls after steps 4 and 12 are collective. If the chosen schedule requires no move of
-        stages or layers, the engine switches to it before this method returns.
+        The calls after steps 4 and 12 are collective. If the chosen schedule does not require
+        moving stages or layers, the engine switches to it before this method returns.
 
         Args:
             times: Durations of this rank's actions in the step.
@@ -135,11 +136,11 @@ class Tuner:
 
         Returns:
             Decision after the last measured step, equal on all ranks, or ``None`` after other
-            steps. If the number of slices is to be chosen, the first decision is to measure another
+            steps. If a number of slices must be chosen, the first decision is to measure another
             number of slices.
 
         Raises:
-            TransportError: If a neighbour has exited or does not respond.
+            TransportError: A neighbour has exited or does not respond.
         """
         self._steps += 1
         if self._steps < FIRST:
@@ -192,8 +193,8 @@ class Tuner:
         message, backward, weight = pace
         return Decision(
             text=(
-                f"{present.name} follows an order for the measured times: relative to a "
-                f"forward, messages take {message:g}, B {backward:g} and W {weight:g}"
+                f"{present.name} follows an order for the measured times: relative to a forward "
+                f"pass, messages take {message:g}, B {backward:g} and W {weight:g}"
             ),
             stay=replace(present, cap=self.cap, pace=pace),
         )
@@ -323,7 +324,7 @@ def measure_neighbours(
     payload_dtype: torch.dtype,
     timeout_s: float,
 ) -> dict[int, Link]:
-    """Returns the measured links to this rank's neighbours, by pipeline rank.
+    """Returns the measured links to this rank's neighbours, keyed by pipeline rank.
 
     One pair of neighbours is measured at a time, so that pairs do not disturb each other. All ranks
     must call this function together.
@@ -331,7 +332,7 @@ def measure_neighbours(
     Args:
         job: Environment of this process.
         placement: Assignment of stages to ranks.
-        pp_ranks: Global ranks of this pipeline, by pipeline rank.
+        pp_ranks: Global ranks of this pipeline, in the order of their pipeline ranks.
         transport: Message channels to the neighbours, or ``None`` if this rank has no neighbours.
         payload_shape: Shape of the tensor to send.
         payload_dtype: Dtype of the tensor to send.
@@ -390,7 +391,7 @@ def memory_of(
 
     Returns:
         Tuple of three values in bytes: free memory for activations; size of the activations that a
-        microbatch keeps, by chunk; size of weights, gradients and optimizer state, by chunk.
+        microbatch keeps, per chunk; size of weights, gradients and optimizer state, per chunk.
     """
     free = free_memory_bytes(job.accelerator, job.environment.local_world_size)
     held = tuple(map(held_bytes, chunks))

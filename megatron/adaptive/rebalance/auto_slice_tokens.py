@@ -49,8 +49,8 @@ class LengthTrial:
 
     Attributes:
         tokens: Number of tokens per slice.
-        sample: Memory and links of this rank. Times are in ``actions`` instead.
-        actions: Measured actions by kind and pipeline stage.
+        sample: Memory and links of this rank. The times are in ``actions``.
+        actions: Measured actions, keyed by kind and pipeline stage.
         row_tokens: Mean number of tokens of this rank's microbatches in the last measured step.
         lengths: Number of tokens of each document in each measured step, over all replicas.
     """
@@ -97,7 +97,8 @@ class LengthTuner:
         Returns:
             Decision after the last measured step, equal on all ranks, or ``None`` after other
             steps. The first decision is to measure another length, unless the user sets the length.
-            ``trials`` then contains the measurements of all ranks for the tuner of that length.
+            After this decision, the attribute ``trials`` contains the measurements of all ranks,
+            which the tuner for the other length needs.
         """
         self._steps += 1
         if not FIRST <= self._steps <= LAST:

@@ -59,7 +59,7 @@ class StepMeasurements:
 
     Attributes:
         pp_rank: Pipeline rank.
-        steps: Median durations of the rank's actions, as one ``Lanes`` per step.
+        steps: Median durations of the rank's actions, as one ``Lanes`` dict per step.
         spans_s: Duration of each step in ``steps``, in seconds.
         shares: Fraction of the forward time that is spent in the layers, without embedding and
             loss, per chunk.
@@ -87,7 +87,7 @@ class StepMeasurements:
     layer_kept: tuple[tuple[float, ...], ...] = ()
 
     def layers_in(self, chunk: int, count: int) -> Iterator[tuple[int, Part]]:
-        """Yields (size in bytes, fraction of the layers' total time) of each layer in a chunk.
+        """Yields (size in bytes, fraction of the layers' total time) for each layer in a chunk.
 
         Args:
             chunk: Index of the chunk on this rank.
@@ -116,7 +116,7 @@ class Move(PartitionMove):
 
     @property
     def prediction(self) -> str:
-        """Clause for the log about the predicted step time; empty if the move is a return."""
+        """Clause for the log about the predicted step time. It is empty if ``is_return``."""
         if self.is_return:
             return ""
         before_ms = number_text(self.before_s * 1e3, 4)
@@ -272,7 +272,7 @@ def compare(
         step: Name of the compared step in the log line.
     """
     gained = 1 - step_s / promise.before_s
-    # Without this limit, a step that is as long as before would take "0.0% more".
+    # Without this limit, a step that is as long as before would be logged as "0.0% more".
     is_longer = gained <= -0.0005
     change = f"{abs(gained):.1%} {'more' if is_longer else 'less'}"
     predicted = f"{promise.gain:.1%}{' less' * is_longer}"
@@ -299,7 +299,7 @@ def step_seconds(spans_s: Sequence[Sequence[float]]) -> float:
     """Returns the median step time in seconds. A step takes as long as its slowest rank.
 
     Args:
-        spans_s: Time of each step in seconds, by rank.
+        spans_s: Time of each step in seconds, for each rank.
     """
     count = min(map(len, spans_s))
     return statistics.median(max(spans[step] for spans in spans_s) for step in range(count))
@@ -403,9 +403,9 @@ def _slowest_replicas(
 def _all_times(sums: Any, counts: Any) -> tuple[tuple[Times, ...], ...]:
     """Estimates the time of each kind of layer on each rank.
 
-    The result includes kinds that were not measured on a rank. Layers of the same size are of one
-    kind. The estimate is: time = (time of the kind) x (slowness of the rank). A rank that has no
-    kind of layer in common with another rank is assumed to have slowness 1.
+    The result also contains the kinds that were not measured on a rank. Layers of the same size are
+    of the same kind. The estimate is: time = (time of the kind) x (slowness of the rank). A rank
+    that has no kind of layer in common with another rank is assumed to have slowness 1.
 
     Args:
         sums: Total time in seconds of the measured layers, ``[ranks, kinds, 3]``. The last axis is
@@ -413,7 +413,7 @@ def _all_times(sums: Any, counts: Any) -> tuple[tuple[Times, ...], ...]:
         counts: Number of measured layers, ``[ranks, kinds]``.
 
     Returns:
-        Time in seconds of forward, backward and weight-gradient pass, by rank and kind of layer.
+        Time in seconds of forward, backward and weight-gradient pass, ``[ranks, kinds, 3]``.
     """
     ranks, kinds = counts.shape
     means = sums / np.maximum(counts, 1)[:, :, None]
@@ -422,7 +422,7 @@ def _all_times(sums: Any, counts: Any) -> tuple[tuple[Times, ...], ...]:
     slowness = np.ones(ranks)
 
     def middle() -> Any:
-        """Returns, for each kind of layer, the rank with the median time among ranks with it."""
+        """Returns, for each kind of layer, the rank with the median time among those with it."""
         usual = np.where(counts > 0, whole / slowness[:, None], np.inf)
         has = np.maximum((counts > 0).sum(axis=0) - 1, 0)
         return np.argsort(usual, axis=0, kind="stable")[has // 2, every]
@@ -468,8 +468,8 @@ def _most_layers(
         placement: Assignment of stages to ranks and chunks.
         partition: Number of layers per stage.
         units: Number of microbatches whose activations a rank keeps at the same time.
-        kinds: Size in bytes of the activations that a microbatch keeps in a layer, by size of the
-            layer in bytes; ``None`` if it is unknown.
+        kinds: Size in bytes of the activations that a microbatch keeps in a layer, keyed by the
+            size of the layer in bytes; ``None`` if it is unknown.
 
     Returns:
         Number of layers of the rank's mean layer size, and the size of each kind of layer as a
@@ -495,9 +495,9 @@ def _most_layers(
 
 
 def _kept_bytes(measured: Sequence[StepMeasurements]) -> dict[int, float]:
-    """Returns the size in bytes of a microbatch's activations in a layer, by size of the layer.
+    """Returns the bytes of a microbatch's activations in a layer, keyed by the size of the layer.
 
-    The size of the activations is a mean over all layers in ``measured`` with the same size.
+    The size of the activations is the mean over all layers in ``measured`` with the same size.
     """
     sums: dict[int, list[float]] = {}
     for of_rank in measured:

@@ -1,12 +1,12 @@
 """Names parameters and optimizer state by layer, and moves them between ranks.
 
 The name of a parameter contains the index of its layer in the model, or the index of its stage if
-it belongs to no layer. The name also contains the tensor-parallel rank and, for experts, the
-expert-parallel rank. So the name stays the same when a layer moves to another stage.
+the parameter belongs to no layer. The name also contains the tensor-parallel rank and, for experts,
+the expert-parallel rank. Therefore, the name stays the same when a layer moves to another stage.
 
 A "share" is the range of a tensor's elements that a rank holds. With the distributed optimizer, a
-rank holds only a part of the optimizer state. Otherwise it holds the whole state. The range depends
-on the layout of the gradient buffers, which changes on every rank that gains or loses a layer::
+rank holds only a part of the optimizer state, otherwise the whole state. The range depends on the
+layout of the gradient buffers, which changes on every rank that gains or loses a layer::
 
     weight    all elements, on every replica
     state     main weight (of 16-bit parameters), moments: elements start..end
@@ -58,8 +58,10 @@ class Table:
 
     Attributes:
         replica: Index of the rank among data- and context-parallel ranks.
-        had: Range (start, end) of elements that the rank holds before the move, by share name.
-        wants: Range (start, end) of elements that the rank needs after the move, by share name.
+        had: Range (start, end) of elements that the rank holds before the move, keyed by share
+            name.
+        wants: Range (start, end) of elements that the rank needs after the move, keyed by share
+            name.
         steps: Number of updates that the rank's optimizer has made.
     """
 
@@ -93,7 +95,7 @@ class Passage:
 def shares_of(
     optimizer: Any, chunks: Sequence[torch.nn.Module], stages: Sequence[int]
 ) -> dict[str, Share]:
-    """Returns this rank's share (range of elements) of each tensor, by name of the share.
+    """Returns this rank's share (range of elements) of each tensor, keyed by name of the share.
 
     The tensors in the shares are views of the tensors in use.
 
@@ -156,7 +158,7 @@ def _is_spread(weight: torch.Tensor) -> bool:
 def _named(
     chunks: Sequence[torch.nn.Module], stages: Sequence[int]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) of parameters and persistent buffers, with equal names on all ranks.
+    """Yields (name, tensor) of parameters and persistent buffers, with the same names on all ranks.
 
     ``stages`` contains the index of the pipeline stage in each of the ``chunks``.
     """
@@ -208,7 +210,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def steps_of(optimizer: Any) -> float:
-    """Returns the number of updates that ``optimizer`` has made, or 0 if it is unknown."""
+    """Returns the number of updates that ``optimizer`` has made, or 0 if the number is unknown."""
     counted = []
     for leaf in optimizer.chained_optimizers:
         inner = leaf.optimizer
@@ -221,11 +223,11 @@ def passages(tables: Mapping[int, Table]) -> list[Passage]:
     """Returns the copies of elements between ranks (passages) that a move requires.
 
     Every rank computes the same list from the same tables. If the target rank already holds the
-    elements, it is also the source. Otherwise a rank of the same replica is preferred. Shares whose
-    range does not change on a rank are omitted.
+    elements, this rank is also the source. Otherwise, a rank of the same replica is preferred.
+    Shares whose range does not change on a rank are omitted.
 
     Args:
-        tables: Tables of all ranks, by global rank.
+        tables: Tables of all ranks, keyed by global rank.
     """
     holders: dict[str, list[int]] = defaultdict(list)
     for rank in sorted(tables):
@@ -273,7 +275,7 @@ def _cover(
             rest += [(first, begin)] if first < begin else []
             rest += [(stop, last)] if stop < last else []
         missing = rest
-    assert not missing, f"no rank has some elements of {name}"
+    assert not missing, f"some elements of {name} are on no rank"
 
 
 def exchange(
@@ -283,7 +285,7 @@ def exchange(
     new: Mapping[str, Share],
     group: dist.ProcessGroup,
 ) -> None:
-    """Copies the elements that ``needed`` lists from their sources to their targets.
+    """Copies the elements listed in ``needed`` from their sources to their targets.
 
     This function must be called on all sources and targets. It blocks until all messages from and
     to this rank have been transferred.
@@ -296,7 +298,7 @@ def exchange(
         group: Process group of all ranks, with backend gloo.
 
     Raises:
-        TransportError: If a message is not transferred within the group's timeout.
+        TransportError: A message is not transferred within the group's timeout.
     """
     outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
     incoming: dict[int, list[torch.Tensor]] = defaultdict(list)

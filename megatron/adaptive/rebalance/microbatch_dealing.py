@@ -1,9 +1,9 @@
 """Distributes each step's microbatches over the data-parallel replicas of a run.
 
 Before a step, every rank computes the same assignment (``schedule/microbatch_assignment.py``) from
-the microbatches' lengths, which all ranks know, and from measured times. For this purpose, three
-sums per rank are gathered after each step: the total time of the rank's actions, their times
-weighted by the microbatch's number of tokens, and their times weighted by the microbatch's squared
+the microbatches' lengths, which all ranks know, and from measured times. To obtain these times,
+three sums per rank are gathered after each step: the total time of the rank's actions, the times
+weighted by the microbatches' numbers of tokens, and the times weighted by the microbatches' squared
 lengths.
 """
 
@@ -43,7 +43,7 @@ def rows_with_tokens(config: TrainerConfig, tokens: int, lengths: Sequence[int])
 class ReplicaDealing:
     """Distributes the microbatches of each step over replicas, and gathers the step's times.
 
-    Every rank has such an object. Its constructor is collective over all ranks.
+    Every rank creates one object of this class. The constructor is collective over all ranks.
 
     Args:
         run: Run whose microbatches are assigned.
@@ -81,7 +81,7 @@ class ReplicaDealing:
         Args:
             loader: Data loader, or ``None`` on a rank that does not need data.
             num_microbatches: Mean number of microbatches per replica.
-            iteration: Index of the iteration, to find its recorded assignment in a replay.
+            iteration: Index of the iteration, which identifies the recorded assignment in a replay.
 
         Returns:
             Data of this rank's microbatches (``None`` without a loader), and the indices of these
@@ -121,7 +121,7 @@ class ReplicaDealing:
     def finish(self) -> None:
         """Waits for times that are still being gathered, and updates the replicas' speeds.
 
-        Must be called before the run is shut down, which destroys the process groups.
+        Call this method before the run is shut down, because that destroys the process groups.
         """
         work, self._work = self._work, None
         if work is None:

@@ -86,7 +86,7 @@ def move_stages(
     slices: int | None = None,
     tokens: int | None = None,
 ) -> Run:
-    """Replaces a run by a run with other stages and the same state.
+    """Replaces a run with a run that has other stages and the same state.
 
     All ranks must call this function together.
 
@@ -107,9 +107,9 @@ def move_stages(
         New run. If the old run was traced, the trace continues in new files.
 
     Raises:
-        DeviceMemoryError: If a rank has too little memory for the state. The old run continues to
+        DeviceMemoryError: A rank has too little memory for the state. The old run continues to
             exist.
-        TransportError: If state does not arrive at its new rank. The state is then lost.
+        TransportError: State does not arrive at its new rank. The state is then lost.
     """
     state = _set_aside(box[0])
     kept = None
@@ -174,7 +174,7 @@ class _State:
     example, experts have an optimizer that is separate from the optimizer for all other parameters.
 
     Attributes:
-        shares: This rank's elements of each parameter and of its optimizer state, by name.
+        shares: This rank's elements of each parameter and of its optimizer state, keyed by name.
         steps: Number of updates that the optimizer has made.
         groups: Settings of the parameter groups (such as learning rates) of each chained optimizer.
         scalers: Loss scaler of each chained optimizer, or ``None`` for an optimizer without one.
@@ -187,10 +187,10 @@ class _State:
 
 
 def _set_aside(run: Run) -> _State:
-    """Copies this rank's state of ``run`` on the GPU, or to the host if the GPU lacks memory.
+    """Copies this rank's state of ``run`` on the GPU, or to the host if GPU memory runs short.
 
     Raises:
-        DeviceMemoryError: If neither the GPU nor the host of some rank has enough free memory.
+        DeviceMemoryError: Neither the GPU nor the host of some rank has enough free memory.
     """
     job = run.job
     leaves = run.optimizer.chained_optimizers
@@ -271,7 +271,7 @@ def _restore_settings(state: _State, leaves: Sequence[Any], steps: float) -> Non
         for values in leaf.optimizer.state.values():
             if "step" in values:
                 # Change the tensor in place, because it is already on the device on which the
-                # optimizer needs it. Fused Adam needs it on the GPU, other kinds on the host.
+                # optimizer needs it: the GPU for fused Adam, the host for other optimizers.
                 values["step"].fill_(steps)
         for group, before in zip(leaf.optimizer.param_groups, groups, strict=True):
             group.update(before)

@@ -5,14 +5,14 @@ simulates steps with other partitions (numbers of layers per stage) and finds th
 If the predicted gain is large enough, all ranks switch to that partition at the same time::
 
     steps of the interval    ──> loads of ranks and stages ──> fastest partition, simulated
-    each half of these steps ──> must predict the gain too     (rebalance/judgement.py)
+    each half of these steps ──> must also predict the gain    (rebalance/judgement.py)
 
 If a move gains less than half of the predicted gain, the required gain of the next move is doubled.
 If a move gains nothing, because the decision was based on noise, the layers go back.
 
 If documents are packed and cut into slices of one length (``--slice-tokens``), steps have different
 numbers of slices. All slices have the same number of tokens, so each slice is then measured and
-simulated as a microbatch, and step times are scaled to the number of slices of the first step.
+simulated like a microbatch, and step times are scaled to the number of slices of the first step.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _MOST_BETWEEN = 128
 
 
 def resume_partition(job: TrainingJob) -> TrainingJob:
-    """Returns a copy of ``job`` with the partition of the checkpoint that it loads.
+    """Returns a copy of ``job`` with the partition of the checkpoint that the job loads.
 
     If ``--repartition auto`` is not set, there is no checkpoint, or the checkpoint has a different
     number of pipeline ranks, chunks or layers, ``job`` is returned unchanged. An unreadable
@@ -286,7 +286,7 @@ class Repartitioner:
             return candidate
         cap = candidate.cap
         if cap is not None:
-            # Raise the limit if necessary, because a rank can always keep all slices of the longest
+            # Raise the cap if necessary, because a rank can always keep all slices of the longest
             # row of documents.
             cap = max(cap * self._slices_per_row, float(self._most_slices))
         return replace(candidate, cap=cap, num_slices=1)

@@ -18,7 +18,7 @@ SIMULATED_OF_LIMIT = 0.75
 
 
 def limit_of_search(limit_s: float, timeout: datetime.timedelta) -> float:
-    """Returns the time limit in seconds of a search on rank 0, so that no other rank times out.
+    """Returns a time limit in seconds for a search on rank 0, such that no other rank times out.
 
     Args:
         limit_s: Maximum time in seconds if the timeout of the other ranks is long enough.
@@ -30,8 +30,8 @@ def limit_of_search(limit_s: float, timeout: datetime.timedelta) -> float:
 def result_within(limit_s: float, action: Callable[[], T], instead: T) -> T:
     """Runs ``action`` in a thread, and waits for its result for up to ``limit_s`` seconds.
 
-    The function cannot be stopped. After the time limit, its thread continues in the background,
-    and its result or exception is discarded.
+    ``action`` cannot be stopped. After the time limit, its thread continues in the background, and
+    the result or exception is discarded.
 
     Args:
         limit_s: Maximum time to wait, in seconds.

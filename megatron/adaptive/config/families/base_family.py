@@ -1,8 +1,8 @@
 """Defines :class:`Family`, the base class for families of Hugging Face models.
 
-A family is a subclass in a file of this folder, where ``registry.py`` finds it. Its attributes are
-tables of keys, settings and weights. :meth:`Family.adjust` computes settings that cannot be
-expressed by tables.
+A family is a subclass in a file of this folder, where ``registry.py`` finds it. The attributes of
+the class are tables of keys, settings and weights. :meth:`Family.adjust` computes settings that the
+tables cannot express.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from megatron.adaptive.config.own_code import line_of_error
 from megatron.adaptive.errors import ConfigError
 
 _LONGEST = 4096
-"""Largest number of tokens that is used as the default of ``--seq-length``."""
+"""Upper limit in tokens for the default of ``--seq-length``."""
 
 
 class Family:
-    """Describes the Hugging Face models of an architecture.
+    """Describes the Hugging Face models that share an architecture.
 
     A subclass sets at least ``model_types``, ``settings``, ``layer_weights`` and ``outer_weights``,
     or inherits them from a different family.
@@ -65,14 +65,14 @@ class Family:
             effect.
         defaults: Values that ``transformers`` uses for models of the family if keys are absent.
         window_period: Number n if every n-th layer attends to all tokens and all other layers have
-            a sliding window, or 0 if all layers have the window. It is used if ``config.json`` does
-            not specify which layers have the window.
-        refuse: Functions that check the values of keys for which only some values are supported, by
+            a sliding window, or 0 if all layers have a sliding window. It is used only if
+            ``config.json`` does not specify which layers have a sliding window.
+        refuse: Functions that check the keys for which only some values are supported, keyed by
             key.
         missing_feature: Feature of the models that the trainer's layers do not support, or empty if
             the trainer can build the models. The planner accepts the models in both cases.
-        nearest: ``model_type`` of the most similar family that the trainer can build. It is used in
-            the error message about ``missing_feature``.
+        nearest: ``model_type`` of the most similar family that the trainer can build. The error
+            message about ``missing_feature`` suggests it.
         layer_prefix: Prefix of the module names of a layer in Hugging Face files. ``{}`` stands for
             the index of the layer.
         layer_weights: Names of the modules of a layer, in model order. Each name in Hugging Face
@@ -123,7 +123,7 @@ class Family:
 
     @functools.cached_property
     def layer_modules(self) -> Mapping[str, list[str]]:
-        """Names in Hugging Face files of each module of a layer, keyed by name in megatron-core."""
+        """Names in Hugging Face files of the modules of a layer, keyed by name in megatron-core."""
         return _inverted(self.layer_weights)
 
     @functools.cached_property
@@ -140,7 +140,7 @@ class Family:
 
     @property
     def known_keys(self) -> frozenset[str]:
-        """Keys that are read or have no effect. All other keys must be absent or ``null``."""
+        """Keys that are read or that have no effect. All other keys must be absent or ``null``."""
         return (READ | WITHOUT_EFFECT).union(self._own_keys, self.other_keys)
 
     @property
@@ -149,15 +149,15 @@ class Family:
         return frozenset(key for table in tables for keys in table.values() for key in keys)
 
     def complete(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns ``config`` with defaults and with the keys of the rotary embedding at the top.
+        """Returns ``config`` with defaults, and with the rotary embedding's keys at the top level.
 
         Args:
             config: Contents of ``config.json``.
         """
         rotation = scaling_of(config)
         if "full_attention" in rotation:
-            # Layers with a sliding window have separate rotation settings. For these layers, the
-            # trainer supports only a different base, so only the base is copied.
+            # Layers with a sliding window have their own rotation settings. The trainer supports
+            # only a different base for these layers, so only the base is copied.
             in_windows = rotation.get("sliding_attention") or {}
             key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
             rotation = rotation["full_attention"] or {}
@@ -175,9 +175,9 @@ class Family:
 
         Args:
             config: Contents of ``config.json``.
-            where: Path of the file, for error messages.
-            sequence: Number of tokens per sample. If ``None``, this is the longest sequence that
-                the model supports, but at most 4,096 tokens.
+            where: Path of the file, shown in error messages.
+            sequence: Number of tokens per sample. The default is the longest sequence that the
+                model supports, but at most 4,096 tokens.
 
         Raises:
             ConfigError: A key is missing, or the value of a key is not supported.
@@ -258,7 +258,7 @@ class Family:
         Args:
             document: Contents of ``config.json``.
             settings: Settings that were read from the file.
-            where: Path of the file, for error messages.
+            where: Path of the file, shown in error messages.
 
         Raises:
             ConfigError: A feature is not supported. The message contains the key, its value and the

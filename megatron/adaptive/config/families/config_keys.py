@@ -25,7 +25,7 @@ SIZES: Keys = {
     "vocab_size": ("vocab_size",),
     "max_position_embeddings": ("max_position_embeddings", "n_positions"),
 }
-"""Keys that every model must have, by setting."""
+"""Keys that every model must have, keyed by setting."""
 COMMON: Keys = {
     "ffn_hidden_size": ("intermediate_size", "n_inner"),
     "norm_epsilon": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
@@ -35,22 +35,22 @@ COMMON: Keys = {
     "hidden_dropout": ("hidden_dropout", "resid_pdrop"),
     "mtp_num_layers": ("num_nextn_predict_layers",),
 }
-"""Keys that a model may have, by setting."""
+"""Keys that a model may have, keyed by setting."""
 HEADS: Keys = {"kv_channels": ("head_dim",)}
-"""Keys that a model without latent attention may have, by setting."""
+"""Keys that a model without latent attention may have, keyed by setting."""
 LATENT: Keys = {
     "kv_lora_rank": ("kv_lora_rank",),
     "qk_head_dim": ("qk_nope_head_dim",),
     "qk_pos_emb_head_dim": ("qk_rope_head_dim",),
     "v_head_dim": ("v_head_dim",),
 }
-"""Keys that a model with latent attention must have, by setting."""
+"""Keys that a model with latent attention must have, keyed by setting."""
 EXPERTS: Keys = {
     "num_moe_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
     "moe_router_topk": ("num_experts_per_tok",),
     "moe_ffn_hidden_size": ("moe_intermediate_size", "intermediate_size"),
 }
-"""Keys that a model with experts (MoE) must have, by setting."""
+"""Keys that a model with experts (MoE) must have, keyed by setting."""
 ROUTER: Keys = {
     "moe_shared_expert_intermediate_size": ("shared_expert_intermediate_size",),
     "moe_router_score_function": ("scoring_func",),
@@ -58,7 +58,7 @@ ROUTER: Keys = {
     "moe_router_num_groups": ("n_group",),
     "moe_router_group_topk": ("topk_group",),
 }
-"""Keys that a model with experts (MoE) may have, by setting."""
+"""Keys that a model with experts (MoE) may have, keyed by setting."""
 _SHARED = (SIZES, COMMON, HEADS, LATENT, EXPERTS, ROUTER)
 READ = frozenset(key for table in _SHARED for keys in table.values() for key in keys)
 """All keys in the tables above."""
@@ -73,10 +73,10 @@ SETTINGS = frozenset(setting for table in _SHARED for setting in table).union(
 ) - {"attention_dropout", "hidden_dropout"}
 """Names of the settings that describe a model. A family may determine their values."""
 DEFAULTS: Settings = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
-"""Values of settings whose keys are absent. They differ from the trainer's defaults."""
+"""Values of settings whose keys are absent. These values differ from the trainer's defaults."""
 ACTIVATION = ("hidden_act", "activation_function", "hidden_activation")
 TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
-"""Names of the GELU activation that is approximated by a hyperbolic tangent."""
+"""Names of the GELU activation that uses an approximation with a hyperbolic tangent."""
 
 # These integer settings have a decimal point in some files, such as 10000.0.
 _BASES = ("rotary_base", "window_rotary_base")
@@ -149,7 +149,7 @@ def whole_keys(*tables: Keys) -> frozenset[str]:
 
 
 def plain_value(config: Mapping[str, Any], key: str) -> Any:
-    """Returns the value of ``key`` if it is a number or a string, otherwise ``None``."""
+    """Returns the value of ``key`` if the value is a number or a string, otherwise ``None``."""
     value = config.get(key)
     return value if isinstance(value, int | float | str) else None
 
@@ -163,7 +163,7 @@ def read_key(
         config: Contents of ``config.json``.
         setting: Name of the setting.
         keys: Keys that may contain the value of the setting.
-        where: Path of the file, for error messages.
+        where: Path of the file, shown in error messages.
 
     Raises:
         ConfigError: The value is not a number, would have to be rounded, or is out of range.
@@ -190,7 +190,7 @@ def _checked(value: Any, setting: str, key: str, where: str) -> int | float:
 
 
 def count_of(config: Mapping[str, Any], keys: tuple[str, ...], where: str) -> int:
-    """Returns the number of heads or layers: the value of the first present key in ``keys``.
+    """Returns the number of heads or layers: the value of the first of ``keys`` that is present.
 
     Raises:
         ConfigError: The value is not an integer from 1 to 10,000.
@@ -202,18 +202,18 @@ def count_of(config: Mapping[str, Any], keys: tuple[str, ...], where: str) -> in
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether ``value`` is a finite number, where booleans do not count as numbers."""
+    """Returns whether ``value`` is a finite number. Booleans do not count as numbers."""
     is_any_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_any_number and abs(value) < math.inf
 
 
 def check_numbers(config: Mapping[str, Any], whole: frozenset[str], where: str) -> None:
-    """Checks that numbers in ``config`` have the correct types, so that none has to be rounded.
+    """Checks that the numbers in ``config`` have the correct types and need no rounding.
 
     Args:
         config: Contents of ``config.json``.
         whole: Keys whose values must be integers.
-        where: Path of the file, for error messages.
+        where: Path of the file, shown in error messages.
 
     Raises:
         ConfigError: A value that must be an integer has another type, a value of the rotary
@@ -238,7 +238,7 @@ def check_numbers(config: Mapping[str, Any], whole: frozenset[str], where: str) 
 
 
 def scaling_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the settings of the rotary embedding in ``config``, from the new or the old key."""
+    """Returns the settings of the rotary embedding in ``config``, under the old or the new key."""
     scaling: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
     return scaling
 

@@ -1,4 +1,4 @@
-"""Describes DeepSeek-V2, DeepSeek-V3 and Kimi-K2, which has the layers and names of DeepSeek-V3."""
+"""Describes DeepSeek-V2, DeepSeek-V3, and Kimi-K2, which uses the layers and names of V3."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class _Latent(Llama):
     predicts = True
 
     def adjust(self, config: Mapping[str, Any], settings: Settings) -> None:
-        """Removes the setting for the data type of the router if the model has no experts."""
+        """Removes the setting for the router's data type if the model has no experts."""
         if not plain_value(config, "n_routed_experts"):
             del settings["moe_router_dtype"]
 

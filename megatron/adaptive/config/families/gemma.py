@@ -17,7 +17,7 @@ def _activation(value: Any, config: Mapping[str, Any], settings: Settings) -> Ve
 
 def _old_activation(value: Any, config: Mapping[str, Any], settings: Settings) -> Verdict:
     # Gemma's files contain "gelu" under the old key hidden_act, although the models use the
-    # approximation by a hyperbolic tangent.
+    # approximation of GELU with a hyperbolic tangent.
     supported = ("gelu", *TANH)
     return Verdict(
         value is None or value in supported, "another activation", " or ".join(supported)
@@ -25,7 +25,7 @@ def _old_activation(value: Any, config: Mapping[str, Any], settings: Settings) -
 
 
 class Gemma(Llama):
-    """Describes Gemma 1, with norm weights stored minus one, scaled embeddings, and a GELU gate."""
+    """Describes Gemma 1, with scaled embeddings, a GELU gate, and norm weights stored minus one."""
 
     model_types = ("gemma",)
     settings = {
@@ -51,7 +51,7 @@ class Gemma(Llama):
     }
 
 
-# These values are used for keys that are absent in a config.json of Gemma 2 or 3.
+# Values for keys that are absent in a config.json of Gemma 2 or 3.
 _DEFAULTS: Mapping[str, Any] = {
     **Llama.defaults,
     "tie_word_embeddings": True,
@@ -106,7 +106,7 @@ class Gemma3Text(Gemma2):
     def adjust(self, config: Mapping[str, Any], settings: Settings) -> None:
         """Adjusts settings as for Gemma 2, and removes an unused rotary base for windows.
 
-        The base is unused if no layer has a window.
+        The rotary base for windows is unused if no layer has a window.
         """
         super().adjust(config, settings)
         if "window_size" not in settings:

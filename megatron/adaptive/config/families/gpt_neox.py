@@ -7,7 +7,7 @@ from megatron.adaptive.config.families.weight_names import NORMS
 
 
 class GptNeox(Family):
-    """Describes GPT-NeoX, where attention and feed-forward block both take the layer's input.
+    """Describes GPT-NeoX, where attention and the feed-forward block both read the layer's input.
 
     The rotary embedding rotates only a part of each head.
     """

@@ -19,10 +19,10 @@ def expert_settings(config: Mapping[str, Any], layers: int, where: str) -> Setti
     Args:
         config: Contents of ``config.json``.
         layers: Number of layers in the model.
-        where: Path of the file, for error messages.
+        where: Path of the file, shown in error messages.
 
     Raises:
-        ConfigError: It cannot be determined which layers have experts.
+        ConfigError: The layers with experts cannot be determined.
     """
     first = config.get("first_k_dense_replace", 0)
     every = config.get("moe_layer_freq", 1)
@@ -58,14 +58,14 @@ def expert_settings(config: Mapping[str, Any], layers: int, where: str) -> Setti
 
 
 def window_settings(config: Mapping[str, Any], period: int, layers: int, where: str) -> Settings:
-    """Returns the size of attention windows, and which layers have a window, as settings.
+    """Returns the settings for the size of attention windows and for the layers that have one.
 
     Args:
         config: Contents of ``config.json``.
-        period: Number n if every n-th layer attends to all tokens, or 0 if all layers have the
-            window. It is ignored if the file specifies which layers have the window.
+        period: Number n if every n-th layer attends to all tokens, or 0 if all layers have a
+            window. It is ignored if the file specifies which layers have a window.
         layers: Number of layers in the model.
-        where: Path of the file, for error messages.
+        where: Path of the file, shown in error messages.
 
     Raises:
         ConfigError: The type of a layer is unknown, or the window size is negative.
@@ -91,7 +91,7 @@ def window_settings(config: Mapping[str, Any], period: int, layers: int, where: 
         return {}
     if window < 0:
         raise ConfigError(f"{where}: sliding_window must be a non-negative integer, got {window}")
-    # The window size does not count the token itself in megatron-core, so 1 is subtracted.
+    # The window size of megatron-core does not count the token itself, so 1 is subtracted.
     settings: Settings = {"window_size": (window - 1, 0)}
     if not all(have_window):
         every = have_window.index(False) + 1
@@ -108,7 +108,7 @@ def layer_pattern(values: Sequence[bool]) -> str:
 
 
 def scaled_rotation(config: Mapping[str, Any]) -> Settings:
-    """Returns the settings that scale rotary frequencies, or ``{}`` for unsupported scaling."""
+    """Returns the settings that scale rotary frequencies, or ``{}`` for an unsupported scaling."""
     scaling = scaling_of(config)
     kind = kind_of_rotation(config)
     factor = scaling.get("factor")

@@ -1,4 +1,4 @@
-"""Describes Llama 2 and 3, from which other families with similar layers are derived."""
+"""Describes Llama 2 and 3. Other families with similar layers are derived from this one."""
 
 from __future__ import annotations
 

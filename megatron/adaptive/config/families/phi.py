@@ -1,4 +1,4 @@
-"""Describes Phi 1 and 2, which only the planner accepts, and Phi 3 and 4."""
+"""Describes Phi 1 to 4. Only the planner accepts Phi 1 and 2."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ class Phi(Family):
 
     model_types = ("phi",)
     settings = {"position_embedding_type": "rope"}
-    missing_feature = "one norm for both blocks of a layer"
+    missing_feature = "a single norm for both blocks of a layer"
     nearest = "phi3"
 
 
 class Phi3(Llama):
-    """Describes Phi 3 and 4, with combined matrices for attention inputs, and for gate and up."""
+    """Describes Phi 3 and 4, where one matrix combines Q, K and V, and one combines gate and up."""
 
     model_types = ("phi3",)
     defaults = {}

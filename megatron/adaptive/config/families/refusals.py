@@ -22,8 +22,8 @@ class Verdict(NamedTuple):
 
     Attributes:
         is_supported: Whether the trainer's layers support the value.
-        feature: Model feature that this value requests, for the error message.
-        nearest: Nearest supported value, for the error message.
+        feature: Model feature that this value requests. The error message contains it.
+        nearest: Nearest supported value. The error message suggests it.
     """
 
     is_supported: bool
@@ -32,7 +32,7 @@ class Verdict(NamedTuple):
 
 
 Check = Callable[[Any, Mapping[str, Any], Settings], Verdict | None]
-"""Type of a function that checks the value of a key. It returns ``None`` if the key has no effect.
+"""Function that checks the value of a key, or returns ``None`` if the key has no effect.
 
 The arguments are the value of the key, the contents of the file with the family's defaults, and the
 settings that were read from the file.
@@ -44,7 +44,7 @@ def only(supported: Any, feature: str) -> Check:
 
     Args:
         supported: Value that the trainer's layers support.
-        feature: Model feature that all other values request, for the error message.
+        feature: Model feature that all other values request. The error message contains it.
     """
 
     def check(value: Any, config: Mapping[str, Any], settings: Settings) -> Verdict:
@@ -57,7 +57,7 @@ def never(feature: str) -> Check:
     """Returns a function that accepts only falsy values of a key, such as ``null``.
 
     Args:
-        feature: Model feature that all other values request, for the error message.
+        feature: Model feature that all other values request. The error message contains it.
     """
 
     def check(value: Any, config: Mapping[str, Any], settings: Settings) -> Verdict:
@@ -74,7 +74,10 @@ def _activation(value: Any, config: Mapping[str, Any], settings: Settings) -> Ve
 
 
 def _rotation(value: Any, config: Mapping[str, Any], settings: Settings) -> Verdict:
-    nearest = "default, linear with a whole factor, or llama3 with factors 1 and 4 of 8192"
+    nearest = (
+        "default, linear with an integer factor, or llama3 with low_freq_factor 1, "
+        "high_freq_factor 4 and original_max_position_embeddings 8192"
+    )
     return rotation_verdict(value, config, bool(scaled_rotation(config)), nearest)
 
 
@@ -87,7 +90,7 @@ def rotation_verdict(
         value: Value of the key.
         config: Contents of the file, with the family's defaults.
         is_scaled: Whether the trainer's layers support this scaling of rotary frequencies.
-        nearest: Supported types of scaling, for the error message.
+        nearest: Supported types of scaling. The error message lists them.
     """
     kind = kind_of_rotation(config)
     scaling = scaling_of(config)
@@ -109,7 +112,9 @@ def _attention_bias(value: Any, config: Mapping[str, Any], settings: Settings) -
 
 def _embedding_dropout(value: Any, config: Mapping[str, Any], settings: Settings) -> Verdict:
     dropout = config.get("resid_pdrop")
-    return Verdict(value == dropout, "another dropout of embeddings", f"resid_pdrop, {dropout}")
+    return Verdict(
+        value == dropout, "a different dropout rate for embeddings", f"resid_pdrop, {dropout}"
+    )
 
 
 def _quantization(value: Any, config: Mapping[str, Any], settings: Settings) -> Verdict:
@@ -143,13 +148,17 @@ def expert_weights_verdict(value: Any, settings: Settings, *, are_raw: bool) -> 
     """
     if "num_moe_experts" not in settings:
         return None
-    return Verdict(bool(value) != are_raw, "weights scaled otherwise", str(not are_raw).lower())
+    return Verdict(
+        bool(value) != are_raw,
+        "a different scaling of the experts' weights",
+        str(not are_raw).lower(),
+    )
 
 
 def _chosen_experts(value: Any, config: Mapping[str, Any], settings: Settings) -> Verdict | None:
     if settings.get("moe_router_pre_softmax"):
         return None
-    return Verdict(value != 1, "one expert whose weight is always 1", "2")
+    return Verdict(value != 1, "a single expert whose weight is always 1", "2")
 
 
 def _choice_of_experts(value: Any, config: Mapping[str, Any], settings: Settings) -> Verdict:
@@ -167,8 +176,8 @@ REFUSE: Mapping[str, Check] = {
     "attention_bias": _attention_bias,
     "mlp_bias": only(False, "a bias of the feed-forward block"),
     "scale_attn_weights": only(True, "scores that are not scaled"),
-    "scale_attn_by_inverse_layer_idx": only(False, "scores that are scaled by layer"),
-    "rope_interleave": only(True, "rotation of another order"),
+    "scale_attn_by_inverse_layer_idx": only(False, "scores that are scaled depending on the layer"),
+    "rope_interleave": only(True, "rotation in a different order"),
     "moe_layer_freq": only(1, "experts in every n-th layer"),
     "use_bidirectional_attention": only(False, "attention to later tokens"),
     "router_jitter_noise": only(0.0, "noise in the router"),

@@ -1,6 +1,7 @@
-"""Finds the family of a model among the families in this folder and those of users.
+"""Finds the family of a model among the families in this folder and those that users provide.
 
-For error messages, the module also lists how unsupported models differ from supported families.
+The module also lists how unsupported models differ from supported families, which error messages
+explain.
 """
 
 from __future__ import annotations
@@ -20,33 +21,33 @@ from megatron.adaptive.config.trainer import flag_specs
 from megatron.adaptive.errors import ConfigError
 
 _STATES = "layers that keep a state instead of attention"
-_FUSED = "another order of queries, keys and values in one matrix"
+_FUSED = "a different order of queries, keys and values in one matrix"
 _UNROTATED = "layers without rotation"
 _MULTIPLIED = "scale factors of embeddings, residuals and logits"
-# These features of unsupported models are missing in all supported families. The keys in a file do
-# not reveal these features.
+# Features of unsupported models that no supported family has, and that the keys in a file do not
+# reveal.
 _DIFFERENCES: Mapping[str, str] = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "jamba", "rwkv", "bamba"), _STATES),
     **dict.fromkeys(("internlm2", "baichuan", "qwen", "chatglm"), _FUSED),
     **dict.fromkeys(("granite", "granitemoe", "minicpm", "minicpm3"), _MULTIPLIED),
-    **dict.fromkeys(("gptj", "codegen", "falcon"), "one norm for both blocks of a layer"),
+    **dict.fromkeys(("gptj", "codegen", "falcon"), "a single norm for both blocks of a layer"),
     **dict.fromkeys(("bloom", "mpt"), "positions encoded as a bias of the scores"),
     **dict.fromkeys(("olmo2", "olmo3", "olmoe"), "norms over all heads of queries and keys"),
     **dict.fromkeys(("cohere", "cohere2"), "parallel blocks, and scaled logits"),
     **dict.fromkeys(("glm", "glm4", "ernie4_5"), "rotation of neighbouring channels"),
     **dict.fromkeys(("nemotron", "arcee"), "squared ReLU"),
     **dict.fromkeys(("stablelm", "starcoder2"), "LayerNorm with a bias"),
-    "deepseek_v32": "attention to tokens that an indexer chooses",
+    "deepseek_v32": "attention to tokens that an indexer selects",
     "glm4_moe": "rotation of half of each head, and experts with a bias",
-    "gpt_bigcode": "one head of keys and values with learned positions",
-    "gpt_oss": "sinks of attention, and experts with biases",
+    "gpt_bigcode": "a single head of keys and values with learned positions",
+    "gpt_oss": "attention sinks, and experts with biases",
     "llama4_text": f"{_UNROTATED}, and attention in chunks",
     "olmo": "a norm without weights",
     "opt": "learned positions that begin at 2, and ReLU",
-    "qwen3_next": f"{_STATES}, and gates of attention",
+    "qwen3_next": f"{_STATES}, and attention gates",
     "smollm3": _UNROTATED,
 }
-# These keys are listed as differences of an unknown model, although `refuse` checks them, too.
+# Keys that are reported as differences of an unknown model, although `refuse` also checks them.
 _CHECKED = ("quantization_config", "sliding_window_size")
 
 ENTRY_POINTS = "megatron_adaptive.families"
@@ -63,8 +64,8 @@ def built_in_families() -> Mapping[str, Family]:
             if not inspect.isclass(kind) or kind.__module__ != module.__name__:
                 continue
             if issubclass(kind, Family):
-                # Base classes have no model types, so they are skipped. Model types are not
-                # inherited.
+                # Base classes are skipped, because they have no model types of their own. Model
+                # types are not inherited.
                 types = vars(kind).get("model_types", ())
                 families |= dict.fromkeys(types, kind())
     return families
@@ -94,7 +95,7 @@ def find_family(model_type: Any, hf_family: str | None = None) -> Family | None:
 
     Args:
         model_type: Value of ``model_type`` in ``config.json``.
-        hf_family: Value of ``--hf-family``, which names a user's family. This family takes
+        hf_family: Value of ``--hf-family``, which names a user's family. The user's family takes
             precedence over the families of this package.
 
     Raises:
@@ -108,7 +109,7 @@ def find_family(model_type: Any, hf_family: str | None = None) -> Family | None:
 
 
 def own_family(name: str) -> Family:
-    """Imports the user's family ``name``.
+    """Imports and returns the user's family ``name``.
 
     Args:
         name: Class in the form ``package.module:Class``, or name of an entry point.
@@ -130,7 +131,8 @@ def _published_family(model_type: str) -> Family | None:
 
     The result is ``None`` if no installed package provides such a family.
     """
-    # A name with a colon would be the path of a class, not the name of an entry point.
+    # A name with a colon would be interpreted as the path of a class, not as the name of an entry
+    # point.
     if ":" in model_type:
         return None
     kind = find_object(model_type, group=ENTRY_POINTS, subject="family")
@@ -173,7 +175,7 @@ def family_of(config: Mapping[str, Any], where: str, hf_family: str | None = Non
 
     Args:
         config: Contents of ``config.json``.
-        where: Path of the file, for error messages.
+        where: Path of the file, shown in error messages.
         hf_family: Value of ``--hf-family``, or ``None`` if it is absent.
 
     Raises:

@@ -12,7 +12,7 @@ ATTENTION: Mapping[str, str] = {
     "self_attn.q_norm": "self_attention.q_layernorm",
     "self_attn.k_norm": "self_attention.k_layernorm",
 }
-"""Names of the modules of attention with separate matrices for queries, keys and values."""
+"""Names of the modules of attention blocks with separate matrices for queries, keys and values."""
 GATED: Mapping[str, str] = {
     "mlp.gate_proj": "mlp.linear_fc1",
     "mlp.up_proj": "mlp.linear_fc1",
