@@ -107,7 +107,9 @@ class Sender {
   // Tells the peer, after all pending messages, that no message follows. Does not wait. Idempotent.
   virtual void close() noexcept = 0;
 
-  // Includes "kind", "slot_bytes", "slots" and properties of the transport.
+  // Includes "kind", "slot_bytes", "slots", "peer_closed" and properties of the transport.
+  // "peer_closed" is true after the peer has closed its end. The messages that it sent before are
+  // then in this process, but may not be in the completions yet.
   virtual Info info() const { return {}; }
 };
 

@@ -242,6 +242,7 @@ Info RdmaSender::info() const {
   info["receive_address"] = static_cast<std::int64_t>(received.address());
   info["receive_bytes"] = static_cast<std::int64_t>(received.size_bytes());
   info["kind"] = std::string("rdma");
+  info["peer_closed"] = pair_->incoming().peer_gone();
   info["device"] = choice.device;
   info["port"] = static_cast<std::int64_t>(choice.port);
   info["gid"] = choice.gid;

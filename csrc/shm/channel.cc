@@ -214,6 +214,7 @@ class ShmSender final : public Sender {
     };
     Info info{
         {"kind", std::string("shm")},
+        {"peer_closed", outgoing_->receiver_closed()},
         {"send_address", address_of(sent)},
         {"send_bytes", static_cast<std::int64_t>(sent.size_bytes())},
         {"receive_address", address_of(received)},

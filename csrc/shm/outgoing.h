@@ -73,6 +73,8 @@ class Outgoing {
   unsigned await_slot(const Message& message, const std::function<bool()>& given_up);
   // Publishes that the payload is in the given slot of the peer's device memory.
   void publish_on_device(Message& message, unsigned slot);
+  // Returns whether the peer has closed its end. Before that, all its messages were written.
+  bool receiver_closed() const noexcept;
   // States that this end has closed the memory that the peer exported from its device.
   void tell_device_closed() noexcept { control_->sender.device_closed.store(1); }
   bool flush(const Deadline& deadline);
@@ -106,7 +108,6 @@ class Outgoing {
   void queue(Pending&& pending);
   void drop_backlog(Owners& done) noexcept;
   void publish_end() noexcept;
-  bool receiver_closed() const noexcept;
 
   const std::shared_ptr<ChannelState> channel_state_;
   const ShmOptions options_;

@@ -65,6 +65,7 @@ class TcpSender final : public Sender {
 
   Info info() const override {
     return {{"kind", std::string("tcp")},
+            {"peer_closed", connection_->peer_closed()},
             {"remote", remote_},
             {"slot_bytes", static_cast<std::int64_t>(options_.slot_bytes)},
             {"slots", static_cast<std::int64_t>(options_.slots)}};

@@ -41,6 +41,8 @@ class Connection final : public Source,
   const ChannelState& state() const noexcept { return state_; }
   // Throws the error that ended the channel, if there is one.
   void check() const;
+  // Returns whether the peer has said that no message follows.
+  bool peer_closed() const noexcept { return goodbye_came_.load(); }
   // Writes pending data. May be called from any thread.
   void pump() noexcept;
 

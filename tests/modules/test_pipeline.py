@@ -47,6 +47,19 @@ def test_replicas_on_two_processes(tmp_path: Path, program: str, reports: int) -
     assert log.read_text().count(text) == reports
 
 
+@pytest.mark.parametrize(("transport", "short_rank"), [("shm", 0), ("shm", 1), ("tcp", 0)])
+def test_a_rank_that_runs_fewer_steps_is_named_at_once(
+    tmp_path: Path, transport: str, short_rank: int
+) -> None:
+    log = tmp_path / "output.txt"
+    worker = WORKER.with_name("unequal_steps.py")
+    torchrun(worker, [transport, str(short_rank)], world_size=2, log=log, limit_s=120.0)
+    (line,) = re.findall(r"named: (.*)", log.read_text())
+    assert line.startswith(f"rank {1 - short_rank} of the pipeline waits in step 1 for ")
+    assert f"but rank {short_rank} closed the channel" in line
+    assert line.endswith("run the same number of steps on all ranks")
+
+
 def test_a_peer_that_dies_as_all_add_up_the_loss_is_named(tmp_path: Path) -> None:
     log = tmp_path / "output.txt"
     ranks = Ranks([str(WORKER.with_name("lost_peer.py"))], world_size=2, log=log, limit_s=120.0)

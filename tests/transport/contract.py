@@ -321,6 +321,7 @@ def drain(rank: Rank, kind: str) -> None:
     """Checks that the receiver gets all messages even if the sender closes right after sending."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
+        assert not transport.describe_links()[peer].get("peer_closed")
         for number in range(4 * SLOTS):
             transport.send(peer, label(number), numbers(900, number))
         transport.close()
@@ -334,6 +335,9 @@ def drain(rank: Rank, kind: str) -> None:
     if kind not in OVER_TORCH:
         rank.await_mark("closed")
         assert transport.completions.wait(time.monotonic() + 0.3) is None
+        link = transport.describe_links()[peer]
+        # A transport of a user need not report this.
+        assert link["peer_closed"] if ":" not in kind else "peer_closed" not in link
     transport.close()
     assert not [
         thread.name for thread in threading.enumerate() if thread.name.startswith("receive-from")

@@ -23,7 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -31,7 +31,7 @@ from megatron.adaptive.accelerator import CpuClock, CudaClock
 from megatron.adaptive.engine.agreement import Agreement
 from megatron.adaptive.engine.lanes import Lanes
 from megatron.adaptive.engine.step_log import ActionInput, LaunchedAction, StepLog
-from megatron.adaptive.errors import DeadlineError, ScheduleError, TransportError
+from megatron.adaptive.errors import DeadlineError, PeerLostError, ScheduleError, TransportError
 from megatron.adaptive.schedule.action import (
     NUMBER,
     Action,
@@ -60,12 +60,33 @@ microseconds late.
 """
 _MOST_AHEAD = 8
 """Maximum number of unfinished actions allowed in addition to ``_LAUNCH_AHEAD``."""
+_CHECK_S = 1.0
+"""Interval in seconds at which a waiting rank checks whether other ranks have closed channels."""
 
 
 _NO_INPUT = ActionInput()
 _OBSERVED = contextlib.nullcontext()
 # Looking up a cached Action is faster than creating one.
 _input_of = functools.lru_cache(maxsize=1 << 16)(Action)
+
+
+class _Need(NamedTuple):
+    """Message from another rank without which an action cannot start.
+
+    Attributes:
+        waiting: Action that cannot start.
+        sender: Global rank that must send the message.
+        action: Action for which the message is the input. It differs from ``waiting`` if the rank
+            waits until another stage has taken an output.
+        chunk: Chunk of ``sender`` that computes the message.
+        item: Index of the microbatch on ``sender``. With slices, microbatches count as slices.
+    """
+
+    waiting: Action
+    sender: int
+    action: Action
+    chunk: int
+    item: int
 
 
 class Stages(Protocol):
@@ -336,10 +357,20 @@ class Executor:
             return behind if progress.is_behind else {"step": step + 1}
         fields = self._activity(progress)
         due = policy.order[progress.started :][:1] if isinstance(policy, Follow) else None
+        slices = state.num_slices
         needs: list[list[Any]] = []
-        for action in state.lacking():
-            if due is not None and action not in due:
+        for need in self._needs(state):
+            if due is not None and need.waiting not in due:
                 continue
+            kind = need.action.kind
+            turn = need.item if kind is ActionKind.F else mirrored(need.item, slices)
+            needs.append([need.sender, kind, need.chunk, turn, item_label(need.item, slices)])
+        return {**fields, "step": step, "finished": finished, "needs": needs}
+
+    def _needs(self, state: RankState) -> Iterator[_Need]:
+        """Yields the messages from other ranks that the rank's next actions wait for."""
+        for waiting in state.lacking():
+            action = waiting
             untaken = state.untaken(action)
             if untaken is not None:
                 # This rank waits until the next stage takes one of its outputs.
@@ -352,10 +383,7 @@ class Executor:
             if source is None or source[0] == self._pp_rank:
                 continue
             sender, item = self._route(source[0], action.microbatch)
-            slices = state.num_slices
-            turn = item if action.kind is ActionKind.F else mirrored(item, slices)
-            needs.append([sender, action.kind, source[1], turn, item_label(item, slices)])
-        return {**fields, "step": step, "finished": finished, "needs": needs}
+            yield _Need(waiting, sender, action, source[1], item)
 
     def run(self, stages: Stages, policy: Policy, state: RankState) -> None:
         """Runs every action of a step exactly once, in the order that ``policy`` chooses.
@@ -654,7 +682,7 @@ class Executor:
         start_ns = time.monotonic_ns()
         if self._log is not None:
             self._log.wait_begins(start_ns, state)
-        item = self._transport.completions.wait(start_ns / 1e9 + self._timeout_s)
+        item = self._next_item(self._transport, state, start_ns / 1e9 + self._timeout_s)
         if item is None:
             elsewhere = self._agreement.missing()
             raise DeadlineError(
@@ -665,6 +693,31 @@ class Executor:
         if self._log is not None:
             self._log.wait_ends(item)
         self._accept(item, state, is_awaited=True)
+
+    def _next_item(self, transport: Transport, state: RankState, deadline_s: float) -> Item | None:
+        """Waits until the time ``deadline_s`` for a message, and returns ``None`` if none arrives.
+
+        Raises:
+            PeerLostError: A rank that must still send an input of this step has closed its channel.
+        """
+        leavers: list[str] = []
+        while True:
+            until_s = min(deadline_s, time.monotonic() + _CHECK_S)
+            item = transport.completions.wait(until_s)
+            if item is not None or until_s == deadline_s:
+                return item
+            # A message that was sent before the channel was closed may be in memory, but not yet in
+            # the queue. Another wait would return it.
+            if leavers:
+                raise PeerLostError(
+                    f"rank {self._pp_rank} of the pipeline waits in step {self._step} for "
+                    f"{state.missing()}, but {' and '.join(leavers)} closed the channel; it ran "
+                    "fewer steps, or ended because of an error; run the same number of steps on "
+                    "all ranks"
+                )
+            links = transport.describe_links()
+            senders = sorted({need.sender for need in self._needs(state)})
+            leavers = [f"rank {peer}" for peer in senders if links[peer].get("peer_closed")]
 
     def _accept(self, item: Item, state: RankState, *, is_awaited: bool = False) -> None:
         step = item.label.step

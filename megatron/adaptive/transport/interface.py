@@ -103,7 +103,12 @@ class Transport(Protocol):
         """
 
     def describe_links(self) -> dict[int, dict[str, Any]]:
-        """Returns properties of the channel to each peer, at least the transport (``kind``)."""
+        """Returns properties of the channel to each peer, at least the transport (``kind``).
+
+        ``peer_closed`` is ``True`` if the peer has closed the channel, so that no more messages
+        will arrive. A transport may omit it. A rank that needs a message from such a peer then
+        fails only after the timeout, unless the transport reports the closed channel as an error.
+        """
 
     def flush(self, timeout_s: float) -> None:
         """Waits up to ``timeout_s`` seconds until all messages have left this process.
