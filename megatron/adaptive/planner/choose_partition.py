@@ -5,18 +5,20 @@ The search has three steps:
 1. :func:`balanced` finds a partition whose slowest rank is as fast as possible. The *pace* of a
    rank is its time per microbatch in seconds. Bisection finds the smallest pace T at which the
    ranks can hold all layers. At pace T, a rank holds (T - time outside of layers) / (time per
-   layer) layers. Example with 32 layers on 4 ranks, where a layer takes 1 s, or 1.5 s on rank 1::
+   layer) layers. In this example, 32 layers run on 4 ranks, and a layer takes 1 s, or 1.5 s on rank
+   1::
 
        layers of each stage    8  8  8  8    slowest pace 8 x 1.5 = 12 s
        fit at T = 9 s          9  6  9  9    33 layers, enough
        layers of each stage    9  6  9  8    slowest pace 9 s
 
-2. Stages are filled with layers in order. If a rank has several stages, each of them gets an equal
+2. Stages are filled with layers in order. If a rank has several stages, each stage gets an equal
    share of the rank's time. This is optimal if all layers are equal, or if each rank has one stage.
    Afterwards, single layers are moved between stages as long as this makes the slowest rank faster.
-3. The step time also depends on the order in which ranks run their actions. So partitions near the
-   balanced partition are simulated under the job's schedule. Among the partitions that are about as
-   fast as the fastest, the partition that moves the fewest layers to a different rank is chosen.
+3. The step time also depends on the order in which ranks run their actions. Therefore, partitions
+   near the balanced partition are simulated under the job's schedule. Among the partitions that are
+   about as fast as the fastest, the partition that moves the fewest layers to a different rank is
+   chosen.
 
 Layers and stages keep their order, and stages stay on their ranks. :func:`choose_together` also
 chooses the schedule and the placement of stages.
@@ -58,8 +60,8 @@ Times = tuple[float, float, float]
 """Times of one microbatch in seconds: forward pass, backward pass, and weight gradients."""
 
 _ALIKE = 0.005
-"""Relative difference up to which two step times are treated as equal. Errors of simulated step
-times are larger than this."""
+"""Maximum relative difference between two step times that are treated as equal. The error of a
+simulated step time is larger than this."""
 PLACEMENT_GAIN = 0.03
 """Minimum fraction of the step time that a different stage placement must save. This minimum is
 larger than the minimum for other changes, because a different placement requires moving weights."""
@@ -74,9 +76,9 @@ _WHOLE = 3
 _LEAST_GAIN = 1e-3
 """Minimum fraction of the step time that moving a single layer must save."""
 _ORDERS = 6
-"""Number of schedules under which each partition is simulated."""
+"""Number of the best schedules under which each partition is simulated."""
 _LEAST_S = 1e-9
-"""Time in seconds that serves as the smallest divisor and as the tolerance for rounding errors."""
+"""Time in seconds used as the minimum for divisors and as the tolerance for rounding errors."""
 _ROUNDING = 1e-6
 """Maximum relative error of a value due to rounding."""
 _UNLIMITED = 1e9
@@ -84,7 +86,7 @@ _UNLIMITED = 1e9
 infinity times zero is NaN.
 """
 _HALVINGS = 40
-"""Number of bisection steps. This many steps determine the time per microbatch to 12 digits."""
+"""Number of bisection steps, which determine the time per microbatch to 12 digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +190,7 @@ class Loads:
 
     @cached_property
     def _before(self) -> Any:
-        """Cumulative counts: row ``i`` holds the number of layers of each kind before layer ``i``.
+        """Array whose row ``i`` contains the number of layers of each kind before layer ``i``.
 
         The shape is ``[layers + 1, kinds]``.
         """
@@ -202,7 +204,7 @@ class Loads:
         return self._before[ends] - self._before[ends - partition]
 
     def _seconds(self, partition: Sequence[int]) -> Any:
-        """Returns each stage's times of forward pass, backward pass and weight gradients.
+        """Returns the forward, backward and weight-gradient time of each stage.
 
         The array has shape ``[stages, 3]`` and contains times in seconds per microbatch.
         """
@@ -245,12 +247,13 @@ class Decision:
         stay: Schedule to use while all layers stay on their ranks, or ``None`` to keep the current
             schedule.
         move: Schedule to use after layers or whole stages have moved to other ranks, or ``None`` if
-            nothing is to move.
+            nothing should be moved.
         partition: Number of layers in each stage after the move, or ``None`` to keep the current
-            numbers.
-        present_s: Simulated step time in seconds if nothing moves, or ``None`` if no schedule
-            without a move fits into memory.
-        step_s: Simulated step time in seconds after the move, or ``None`` if nothing is to move.
+            partition.
+        present_s: Simulated step time in seconds without a move, or ``None`` if no schedule fits
+            into memory without a move.
+        step_s: Simulated step time in seconds after the move, or ``None`` if nothing should be
+            moved.
     """
 
     text: str
@@ -262,7 +265,7 @@ class Decision:
 
 
 def travelling(old: Sequence[int], new: Sequence[int], placement: Placement) -> int:
-    """Returns how many layers move to a different rank when partition ``old`` becomes ``new``."""
+    """Returns how many layers change ranks if the partition changes from ``old`` to ``new``."""
     ranks = [placement.locate(stage)[0] for stage in range(placement.num_stages)]
     return int((np.repeat(ranks, old) != np.repeat(ranks, new)).sum())
 
@@ -292,10 +295,10 @@ def simulated_step(
 
 
 def charged_wholly(costs: Sequence[float], frozen_layers: int) -> list[float]:
-    """Returns the costs of layers as if frozen layers had backward passes, too.
+    """Returns the costs of layers as if frozen layers also had backward passes.
 
     A partition that balances these costs distributes frozen layers over more ranks. These ranks can
-    run frozen layers at times when they would otherwise wait.
+    run frozen layers while they would otherwise wait.
 
     Args:
         costs: Cost of each layer, in any unit.
@@ -377,8 +380,9 @@ def propose(
     present = loads.partition
     start = balanced(loads)
     is_slower = max(loads.paces(start)) < max(loads.paces(present)) * (1 - gain / 2)
-    # If the ranks are balanced well enough, skip the simulations. But frozen layers can run while
-    # their rank would wait, so they may be placed badly although all ranks have equal work.
+    # Skip the simulations if the ranks are balanced well enough and no layers are frozen. Frozen
+    # layers can run while their rank would otherwise wait, so a partition with frozen layers may be
+    # slow although all ranks have equal work.
     if not is_slower and not loads.frozen_layers:
         return None
     choice, seconds = _quickest(loads, start, step_s)
@@ -411,8 +415,8 @@ def choose_together(
         limits: For each placement, a function that takes a partition and returns the maximum number
             of activations to hold. The current placement comes first. The unit is the activations
             of one microbatch in all stages of a rank.
-        halves: Loads measured over different parts of the steps. A move must save enough time under
-            each of these loads.
+        halves: Loads measured in separate parts of the measured steps. A move must save enough time
+            under each of these loads.
         gain: Minimum fraction of the step time that moving layers must save, or ``None`` if layers
             must not be moved.
         num_microbatches: Number of microbatches per step.
@@ -426,8 +430,8 @@ def choose_together(
     Raises:
         ScheduleError: No schedule fits into memory.
 
-    Source: AdaPtis, arXiv 2509.23722, for choosing all of these together. The search algorithm is
-    different.
+    Source: AdaPtis, arXiv 2509.23722, which also chooses all of these together, but with a
+    different search algorithm.
     """
     job = _Job(
         profile=profile,
@@ -473,7 +477,7 @@ def choose_together(
 def _decision(
     loads: Loads, moves: list[tuple[float, Partition, ScheduleChoice]], stay: ScheduleChoice | None
 ) -> Decision:
-    """Decides on the move with the shortest step time, or on no move if ``moves`` is empty.
+    """Chooses the move with the shortest step time, or no move if ``moves`` is empty.
 
     Args:
         loads: Measured times and memory under the current placement and partition.
@@ -553,7 +557,7 @@ class _Job:
         return _Runs(self.num_microbatches)
 
     def _profile_of(self, loads: Loads, partition: Partition) -> StageProfile:
-        """Returns the measured profile, but with the stage times for ``partition``."""
+        """Returns a copy of the measured profile with the stage times for ``partition``."""
         return replace(self.profile, times=loads.stage_times(partition))
 
     def fastest(self, loads: Loads, partition: Partition, *, quick: bool = False) -> ScheduleChoice:

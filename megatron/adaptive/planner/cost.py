@@ -7,10 +7,10 @@ A step has four consecutive parts::
       plan's schedule
 
 The pipeline is timed by simulating the actions in the order of the schedule. A stage is as fast as
-its slowest replica, and every boundary between stages on different ranks costs a message. Then each
-rank reduces its gradients across its replicas. The first and last stage add up the gradients of
-tied embeddings. Finally, the optimizer runs. A step takes at least as long as its messages keep the
-network link of any node busy (``node_traffic``).
+its slowest replica, and every boundary between stages on different ranks requires a message. Then
+each rank reduces its gradients across its replicas. The first and last stage add up the gradients
+of tied embeddings. Finally, the optimizer runs. A step is never shorter than the time for which its
+messages keep the network link of a node busy (``node_traffic``).
 
 A plan may have stages with unequal parallel sizes. The search gives such stages microbatches of
 unequal sizes, so that all stages have the same number of microbatches. The trainer uses
@@ -105,12 +105,13 @@ def predict(
     seconds = float(ends[last]) + tied + beside + jitter
     if (wait_s := stages.busy_link.seconds - seconds) > 0:
         # The pipeline is timed as if every pair of ranks had its own link. If ranks share a network
-        # link, and this link needs more time for all messages, the step takes this time.
+        # link that needs more time for all of its messages, use the time of this link as the step
+        # time.
         times = replace(times, end_s=times.end_s + wait_s)
         seconds = stages.busy_link.seconds
     quiet = _pipeline(plan, stages.without_messages(), runtime, predictions)
-    # All parts are the times of the rank that finishes last, because these add up to the whole
-    # step.
+    # All parts are times of the rank that finishes last, because only these times add up to the
+    # whole step.
     tp_s = float(of_rank[last] @ stages.tp_s) * stages.num_items
     parts = {
         "compute": float(times.busy_s[last]) - tp_s,
@@ -120,7 +121,7 @@ def predict(
         "embedding": tied,
         "optimizer": float(optimizer[last]),
     }
-    # The difference of equal sums may be slightly negative.
+    # Rounding errors may make the difference slightly negative.
     parts["bubble"] = max(0.0, seconds - beside - jitter - sum(parts.values()))
     parts |= {name: part for name, part in (("jitter", jitter), ("beside", beside)) if part}
     return Prediction(
@@ -163,8 +164,8 @@ def _stage_predictions(
 class StageSums:
     """Costs of each stage and rank of a plan, summed over layers. Each chunk counts as a stage.
 
-    Times and messages are per microbatch. If sequences are cut into slices, they are per slice of
-    average cost instead.
+    Times and messages are per microbatch. If sequences are cut into slices, times and messages are
+    per slice of average cost instead.
 
     Attributes:
         durations_s: Times of forward pass, input gradients and weight gradients on the slowest
@@ -573,15 +574,15 @@ def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
     """Returns by how many seconds random variation of action durations lengthens a step.
 
     ``sigma`` is the standard deviation of the logarithm of a duration. The result is 0 for a
-    run-time scheduling rule, because it runs another action if an input is late.
+    run-time scheduling rule, because such a rule runs another action if an input is late.
     """
     if sigma <= 0 or catalog.is_rule(plan.schedule):
         return 0.0
     count = plan.num_microbatches
     durations = stages.durations_s
     if (widths := dealt_widths(plan)) is not None:
-        # Use the jitter of a pipeline with one rank per stage and about the same amount of work as
-        # an approximation.
+        # Approximate the jitter by that of a pipeline that has one rank per stage and about the
+        # same amount of work.
         count = plan.global_batch // plan.micro_batch
         durations = durations / np.array(widths.sizes, dtype=np.float64)
     steps = steps_of(plan.schedule, plan.pp, plan.chunks, count)
@@ -607,7 +608,7 @@ def as_run(plan: Plan) -> Plan:
 def dealt_widths(plan: Plan) -> Widths | None:
     """Returns the number of replicas of each stage if these numbers differ between stages.
 
-    All stages must have the same microbatch size. The result is ``None`` for all other plans.
+    The result is ``None`` if all parallel sizes are equal, or if microbatch sizes differ.
     """
     if plan.uniform or any(
         stage_place.micro_batch != plan.micro_batch for stage_place in plan.places

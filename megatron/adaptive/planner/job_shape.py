@@ -43,7 +43,7 @@ from megatron.adaptive.planner.profile import PlanInputs, Profile
 from megatron.adaptive.schedule import catalog
 from megatron.adaptive.schedule.stage_placement import Placement
 
-# The memory limit of a process is its free memory after the device context was created, so the
+# The memory limit of a process is the free memory after its device context was created, so the
 # context must not be counted again.
 _RUNTIME = Runtime(context_bytes=0.0)
 # Number of options whose partitions are improved by simulation if the model has frozen layers.
@@ -176,7 +176,7 @@ def choose_option(
     count = len(fitting) + (_REFINED * _SEARCHED if running.model.frozen_layers else 0)
     timed: list[tuple[_Shape, Option]] = []
     for shape, option in sorted(fitting, key=lambda pair: pair[1].seconds):
-        # Options are sorted by ``option.seconds``, which is still a lower bound here. So no later
+        # Options are sorted by ``option.seconds``, which is still a lower bound here, so no later
         # option can be among the two fastest.
         if len(timed) > 1 and option.seconds >= sorted(other.seconds for _, other in timed)[1]:
             break
@@ -323,8 +323,9 @@ class _Shape:
     def refined(self, option: Option, predictions: int) -> Option:
         """Improves the partition of ``option`` by simulating similar partitions.
 
-        A partition whose slowest stage is as fast as possible is not the best if layers are frozen.
-        The reason is that forward passes of frozen layers can run while a process would wait.
+        If layers are frozen, a partition whose slowest stage is as fast as possible may not be the
+        fastest, because forward passes of frozen layers can run while a process would otherwise
+        wait.
 
         Args:
             option: Option whose partition is improved.

@@ -3,9 +3,9 @@
 A layer's time is taken from the profile if it was measured. Otherwise, it is estimated from the
 GPU's data sheet (:func:`make_estimator`). The estimate assumes that matrix multiplications run at
 70% of the arithmetic peak, and that all other operations move their operands through memory at 80%
-of the bandwidth. A pass takes at least as long as launching its kernels. An example is a layer with
-1e12 FLOPs per forward pass, and 0.5 GB of activations and output, on an A100 (312e12 FLOP/s and
-1555 GB/s)::
+of the bandwidth. A pass takes at least as long as launching its kernels. For example, the estimate
+for a layer with 1e12 FLOPs per forward pass, and 0.5 GB of activations and output, on an A100
+(312e12 FLOP/s and 1555 GB/s) is::
 
     matmuls            1e12 / (0.7 x 312e12)         4.6 ms
     other operations   2 x 0.5e9 / (0.8 x 1555e9)    0.8 ms   each byte is written and read once
@@ -78,9 +78,9 @@ class Runtime:
     pipeline: Callable[[Any, Any], Any] | None = None
 
     def slices_messages(self, settings: StageSettings) -> bool:
-        """Returns whether tensor-parallel ranks send parts of a stage's output with ``settings``.
+        """Returns whether each tensor-parallel rank sends only its part of a stage's output.
 
-        Otherwise, each of them sends the whole output.
+        Otherwise, each rank sends the whole output. ``settings`` contains the settings of the plan.
         """
         return self.sliced_messages or settings.sequence_parallel
 
@@ -94,8 +94,8 @@ _HOST_MESSAGES = 8
 """Number of message buffers in host memory that are allocated but usually empty. These are the free
 slots in the queues of a rank and its neighbour (``transport.select.size_of_channel``)."""
 _HOST_BLOCK_BYTES = 2**25
-"""Size in bytes from which the C library allocates a block separately. Such a block is returned to
-the system when it is freed.
+"""Minimum size in bytes of blocks that the C library allocates separately, and returns to the
+system when they are freed.
 """
 _HOST_FREE_BYTES = 2 * _HOST_BLOCK_BYTES
 """Maximum number of free bytes that the C library keeps at the end of its heap."""
@@ -150,7 +150,7 @@ def in_flight(
 
 
 def _in_mean_slices(count: float, slices: int, attention_share: float) -> float:
-    """Returns the maximum total length of ``count`` slices in flight, in average slice lengths.
+    """Returns the maximum total length of ``count`` slices in flight, in units of the mean length.
 
     The backward passes of a microbatch's slices run in reverse order, so its first slices stay in
     memory the longest. The first slices are also the longest slices. Only two microbatches are
@@ -184,7 +184,7 @@ def waiting(
     cap: float | None = None,
     attention_share: float = 0.0,
 ) -> tuple[float, ...]:
-    """Returns, for each rank, how many microbatches at most wait for their weight gradients (W).
+    """Returns the maximum number of microbatches that wait for weight gradients (W) on each rank.
 
     A waiting microbatch has computed its input gradients (B) but not yet its weight gradients (W).
 
@@ -346,9 +346,8 @@ def layer_table(
         inputs=inputs,
         node=node,
         tp=tp,
-        # A rank with half of each sequence does the same work as a rank with half of the samples,
-        # so the number of samples is divided. The same is true for a slice of half of each
-        # sequence.
+        # Half of each sequence is as much work as half of the samples. Divide the number of samples
+        # if ranks share sequences, or if sequences are cut into slices.
         samples=micro_batch * settings.share_of(inputs.model.sequence) / context_ranks,
         longest_slice=_longest_slice(inputs.model, settings, tp),
         settings=settings,
@@ -377,7 +376,7 @@ def _longest_slice(model: Model, settings: StageSettings, tp: int) -> float:
         return 1.0
     try:
         ends = slice_ends(model.sequence, slices, tp if settings.sequence_parallel else 1, share)
-    # The trainer rejects sequences of this length, so the approximate cut points are used.
+    # The trainer rejects sequences of this length, so use the approximate cut points.
     except ConfigError:
         return cut_points(slices, share)[1] * slices
     longest = max(end - start for start, end in pairwise((0, *ends)))
@@ -419,7 +418,7 @@ class _LayerSetup:
         base = self.inputs.model.kinds[name]
         kind = self.inputs.model.kinds.get(f"{name}/{self.settings.expert_ranks}", base)
         # If experts are distributed over ranks, the busiest rank has more work than the average
-        # rank. So the times are scaled to the work of this rank.
+        # rank. Scale the times to the work of the busiest rank.
         load = kind.forward_flops / (base.forward_flops or 1)
         times = self.inputs.profile.times(
             kind.name, self.node.gpu, self.tp, self.samples, load or 1.0
@@ -540,7 +539,7 @@ def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _Lay
     whole = times.kept_bytes
     if whole is None or not model.has_experts:
         # If a model has experts, the measured size already includes the effect of sequence
-        # parallelism, so it is not reduced in this case.
+        # parallelism, so do not reduce it again.
         whole = kind.kept_bytes(tp) * samples if whole is None else whole
         whole -= kind.replicated_activation_bytes * samples * (1 - 1 / shared)
     if not setup.passes_keys(kind):
@@ -562,7 +561,8 @@ def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _Lay
         gathered = kind.keys_bytes / tp * samples * slices
         gathered *= _GRADIENT_BYTES / model.precision.element_bytes
     # A backward pass with recomputation holds all activations of the recomputed layer. The longest
-    # slice needs the most memory, except for scores, because it attends to the fewest tokens.
+    # slice needs the most memory, except for its attention scores, because it attends to the fewest
+    # tokens.
     longest = setup.longest_slice
     working = kind.workspace_bytes / tp * samples * longest + max(whole - kept, 0.0)
     working += max(whole - kept - kind.attention_bytes / tp * samples, 0.0) * (longest - 1)
@@ -623,8 +623,8 @@ Source: Narayanan et al. 2021 (arXiv:2104.04473), table 1, and Korthikanti et al
 multiplications take about three quarters of these steps.
 """
 MEMORY_SHARE = 0.8
-"""Fraction of the memory bandwidth that element-wise kernels achieve. Source: BabelStream reports
-0.8 to 0.93 of the data sheet's bandwidth for V100, A100 and H100."""
+"""Fraction of the memory bandwidth that element-wise kernels achieve. Source: BabelStream, which
+reports 0.8 to 0.93 of the data sheet's bandwidth for V100, A100 and H100."""
 LAUNCH_S = 5e-6
 """Time to launch a kernel, in seconds. Source: NVIDIA's CUDA programming guides, which report a few
 microseconds."""
@@ -646,7 +646,7 @@ def make_estimator(model: Model) -> Callable[[str, str, int, float], LayerTimes]
 
     Returns:
         Function that takes the layer kind, the GPU, the number of tensor-parallel ranks and the
-        samples per microbatch, and returns the estimated times. These do not include communication
+        samples per microbatch, and returns the estimated times. The times exclude communication
         between tensor-parallel ranks. The function raises ``ConfigError`` if the GPU or kind is
         unknown, or if the GPU does not support the model's precision.
     """
@@ -661,7 +661,7 @@ def make_estimator(model: Model) -> Callable[[str, str, int, float], LayerTimes]
 
 
 def _estimate(model: Model, kind: LayerKind, gpu: Gpu, tp: int, micro_batch: float) -> LayerTimes:
-    """Estimates the times of a layer of kind ``kind`` from its FLOPs and memory traffic."""
+    """Estimates the times of a layer of the given ``kind`` from its FLOPs and memory traffic."""
     sizes = model.precision
     pace = gpu.peak(sizes.name) * MATRIX_SHARE
     moving = gpu.memory_bytes_per_s * MEMORY_SHARE
@@ -675,8 +675,8 @@ def _estimate(model: Model, kind: LayerKind, gpu: Gpu, tp: int, micro_batch: flo
     output = micro_batch * kind.output_elements * sizes.element_bytes
     elements_s = 2 * (kept + output) / moving
     weights = kind.held_parameters(tp)
-    # Matrix multiplications read all weights, even for few samples. A lookup of embeddings reads
-    # only a few rows of the table.
+    # Matrix multiplications read all weights, even for few samples. An embedding lookup reads only
+    # a few rows of the table.
     read_s = weights * sizes.parameter_bytes / moving if kind.forward_flops else 0.0
     gradient_s = (
         weights * (sizes.parameter_bytes * sizes.trained + 2 * sizes.gradient_bytes) / moving
