@@ -2,9 +2,10 @@
 
 The search finds 1F1B pipelines with one stage per rank. This module tries other schedules. For
 schedules with several stages (chunks) per rank, it also changes the number of layers per stage. The
-module improves an initial partition step by step, so its result may not be optimal. For example, 15
-layers are divided into 4 interleaved stages on 2 ranks, with 4 microbatches. A layer takes 1 s
-forward and 2 s backward on rank 0 (stages 0 and 2), and twice as long on rank 1 (stages 1 and 3)::
+module improves an initial partition step by step, so its result may not be optimal. In this
+example, 15 layers are divided into 4 interleaved stages on 2 ranks, with 4 microbatches. A layer
+takes 1 s forward and 2 s backward on rank 0 (stages 0 and 2), and twice as long on rank 1 (stages 1
+and 3)::
 
     first partition   5 3 5 2   135 s   work in proportion to the speed of the ranks
     0 gives to 1      4 4 5 2   156 s   slower, undone

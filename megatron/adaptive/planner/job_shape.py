@@ -445,10 +445,10 @@ def _nothing_fits(options: Sequence[Option]) -> str:
     """Returns the error message for the case that none of ``options`` fits into memory."""
     best = min(options, key=lambda option: option.needed_bytes - option.limit_bytes)
     return (
-        f"no pipeline and microbatch size fit into memory: the nearest is {best}, where process "
-        f"{best.fullest} of a pipeline needs {best.needed_bytes / 1e9:.3g} GB of "
-        f"{best.limit_bytes / 1e9:.3g} GB; start more processes, mark more cut points, or use a "
-        "smaller batch_size"
+        f"no pipeline and microbatch size fit into memory: the closest is {best}, where process "
+        f"{best.fullest} of a pipeline needs {best.needed_bytes / 1e9:.3g} GB but has "
+        f"only {best.limit_bytes / 1e9:.3g} GB; start more processes, mark more cut points, or use "
+        "a smaller batch_size"
     )
 
 

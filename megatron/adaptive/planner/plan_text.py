@@ -48,7 +48,7 @@ def compare_text(files: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
 
 
 def _figure_lines(predictions: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Returns table rows with predicted values, and how much these differ from the first plan's."""
+    """Returns table rows with predicted values, and their differences from the first plan."""
     lines = []
     figures = [
         {
@@ -88,7 +88,7 @@ def _reason(prediction: Mapping[str, Any], first: Mapping[str, Any], first_name:
 
 
 def _settings(document: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the settings in ``document``, the contents of a plan file, as text by name."""
+    """Returns the settings in ``document``, the contents of a plan file, as text keyed by name."""
     settings = {**document.get("degrees", {})}
     for key, value in document.items():
         if key == "placement":
@@ -103,8 +103,8 @@ def _settings(document: Mapping[str, Any]) -> dict[str, str]:
 
 _GB = 1e9
 _LEAST_SHARE = 0.001
-"""Minimum difference in a part of the step, as a fraction of the step time. Smaller differences are
-not listed as a reason.
+"""Minimum difference in a part of the step, as a fraction of the step time, that is listed as a
+reason.
 """
 
 
