@@ -97,7 +97,7 @@ class Loads:
         placement: Assignment of stages to ranks.
         partition: Number of layers in each stage during the measurement.
         layer_s: Times of a layer in seconds (forward pass, backward pass, weight gradients), for
-            each rank and each kind of layer.
+            each rank and kind of layer.
         beside_s: Times in seconds of each stage's work outside of its layers, such as embedding and
             loss.
         most_layers: Number of layers of average size that fit into the memory of each rank.
@@ -345,7 +345,7 @@ def _better(
 
     Args:
         partition: Number of layers of each stage.
-        limit_s: Step time in seconds that the result must stay below.
+        limit_s: Upper limit of the new partition's step time in seconds, exclusive.
         tried: Step time in seconds of each partition tried so far. This function adds the
             partitions that it tries.
         step_s: Function that returns the step time in seconds under a partition.
@@ -413,8 +413,8 @@ def choose_together(
         loads: Measured times and memory of the stages under the current placement and partition.
         profile: Measured times of actions with their variation, and times of messages.
         limits: For each placement, a function that takes a partition and returns the maximum number
-            of activations to hold. The current placement comes first. The unit is the activations
-            of one microbatch in all stages of a rank.
+            of activations to hold. The current placement comes first. The unit is the size of one
+            microbatch's activations in all stages of a rank.
         halves: Loads measured in separate parts of the measured steps. A move must save enough time
             under each of these loads.
         gain: Minimum fraction of the step time that moving layers must save, or ``None`` if layers
@@ -654,8 +654,8 @@ def _quickest(
 ) -> tuple[Partition, float]:
     """Finds a fast partition by moving single layers of the current partition or of ``start``.
 
-    Several partitions may be about as fast as the fastest. The one that moves the fewest layers to
-    a different rank is returned.
+    If several partitions are about equally fast, the one that moves the fewest layers to a
+    different rank is returned.
 
     Returns:
         Partition, and its step time in seconds.
@@ -686,7 +686,7 @@ def _quickest(
 def _filled(loads: Loads, pace: float) -> Partition | None:
     """Fills stages in order with as many layers as ``pace`` and the memory allow.
 
-    ``pace`` is the time in seconds that no rank may exceed per microbatch.
+    ``pace`` is the maximum time per microbatch of each rank, in seconds.
 
     Returns:
         Number of layers in each stage, or ``None`` if the stages cannot hold all layers.

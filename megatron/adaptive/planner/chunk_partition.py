@@ -272,8 +272,8 @@ def scheduled(plan: Plan, inputs: PlanInputs, schedules: Sequence[str]) -> PlanR
         plan: Plan from the search. If its stages have unequal parallel sizes, the plan is first
             converted to microbatches of equal size (``cost.as_run``).
         inputs: Model, cluster and profile of layer times.
-        schedules: Names of the schedules to choose from. If the plan has one chunk per rank,
-            schedules that need several chunks are skipped.
+        schedules: Names of the schedules to choose from. Schedules that need several chunks per
+            rank are skipped if the plan has only one.
 
     Returns:
         Plan with the chosen schedule, and its prediction, or ``None`` if the plan supports none of

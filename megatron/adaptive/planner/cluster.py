@@ -125,8 +125,8 @@ class LinkSpeed:
     """Speed of a link in one direction.
 
     Attributes:
-        bytes_per_s: Bandwidth for large messages in bytes per second. If ``shared`` is true, this
-            is the total bandwidth of all pairs of GPUs. Otherwise, each pair has this bandwidth.
+        bytes_per_s: Bandwidth for large messages in bytes per second: the total of all pairs of
+            GPUs if ``shared`` is true, otherwise the bandwidth of each pair.
         latency_s: Time in seconds to send an empty message.
         shared: Whether pairs of GPUs that send at the same time share the bandwidth. For example,
             they share the network card of a node, but not a switch between the GPUs of a node.
@@ -213,8 +213,8 @@ class NodeType:
         price_per_hour: Price of the whole node per hour, in the user's currency.
         zone: Name of the node's availability zone. The cluster may define a separate link between
             nodes in different zones.
-        slowness: Factor by which all durations from the profile are multiplied on this node. It is
-            1 if the node is as fast as the nodes in the profile.
+        slowness: Factor by which all durations from the profile are multiplied on this node, or 1
+            if the node is as fast as the nodes in the profile.
         like: Name of another node type whose entries in the cluster's tables of links also apply to
             this type. If empty, this type has entries of its own.
     """
@@ -340,7 +340,7 @@ class Cluster:
         return all(known_gpu(node.gpu) is not None for node in self.types)
 
     def with_memory(self, times: float = 1.0, more_bytes: float = 0.0) -> Cluster:
-        """Returns a copy of the cluster in which each GPU has a different memory size.
+        """Returns a copy of the cluster with changed memory sizes of all GPUs.
 
         Args:
             times: Factor by which the memory size is multiplied.

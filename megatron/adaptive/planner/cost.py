@@ -72,7 +72,7 @@ def predict(
 ) -> Prediction:
     """Predicts the time, memory and price of one step of a plan.
 
-    A plan that does not fit into memory also gets a predicted time. In this case,
+    The time is predicted even if the plan does not fit into memory. In this case,
     ``Prediction.fits`` is false.
 
     Args:
@@ -170,16 +170,16 @@ class StageSums:
     Attributes:
         durations_s: Times of forward pass, input gradients and weight gradients on the slowest
             replica, in seconds, ``[3, stages]``.
-        launch_s: Part of ``durations_s`` in seconds that the CPU spends launching kernels, ``[3,
+        launch_s: Part of ``durations_s`` that the CPU spends launching kernels, in seconds, ``[3,
             stages]``. A rank can launch kernels while it waits for its input.
-        tp_s: Part of ``durations_s`` in seconds that is tensor-parallel communication,
+        tp_s: Part of ``durations_s`` that is spent on tensor-parallel communication, in seconds,
             ``[stages]``.
         latency_s: Latency in seconds of the messages that a stage sends after a forward and after a
             backward pass, ``[2, stages]``.
         occupancy_s: Time in seconds during which each of these messages keeps its link busy, ``[2,
             stages]``.
-        reduce_s: Duration of a gradient reduction that does not overlap with the backward pass, in
-            seconds, ``[ranks]``.
+        reduce_s: Duration of the whole gradient reduction if nothing overlaps with it, in seconds,
+            ``[ranks]``.
         optimizer_s: Duration of the optimizer step in seconds, ``[ranks]``.
         memory: Memory that each pipeline rank needs.
         of_rank: Matrix of shape ``[ranks, stages]`` that contains 1 if the rank holds the stage,
@@ -359,7 +359,7 @@ def _row_costs(
 
 
 def _held(plan: Plan, rank: int, inputs: PlanInputs, rows: RowCosts | None) -> tuple[float, float]:
-    """Returns the maximum number of microbatches that a rank holds, and how many wait for action W.
+    """Returns the maximum numbers of microbatches that a rank holds and that wait for action W.
 
     The action W computes weight gradients. If the plan cuts sequences into slices or packs
     documents, slices are counted instead of microbatches.
@@ -571,7 +571,7 @@ def _weight_pieces(plan: Plan, *, splittable: bool) -> int:
 
 
 def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
-    """Returns by how many seconds random variation of action durations lengthens a step.
+    """Returns the time in seconds by which random variation of action durations lengthens a step.
 
     ``sigma`` is the standard deviation of the logarithm of a duration. The result is 0 for a
     run-time scheduling rule, because such a rule runs another action if an input is late.
@@ -606,7 +606,7 @@ def as_run(plan: Plan) -> Plan:
 
 
 def dealt_widths(plan: Plan) -> Widths | None:
-    """Returns the number of replicas of each stage if these numbers differ between stages.
+    """Returns the number of replicas of each stage if stages have different numbers.
 
     The result is ``None`` if all parallel sizes are equal, or if microbatch sizes differ.
     """

@@ -1,9 +1,10 @@
 """Creates cluster files from the output of Slurm, ``nvidia-smi`` and ``doctor --json``.
 
-No single tool reports everything, so the outputs of several tools are combined. Slurm reports all
-nodes with their GPUs and switches. ``nvidia-smi`` and ``doctor`` report the memory and links of a
-single node. Such a report is used for all nodes in Slurm's output that have the same GPU and the
-same number of GPUs. Values that no tool reports are assumed, and listed as assumptions.
+No single tool reports all properties of a cluster, so the outputs of several tools are combined.
+Slurm reports all nodes with their GPUs and switches. ``nvidia-smi`` and ``doctor`` report the
+memory and links of a single node. Such a report is used for all nodes in Slurm's output that have
+the same GPU and the same number of GPUs. Values that no tool reports are assumed, and listed as
+assumptions.
 """
 
 from __future__ import annotations
@@ -182,7 +183,7 @@ def _sinfo_entries(text: str, where: str) -> list[dict[str, Any]]:
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Returns the host names in the Slurm host list ``text``.
+    """Returns the host names in ``text``, a host list of Slurm.
 
     For example, ``a[01-03,7],b`` expands to a01, a02, a03, a7 and b.
     """

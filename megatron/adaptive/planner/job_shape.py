@@ -62,14 +62,14 @@ class Running:
         order: Indices of the nodes in rank order.
         batch: Number of samples per step over all replicas.
         schedule: Name of the pipeline schedule.
-        chunks: Number of stages per process. It matters only if the schedule leaves this choice to
-            the user.
+        chunks: Number of stages per process. This field is used only if the schedule leaves the
+            choice to the user.
         whole: Times of the pieces if weight gradients are computed within the backward pass.
         split: Times of the pieces if a separate pass computes weight gradients, or ``None`` if the
             schedule has no such pass. These times are used for pipelines with several processes.
-        cap: Maximum activations that a process may hold under a run-time scheduling rule, or
-            ``None`` for the rule's default. The unit is the activations of one microbatch in all
-            stages of the process.
+        cap: Maximum amount of activations that a process may hold under a run-time scheduling rule,
+            or ``None`` for the rule's default. The unit is the size of one microbatch's activations
+            in all stages of the process.
     """
 
     model: Model
@@ -101,10 +101,10 @@ class Option:
         replicas: Number of pipelines (data-parallel replicas).
         micro_batch_size: Number of samples per microbatch.
         partition: Number of pieces (parts between cut points) of each stage.
-        seconds: Predicted step time in seconds, or a lower bound until a prediction was made.
+        seconds: Predicted step time in seconds, or a lower bound of it before the prediction.
         needed_bytes: Memory in bytes that the process with the least free memory needs.
         limit_bytes: Memory in bytes that the process with the least free memory may use.
-        fullest: Index of the process with the least free memory within its pipeline.
+        fullest: Index, within its pipeline, of the process with the least free memory.
     """
 
     pipeline_size: int
@@ -275,7 +275,8 @@ class _Shape:
 
         The option's ``seconds`` is a lower bound of the step time, not a prediction.
 
-        If no partition fits into memory, the best partition without a memory limit is returned.
+        If no partition fits into memory, the partition that would be best without a memory limit is
+        returned.
 
         Args:
             fixed: User's partition, or ``None`` to choose a partition.

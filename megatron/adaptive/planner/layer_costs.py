@@ -67,9 +67,9 @@ class Runtime:
             step, in bytes per parameter.
         sliced_messages: Whether each tensor-parallel rank sends only its part of a stage's output,
             so that receivers have to gather the parts.
-        pipeline: Function that computes a pipeline's times instead of the planner. It takes a plan
-            and its ``cost.StageSums``. It returns ``order_timing.ScheduleTimes``, or ``None`` to
-            use the planner's computation.
+        pipeline: Function that replaces the planner's computation of a pipeline's times. The
+            function takes a plan and its ``cost.StageSums``, and returns
+            ``order_timing.ScheduleTimes``, or ``None`` to use the planner's computation.
     """
 
     context_bytes: float = 0.5e9 + CHANNELS_BYTES
@@ -86,12 +86,12 @@ class Runtime:
 
 
 OURS = Runtime()
-"""Properties of this project's trainer, for which plans are made by default."""
+"""Properties of this project's trainer, which are the default for predictions."""
 PLAIN = StageSettings()
 _GRADIENT_BYTES = 4
 """Size in bytes of each element of the accumulated gradients of attention keys and values."""
 _HOST_MESSAGES = 8
-"""Number of message buffers in host memory that are allocated but usually empty. These are the free
+"""Number of message buffers in host memory that are allocated but usually empty, which are the free
 slots in the queues of a rank and its neighbour (``transport.select.size_of_channel``)."""
 _HOST_BLOCK_BYTES = 2**25
 """Minimum size in bytes of blocks that the C library allocates separately, and returns to the
@@ -127,9 +127,9 @@ def in_flight(
             ``seq-1f1b`` order, and all other schedules are run-time rules.
         cap: Maximum number of microbatches that a rank holds under a run-time rule, or ``None`` for
             the rule's default.
-        attention_share: Fraction of the cost of a sequence that is due to attention. If it is above
-            0, slices of equal cost have different lengths, and the result counts slices of average
-            length.
+        attention_share: Fraction of the cost of a sequence that is due to attention. If the
+            fraction is above 0, slices of equal cost have different lengths, and the result is
+            counted in slices of average length.
     """
     if slices > 1:
         most = num_microbatches * slices
@@ -269,14 +269,14 @@ class LayerTable:
         backward_s: Time for computing the input gradients in seconds, including recomputation.
         weight_s: Time for computing the weight gradients in seconds, or 0 if the profile measured
             the backward pass as a whole.
-        launch_s: Part of ``forward_s`` in seconds that is spent launching kernels. Kernels can be
-            launched before the input arrives. ``backward_s`` contains the same amount.
-        tp_s: Part of ``forward_s`` and ``backward_s`` in seconds that is communication. It includes
-            the exchange of tokens between experts. It also includes the messages between
-            tensor-parallel ranks, unless these are part of the measured times.
-        pair_s: Part of ``forward_s`` in seconds for each pair of tokens that attend to each other.
-            It is 0 for plans without packed documents.
-        pair_back_s: Part of ``backward_s`` in seconds for each of these pairs.
+        launch_s: Part of ``forward_s`` that is spent launching kernels, in seconds. Kernels can be
+            launched before the input arrives. ``backward_s`` contains the same launch time.
+        tp_s: Part of ``forward_s`` and ``backward_s`` that is spent on communication, in seconds.
+            It includes the exchange of tokens between experts. It also includes the messages
+            between tensor-parallel ranks, unless these are part of the measured times.
+        pair_s: Part of ``forward_s`` per pair of tokens that attend to each other, in seconds, or 0
+            for plans without packed documents.
+        pair_back_s: Part of ``backward_s`` per pair of such tokens, in seconds.
         parameters: Number of parameters on the GPU, including experts.
         expert_parameters: Number of parameters on the GPU that belong to experts.
         frozen_parameters: Number of parameters on the GPU that are not trained.
@@ -436,7 +436,7 @@ class _LayerSetup:
     def pairs_share(self, kind: LayerKind) -> float:
         """Returns the number of token pairs that attend to each other, relative to whole sequences.
 
-        The result is below 1 if documents are shorter than whole sequences. For layers with an
+        The result is less than 1 if documents are shorter than whole sequences. For layers with an
         attention window, the result is 1, because their number of pairs grows linearly with the
         number of tokens.
         """

@@ -1,9 +1,9 @@
 """Computes the times of messages, all-reduces, all-to-all exchanges and rings.
 
-A link has a latency and a bandwidth (``cluster.LinkSpeed``). A message takes latency + bytes /
-bandwidth. If several GPUs of a node send over its network link at the same time, they share the
-bandwidth. In this example, 4 GPUs of a node each send 100 MB to a different node, over one network
-link with 12.5 GB/s and 10 us::
+A link has a latency and a bandwidth (``cluster.LinkSpeed``). Sending a message takes latency +
+bytes / bandwidth. If several GPUs of a node send over its network link at the same time, they share
+the bandwidth. In this example, 4 GPUs of a node each send 100 MB to a different node, over one
+network link with 12.5 GB/s and 10 us::
 
     bandwidth of each    12.5 / 4 = 3.125 GB/s
     seconds              10 us + 100 MB / 3.125 GB/s = 32 ms

@@ -72,17 +72,17 @@ class MeasuredModule:
         most: Largest microbatch size that was measured, in samples.
         schedule: Name of the pipeline schedule.
         chunks: Number of stages per process.
-        cap: Maximum activations that a process may hold under a run-time scheduling rule, or
-            ``None`` for the rule's default. The unit is the activations of one microbatch in all
-            stages of the process.
-        pipeline_size: Number of processes per pipeline that the user set, or ``None`` if the number
-            may change.
-        micro_batch_size: Number of samples per microbatch that the user set, or ``None`` if the
+        cap: Maximum amount of activations that a process may hold under a run-time scheduling rule,
+            or ``None`` for the rule's default. The unit is the size of one microbatch's activations
+            in all stages of the process.
+        pipeline_size: Number of processes per pipeline, as set by the user, or ``None`` if the
             number may change.
-        partition: Number of pieces in each stage that the user set, or ``None`` to choose a
+        micro_batch_size: Number of samples per microbatch, as set by the user, or ``None`` if the
+            number may change.
+        partition: Number of pieces in each stage, as set by the user, or ``None`` to choose a
             partition. A piece is a part of the module between two cut points. The partition is only
             used for pipelines with this number of stages.
-        weights: Cost of each piece that the user set, or ``None`` to use the measured costs.
+        weights: Cost of each piece, as set by the user, or ``None`` to use the measured costs.
         is_random: Whether the model draws random numbers that depend on the microbatch.
     """
 

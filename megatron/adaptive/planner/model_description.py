@@ -130,8 +130,8 @@ class LayerKind:
             divide.
         tp_bytes: Number of bytes that tensor-parallel ranks all-reduce in a forward pass, and again
             in a backward pass.
-        expert_parameters: Part of ``parameters`` that belongs to experts. The more ranks experts
-            are distributed over, the fewer replicas hold each expert.
+        expert_parameters: Part of ``parameters`` that belongs to experts. If experts are
+            distributed over more ranks, fewer replicas hold each expert.
         frozen_parameters: Part of ``parameters`` that is not trained. These parameters have no
             gradients and no optimizer state.
         context_bytes: Size in bytes of the keys and values that ranks exchange in a forward pass if
@@ -205,8 +205,8 @@ class Model:
         name: Name by which profiles refer to the model.
         kinds: Every kind of layer, keyed by name.
         layers: Name of each layer's kind in pipeline order, including embedding and head.
-        tokens_per_sample: Number of tokens per sample, from which the speed in tokens per second is
-            computed.
+        tokens_per_sample: Number of tokens per sample, used to compute the speed in tokens per
+            second.
         tied_parameters: Number of weights that embedding and head share, or 0 if they share no
             weights. If embedding and head are on different stages, each stage has a copy of these
             weights, and the gradients are added up. The parameters of the head's kind include these
@@ -214,7 +214,7 @@ class Model:
         tied_layers: Indices of the layers that share the tied weights.
         frozen_layers: Number of leading layers through which no gradient flows. Stages that consist
             of such layers have no backward passes.
-        max_tp: Largest tensor-parallel size by which the model's sizes are divisible.
+        max_tp: Maximum tensor-parallel size that divides the model's sizes evenly.
         precision: Sizes in bytes of the numbers in a training run.
         arguments: Megatron's command-line arguments for the model, which are written to plan files.
             The tuple is empty if they are unknown.
@@ -272,7 +272,7 @@ class Model:
 
     @cached_property
     def attention_share(self) -> float:
-        """Fraction of the FLOPs of all transformer layers that attention needs.
+        """Fraction of the FLOPs of all transformer layers that is due to attention.
 
         Attention with a window is excluded, because its FLOPs do not grow with the square of the
         sequence length.
@@ -330,8 +330,9 @@ class Model:
     def stage_layers(self, counted: Sequence[int]) -> tuple[range, ...]:
         """Returns the layers of each stage as a range of indices, including embedding and head.
 
-        A layer that ``--num-layers`` does not count, such as the embedding, belongs to the stage of
-        the next counted layer. The last layers, such as the head, belong to the last stage.
+        A layer that ``--num-layers`` does not count, such as the embedding, belongs to the same
+        stage as the next counted layer. The last layers, such as the head, belong to the last
+        stage.
 
         Args:
             counted: Number of layers in each stage, without embedding and head, as in

@@ -132,9 +132,9 @@ class Plan(StageSettings):
             ``[pp * chunks]``.
         places: GPUs of each pipeline rank, ``[pp]``. Each context-parallel rank counts as a
             replica, so a stage has ``dp * context_ranks`` replicas.
-        cap: Maximum activations that a rank may hold under a run-time scheduling rule, or ``None``
-            for the rule's default. The unit is the activations of one microbatch in all chunks of
-            the rank.
+        cap: Maximum amount of activations that a rank may hold under a run-time scheduling rule, or
+            ``None`` for the rule's default. The unit is the size of one microbatch's activations in
+            all chunks of the rank.
     """
 
     tp: int
@@ -150,7 +150,7 @@ class Plan(StageSettings):
 
     @property
     def num_microbatches(self) -> int:
-        """Number of microbatches, or of documents if they are packed, per replica and step."""
+        """Number of microbatches (or documents, if they are packed) per replica and step."""
         return self.global_batch // (self.dp * self.micro_batch)
 
     @property

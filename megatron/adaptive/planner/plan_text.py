@@ -68,7 +68,7 @@ def _figure_lines(predictions: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def _reason(prediction: Mapping[str, Any], first: Mapping[str, Any], first_name: str) -> str:
-    """Describes how the step time of a plan differs from that of the first plan, and why.
+    """Describes how and why the step time of a plan differs from the first plan's.
 
     Args:
         prediction: Prediction of the plan, in the form of a plan file.
@@ -114,8 +114,8 @@ def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> s
     Args:
         rows: Plans with their predictions, starting with the best. The list must not be empty.
         inputs: Model, cluster and profile of layer times.
-        tokens: Number of tokens in the whole training run, from which the run's duration and price
-            are computed. If 0, the columns with these values are omitted.
+        tokens: Number of tokens in the whole training run, used to compute the run's duration and
+            price. If 0, the columns with these values are omitted.
     """
     has_prices = any(row.prediction.price_per_hour for row in rows)
     is_shown = {

@@ -93,10 +93,9 @@ class Profile:
             duration of the all-reduce.
         optimizer_s_per_parameter: Duration of the optimizer step in seconds per updated parameter,
             keyed by GPU.
-        launch_s: Additional time in seconds that each action spends outside of layers, keyed by
-            GPU.
-        step_s: Additional time in seconds that each step spends outside of pipeline, reduction and
-            optimizer, keyed by GPU.
+        launch_s: Additional time of each action outside of layers, in seconds, keyed by GPU.
+        step_s: Additional time of each step outside of pipeline, reduction and optimizer, in
+            seconds, keyed by GPU.
         action_sigma: Standard deviation of the logarithm of an action's duration.
         context_bytes: GPU memory in bytes that a process uses in addition to tensors, keyed by GPU.
             For GPUs that are not listed, the value in ``layer_costs.Runtime`` is used.
@@ -235,8 +234,8 @@ class PlanInputs:
         model: Model to train.
         cluster: Nodes and links to plan for.
         profile: Times of the model's layers on the nodes.
-        documents: Documents to train on if their lengths vary, or ``None`` if all samples have the
-            length of the model's sequences.
+        documents: Documents to train on if document lengths vary, or ``None`` if all samples have
+            the model's sequence length.
     """
 
     model: Model
@@ -246,7 +245,7 @@ class PlanInputs:
 
     @cached_property
     def layer_tables(self) -> dict[Any, Any]:
-        """Cache for the tables that ``layer_costs.layer_table`` returns for these inputs."""
+        """Cache for the results of ``layer_costs.layer_table`` for these inputs."""
         return {}
 
     def step_tokens(self, samples: int) -> float:

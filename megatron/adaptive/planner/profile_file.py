@@ -3,7 +3,7 @@
 The file format is defined by the schema ``profile`` in ``config.schema_files`` and described in
 ``docs/reference/planner.md``.
 
-A user can plan for a model that the planner does not support by measuring the times of the model's
+To plan for a model that the planner does not support, a user can measure the times of the model's
 pieces. A piece is the part between two cut points, at which the model can be divided among stages.
 The measurements are a CSV file with a header, or a JSON list of objects with the same keys. Each
 row describes a piece on a GPU with a microbatch size::
@@ -39,7 +39,8 @@ from megatron.adaptive.planner.profile import LayerTimes, Profile
 
 FORMAT = 1
 _SAME = 0.02
-"""Relative difference up to which numbers of parameters, elements or FLOPs are treated as equal."""
+"""Maximum relative difference between parameter, element or FLOP counts that are treated as
+equal."""
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -504,9 +504,8 @@ def _check_request(request: Request, options: SearchOptions, inputs: PlanInputs)
     if stages and options.pp and options.pp != (stages,):
         raise ConfigError(
             f"--partition has {stages} stages, but --pp is {_list(options.pp)}, and --partition"
-            " takes one stage per pipeline rank; remove one of the two flags. The planner chooses"
-            " the layers of several chunks per rank itself; keep such a plan as a file with"
-            " --output"
+            " takes one stage per pipeline rank; remove one of the two flags. With several chunks"
+            " per rank, the planner chooses the partition itself; save such a plan with --output"
         )
     least = math.prod(min(values) for values in (options.tp, options.dp, options.pp) if values)
     if least > cluster.num_gpus:
@@ -542,7 +541,7 @@ def _check_ranks(options: SearchOptions, model: Model, cluster: Cluster) -> None
     for shared in options.context_ranks:
         if not model.divides_sequence(1, shared, False):
             raise ConfigError(
-                f"--context-parallel-size {shared} requires causal attention without experts and "
+                f"--context-parallel-size {shared} requires causal attention without experts or "
                 f"local windows, and a multiple of {2 * shared} tokens per sequence, but "
                 f"{model.name} has {model.sequence} tokens or a different attention; change the "
                 "size or the model"
@@ -606,7 +605,7 @@ def _explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOption
     Args:
         inputs: Model, cluster and profile of layer times.
         global_batch: Number of samples per step.
-        options: Options with which no plan fits into memory.
+        options: Options for which no plan fits into memory.
     """
     model, cluster = inputs.model, inputs.cluster
 
@@ -691,7 +690,7 @@ def _fullest_stage(plan: Plan, inputs: PlanInputs) -> tuple[int, StageMemory]:
 def _remedies(
     find: Callable[[Cluster, SearchOptions], Plan | None], cluster: Cluster, options: SearchOptions
 ) -> Iterator[str]:
-    """Yields descriptions of changes with which a plan would fit into memory.
+    """Yields descriptions of changes that would make a plan fit into memory.
 
     Only the smallest change of each kind is described.
 
@@ -699,7 +698,7 @@ def _remedies(
         find: Function that takes a cluster and options, and returns a plan that fits into memory,
             or ``None`` if it finds no such plan.
         cluster: Cluster on which no plan fits.
-        options: Options with which no plan fits.
+        options: Options for which no plan fits.
     """
     free = SearchOptions()
     names = {

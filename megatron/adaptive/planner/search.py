@@ -87,7 +87,7 @@ from megatron.adaptive.schedule.catalog import is_rule
 _FEW_LEVELS = 2000
 """Maximum number of levels (set of nodes and class of first stage) in a shape's first visit."""
 _SMALL_LEVELS = 200
-"""Maximum number of levels for which a shape is searched fully during its first visit."""
+"""Maximum number of levels up to which a shape is searched fully during its first visit."""
 _WHOLE_BACKWARD = selectable_names(
     lambda spec: spec.planned != "no" and spec.splits_backward == "never"
 )
@@ -119,7 +119,7 @@ class SearchShape:
         bound_s: Lower bound of the step time in seconds, known before the shape is searched.
         least_s: Lower bound of the step time in seconds, known after a complete visit.
         least_value: Lower bound of the objective (step time or price), known after the first visit.
-        partial: Whether the visit left out some orders of nodes.
+        partial: Whether some orders of nodes were skipped during the visit.
     """
 
     classes: tuple[StageClass, ...]
@@ -360,8 +360,8 @@ class Searcher:
         if not is_cut or any(stage_class.micro_batch != 1 for stage_class in classes):
             return ()
         items = [(n, known_documents(self.inputs).mean_items(n)) for n in self.options.slice_tokens]
-        # A replica has as many documents as microbatches. The number of slices is rounded down, so
-        # that lower bounds remain valid.
+        # Each microbatch of a replica is one document. Round the number of slices down, so that
+        # lower bounds remain valid.
         share = microbatches / self.global_batch
         return tuple(_Cutting(max(1, int(count * share)), tokens=n) for n, count in items)
 

@@ -288,8 +288,8 @@ def _bound_edge(shape: Any, level: int, edge: int, cap: float, bounds: Any) -> N
     for low in range(n - j):
         for high in range(low + 1, n - j + 1):
             f, b = shape.forward[c, low, high], shape.backward[c, low, high]
-            # If a stage is too slow or too large, a stage with more layers is so, too. So larger
-            # ranges are skipped.
+            # If a stage is too slow or too large, so is every stage with more layers. Skip the
+            # larger ranges.
             if m * (f + b) >= cap or not _fits(shape, c, low, high, held):
                 break
             if bounds.ends[after, high] == _INF:
@@ -338,9 +338,9 @@ def bound_levels(shape: Any, cap: float, bounds: Any) -> None:
 def _time_1f1b(walk: Any, p: int, m: int) -> None:
     """Simulates 1F1B on ``p`` stages with ``m`` microbatches, and writes times to ``seconds[2]``.
 
-    The times are the ends of the stages' last backward passes. Kernels can be launched before the
-    input arrives. A message is sent when its action has ended and the previous message has left the
-    link.
+    These times are the end times of each stage's last backward pass. Kernels can be launched before
+    the input arrives. A message is sent when its action has ended and the previous message has left
+    the link.
     """
     arrive = walk.arrive
     ends = walk.seconds[2]
@@ -493,8 +493,8 @@ def search_level(
         goal: Index of the level at which the pipeline begins.
         bounds: Lower bounds of all levels, filled by :func:`bound_levels`.
         cap: Time limit in seconds. Slower pipelines are ignored.
-        most_leaves: Maximum number of pipelines to time. The number of partial pipelines to extend
-            may not exceed this number multiplied by the number of stages.
+        most_leaves: Maximum number of pipelines to time. The maximum number of partial pipelines to
+            extend is this number multiplied by the number of stages.
         best: Output arrays for the fastest pipeline. They are only written if the pipeline is
             faster than ``cap``.
 

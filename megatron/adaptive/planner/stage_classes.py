@@ -57,7 +57,7 @@ class StageClass:
     """A set of interchangeable stages with the same parallel sizes on nodes of the same types.
 
     Attributes:
-        nodes: For each node type of the cluster, the number of nodes that a block of stages fills.
+        nodes: Number of nodes of each type in the cluster that a block of stages fills.
         tp: Tensor-parallel size, which is the number of GPUs per replica.
         dp: Number of replicas, where each rank that shares a sequence counts as a replica.
         micro_batch: Number of samples per microbatch on each replica.
@@ -107,7 +107,7 @@ def stage_classes(
 
 
 def take_nodes(free: list[int], first: int, count: int, kind: NodeType) -> list[int]:
-    """Takes ``count`` nodes of one type from ``free``, all from one island if an island has enough.
+    """Takes ``count`` nodes of one type from ``free``, from a single island if possible.
 
     An island is a group of GPUs with fast links between them.
 
@@ -176,8 +176,8 @@ class Totals(NamedTuple):
         after_s: Lower bound of the time for gradient reduction and optimizer, in seconds.
         held_bytes: Size in bytes of weights, gradients and optimizer state.
         kept_bytes: Size in bytes of the activations that a microbatch keeps for its backward pass.
-        stay: Lower bound of the product of the kept activations' size and the time for which they
-            are kept, per microbatch, in byte-seconds.
+        stay: Lower bound, per microbatch, of the kept activations' size multiplied by the time that
+            they are kept, in byte-seconds.
     """
 
     work_s: float
@@ -199,8 +199,8 @@ class LayerRanges(NamedTuple):
         forward: Duration of a forward pass in seconds.
         backward: Duration of a backward pass in seconds, excluding weight gradients.
         weight: Time for computing the weight gradients, in seconds.
-        launch: Part of ``forward`` in seconds that is spent launching kernels. ``backward``
-            contains the same amount.
+        launch: Part of ``forward`` that is spent launching kernels, in seconds. ``backward``
+            contains the same launch time.
         trained: Number of trained parameters per GPU, including experts.
         experts: Number of parameters per GPU that belong to experts.
         base: Memory in bytes that does not depend on microbatches, minus the memory limit. The

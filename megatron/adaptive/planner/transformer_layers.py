@@ -472,7 +472,7 @@ def _predicting(shape: TransformerShape, head: LayerKind, layer: LayerKind, name
     """Returns a layer kind for the head combined with all multi-token prediction layers.
 
     Each multi-token prediction layer takes the hidden state and the embedding of the next token,
-    and computes separate logits. So the last stage needs a copy of the embedding.
+    and computes separate logits. The last stage therefore needs a copy of the embedding.
 
     Args:
         shape: Sizes of the model.

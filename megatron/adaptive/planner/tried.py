@@ -179,7 +179,7 @@ def fit_profile(
         plan: Plan whose ranks were tried.
         model: Model of the plan.
         cluster: Cluster whose links take no time, from :func:`cluster_of`.
-        document: Contents of a profile file for which one layer of each kind was measured in
+        document: Contents of a profile file with measurements of one layer of each kind in
             isolation.
         tried: Measured ranks, all on the same device.
         links: Entries ``links`` and ``all_reduce`` for the profile, or empty if communication takes

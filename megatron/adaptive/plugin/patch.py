@@ -85,7 +85,9 @@ class Seam:
         self._settings = settings
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepFunction:
-        """Returns a function that runs a step, given the arguments of megatron-core's function.
+        """Returns a function that runs a step.
+
+        The arguments are the same as for megatron-core's function.
 
         Raises:
             ConfigError: A setting is invalid, or the plugin does not support the step function that

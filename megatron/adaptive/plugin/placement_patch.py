@@ -11,8 +11,8 @@ while it is installed. The replacements only return different results if the pla
 
 In this drawing, E is the embedding and L is the loss. The first and the last stage are both on the
 *last* rank, because Megatron-LM reads losses and token counts on that rank, and writes its logs
-there. So only the first stage moves to another rank. The engine counts positions from the last
-rank, so that the V begins at position 0, as everywhere in this package.
+there. Only the first stage therefore moves to another rank. The engine counts positions from the
+last rank, so that the V begins at position 0, as everywhere in this package.
 
 - Each stage has the same layers as in megatron-core's loop. :class:`PlacedLayout` determines the
   layer numbers and the names in checkpoints.

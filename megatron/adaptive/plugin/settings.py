@@ -172,7 +172,7 @@ class Settings:
 
     def warning_about_effects(self) -> str | None:
         """Returns a line that names all settings without effect, or ``None`` if there are none."""
-        # If it is not decided yet whether backward passes are split, assume that they are.
+        # Assume that backward passes are split if this is not decided yet.
         settings = self._by_flag() | {"split_backward": self.splits is not False}
         return effect_warning(GivenFlags(settings, _specs()), self.schedule)
 

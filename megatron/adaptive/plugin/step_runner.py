@@ -120,7 +120,7 @@ class Engine:
 
     Attributes:
         modules: Chunks of the model, without wrappers.
-        has_failed: Whether a step has raised an error. After an error, the other ranks may not
+        has_failed: Whether a step has raised an error. After an error, the other ranks might not
             close their channels.
         left_open: Whether :meth:`close` left channels open because a step failed. The threads of
             these channels still wait for messages.
