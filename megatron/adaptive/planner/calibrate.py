@@ -3,8 +3,8 @@
 A profile contains the times of layers, links, gradient reductions and the optimizer.
 
 A trace contains the times of stages, not of single layers. A least-squares fit finds the
-non-negative layer times that best explain the measured stage times of all runs. For example, with
-two runs of one model on two stages::
+non-negative layer times that best explain the measured stage times of all runs. For example, two
+runs of one model on two stages have this result::
 
     run 1    embedding + 6 transformer layers    13 s
              6 transformer layers + head         15 s
@@ -360,7 +360,7 @@ def _messages(gathered: _Gathered, run: TracedRun, figures: RunFigures) -> None:
 
 
 def _curve(sizes: Mapping[int, Sequence[float]]) -> dict[str, Any]:
-    """Fits a latency, and a bandwidth for each message size, to measured message times.
+    """Fits a latency and one bandwidth per message size to measured message times.
 
     ``sizes`` maps message sizes in bytes to measured times in seconds. The bandwidths are fitted to
     the median time of each size. With only one message size, the latency is set to 0.

@@ -5,8 +5,8 @@ The search has three steps:
 1. :func:`balanced` finds a partition whose slowest rank is as fast as possible. The *pace* of a
    rank is its time per microbatch in seconds. Bisection finds the smallest pace T at which the
    ranks can hold all layers. At pace T, a rank holds (T - time outside of layers) / (time per
-   layer) layers. In this example, 32 layers run on 4 ranks, and a layer takes 1 s, or 1.5 s on rank
-   1::
+   layer) layers. In this example, 32 layers run on 4 ranks, and a layer takes 1.5 s on rank 1 and 1
+   s on all other ranks::
 
        layers of each stage    8  8  8  8    slowest pace 8 x 1.5 = 12 s
        fit at T = 9 s          9  6  9  9    33 layers, enough
@@ -76,7 +76,7 @@ _WHOLE = 3
 _LEAST_GAIN = 1e-3
 """Minimum fraction of the step time that moving a single layer must save."""
 _ORDERS = 6
-"""Number of the best schedules under which each partition is simulated."""
+"""Number of schedules under which each partition is simulated, starting with the best."""
 _LEAST_S = 1e-9
 """Time in seconds used as the minimum for divisors and as the tolerance for rounding errors."""
 _ROUNDING = 1e-6
@@ -404,26 +404,26 @@ def choose_together(
     until_s: float = math.inf,
     num_slices: int = 1,
 ) -> Decision:
-    """Chooses the placement, layers per stage, schedule and activation limit of a job together.
+    """Jointly chooses the placement, partition, schedule and activation limit of a job.
 
     For each placement, partitions near a balanced partition are compared under a few good
     schedules. Then all schedules are compared under the best partition.
 
     Args:
         loads: Measured times and memory of the stages under the current placement and partition.
-        profile: Measured times of actions with their variation, and times of messages.
+        profile: Measured times of actions, including their variation, and times of messages.
         limits: For each placement, a function that takes a partition and returns the maximum number
             of activations to hold. The current placement comes first. The unit is the size of one
             microbatch's activations in all stages of a rank.
-        halves: Loads measured in separate parts of the measured steps. A move must save enough time
-            under each of these loads.
+        halves: Loads measured in separate subsets of the steps. A move must save enough time under
+            each of these loads.
         gain: Minimum fraction of the step time that moving layers must save, or ``None`` if layers
             must not be moved.
         num_microbatches: Number of microbatches per step.
         splittable: Whether the model can compute weight gradients as separate actions (W).
         pieces: Maximum number of W actions per weight gradient.
         also: Names of additional schedules and run-time scheduling rules to simulate.
-        until_s: Deadline on the clock of ``time.monotonic``. No candidates are simulated after the
+        until_s: Deadline as a value of ``time.monotonic``. No candidates are simulated after the
             deadline.
         num_slices: Number of slices per microbatch, or 1 for whole microbatches.
 
@@ -531,14 +531,14 @@ class _Job:
     """Inputs that are constant during a call of :func:`choose_together`, and methods that use them.
 
     Attributes:
-        profile: Measured times of actions with their variation, and times of messages.
+        profile: Measured times of actions, including their variation, and times of messages.
         limits: For each placement, a function that takes a partition and returns the maximum number
             of activations to hold.
         num_microbatches: Number of microbatches per step.
         splittable: Whether the model can compute weight gradients as separate actions (W).
         pieces: Maximum number of W actions per weight gradient.
         also: Names of additional schedules and run-time scheduling rules to simulate.
-        until_s: Deadline on the clock of ``time.monotonic``. No candidates are simulated after the
+        until_s: Deadline as a value of ``time.monotonic``. No candidates are simulated after the
             deadline.
         num_slices: Number of slices per microbatch, or 1 for whole microbatches.
     """
@@ -588,7 +588,7 @@ class _Job:
         """Chooses a partition and its fastest schedule, both for the placement of ``loads``.
 
         Args:
-            loads: Measured times and memory, converted to the placement to choose for.
+            loads: Measured times and memory, converted to the placement to use.
             present: Current number of layers of each stage.
             earlier: Choices made earlier for other placements or partitions. Their schedules are
                 also compared.
@@ -734,8 +734,8 @@ def _descended(loads: Loads, partition: Partition) -> Partition:
 def _neighbours(loads: Loads, partition: Partition, least: float = 0.0) -> Iterator[Partition]:
     """Yields the partitions that result from moving one layer of ``partition`` to another stage.
 
-    Partitions that do not fit into memory are skipped. Moves away from the slowest rank come first.
-    Among these, moves to the fastest rank come first.
+    Partitions that do not fit into memory are skipped. Moves from the slowest rank come first, and
+    among these, moves to the fastest rank.
 
     Args:
         loads: Measured times and memory of the stages.

@@ -65,7 +65,7 @@ chunks per rank to try, and the names of all schedules with the same stage place
 SEARCHED = tuple(dict.fromkeys((*ONE_CHUNK, *(n for _, names in CHUNKED.values() for n in names))))
 """Names of all schedules from which the search can choose."""
 _NO_CAP = 1e6
-"""Limit on activations that never takes effect, because it exceeds the number of microbatches in a
+"""Activation limit that never takes effect, because it exceeds the number of microbatches in a
 step.
 """
 
@@ -84,10 +84,10 @@ def hand_over(
         seconds: Step time with the initial ``cuts``, in seconds.
         seconds_of: Function that takes cuts and returns the step time in seconds, or infinity if
             the pipeline does not fit into memory.
-        most: Maximum number of partitions to time.
+        most: Maximum number of partitions to evaluate.
 
     Returns:
-        Best cuts, their step time in seconds, and the number of partitions timed.
+        Best cuts, their step time in seconds, and the number of evaluated partitions.
     """
     pairs = list(itertools.permutations(range(len(cuts) - 1), 2))
     timed = 0
@@ -151,7 +151,7 @@ class ChunkedPipeline:
         """Finds a partition by moving single layers between stages.
 
         Args:
-            most: Maximum number of partitions to time.
+            most: Maximum number of partitions to evaluate.
             hopeless_s: Step time in seconds at or above which the initial partition is considered
                 too slow to be improved.
 
@@ -321,7 +321,10 @@ def _with_cap(plan: Plan, inputs: PlanInputs) -> PlanRow:
 
 
 def with_row_cap(plan: Plan, inputs: PlanInputs) -> Plan:
-    """Returns ``plan``, which packs documents, with the activation limit that simulates fastest."""
+    """Returns a copy of ``plan`` with the best activation limit for its packed documents.
+
+    The limit is chosen by simulation.
+    """
     ends = [replace(plan, cap=cap) for cap in (1.0, _NO_CAP)]
     lowest, highest = (StageSums.of(end, inputs, OURS) for end in ends)
     pipeline = row_pipeline(plan, lowest)

@@ -385,8 +385,8 @@ def read_cluster(path: Path, memories: Mapping[str, float] | None = None) -> Clu
 
     Args:
         path: Path of the file, which is YAML, TOML or JSON.
-        memories: Memory sizes of GPUs in bytes from a profile, keyed by GPU name. They are used for
-            node types for which the file does not specify a memory size.
+        memories: Memory sizes of GPUs in bytes from a profile, keyed by GPU name. Used for node
+            types without a memory size in the file.
 
     Raises:
         ConfigError: The file cannot be read, or a key is invalid.
@@ -400,8 +400,8 @@ def make_cluster(document: Any, where: str, memories: Mapping[str, float]) -> Cl
     Args:
         document: Contents of the file as parsed from YAML, TOML or JSON.
         where: Path of the file, for error messages.
-        memories: Memory sizes of GPUs in bytes from a profile, keyed by GPU name. They are used for
-            node types for which ``document`` does not specify a memory size.
+        memories: Memory sizes of GPUs in bytes from a profile, keyed by GPU name. Used for node
+            types without a memory size in ``document``.
 
     Raises:
         ConfigError: The contents are invalid.
@@ -512,8 +512,7 @@ def _speed(entry: Any, key: str, *, shared: bool = True) -> Any:
     Args:
         entry: Entry with bandwidth and latency. If it is ``None``, the function returns ``None``.
         key: Name of the entry in error messages.
-        shared: Default for whether pairs of GPUs share the link's bandwidth, used if the entry does
-            not specify it.
+        shared: Whether pairs of GPUs share the link's bandwidth if the entry does not specify this.
     """
     if entry is None:
         return None

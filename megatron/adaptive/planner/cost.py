@@ -606,7 +606,7 @@ def as_run(plan: Plan) -> Plan:
 
 
 def dealt_widths(plan: Plan) -> Widths | None:
-    """Returns the number of replicas of each stage if stages have different numbers.
+    """Returns the number of replicas of each stage if the numbers differ between stages.
 
     The result is ``None`` if all parallel sizes are equal, or if microbatch sizes differ.
     """

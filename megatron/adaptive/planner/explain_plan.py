@@ -43,7 +43,7 @@ _GB = 1e9
 _BAR = 30
 """Length in characters of the bar for a whole step."""
 _NEIGHBOUR_CPU_S = 0.5
-"""CPU time in seconds per node type that the search for one neighbour of a plan may take."""
+"""Maximum CPU time, in seconds per node type, of the search for one neighbour of a plan."""
 
 
 def explain(row: PlanRow, inputs: PlanInputs) -> str:
@@ -209,8 +209,8 @@ def packed_advice(best: PlanRow, inputs: PlanInputs) -> str:
     gain = 1 - fitting[slices] / best.prediction.seconds
     flags = f"--pack-to {known_documents(inputs).config.model.seq_length}"
     return (
-        f"{_packed_title(slices, inputs)} would take {gain:.1%} less time with these layers:"
-        f" {flags}{f' --sequence-slices {slices}' * (slices > 1)} instead of --slice-tokens"
+        f"{_packed_title(slices, inputs)} would take {gain:.1%} less time with the same layers per"
+        f" stage: {flags}{f' --sequence-slices {slices}' * (slices > 1)} instead of --slice-tokens"
     )
 
 

@@ -101,7 +101,8 @@ class Option:
         replicas: Number of pipelines (data-parallel replicas).
         micro_batch_size: Number of samples per microbatch.
         partition: Number of pieces (parts between cut points) of each stage.
-        seconds: Predicted step time in seconds, or a lower bound of it before the prediction.
+        seconds: Predicted step time in seconds. Before the prediction, a lower bound of the step
+            time.
         needed_bytes: Memory in bytes that the process with the least free memory needs.
         limit_bytes: Memory in bytes that the process with the least free memory may use.
         fullest: Index, within its pipeline, of the process with the least free memory.

@@ -260,8 +260,8 @@ class LayerTable:
     """Costs of all layers of a model on one GPU, as arrays of shape ``[layers]`` (float64).
 
     Times and sizes are for one microbatch, or for one slice of average size if sequences are cut
-    into slices. The workspace is for the longest slice. If documents are packed, the slice has the
-    average number of pairs of tokens that attend to each other.
+    into slices. The workspace is for the longest slice. If documents are packed, times are for a
+    slice with the average number of token pairs that attend to each other.
 
     Attributes:
         estimated: Whether any time was estimated instead of measured.

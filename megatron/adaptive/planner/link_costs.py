@@ -84,7 +84,7 @@ def exchange_of(
 def context_ring(
     inputs: PlanInputs, node: NodeType, others: Sequence[NodeType], tp: int, ranks: int
 ) -> Callable[[float], float]:
-    """Returns a function that computes how long each rank on a ring needs to send to the next rank.
+    """Returns a function that computes the time to send data to the next rank on a ring.
 
     Args:
         inputs: Model, cluster and profile. The links come from the cluster and the profile.
@@ -387,7 +387,7 @@ def embedding_s(places: tuple[StagePlace, ...], inputs: PlanInputs, tp: int) -> 
     measured = [inputs.profile.all_reduce.get((name, 2)) for name in names]
     if not leaving and None not in measured:
         # Use the measured time of an all-reduce if possible. An all-reduce may take longer than
-        # messages between stages, because these use a different transport.
+        # messages between stages, because messages use a different transport.
         sharing = max(sharing for _, sharing in segments)
         return max(curve.seconds(size, sharing) for curve in measured if curve is not None)
     return max(all_reduce_s(link, size, 2, sharing) for link, sharing in segments)

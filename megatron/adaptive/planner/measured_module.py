@@ -204,8 +204,9 @@ def measured_cluster(hosts: Sequence[MeasuredHost], profile: Profile) -> Cluster
         profile: Profile with the links between the nodes.
     """
     counts = Counter(host.type for host in hosts)
-    # Dictionaries keep the last value of a key, at the first position of the key. The types
-    # therefore keep their order, and each type gets the values of its host with the least memory.
+    # If a key occurs several times, the dictionary keeps its first position and its last value. The
+    # types therefore keep their order, and each type gets the values of its host with the least
+    # memory.
     least_last = sorted(hosts, key=lambda host: -host.memory_bytes)
     smallest = {host.type: host for host in (*hosts, *least_last)}
     groups = tuple(

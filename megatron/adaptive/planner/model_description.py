@@ -1,8 +1,6 @@
 """Defines the planner's description of a model, which is a list of layers.
 
-The costs of a layer, such as its FLOPs, depend only on the kind of layer.
-
-Each layer of a model has a kind, for which parameters, FLOPs and memory sizes are defined::
+Each layer of a model has a kind, which determines its parameters, FLOPs and memory sizes::
 
     layers    embedding  transformer  transformer  ...  transformer  head
     kinds     embedding, transformer, head
@@ -59,7 +57,7 @@ class Precision:
     fp8: bool = False
 
     def beside_frozen(self, share: float) -> Precision:
-        """Returns average sizes per frozen weight, if adapters are trained instead of the weights.
+        """Returns average sizes per frozen weight if adapters are trained instead of the weights.
 
         Args:
             share: Number of adapter weights per frozen weight.
@@ -116,7 +114,7 @@ class LayerKind:
         attention_flops: Part of ``forward_flops`` that selective recomputation repeats, which is
             the computation of attention.
         output_flops: Part of ``forward_flops`` that computes logits. The input gradient pass (B)
-            also computes its weight gradients, even if the backward pass is split.
+            also computes the weight gradients of this part, even if the backward pass is split.
         activation_bytes: Size in bytes of the activations that are kept for the backward pass and
             divided among tensor-parallel ranks.
         replicated_activation_bytes: Size in bytes of the activations that every tensor-parallel
@@ -134,11 +132,11 @@ class LayerKind:
             distributed over more ranks, fewer replicas hold each expert.
         frozen_parameters: Part of ``parameters`` that is not trained. These parameters have no
             gradients and no optimizer state.
-        context_bytes: Size in bytes of the keys and values that ranks exchange in a forward pass if
-            they share a sequence. The size is without tensor parallelism, and 0 if ranks cannot
-            share a sequence.
-        keys_bytes: Size in bytes of the keys and values that later slices of a sequence attend to.
-            The size is without tensor parallelism, and 0 if sequences cannot be cut into slices.
+        context_bytes: Size in bytes, without tensor parallelism, of the keys and values that ranks
+            exchange in a forward pass if they share a sequence, or 0 if ranks cannot share a
+            sequence.
+        keys_bytes: Size in bytes, without tensor parallelism, of the keys and values that later
+            slices of a sequence attend to, or 0 if sequences cannot be cut into slices.
         routed_bytes: Size in bytes of the copies of tokens that are kept for experts. If experts
             are distributed over ranks, a forward pass sends this amount to the experts and back. A
             backward pass sends the same amount.

@@ -38,7 +38,7 @@ _VOCABULARY |= {"deepseek": 129280} | dict.fromkeys(
 )
 """Vocabulary size of each model family."""
 _SMALL_VOCABULARY = 50303
-"""Vocabulary size of all presets whose family is not in the table above."""
+"""Vocabulary size of all presets whose family is not in ``_VOCABULARY``."""
 ANY_RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
 """Arguments that the trainer requires but that do not change the model."""
 
@@ -110,9 +110,9 @@ def preset(
         attention: Attention implementation, one of ``ATTENTIONS``, or ``None`` for the preset's
             default.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average
-            number.
-        sequence: Number of tokens per sample, or ``None`` for the preset's number. It does not
-            change a preset that the trainer does not support.
+            over all ranks.
+        sequence: Number of tokens per sample, or ``None`` for the preset's number. Presets that the
+            trainer does not support ignore this argument.
 
     Raises:
         ConfigError: The preset does not exist. The message suggests the most similar name.
@@ -158,11 +158,11 @@ def arguments_model(
         precision: Data type, which overrides ``--fp16`` and ``--bf16``. If neither this argument
             nor a flag sets the data type, it is fp32, as in a training run.
         attention: Attention implementation, one of ``ATTENTIONS``. It is used if the arguments do
-            not choose an implementation. Defaults to the implementation that training runs without
-            GPUs use. If it is ``kernel`` but no kernel supports the model's attention, the memory
-            of attention scores is counted.
+            not choose an implementation. Defaults to the implementation that is used in training
+            runs without GPUs. If it is ``kernel`` but no kernel supports the model's attention, the
+            memory of attention scores is counted.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average
-            number.
+            over all ranks.
         sequence: Number of tokens per sample. It overrides ``--seq-length``, and raises
             ``--max-position-embeddings`` to at least this number.
 
@@ -211,7 +211,7 @@ def settings_model(
         attention: Attention implementation, one of ``ATTENTIONS``. It is used if the settings do
             not choose an implementation.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average
-            number.
+            over all ranks.
 
     Raises:
         ConfigError: A setting is invalid.
@@ -336,12 +336,12 @@ def _adapter_parameters(config: TrainerConfig) -> int:
 
 
 def _vocabulary(arguments: Sequence[str]) -> int:
-    """Returns the number of entries in the vocabulary file that ``arguments`` name.
+    """Returns the number of entries in the vocabulary file that ``arguments`` specify.
 
     If the file cannot be read, the size of GPT-2's vocabulary is returned.
 
     Args:
-        arguments: Argument ``--vocab-file`` with its path, or empty if there is no such file.
+        arguments: Flag ``--vocab-file`` and its value, or empty if the flag is not set.
     """
     try:
         return len(parse_json(read_whole(arguments[-1].partition("=")[2] or arguments[-1])))
@@ -527,7 +527,7 @@ def read_model(
         sequence: Number of tokens per sample. It overrides the number that the model specifies, and
             is not allowed for a list of sizes or layers, a profile, BERT or T5.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average
-            number.
+            over all ranks.
 
     Raises:
         ConfigError: The text does not describe a model, or the model is invalid.

@@ -166,7 +166,7 @@ def step_times(
             the next stage, and backward messages go to the previous stage.
         occupancy_s: Time in seconds during which each of these messages keeps its link busy, ``[2,
             stages]``.
-        launch_s: Part of ``durations_s`` in seconds during which the CPU launches kernels, ``[3,
+        launch_s: Part of ``durations_s`` that the CPU spends launching kernels, in seconds, ``[3,
             stages]``, or ``None`` if launches take no time. A rank can launch kernels while it
             waits for the input.
         factors: Factor for the duration of each action, in the order of ``steps``, ``[actions]``. A

@@ -26,7 +26,7 @@ from megatron.adaptive.planner.profile import PlanInputs
 
 FP8_FLAGS = ("--fp8-format", "hybrid")
 """Megatron-LM's command-line flags for training in fp8. The arguments of a model contain these
-flags if it is planned in fp8."""
+flags if the model is planned in fp8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -392,8 +392,8 @@ def plan_document(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> dic
 def flops_share(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> float | None:
     """Returns the model FLOPs utilization (MFU): the FLOP/s of the model divided by the GPUs' peak.
 
-    The FLOPs of recomputation are not counted. The result is ``None`` if the table of GPUs has no
-    peak of a GPU for this precision, or if the FLOPs of the model are unknown.
+    The FLOPs of recomputation are not counted. The result is ``None`` if the table of GPUs does not
+    contain the peak of a GPU in this precision, or if the FLOPs of the model are unknown.
     """
     peak = 0.0
     for node, count in gpus_used(plan).items():

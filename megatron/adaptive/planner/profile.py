@@ -212,7 +212,7 @@ class Profile:
             rate = (high_value - low_value) / (large - small)
             if micro_batch > large:
                 # The extrapolation is bounded: an additional sample takes at least half of the time
-                # per sample at the largest measured size, and at most all of it.
+                # per sample at the largest measured size, and at most the full time.
                 rate = min(max(rate, high_value / large / 2), high_value / large)
             return float(high_value + rate * (micro_batch - large))
 

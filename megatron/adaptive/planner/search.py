@@ -23,17 +23,18 @@ bound over all orders then applies (``stage_classes.capacity_bound``).
 
 The search itself times only the 1F1B schedule. Its order of actions is fixed, so shorter durations
 never make a plan slower, and lower bounds are valid. If other schedules are allowed, the fastest
-1F1B pipeline of each shape and set of nodes is also timed under each of them, and the fastest
-result is kept. For schedules with several chunks per rank, the pipeline's layers are partitioned
-again. The search then uses a bound that holds for every schedule (:meth:`Searcher._work_s`).
+1F1B pipeline of each shape and set of nodes is also timed under each of these schedules, and the
+fastest result is kept. For schedules with several chunks per rank, the pipeline's layers are
+partitioned again. The search then uses a bound that holds for every schedule
+(:meth:`Searcher._work_s`).
 
 If sequences may be cut into slices, shapes with slices are searched after all other shapes, in the
 same way. Such a shape is searched as a 1F1B pipeline whose microbatches are the slices. The
 backward passes of a microbatch start after the forward passes of all its n slices, so rank r of p
 holds p - r - 1 + n slices. For comparison, rank r holds p - r microbatches under 1F1B without
 slices. The resulting pipelines are timed under run-time rules that order slices. If documents are
-packed into rows and cut, the search counts all slices of a step with a mean cost, and n is the
-number of slices in the longest row. The resulting pipelines are timed with the real rows
+packed into rows and cut, the search assumes that all slices of a step have the mean cost, and n is
+the number of slices in the longest row. The resulting pipelines are timed with the real rows
 (``row_times``).
 """
 
@@ -87,7 +88,7 @@ from megatron.adaptive.schedule.catalog import is_rule
 _FEW_LEVELS = 2000
 """Maximum number of levels (set of nodes and class of first stage) in a shape's first visit."""
 _SMALL_LEVELS = 200
-"""Maximum number of levels up to which a shape is searched fully during its first visit."""
+"""Maximum number of levels of a shape that is searched fully during its first visit."""
 _WHOLE_BACKWARD = selectable_names(
     lambda spec: spec.planned != "no" and spec.splits_backward == "never"
 )
@@ -97,14 +98,14 @@ idle time."""
 _ROW_STEPS = 500_000
 """Maximum number of actions to simulate for each shape, set of nodes and number of stages."""
 _FORWARD_BACK = 2.5
-"""Maximum ratio of the 1F1B step time to the best step time so far at which other schedules are
-also timed. A 1F1B step takes at most the time of one microbatch through all stages plus the work of
-the busiest rank. Each of these two times is a lower bound for every schedule, so no schedule takes
-less than half of the 1F1B step time.
+"""Maximum 1F1B step time, divided by the best step time so far, of pipelines that are also timed
+under other schedules. A 1F1B step takes at most the time of one microbatch through all stages plus
+the work of the busiest rank. Each of these two times is a lower bound for every schedule, so no
+schedule takes less than half of the 1F1B step time.
 """
 _NO_HOPE = 1.08
-"""Maximum ratio of the step time with an initial partition into chunks to the best step time so far
-at which the partition is improved."""
+"""Maximum step time of an initial partition into chunks, divided by the best step time so far.
+Slower partitions are not improved."""
 _HAND_OVERS = 30
 """Maximum number of pipelines to time while moving layers between stages."""
 

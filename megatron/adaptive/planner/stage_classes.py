@@ -655,7 +655,7 @@ def capacity_bound(
 
 
 def _most_layers(seconds: float, types: Sequence[tuple[float, Any]], waits: float) -> int:
-    """Returns the maximum number of layers that all stages can process in ``seconds`` seconds.
+    """Returns the maximum number of layers that all stages together process in ``seconds``.
 
     A stage counts as a stage of its slowest node type. Stages of a slow type may therefore also use
     nodes of faster types, but not the reverse. The k fastest types together have at most as many

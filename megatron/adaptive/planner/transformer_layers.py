@@ -82,7 +82,7 @@ class TransformerShape:
         padded: Whether the input of each expert is padded to ``capacity``. If so, all experts have
             the same work.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average
-            number.
+            over all ranks.
         predictions: Number of multi-token prediction layers, which are on the last stage.
     """
 
@@ -156,7 +156,7 @@ class TransformerShape:
 
     @property
     def attention_weights(self) -> tuple[int, int]:
-        """Number of attention weights that tensor parallelism divides, and number it replicates."""
+        """Numbers of divided and of replicated attention weights under tensor parallelism."""
         if not self.latent_rank:
             return self.hidden * (self.queries + self.keys_values + self.outputs), 0
         unrotated = self.heads * (self.head_width - self.rotary_width)
@@ -251,7 +251,7 @@ def _add_kinds(
     """Adds the layer kinds of a model whose experts are distributed over ``spread`` ranks.
 
     Args:
-        kinds: Kinds of layers by name. New kinds are added to this dict.
+        kinds: Kinds of layers, keyed by name. New kinds are added to this dict.
         shape: Sizes of the model.
         names: For each layer, the name of its kind, without the number of ranks.
         spread: Number of ranks over which the experts are distributed. If it is 1, kinds without
@@ -302,7 +302,7 @@ def _embedding(
         input_bytes=tokens * 8.0,
         workspace_bytes=0.0,
         # Only the forward pass has an all-reduce, but ``tp_bytes`` counts for both directions, so
-        # the size is halved.
+        # halve the size.
         tp_bytes=width * element / 2,
         group=group,
         counted=False,
@@ -552,7 +552,7 @@ def _head(shape: TransformerShape, tokens: int, *, group: str = "") -> LayerKind
         input_bytes=2.0 * width * element,
         workspace_bytes=logits * float(element + _FLOAT_BYTES),
         # Only the backward pass has an all-reduce, but ``tp_bytes`` counts for both directions, so
-        # the size is halved.
+        # halve the size.
         tp_bytes=width * element / 2,
         group=group,
         counted=False,
