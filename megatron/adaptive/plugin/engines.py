@@ -43,7 +43,7 @@ class Engines:
     """Creates an engine at the first step of each model, and closes all engines at the end.
 
     Args:
-        placed: Object that replaces megatron-core's functions that return the position of a stage.
+        placed: Replacement for megatron-core's functions that return the position of a stage.
     """
 
     def __init__(self, placed: Placed) -> None:
@@ -110,8 +110,8 @@ class Engines:
         Args:
             model: Chunks of the model, as the caller passes them to the schedule.
             shared: Settings of all models that have no separate settings.
-            traced: Step function of megatron-core that the engine calls and traces without changes,
-                or ``None`` if the executor runs the steps.
+            traced: Step function of megatron-core that the engine runs and traces, or ``None`` if
+                the executor runs the steps.
         """
         chunks = _bare(model)
         for engine in self._engines:

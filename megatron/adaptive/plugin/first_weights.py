@@ -1,4 +1,4 @@
-"""Draws the initial weights of an unmodified Megatron-LM separately for each layer number.
+"""Draws the initial weights of an unmodified Megatron-LM separately for each layer.
 
 Megatron-LM seeds the random generators by pipeline rank, and each rank draws the weights of its
 layers one after the other. The initial weights of a layer therefore change if the layer moves to

@@ -47,7 +47,7 @@ class Seam:
     Attributes:
         original: Function ``get_forward_backward_func`` of megatron-core.
         engines: Engines that run the steps, one for each model.
-        placed: Object that replaces megatron-core's functions that return the position of a stage.
+        placed: Replacement for megatron-core's functions that return the position of a stage.
         first_weights: Object that replaces constructors, so that initial weights are drawn by layer
             if the setting ``first_weights`` is ``by-layer``.
     """

@@ -277,7 +277,7 @@ class Settings:
             value = getattr(self, name)
             if value != getattr(Settings, name):
                 raise ConfigError(
-                    f"{name}={value} was given to install() for one model, but {reason}; pass it "
+                    f"{name}={value} was passed to install() for one model, but {reason}; pass it "
                     "to install() without model"
                 )
 

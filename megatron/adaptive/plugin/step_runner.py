@@ -111,9 +111,9 @@ class Engine:
 
     Args:
         settings: Settings of the model, with command-line flags applied.
-        placed: Object that replaces megatron-core's functions that return the position of a stage.
-        traced: Step function of megatron-core that the engine calls and traces without changes, or
-            ``None`` if the executor runs the steps.
+        placed: Replacement for megatron-core's functions that return the position of a stage.
+        traced: Step function of megatron-core that the engine runs and traces, or ``None`` if the
+            executor runs the steps.
         modules: Chunks of the model, without wrappers.
         number: Index of the model in the process, from 1.
         watch: Hang detector of the process.
