@@ -205,7 +205,7 @@ def test_speed_of_a_gpu_and_neighbours_are_shown(
     assert least < seen["mfu"] < 1.3 * least
     assert f"{seen['mfu']:.1%}" in said
     for neighbour in ("tp 2", "dp 2", "pp 4", "microbatch 2", "recompute full"):
-        assert re.search(rf"\n  {neighbour}: ([+-][\d.]+%|does not fit, by|no plan)", said)
+        assert re.search(rf"\n  {neighbour}: ([+-][\d.]+%|exceeds the memory by|no plan)", said)
     text = page.read_text()
     assert "microbatch %{customdata}" in text
     assert "activation" in text
@@ -219,7 +219,9 @@ def test_plans_that_the_trainer_refuses_are_left_out(
     flags = ["--global-batch-size", "8", "--top", "2", "--cluster", str(cluster)]
     assert main(["--model", experts, *flags, "--tp", "1,2", "--json"]) == 0
     assert {row["degrees"]["tensor"] for row in json.loads(capsys.readouterr().out)} == {1}
-    with pytest.raises(ConfigError, match="refuses all plans found: .*--disable-bias-linear"):
+    with pytest.raises(
+        ConfigError, match="rejects all plans that were found: .*--disable-bias-linear"
+    ):
         main(["--model", experts, *flags, "--tp", "2"])
 
 
@@ -266,8 +268,8 @@ def test_the_front_is_written_and_drawn(
     [
         (
             "--model llama-30b --global-batch-size 8 --precision fp16 --dp 1",
-            r"llama-30b does not fit on .* stage \d on (big|small) needs [\d.]+ GB of [\d.]+ GB "
-            r"and lacks [\d.]+ GB; it would fit with .*nodes of big instead of 2",
+            r"llama-30b does not fit on .* stage \d on (big|small) needs [\d.]+ GB but has only "
+            r"[\d.]+ GB, so [\d.]+ GB are missing; it would fit with .*nodes of big instead of 2",
         ),
         (
             "--model gpt2-xl --global-batch-size 16 --recompute none --pp 2 --tp 1 --dp 1"

@@ -237,7 +237,7 @@ def test_one_process_takes_the_largest_microbatch_that_fits(
     assert "profile: " not in capsys.readouterr().out
     # If the model is estimated not to fit, the model is measured, and the error states the missing
     # memory.
-    with pytest.raises(ConfigError, match=r"fit into memory: .* needs .* GB of 1e-06 GB"):
+    with pytest.raises(ConfigError, match=r"fit into memory: .* needs .* GB but has only 1e-06 GB"):
         Pipeline(Tower(), tower, memory_limit_bytes=1000.0)
 
 

@@ -426,7 +426,10 @@ def test_without_lengths_of_documents_the_request_is_refused() -> None:
 
 def test_documents_that_fit_nowhere_are_named() -> None:
     inputs = replace(inputs_80(), cluster=inputs_with(6e9).cluster)
-    with pytest.raises(ConfigError, match=r"does not fit on this cluster: .* of 32768 tokens; use"):
+    with pytest.raises(
+        ConfigError,
+        match=r"does not fit on this cluster: .* of 32768 tokens, but has only .* GB; use",
+    ):
         propose(inputs, Request(global_batch=BATCH, options=OPTIONS))
 
 

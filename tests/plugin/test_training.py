@@ -223,8 +223,8 @@ def test_two_ranks(tmp_path: Path) -> None:
         "ranks of pp, tp, cp, dp, dp_cp; set these groups, or remove pg_collection to use the "
         "groups of parallel_state",
         "messages": "p2p_communicator has a different pipeline than the step's process groups, "
-        "but the engine connects the ranks of these groups; create it with their pp group or use "
-        "--pipeline-schedule megatron",
+        "but the engine connects the ranks of these groups; create the communicator with their "
+        "pp group or use --pipeline-schedule megatron",
         "again": "",  # A second model needs separate channels, but must not cause an error.
         "settings": "schedule=gpipe on rank 1, but schedule=adaptive on rank 0; start all ranks of "
         "a job with the same settings",

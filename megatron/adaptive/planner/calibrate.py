@@ -2,9 +2,9 @@
 
 A profile contains the times of layers, links, gradient reductions and the optimizer.
 
-A trace contains the times of stages, not of layers. So a least-squares fit finds the non-negative
-layer times that best explain the measured stage times of all runs. An example with two runs of one
-model on two stages::
+A trace contains the times of stages, not of single layers. A least-squares fit finds the
+non-negative layer times that best explain the measured stage times of all runs. For example, two
+runs of one model on two stages have this result::
 
     run 1    embedding + 6 transformer layers    13 s
              6 transformer layers + head         15 s
@@ -14,8 +14,9 @@ model on two stages::
     fitted   embedding 1 s, transformer layer 2 s, head 3 s
 
 With run 1 alone, the fit cannot separate the embedding's time from the times of the layers in the
-same stage, so it divides their total in proportion to their FLOPs. Runs with different partitions,
-and stages that hold neither the embedding nor the head, make a profile more accurate.
+same stage, so it divides the stage's time among them in proportion to their FLOPs. A profile is
+more accurate if the runs have different partitions, and if some stages hold neither the embedding
+nor the head.
 
 Times are not corrected for contention. If the ranks of a run shared CPU cores, the profile is only
 valid for ranks that share cores in the same way.
@@ -41,9 +42,9 @@ from megatron.adaptive.trace.step_view import stages_of_rank
 from megatron.adaptive.trace.trace_format import KINDS
 
 _PRIOR = 1e-3
-"""Weight of the assumption that layer times are proportional to FLOPs, relative to one measured
-stage. The weight is low, so the assumption matters only if the measured stages do not determine the
-times of all kinds of layers."""
+"""Weight of the assumption that layer times are proportional to FLOPs, relative to the weight of
+the measurements. The weight is so low that the assumption matters only if the measured stages do
+not determine the times of all kinds of layers."""
 
 _SIGMA_OF_MAD = 1.4826
 """Standard deviation of a normal distribution divided by its median absolute deviation."""
@@ -58,10 +59,10 @@ class TracedRun:
     Attributes:
         trace: Trace of all ranks.
         micro_batch: Number of samples per microbatch.
-        hosts: Node type of each host, by host name.
+        hosts: Node type of each host, keyed by host name.
         skip: Number of iterations at the beginning of the run that are ignored as warm-up.
-        iterations: Indices of the iterations to use. If empty, all iterations except the skipped
-            warm-up are used.
+        iterations: Indices of the iterations to use. If empty, all iterations after the warm-up are
+            used.
     """
 
     trace: RunTrace
@@ -99,8 +100,7 @@ class TracedRun:
         """Returns the median times of actions and steps in the selected iterations, in nanoseconds.
 
         Raises:
-            ConfigError: The trace has no complete iterations after those that are skipped as
-                warm-up.
+            ConfigError: The trace has no complete iterations after the warm-up.
         """
         complete = self.trace.complete_iterations()
         if self.iterations:
@@ -128,8 +128,8 @@ def calibrate(
         Contents of a profile file.
 
     Raises:
-        ConfigError: A trace does not contain the number of layers of each stage, the numbers do not
-            match the model, or the run used sequence slices.
+        ConfigError: A trace does not contain the number of layers of each stage, these numbers do
+            not add up to the model's number of layers, or the run used sequence slices.
         TraceError: A trace is damaged, or has no complete iterations to use.
     """
     for run in runs:
@@ -171,7 +171,7 @@ def calibrate(
 
 _Stage = tuple[Sequence[int], tuple[float, float, float]]
 """Indices of a stage's layers, and its times per microbatch in seconds: forward pass, backward pass
-and weight gradients. If weight gradients are computed within the backward pass, the last time is
+and weight gradients. If weight gradients are computed within the backward pass, the third time is
 NaN."""
 _Key = tuple[str, int, int]
 """Key that groups stages: GPU name, tensor-parallel size and number of samples per microbatch."""
@@ -191,7 +191,7 @@ class _Gathered:
         rest: Part of the step time in seconds that no other measurement explains, keyed by GPU
             name.
         spread: Standard deviations of forward and backward times, each divided by the median time.
-            Estimated for each iteration, rank and stage.
+            The list contains one estimate for each iteration, rank and stage.
     """
 
     travel: dict[tuple[str, str, bool], dict[int, list[float]]] = field(default_factory=dict)
@@ -224,7 +224,7 @@ def _stages(model: Model, run: TracedRun, figures: RunFigures) -> dict[_Key, lis
         for chunk, layers in enumerate(_held(model, run, rank)):
             count = np.maximum(pieces[column, chunk], 1)
             # The schedule may split the computation of a weight gradient into several actions, so
-            # the time of one action is multiplied by the number of actions.
+            # multiply the time of one action by the number of actions.
             whole = typical[column, chunk] * count / max(int(count[_F]), 1) / 1e9
             key = (run.hosts[host].gpu, run.tp, run.micro_batch)
             seconds = (float(whole[_F]), float(whole[_B]), float(whole[_W]))
@@ -258,11 +258,11 @@ def _layer_rows(model: Model, rows: Sequence[_Stage]) -> list[dict[str, Any]]:
 
 
 def _weight_share(model: Model, name: str) -> float:
-    """Returns the share of weight gradients in the backward pass of the layer kind ``name``.
+    """Returns the fraction of backward time that layer kind ``name`` spends on weight gradients.
 
-    The share is estimated from FLOPs. Half of the backward FLOPs count as weight gradients, except
-    for attention scores, which have no weights, and for logits, whose weight gradients are not
-    deferred.
+    The fraction is estimated from FLOPs. Half of the backward FLOPs count as weight gradients,
+    except for attention scores, which have no weights, and for logits, whose weight gradients are
+    not deferred.
     """
     kind = model.kinds[name]
     if not kind.parameters:
@@ -274,7 +274,7 @@ def _weight_share(model: Model, name: str) -> float:
 
 
 def _solve(counts: Any, seconds: Any, flops: Any) -> Any:
-    """Fits the time in seconds of a layer of each kind to the measured times of stages.
+    """Fits the time per layer of each kind, in seconds, to the measured times of stages.
 
     The fitted times are not negative.
 
@@ -284,7 +284,7 @@ def _solve(counts: Any, seconds: Any, flops: Any) -> Any:
     Args:
         counts: Number of layers of each kind in each stage, ``[stages, kinds]``.
         seconds: Time of each stage in seconds, ``[stages]``.
-        flops: Forward FLOPs of a layer of each kind, ``[kinds]``.
+        flops: Forward FLOPs per layer of each kind, ``[kinds]``.
     """
     work = counts @ flops
     rate = float(work @ seconds / (work @ work)) if (work > 0).any() else 0.0
@@ -327,8 +327,8 @@ def _gather(gathered: _Gathered, model: Model, run: TracedRun, figures: RunFigur
     for pp_rank in range(run.trace.num_ranks if is_one_host else 0):
         replicas = [i for i, header in enumerate(headers) if header.pp_rank == pp_rank]
         size = round(held[replicas[0]] * model.precision.reduce_bytes)
-        # The last replica to start does not wait for other replicas. Its reduction time is the
-        # shortest, so use the minimum.
+        # The last replica to start does not wait for other replicas, so its reduction time is the
+        # shortest. Use this minimum.
         seconds = min(float(column["reduce"][i]) for i in replicas) / 1e9
         if seconds > 0 and size:
             sizes = gathered.reduce.setdefault((run.hosts[headers[0].host].name, run.dp), {})
@@ -360,7 +360,7 @@ def _messages(gathered: _Gathered, run: TracedRun, figures: RunFigures) -> None:
 
 
 def _curve(sizes: Mapping[int, Sequence[float]]) -> dict[str, Any]:
-    """Fits a latency, and a bandwidth for each message size, to measured message times.
+    """Fits a latency and one bandwidth per message size to measured message times.
 
     ``sizes`` maps message sizes in bytes to measured times in seconds. The bandwidths are fitted to
     the median time of each size. With only one message size, the latency is set to 0.
@@ -379,10 +379,10 @@ def _curve(sizes: Mapping[int, Sequence[float]]) -> dict[str, Any]:
 def accuracy(predicted: Sequence[float], measured: Sequence[float]) -> dict[str, float]:
     """Compares predicted with measured step times, and returns a dict of accuracy measures.
 
-    Errors are fractions of the measured times. ``rank_correlation`` is 1 if predicted and measured
-    times sort the runs in the same order. ``place_of_best`` is the position of the fastest run in
-    the predicted order, starting at 1. ``regret`` is the relative slowdown from choosing the run
-    with the shortest predicted time instead of the fastest run.
+    Errors are fractions of the measured times. ``rank_correlation`` is 1 if the runs have the same
+    order by predicted time and by measured time. ``place_of_best`` is the position of the fastest
+    run in the predicted order, starting at 1. ``regret`` is the relative slowdown from choosing the
+    run with the shortest predicted time instead of the fastest run.
 
     Args:
         predicted: Predicted step time of each run in seconds. At least one run is required.

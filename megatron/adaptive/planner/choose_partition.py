@@ -5,18 +5,20 @@ The search has three steps:
 1. :func:`balanced` finds a partition whose slowest rank is as fast as possible. The *pace* of a
    rank is its time per microbatch in seconds. Bisection finds the smallest pace T at which the
    ranks can hold all layers. At pace T, a rank holds (T - time outside of layers) / (time per
-   layer) layers. Example with 32 layers on 4 ranks, where a layer takes 1 s, or 1.5 s on rank 1::
+   layer) layers. In this example, 32 layers run on 4 ranks, and a layer takes 1.5 s on rank 1 and 1
+   s on all other ranks::
 
        layers of each stage    8  8  8  8    slowest pace 8 x 1.5 = 12 s
        fit at T = 9 s          9  6  9  9    33 layers, enough
        layers of each stage    9  6  9  8    slowest pace 9 s
 
-2. Stages are filled with layers in order. If a rank has several stages, each of them gets an equal
+2. Stages are filled with layers in order. If a rank has several stages, each stage gets an equal
    share of the rank's time. This is optimal if all layers are equal, or if each rank has one stage.
    Afterwards, single layers are moved between stages as long as this makes the slowest rank faster.
-3. The step time also depends on the order in which ranks run their actions. So partitions near the
-   balanced partition are simulated under the job's schedule. Among the partitions that are about as
-   fast as the fastest, the partition that moves the fewest layers to a different rank is chosen.
+3. The step time also depends on the order in which ranks run their actions. Therefore, partitions
+   near the balanced partition are simulated under the job's schedule. Among the partitions that are
+   about as fast as the fastest, the partition that moves the fewest layers to a different rank is
+   chosen.
 
 Layers and stages keep their order, and stages stay on their ranks. :func:`choose_together` also
 chooses the schedule and the placement of stages.
@@ -58,8 +60,8 @@ Times = tuple[float, float, float]
 """Times of one microbatch in seconds: forward pass, backward pass, and weight gradients."""
 
 _ALIKE = 0.005
-"""Relative difference up to which two step times are treated as equal. Errors of simulated step
-times are larger than this."""
+"""Maximum relative difference between two step times that are treated as equal. The error of a
+simulated step time is larger than this."""
 PLACEMENT_GAIN = 0.03
 """Minimum fraction of the step time that a different stage placement must save. This minimum is
 larger than the minimum for other changes, because a different placement requires moving weights."""
@@ -74,9 +76,9 @@ _WHOLE = 3
 _LEAST_GAIN = 1e-3
 """Minimum fraction of the step time that moving a single layer must save."""
 _ORDERS = 6
-"""Number of schedules under which each partition is simulated."""
+"""Number of schedules under which each partition is simulated, starting with the best."""
 _LEAST_S = 1e-9
-"""Time in seconds that serves as the smallest divisor and as the tolerance for rounding errors."""
+"""Time in seconds used as the minimum for divisors and as the tolerance for rounding errors."""
 _ROUNDING = 1e-6
 """Maximum relative error of a value due to rounding."""
 _UNLIMITED = 1e9
@@ -84,7 +86,7 @@ _UNLIMITED = 1e9
 infinity times zero is NaN.
 """
 _HALVINGS = 40
-"""Number of bisection steps. This many steps determine the time per microbatch to 12 digits."""
+"""Number of bisection steps, which determine the time per microbatch to 12 digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +97,7 @@ class Loads:
         placement: Assignment of stages to ranks.
         partition: Number of layers in each stage during the measurement.
         layer_s: Times of a layer in seconds (forward pass, backward pass, weight gradients), for
-            each rank and each kind of layer.
+            each rank and kind of layer.
         beside_s: Times in seconds of each stage's work outside of its layers, such as embedding and
             loss.
         most_layers: Number of layers of average size that fit into the memory of each rank.
@@ -188,7 +190,7 @@ class Loads:
 
     @cached_property
     def _before(self) -> Any:
-        """Cumulative counts: row ``i`` holds the number of layers of each kind before layer ``i``.
+        """Array whose row ``i`` contains the number of layers of each kind before layer ``i``.
 
         The shape is ``[layers + 1, kinds]``.
         """
@@ -202,7 +204,7 @@ class Loads:
         return self._before[ends] - self._before[ends - partition]
 
     def _seconds(self, partition: Sequence[int]) -> Any:
-        """Returns each stage's times of forward pass, backward pass and weight gradients.
+        """Returns the forward, backward and weight-gradient time of each stage.
 
         The array has shape ``[stages, 3]`` and contains times in seconds per microbatch.
         """
@@ -245,12 +247,13 @@ class Decision:
         stay: Schedule to use while all layers stay on their ranks, or ``None`` to keep the current
             schedule.
         move: Schedule to use after layers or whole stages have moved to other ranks, or ``None`` if
-            nothing is to move.
+            nothing should be moved.
         partition: Number of layers in each stage after the move, or ``None`` to keep the current
-            numbers.
-        present_s: Simulated step time in seconds if nothing moves, or ``None`` if no schedule
-            without a move fits into memory.
-        step_s: Simulated step time in seconds after the move, or ``None`` if nothing is to move.
+            partition.
+        present_s: Simulated step time in seconds without a move, or ``None`` if no schedule fits
+            into memory without a move.
+        step_s: Simulated step time in seconds after the move, or ``None`` if nothing should be
+            moved.
     """
 
     text: str
@@ -262,7 +265,7 @@ class Decision:
 
 
 def travelling(old: Sequence[int], new: Sequence[int], placement: Placement) -> int:
-    """Returns how many layers move to a different rank when partition ``old`` becomes ``new``."""
+    """Returns how many layers change ranks if the partition changes from ``old`` to ``new``."""
     ranks = [placement.locate(stage)[0] for stage in range(placement.num_stages)]
     return int((np.repeat(ranks, old) != np.repeat(ranks, new)).sum())
 
@@ -292,10 +295,10 @@ def simulated_step(
 
 
 def charged_wholly(costs: Sequence[float], frozen_layers: int) -> list[float]:
-    """Returns the costs of layers as if frozen layers had backward passes, too.
+    """Returns the costs of layers as if frozen layers also had backward passes.
 
     A partition that balances these costs distributes frozen layers over more ranks. These ranks can
-    run frozen layers at times when they would otherwise wait.
+    run frozen layers while they would otherwise wait.
 
     Args:
         costs: Cost of each layer, in any unit.
@@ -342,7 +345,7 @@ def _better(
 
     Args:
         partition: Number of layers of each stage.
-        limit_s: Step time in seconds that the result must stay below.
+        limit_s: Upper limit of the new partition's step time in seconds, exclusive.
         tried: Step time in seconds of each partition tried so far. This function adds the
             partitions that it tries.
         step_s: Function that returns the step time in seconds under a partition.
@@ -377,8 +380,9 @@ def propose(
     present = loads.partition
     start = balanced(loads)
     is_slower = max(loads.paces(start)) < max(loads.paces(present)) * (1 - gain / 2)
-    # If the ranks are balanced well enough, skip the simulations. But frozen layers can run while
-    # their rank would wait, so they may be placed badly although all ranks have equal work.
+    # Skip the simulations if the ranks are balanced well enough and no layers are frozen. Frozen
+    # layers can run while their rank would otherwise wait, so a partition with frozen layers may be
+    # slow although all ranks have equal work.
     if not is_slower and not loads.frozen_layers:
         return None
     choice, seconds = _quickest(loads, start, step_s)
@@ -400,18 +404,18 @@ def choose_together(
     until_s: float = math.inf,
     num_slices: int = 1,
 ) -> Decision:
-    """Chooses the placement, layers per stage, schedule and activation limit of a job together.
+    """Jointly chooses the placement, partition, schedule and activation limit of a job.
 
     For each placement, partitions near a balanced partition are compared under a few good
     schedules. Then all schedules are compared under the best partition.
 
     Args:
         loads: Measured times and memory of the stages under the current placement and partition.
-        profile: Measured times of actions with their variation, and times of messages.
+        profile: Measured times of actions, including their variation, and times of messages.
         limits: For each placement, a function that takes a partition and returns the maximum number
-            of activations to hold. The current placement comes first. The unit is the activations
-            of one microbatch in all stages of a rank.
-        halves: Loads measured over different parts of the steps. A move must save enough time under
+            of activations to hold. The current placement comes first. The unit is the size of one
+            microbatch's activations in all stages of a rank.
+        halves: Loads measured in separate subsets of the steps. A move must save enough time under
             each of these loads.
         gain: Minimum fraction of the step time that moving layers must save, or ``None`` if layers
             must not be moved.
@@ -419,15 +423,15 @@ def choose_together(
         splittable: Whether the model can compute weight gradients as separate actions (W).
         pieces: Maximum number of W actions per weight gradient.
         also: Names of additional schedules and run-time scheduling rules to simulate.
-        until_s: Deadline on the clock of ``time.monotonic``. No candidates are simulated after the
+        until_s: Deadline as a value of ``time.monotonic``. No candidates are simulated after the
             deadline.
         num_slices: Number of slices per microbatch, or 1 for whole microbatches.
 
     Raises:
         ScheduleError: No schedule fits into memory.
 
-    Source: AdaPtis, arXiv 2509.23722, for choosing all of these together. The search algorithm is
-    different.
+    Source: AdaPtis, arXiv 2509.23722, which also chooses all of these together, but with a
+    different search algorithm.
     """
     job = _Job(
         profile=profile,
@@ -473,7 +477,7 @@ def choose_together(
 def _decision(
     loads: Loads, moves: list[tuple[float, Partition, ScheduleChoice]], stay: ScheduleChoice | None
 ) -> Decision:
-    """Decides on the move with the shortest step time, or on no move if ``moves`` is empty.
+    """Chooses the move with the shortest step time, or no move if ``moves`` is empty.
 
     Args:
         loads: Measured times and memory under the current placement and partition.
@@ -527,14 +531,14 @@ class _Job:
     """Inputs that are constant during a call of :func:`choose_together`, and methods that use them.
 
     Attributes:
-        profile: Measured times of actions with their variation, and times of messages.
+        profile: Measured times of actions, including their variation, and times of messages.
         limits: For each placement, a function that takes a partition and returns the maximum number
             of activations to hold.
         num_microbatches: Number of microbatches per step.
         splittable: Whether the model can compute weight gradients as separate actions (W).
         pieces: Maximum number of W actions per weight gradient.
         also: Names of additional schedules and run-time scheduling rules to simulate.
-        until_s: Deadline on the clock of ``time.monotonic``. No candidates are simulated after the
+        until_s: Deadline as a value of ``time.monotonic``. No candidates are simulated after the
             deadline.
         num_slices: Number of slices per microbatch, or 1 for whole microbatches.
     """
@@ -553,7 +557,7 @@ class _Job:
         return _Runs(self.num_microbatches)
 
     def _profile_of(self, loads: Loads, partition: Partition) -> StageProfile:
-        """Returns the measured profile, but with the stage times for ``partition``."""
+        """Returns a copy of the measured profile with the stage times for ``partition``."""
         return replace(self.profile, times=loads.stage_times(partition))
 
     def fastest(self, loads: Loads, partition: Partition, *, quick: bool = False) -> ScheduleChoice:
@@ -584,7 +588,7 @@ class _Job:
         """Chooses a partition and its fastest schedule, both for the placement of ``loads``.
 
         Args:
-            loads: Measured times and memory, converted to the placement to choose for.
+            loads: Measured times and memory, converted to the placement to use.
             present: Current number of layers of each stage.
             earlier: Choices made earlier for other placements or partitions. Their schedules are
                 also compared.
@@ -650,8 +654,8 @@ def _quickest(
 ) -> tuple[Partition, float]:
     """Finds a fast partition by moving single layers of the current partition or of ``start``.
 
-    Several partitions may be about as fast as the fastest. The one that moves the fewest layers to
-    a different rank is returned.
+    If several partitions are about equally fast, the one that moves the fewest layers to a
+    different rank is returned.
 
     Returns:
         Partition, and its step time in seconds.
@@ -682,7 +686,7 @@ def _quickest(
 def _filled(loads: Loads, pace: float) -> Partition | None:
     """Fills stages in order with as many layers as ``pace`` and the memory allow.
 
-    ``pace`` is the time in seconds that no rank may exceed per microbatch.
+    ``pace`` is the maximum time per microbatch of each rank, in seconds.
 
     Returns:
         Number of layers in each stage, or ``None`` if the stages cannot hold all layers.
@@ -730,8 +734,8 @@ def _descended(loads: Loads, partition: Partition) -> Partition:
 def _neighbours(loads: Loads, partition: Partition, least: float = 0.0) -> Iterator[Partition]:
     """Yields the partitions that result from moving one layer of ``partition`` to another stage.
 
-    Partitions that do not fit into memory are skipped. Moves away from the slowest rank come first.
-    Among these, moves to the fastest rank come first.
+    Partitions that do not fit into memory are skipped. Moves from the slowest rank come first, and
+    among these, moves to the fastest rank.
 
     Args:
         loads: Measured times and memory of the stages.

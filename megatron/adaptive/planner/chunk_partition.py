@@ -2,19 +2,20 @@
 
 The search finds 1F1B pipelines with one stage per rank. This module tries other schedules. For
 schedules with several stages (chunks) per rank, it also changes the number of layers per stage. The
-module improves an initial partition step by step, so its result may not be optimal. An example has
-15 layers in 4 interleaved stages on 2 ranks, and 4 microbatches. A layer takes 1 s forward and 2 s
-backward on rank 0 (stages 0 and 2), and twice as long on rank 1 (stages 1 and 3)::
+module improves an initial partition step by step, so its result may not be optimal. In this
+example, 15 layers are divided into 4 interleaved stages on 2 ranks, with 4 microbatches. A layer
+takes 1 s forward and 2 s backward on rank 0 (stages 0 and 2), and twice as long on rank 1 (stages 1
+and 3)::
 
     first partition   5 3 5 2   135 s   work in proportion to the speed of the ranks
     0 gives to 1      4 4 5 2   156 s   slower, undone
     0 gives to 2      4 3 6 2   132 s   faster, kept
     ...                                 until no move makes the step faster
 
-Each change is timed with the schedule's order of actions (``order_timing``). A run-time scheduling
-rule has no fixed order, so the order of a static schedule with the same placement is used as an
-approximation. :func:`handed_over` improves the finally chosen plans once more, with predictions for
-the plan's actual schedule.
+The step time after each change is computed from the schedule's order of actions (``order_timing``).
+A run-time scheduling rule has no fixed order, so the order of a static schedule with the same
+placement is used as an approximation. :func:`handed_over` improves the chosen plans once more,
+using predictions for each plan's actual schedule.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ chunks per rank to try, and the names of all schedules with the same stage place
 SEARCHED = tuple(dict.fromkeys((*ONE_CHUNK, *(n for _, names in CHUNKED.values() for n in names))))
 """Names of all schedules from which the search can choose."""
 _NO_CAP = 1e6
-"""Limit on activations that never takes effect, because it exceeds the number of microbatches in a
+"""Activation limit that never takes effect, because it exceeds the number of microbatches in a
 step.
 """
 
@@ -74,8 +75,8 @@ def hand_over(
 ) -> tuple[Any, float, int]:
     """Moves one layer at a time from one stage to another, as long as the pipeline gets faster.
 
-    All pairs of stages are tried in turn. The stages between the pair keep their number of layers,
-    but shift by one layer. The search ends when no pair brings an improvement any more.
+    All pairs of stages are tried repeatedly. The stages between the two stages of a pair keep their
+    number of layers, but shift by one layer. The search ends when no pair yields an improvement.
 
     Args:
         cuts: Index of the first layer of each stage, followed by the number of layers of the model,
@@ -83,10 +84,10 @@ def hand_over(
         seconds: Step time with the initial ``cuts``, in seconds.
         seconds_of: Function that takes cuts and returns the step time in seconds, or infinity if
             the pipeline does not fit into memory.
-        most: Maximum number of partitions to time.
+        most: Maximum number of partitions to evaluate.
 
     Returns:
-        Best cuts, their step time in seconds, and the number of partitions timed.
+        Best cuts, their step time in seconds, and the number of evaluated partitions.
     """
     pairs = list(itertools.permutations(range(len(cuts) - 1), 2))
     timed = 0
@@ -150,9 +151,9 @@ class ChunkedPipeline:
         """Finds a partition by moving single layers between stages.
 
         Args:
-            most: Maximum number of partitions to time.
-            hopeless_s: Step time in seconds from which the initial partition counts as too slow to
-                be improved.
+            most: Maximum number of partitions to evaluate.
+            hopeless_s: Step time in seconds at or above which the initial partition is considered
+                too slow to be improved.
 
         Returns:
             Index of the first layer of each stage, followed by the number of layers of the model.
@@ -182,14 +183,14 @@ class ChunkedPipeline:
         done = work[0] / max(float(work[0, n]), 1e-30)
         cuts = np.concatenate([[0], np.searchsorted(done, share - 1e-9)]).astype(np.int64)
         cuts[-1] = n
-        # Every stage needs at least one layer. So the cuts are made strictly increasing, and one
-        # layer is left for every later stage.
+        # Every stage needs at least one layer. Make the cuts strictly increasing, and leave one
+        # layer for every later stage.
         numbers = np.arange(stages + 1)
         cuts = np.maximum.accumulate(cuts - numbers) + numbers
         return np.minimum(cuts, n - stages + numbers)
 
     def _by_rank(self, values: Any) -> Any:
-        """Adds up ``values``, with shape ``[tables, stages]``, over the stages of each rank.
+        """Sums ``values`` of shape ``[tables, stages]`` over the stages of each rank.
 
         Returns an array of shape ``[tables, ranks]``.
         """
@@ -271,8 +272,8 @@ def scheduled(plan: Plan, inputs: PlanInputs, schedules: Sequence[str]) -> PlanR
         plan: Plan from the search. If its stages have unequal parallel sizes, the plan is first
             converted to microbatches of equal size (``cost.as_run``).
         inputs: Model, cluster and profile of layer times.
-        schedules: Names of the schedules to choose from. If the plan has one chunk per rank,
-            schedules that need several chunks are skipped.
+        schedules: Names of the schedules to choose from. Schedules that need several chunks per
+            rank are skipped if the plan has only one.
 
     Returns:
         Plan with the chosen schedule, and its prediction, or ``None`` if the plan supports none of
@@ -299,16 +300,17 @@ def scheduled(plan: Plan, inputs: PlanInputs, schedules: Sequence[str]) -> PlanR
 def _with_cap(plan: Plan, inputs: PlanInputs) -> PlanRow:
     """Predicts the step time of ``plan``, with a suitable activation limit if sequences are sliced.
 
-    The default limit is kept if the plan fits into memory with it, or if sequences are not sliced.
-    Otherwise, two lower limits are tried, the larger first. If the plan fits with neither, the
-    default limit is kept. If documents are packed, the fastest of several limits is chosen.
+    The default limit is kept if the plan fits into memory with this limit, or if sequences are not
+    sliced. Otherwise, two lower limits are tried, the larger first. If the plan fits with neither
+    of them, the default limit is kept. If documents are packed, the fastest of several limits is
+    chosen.
     """
     if plan.slice_tokens is not None:
         plan = with_row_cap(plan, inputs)
     row = PlanRow(plan=plan, prediction=predict(plan, inputs))
     if plan.slices == 1 or row.prediction.fits:
         return row
-    # The first rank holds this number of microbatches with the fixed order of slices.
+    # Number of microbatches that the first rank holds under the fixed order of slices.
     fixed = min(float(plan.num_microbatches), (plan.pp - 1 + plan.slices) / plan.slices)
     for cap in dict.fromkeys((round(fixed, 2), 1.0)):
         capped = replace(plan, cap=max(1.0, cap))
@@ -319,7 +321,10 @@ def _with_cap(plan: Plan, inputs: PlanInputs) -> PlanRow:
 
 
 def with_row_cap(plan: Plan, inputs: PlanInputs) -> Plan:
-    """Returns a plan with packed documents and the activation limit that is best in simulations."""
+    """Returns a copy of ``plan`` with the best activation limit for its packed documents.
+
+    The limit is chosen by simulation.
+    """
     ends = [replace(plan, cap=cap) for cap in (1.0, _NO_CAP)]
     lowest, highest = (StageSums.of(end, inputs, OURS) for end in ends)
     pipeline = row_pipeline(plan, lowest)

@@ -70,7 +70,7 @@ class Gpu:
 
 @functools.cache
 def _table() -> tuple[Mapping[str, Gpu], Mapping[str, str]]:
-    """Returns all known GPUs by name, and a dict that maps accepted spellings to these names."""
+    """Returns all known GPUs, keyed by name, and a dict that maps accepted spellings to names."""
     file = resources.files("megatron.adaptive.planner") / "data" / "gpus.json"
     parts, names = {}, {}
     for row in json.loads(file.read_text(encoding="utf-8"))["gpus"]:
@@ -125,8 +125,8 @@ class LinkSpeed:
     """Speed of a link in one direction.
 
     Attributes:
-        bytes_per_s: Bandwidth for large messages in bytes per second. If ``shared`` is true, this
-            is the total bandwidth of all pairs of GPUs. Otherwise, each pair has this bandwidth.
+        bytes_per_s: Bandwidth for large messages in bytes per second: the total of all pairs of
+            GPUs if ``shared`` is true, otherwise the bandwidth of each pair.
         latency_s: Time in seconds to send an empty message.
         shared: Whether pairs of GPUs that send at the same time share the bandwidth. For example,
             they share the network card of a node, but not a switch between the GPUs of a node.
@@ -156,9 +156,9 @@ class LinkSpeed:
         if measured:
             count, link = max(measured, key=lambda entry: entry[0])
             whole = link._curve(message_bytes)
-            # A speed measured with several pairs contains their total bandwidth. If the link is
-            # shared, ``pairs`` pairs divide this total. Otherwise, each pair keeps the share that
-            # it had in the measurement.
+            # A speed measured with several pairs is the total bandwidth of these pairs. If the link
+            # is shared, ``pairs`` pairs divide this total. Otherwise, each pair keeps the share
+            # that it had in the measurement.
             return whole / pairs if self.shared else whole / count
         return self._curve(message_bytes) / (pairs if self.shared else 1)
 
@@ -207,16 +207,16 @@ class NodeType:
         memory_bytes: Usable memory of each GPU in bytes.
         intra: Speed of the link between two GPUs of the node.
         islands: Groups of neighbouring GPUs with a fast link. Each entry contains the number of
-            GPUs in a group and the link. Numbers are ascending: parts of a node come first, then
-            groups of several nodes, such as the nodes on one switch.
+            GPUs in a group and the link. The entries are sorted by number of GPUs: parts of a node
+            come first, then groups of several nodes, such as the nodes on one switch.
         network: Speed of the node's network link, or ``None`` for the cluster's default.
         price_per_hour: Price of the whole node per hour, in the user's currency.
         zone: Name of the node's availability zone. The cluster may define a separate link between
             nodes in different zones.
-        slowness: Factor by which all durations from the profile are multiplied on this node. It is
-            1 if the node is as fast as the nodes in the profile.
-        like: Name of another node type that has the same links in the cluster's tables. If empty,
-            the name of this type is used.
+        slowness: Factor by which all durations from the profile are multiplied on this node, or 1
+            if the node is as fast as the nodes in the profile.
+        like: Name of another node type whose entries in the cluster's tables of links also apply to
+            this type. If empty, this type has entries of its own.
     """
 
     name: str
@@ -233,11 +233,11 @@ class NodeType:
 
     @property
     def link_name(self) -> str:
-        """Name under which tables of links list this node type."""
+        """Name of this node type in tables of links."""
         return self.like or self.name
 
     def island(self, gpus: int) -> tuple[int, LinkSpeed] | None:
-        """Returns the smallest island that can be divided into groups of ``gpus`` GPUs.
+        """Returns the smallest island that can be divided evenly into groups of ``gpus`` GPUs.
 
         An island is a group of GPUs with a fast link. If ``gpus`` GPUs fit on one node, only
         islands within a node are considered, otherwise only islands of several nodes.
@@ -340,7 +340,7 @@ class Cluster:
         return all(known_gpu(node.gpu) is not None for node in self.types)
 
     def with_memory(self, times: float = 1.0, more_bytes: float = 0.0) -> Cluster:
-        """Returns a copy of the cluster in which each GPU has a different memory size.
+        """Returns a copy of the cluster with changed memory sizes of all GPUs.
 
         Args:
             times: Factor by which the memory size is multiplied.
@@ -357,7 +357,7 @@ class Cluster:
 
     @cached_property
     def first(self) -> dict[str, int]:
-        """Index of the first node of each type, keyed by the type's name."""
+        """Index of the first node of each type, keyed by type name."""
         counts = itertools.accumulate((group.count for group in self.groups), initial=0)
         return {node.name: first for node, first in zip(self.types, counts, strict=False)}
 
@@ -385,8 +385,8 @@ def read_cluster(path: Path, memories: Mapping[str, float] | None = None) -> Clu
 
     Args:
         path: Path of the file, which is YAML, TOML or JSON.
-        memories: Memory sizes of GPUs in bytes from a profile, keyed by GPU name. They are used for
-            node types for which the file does not specify a memory size.
+        memories: Memory sizes of GPUs in bytes from a profile, keyed by GPU name. Used for node
+            types without a memory size in the file.
 
     Raises:
         ConfigError: The file cannot be read, or a key is invalid.
@@ -400,8 +400,8 @@ def make_cluster(document: Any, where: str, memories: Mapping[str, float]) -> Cl
     Args:
         document: Contents of the file as parsed from YAML, TOML or JSON.
         where: Path of the file, for error messages.
-        memories: Memory sizes of GPUs in bytes from a profile, keyed by GPU name. They are used for
-            node types for which ``document`` does not specify a memory size.
+        memories: Memory sizes of GPUs in bytes from a profile, keyed by GPU name. Used for node
+            types without a memory size in ``document``.
 
     Raises:
         ConfigError: The contents are invalid.
@@ -512,7 +512,7 @@ def _speed(entry: Any, key: str, *, shared: bool = True) -> Any:
     Args:
         entry: Entry with bandwidth and latency. If it is ``None``, the function returns ``None``.
         key: Name of the entry in error messages.
-        shared: Whether pairs of GPUs share the bandwidth of a link that does not specify this.
+        shared: Whether pairs of GPUs share the link's bandwidth if the entry does not specify this.
     """
     if entry is None:
         return None
@@ -520,7 +520,8 @@ def _speed(entry: Any, key: str, *, shared: bool = True) -> Any:
     share = 1 / entry.get("oversubscription", 1.0)
     if rails > 1 or share < 1:
         # A rail is a separate network. One pair of GPUs uses one rail, two pairs use two rails, and
-        # so on until all rails are used. So the total bandwidth grows with the number of pairs.
+        # so on until all rails are used. The total bandwidth therefore grows with the number of
+        # pairs.
         speed = entry["bandwidth"] * share
         expanded = ("rails", "oversubscription")
         entry = {name: value for name, value in entry.items() if name not in expanded}

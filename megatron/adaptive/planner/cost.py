@@ -7,10 +7,10 @@ A step has four consecutive parts::
       plan's schedule
 
 The pipeline is timed by simulating the actions in the order of the schedule. A stage is as fast as
-its slowest replica, and every boundary between stages on different ranks costs a message. Then each
-rank reduces its gradients across its replicas. The first and last stage add up the gradients of
-tied embeddings. Finally, the optimizer runs. A step takes at least as long as its messages keep the
-network link of any node busy (``node_traffic``).
+its slowest replica, and every boundary between stages on different ranks requires a message. Then
+each rank reduces its gradients across its replicas. The first and last stage add up the gradients
+of tied embeddings. Finally, the optimizer runs. A step is never shorter than the time for which its
+messages keep the network link of a node busy (``node_traffic``).
 
 A plan may have stages with unequal parallel sizes. The search gives such stages microbatches of
 unequal sizes, so that all stages have the same number of microbatches. The trainer uses
@@ -72,7 +72,7 @@ def predict(
 ) -> Prediction:
     """Predicts the time, memory and price of one step of a plan.
 
-    A plan that does not fit into memory also gets a predicted time. In this case,
+    The time is predicted even if the plan does not fit into memory. In this case,
     ``Prediction.fits`` is false.
 
     Args:
@@ -105,12 +105,13 @@ def predict(
     seconds = float(ends[last]) + tied + beside + jitter
     if (wait_s := stages.busy_link.seconds - seconds) > 0:
         # The pipeline is timed as if every pair of ranks had its own link. If ranks share a network
-        # link, and this link needs more time for all messages, the step takes this time.
+        # link that needs more time for all of its messages, use the time of this link as the step
+        # time.
         times = replace(times, end_s=times.end_s + wait_s)
         seconds = stages.busy_link.seconds
     quiet = _pipeline(plan, stages.without_messages(), runtime, predictions)
-    # All parts are the times of the rank that finishes last, because these add up to the whole
-    # step.
+    # All parts are times of the rank that finishes last, because only these times add up to the
+    # whole step.
     tp_s = float(of_rank[last] @ stages.tp_s) * stages.num_items
     parts = {
         "compute": float(times.busy_s[last]) - tp_s,
@@ -120,7 +121,7 @@ def predict(
         "embedding": tied,
         "optimizer": float(optimizer[last]),
     }
-    # The difference of equal sums may be slightly negative.
+    # Rounding errors may make the difference slightly negative.
     parts["bubble"] = max(0.0, seconds - beside - jitter - sum(parts.values()))
     parts |= {name: part for name, part in (("jitter", jitter), ("beside", beside)) if part}
     return Prediction(
@@ -163,22 +164,22 @@ def _stage_predictions(
 class StageSums:
     """Costs of each stage and rank of a plan, summed over layers. Each chunk counts as a stage.
 
-    Times and messages are per microbatch. If sequences are cut into slices, they are per slice of
-    average cost instead.
+    Times and messages are per microbatch. If sequences are cut into slices, times and messages are
+    per slice of average cost instead.
 
     Attributes:
         durations_s: Times of forward pass, input gradients and weight gradients on the slowest
             replica, in seconds, ``[3, stages]``.
-        launch_s: Part of ``durations_s`` in seconds that the CPU spends launching kernels, ``[3,
+        launch_s: Part of ``durations_s`` that the CPU spends launching kernels, in seconds, ``[3,
             stages]``. A rank can launch kernels while it waits for its input.
-        tp_s: Part of ``durations_s`` in seconds that is tensor-parallel communication,
+        tp_s: Part of ``durations_s`` that is spent on tensor-parallel communication, in seconds,
             ``[stages]``.
         latency_s: Latency in seconds of the messages that a stage sends after a forward and after a
             backward pass, ``[2, stages]``.
         occupancy_s: Time in seconds during which each of these messages keeps its link busy, ``[2,
             stages]``.
-        reduce_s: Duration of a gradient reduction that does not overlap with the backward pass, in
-            seconds, ``[ranks]``.
+        reduce_s: Duration of the whole gradient reduction if nothing overlaps with it, in seconds,
+            ``[ranks]``.
         optimizer_s: Duration of the optimizer step in seconds, ``[ranks]``.
         memory: Memory that each pipeline rank needs.
         of_rank: Matrix of shape ``[ranks, stages]`` that contains 1 if the rank holds the stage,
@@ -358,7 +359,7 @@ def _row_costs(
 
 
 def _held(plan: Plan, rank: int, inputs: PlanInputs, rows: RowCosts | None) -> tuple[float, float]:
-    """Returns the maximum number of microbatches that a rank holds, and how many wait for action W.
+    """Returns the maximum numbers of microbatches that a rank holds and that wait for action W.
 
     The action W computes weight gradients. If the plan cuts sequences into slices or packs
     documents, slices are counted instead of microbatches.
@@ -570,18 +571,18 @@ def _weight_pieces(plan: Plan, *, splittable: bool) -> int:
 
 
 def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
-    """Returns by how many seconds random variation of action durations lengthens a step.
+    """Returns the time in seconds by which random variation of action durations lengthens a step.
 
     ``sigma`` is the standard deviation of the logarithm of a duration. The result is 0 for a
-    run-time scheduling rule, because it runs another action if an input is late.
+    run-time scheduling rule, because such a rule runs another action if an input is late.
     """
     if sigma <= 0 or catalog.is_rule(plan.schedule):
         return 0.0
     count = plan.num_microbatches
     durations = stages.durations_s
     if (widths := dealt_widths(plan)) is not None:
-        # Use the jitter of a pipeline with one rank per stage and about the same amount of work as
-        # an approximation.
+        # Approximate the jitter by that of a pipeline that has one rank per stage and about the
+        # same amount of work.
         count = plan.global_batch // plan.micro_batch
         durations = durations / np.array(widths.sizes, dtype=np.float64)
     steps = steps_of(plan.schedule, plan.pp, plan.chunks, count)
@@ -605,9 +606,9 @@ def as_run(plan: Plan) -> Plan:
 
 
 def dealt_widths(plan: Plan) -> Widths | None:
-    """Returns the number of replicas of each stage if these numbers differ between stages.
+    """Returns the number of replicas of each stage if the numbers differ between stages.
 
-    All stages must have the same microbatch size. The result is ``None`` for all other plans.
+    The result is ``None`` if all parallel sizes are equal, or if microbatch sizes differ.
     """
     if plan.uniform or any(
         stage_place.micro_batch != plan.micro_batch for stage_place in plan.places

@@ -1,9 +1,10 @@
 """Creates cluster files from the output of Slurm, ``nvidia-smi`` and ``doctor --json``.
 
-No single tool reports everything, so the outputs of several tools are combined. Slurm reports all
-nodes with their GPUs and switches. ``nvidia-smi`` and ``doctor`` report the memory and links of a
-single node. Such a report is used for all nodes in Slurm's output that have the same GPU and the
-same number of GPUs. Values that no tool reports are assumed, and listed as assumptions.
+No single tool reports all properties of a cluster, so the outputs of several tools are combined.
+Slurm reports all nodes with their GPUs and switches. ``nvidia-smi`` and ``doctor`` report the
+memory and links of a single node. Such a report is used for all nodes in Slurm's output that have
+the same GPU and the same number of GPUs. Values that no tool reports are assumed, and listed as
+assumptions.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import known_gpu, plain_name
 
 _NVLINK_GB_PER_S = {"p100": 20.0, "b200": 50.0}
-"""Bandwidth of one NVLink in one direction in GB/s, by GPU. GPUs that are not listed have 25 GB/s.
-Source: NVIDIA's architecture whitepapers."""
+"""Bandwidth of one NVLink in one direction in GB/s, keyed by GPU. GPUs that are not listed have 25
+GB/s. Source: NVIDIA's architecture whitepapers."""
 _LANE_GB_PER_S = {3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-"""Bandwidth of one PCI Express lane in one direction in GB/s, by generation."""
+"""Bandwidth of one PCI Express lane in one direction in GB/s, keyed by generation."""
 _PCIE_SHARE = 0.8
 """Fraction of the PCI Express bandwidth that a copy between two GPUs achieves."""
 _ASSUMED_LINK = {"bandwidth": "25 GB/s", "latency": "8 us"}
@@ -36,9 +37,10 @@ def describe_cluster(texts: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], 
     """Creates the contents of a cluster file from the outputs of tools.
 
     Args:
-        texts: Pairs of a source and an output. Supported outputs are those of ``scontrol show
-            node`` or ``show topology``, ``sinfo -N -o "%N %G %T"``, ``nvidia-smi -q`` and ``topo
-            -m`` on a node, and ``doctor --json``.
+        texts: Outputs to combine, as pairs of the output's source (for error messages) and its
+            text. Supported outputs are those of ``scontrol show node`` or ``show topology``,
+            ``sinfo -N -o "%N %G %T"``, ``nvidia-smi -q`` and ``topo -m`` on a node, and ``doctor
+            --json``.
 
     Returns:
         Contents of a cluster file, and a list of the assumptions that were made for missing values.
@@ -151,7 +153,7 @@ _MATRIX = re.compile(r"^\s*GPU0\s", re.MULTILINE)
 def _slurm_entry(fields: Mapping[str, str]) -> dict[str, Any]:
     """Creates the cluster file entry of a node from the fields of Slurm's output.
 
-    The name of the GPU in the entry may be empty, or only that of a family such as ``a100``.
+    The GPU name in the entry may be empty, or may name only a family such as ``a100``.
     """
     host = fields["NodeName"]
     gres = fields.get("Gres", "")
@@ -181,7 +183,7 @@ def _sinfo_entries(text: str, where: str) -> list[dict[str, Any]]:
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Returns the host names in the Slurm host list ``text``.
+    """Returns the host names in ``text``, a host list of Slurm.
 
     For example, ``a[01-03,7],b`` expands to a01, a02, a03, a7 and b.
     """
@@ -220,8 +222,8 @@ def describe_node(log: str, matrix: str) -> dict[str, Any]:
             "latency": "8 us",
         }
     rows = [line.split() for line in matrix.splitlines() if re.match(r"\s*GPU\d+\s", line)]
-    # The heading of the table also begins with GPU0, but does not contain X, which marks the
-    # diagonal of the matrix. The filter skips the heading.
+    # Skip the heading of the table. It also begins with GPU0, but does not contain X, which marks
+    # the diagonal of the matrix.
     ways = [row[1:] for row in rows if "X" in row]
     count = len(ways)
     entry["gpus_per_node"] = entry["gpus_per_node"] or count
@@ -301,7 +303,7 @@ def _grouped(
         groups.setdefault(json.dumps(plain, sort_keys=True), (plain, []))[1].extend(hosts)
 
     def above(host: str, least: int) -> list[tuple[int, int]]:
-        """Returns ``(-level, index)`` of each switch above ``host``, from level ``least`` up."""
+        """Returns ``(-level, index)`` of each switch above ``host`` at level ``least`` or above."""
         numbered = enumerate(switches)
         return sorted(
             (-level, i) for i, (level, held) in numbered if level >= least and host in held

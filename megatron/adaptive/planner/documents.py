@@ -1,8 +1,8 @@
 """Describes documents of varying lengths, and the rows into which the trainer packs them.
 
 With ``--slice-tokens``, the trainer packs the documents of a step into rows and cuts the rows into
-slices of equal length. The rows of a step depend only on the lengths of its documents. So the
-planner draws documents for a few steps from the known lengths, and packs them as the trainer would
+slices of equal length. The rows of a step depend only on the lengths of its documents. The planner
+therefore draws documents for a few steps from the known lengths, and packs them like the trainer
 (``schedule/document_rows.py``). All plans are predicted for the same steps.
 """
 
@@ -38,11 +38,11 @@ _DRAWN = 512
 """Maximum number of documents to draw, unless a single step has more. The mean length of this many
 documents varies little."""
 _STABLE = 0.02
-"""Relative error of the mean length up to which drawn documents represent all documents."""
+"""Maximum relative error of the mean length of drawn documents."""
 _STABLE_SQUARES = 0.05
-"""Relative error of the mean squared length up to which drawn documents represent all documents."""
+"""Maximum relative error of the mean squared length of drawn documents."""
 _CHUNK = 1 << 16
-"""Number of lengths that are squared at once, to limit the memory of the squares."""
+"""Number of lengths that are squared in one operation, which limits the memory for the squares."""
 
 
 class RowSettings(NamedTuple):
@@ -70,17 +70,17 @@ class RowSettings(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunDocuments:
-    """Document lengths of a training run, and the microbatches of some drawn steps.
+    """Document lengths in some steps of a training run, and the microbatches packed from them.
 
     Attributes:
         config: Settings of a run that trains the model with ``--slice-tokens``. For each plan, the
             parallel sizes, the schedule and the length of slices are replaced by the plan's values.
         steps: For each drawn step, the number of tokens of each document.
         batch: Number of documents per step.
-        longest: Largest number of tokens that a document may have.
+        longest: Maximum number of tokens per document.
         packed_slices: Number of slices per row in runs that pack rows up to the sequence length, as
             with ``--pack-to`` and ``--sequence-slices``. ``None`` if slices have a fixed length.
-            The field is used to compare plans with such runs.
+            This field is used to compare plans with such runs.
     """
 
     config: TrainerConfig
@@ -138,16 +138,16 @@ class RunDocuments:
         return replace(config, schedule=schedule, data=data)
 
     def mean_items(self, tokens: int) -> float:
-        """Returns how many slices of ``tokens`` tokens a step has on average, over all replicas."""
+        """Returns the mean number of slices of ``tokens`` tokens per step, over all replicas."""
         cuts = self.cuts(RowSettings(tokens))
         return sum(len(cut.ends) for step in cuts for cut in step) / len(cuts)
 
     def mean_pairs(self, tokens: int) -> float:
-        """Returns the mean number of pairs of tokens per slice that attend to each other.
+        """Returns the mean number of token pairs per slice that attend to each other.
 
         ``tokens`` is the number of tokens per slice.
 
-        In this count, the first x tokens of a document have x^2 pairs.
+        The first x tokens of a document count as x^2 pairs.
         """
         cuts = self.cuts(RowSettings(tokens))
         works = [cut.work(n) for step in cuts for cut in step for n in range(len(cut.ends))]
@@ -175,8 +175,8 @@ class RunDocuments:
 def draw_steps(lengths: Lengths, batch: int) -> tuple[tuple[int, ...], ...]:
     """Draws documents for a few steps, so that they represent all known documents.
 
-    The sorted lengths are divided into equal parts, and one document is drawn from each part. So
-    short and long documents are drawn in the same proportion as they occur. The number of steps is
+    The sorted lengths are divided into equal parts, and one document is drawn from each part. Short
+    and long documents are thus drawn in the same proportion as they occur. The number of steps is
     doubled until the mean and the mean square of the drawn lengths are close to those of all
     lengths.
 
@@ -224,8 +224,8 @@ def make_documents(
         model: Model to train.
         lengths: Number of tokens of each document, at least 1.
         batch: Number of documents per step.
-        longest: Number of tokens after which documents are cut. Defaults to the largest number in
-            ``lengths``.
+        longest: Maximum number of tokens per document. Longer documents are cut. Defaults to the
+            largest number in ``lengths``.
 
     Raises:
         ConfigError: The trainer's ``--slice-tokens`` does not support the model.

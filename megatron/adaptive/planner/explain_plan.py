@@ -1,4 +1,4 @@
-"""Explains a plan: the parts of its step, the memory of its ranks, and why other plans are slower.
+"""Explains a plan: parts of its step time, memory of its ranks, and why other plans are slower.
 
 A plan is compared with its neighbours, which differ from it in one setting. A plan with packed
 documents is also compared with plans that pack rows up to the length of the longest document.
@@ -36,18 +36,18 @@ _PARTS = {
 }
 _WORDS = {"micro_batch": "microbatch", "schedules": "schedule", "slice_tokens": "tokens of a slice"}
 _PACKED_SLICES = (1, 4, 8, 16)
-"""Numbers of slices per packed row to try in a comparison with slices of a fixed length."""
+"""Numbers of slices per packed row that are compared with slices of a fixed length."""
 _WORTH = 0.02
-"""Fraction of the step time that packed rows must at least save before a hint recommends them."""
+"""Minimum fraction of the step time that packed rows must save to be recommended in a hint."""
 _GB = 1e9
 _BAR = 30
-"""Number of characters of the bar for a whole step."""
+"""Length in characters of the bar for a whole step."""
 _NEIGHBOUR_CPU_S = 0.5
-"""CPU time in seconds per node type that the search for one neighbour of a plan may take."""
+"""Maximum CPU time, in seconds per node type, of the search for one neighbour of a plan."""
 
 
 def explain(row: PlanRow, inputs: PlanInputs) -> str:
-    """Describes the parts of a step, the memory of each stage, and the largest part, as text."""
+    """Returns a text with the parts of a step, the memory of each stage, and the largest part."""
     plan, prediction = row.plan, row.prediction
     lines = [f"a step of {seconds_text(prediction.seconds)}:"]
     for name, seconds in prediction.parts.items():
@@ -103,9 +103,9 @@ def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
     """Compares a plan with its neighbours, and returns one line of text per neighbour.
 
     A neighbour differs in one setting. A parallel size or the microbatch size is doubled or divided
-    by its smallest divisor, or recomputation or the schedule is changed. All other settings except
-    the slice length are chosen again within the limits of the request. The line states how much
-    slower the best plan with this change is, or how much memory it lacks.
+    by its smallest divisor, or the recomputation setting or the schedule is changed. All other
+    settings except the slice length are chosen again within the limits of the request. The line
+    states how much slower the best plan with this change is, or by how much it exceeds the memory.
 
     Args:
         inputs: Model, cluster and profile of layer times.
@@ -139,17 +139,18 @@ def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
             fitting = searcher_for(inputs, changed).search().plans
             plans = fitting or searcher_for(roomy, changed).search().plans
         except ConfigError as error:
-            # Some messages begin with the flag, which the title of the line already names.
+            # Remove the flag at the beginning of a message, because the title of the line already
+            # names it.
             flag = f"--{name.replace('_', '-')} {value}: "
             lines.append(f"{title} {str(error).removeprefix(flag)}")
             continue
         if not plans:
-            lines.append(f"{title} no plan with it uses whole nodes and divides the batch")
+            lines.append(f"{title} no plan uses whole nodes and divides the batch evenly")
             continue
         prediction = predict(plans[0].plan, inputs)
         lack = max(stage.memory.missing_bytes for stage in prediction.stages)
         slower = prediction.seconds / best.prediction.seconds - 1
-        result = f"{slower:+.1%}" if fitting else f"does not fit, by {lack / _GB:.1f} GB"
+        result = f"{slower:+.1%}" if fitting else f"exceeds the memory by {lack / _GB:.1f} GB"
         lines.append(f"{title} {result} ({brief(plans[0].plan)})")
     return [*lines, *_packed_lines(best, inputs)]
 
@@ -208,8 +209,8 @@ def packed_advice(best: PlanRow, inputs: PlanInputs) -> str:
     gain = 1 - fitting[slices] / best.prediction.seconds
     flags = f"--pack-to {known_documents(inputs).config.model.seq_length}"
     return (
-        f"{_packed_title(slices, inputs)} would take {gain:.1%} less time with these layers:"
-        f" {flags}{f' --sequence-slices {slices}' * (slices > 1)} instead of --slice-tokens"
+        f"{_packed_title(slices, inputs)} would take {gain:.1%} less time with the same layers per"
+        f" stage: {flags}{f' --sequence-slices {slices}' * (slices > 1)} instead of --slice-tokens"
     )
 
 
@@ -219,7 +220,7 @@ def _packed_title(slices: int, inputs: PlanInputs) -> str:
 
 
 def _near_tokens(plan: Plan, inputs: PlanInputs) -> tuple[int, ...]:
-    """Returns half and twice the plan's slice length in tokens, unless these are not allowed."""
+    """Returns half and twice the plan's slice length in tokens, if these lengths are allowed."""
     if plan.slice_tokens is None:
         return ()
     tokens, longest = plan.slice_tokens, known_documents(inputs).longest

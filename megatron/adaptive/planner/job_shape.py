@@ -43,7 +43,7 @@ from megatron.adaptive.planner.profile import PlanInputs, Profile
 from megatron.adaptive.schedule import catalog
 from megatron.adaptive.schedule.stage_placement import Placement
 
-# The memory limit of a process is its free memory after the device context was created, so the
+# The memory limit of a process is the free memory after its device context was created, so the
 # context must not be counted again.
 _RUNTIME = Runtime(context_bytes=0.0)
 # Number of options whose partitions are improved by simulation if the model has frozen layers.
@@ -62,14 +62,14 @@ class Running:
         order: Indices of the nodes in rank order.
         batch: Number of samples per step over all replicas.
         schedule: Name of the pipeline schedule.
-        chunks: Number of stages per process. It matters only if the schedule leaves this choice to
-            the user.
+        chunks: Number of stages per process. This field is used only if the schedule leaves the
+            choice to the user.
         whole: Times of the pieces if weight gradients are computed within the backward pass.
         split: Times of the pieces if a separate pass computes weight gradients, or ``None`` if the
             schedule has no such pass. These times are used for pipelines with several processes.
-        cap: Maximum activations that a process may hold under a run-time scheduling rule, or
-            ``None`` for the rule's default. The unit is the activations of one microbatch in all
-            stages of the process.
+        cap: Maximum amount of activations that a process may hold under a run-time scheduling rule,
+            or ``None`` for the rule's default. The unit is the size of one microbatch's activations
+            in all stages of the process.
     """
 
     model: Model
@@ -101,10 +101,11 @@ class Option:
         replicas: Number of pipelines (data-parallel replicas).
         micro_batch_size: Number of samples per microbatch.
         partition: Number of pieces (parts between cut points) of each stage.
-        seconds: Predicted step time in seconds, or a lower bound until a prediction was made.
+        seconds: Predicted step time in seconds. Before the prediction, a lower bound of the step
+            time.
         needed_bytes: Memory in bytes that the process with the least free memory needs.
         limit_bytes: Memory in bytes that the process with the least free memory may use.
-        fullest: Index of the process with the least free memory within its pipeline.
+        fullest: Index, within its pipeline, of the process with the least free memory.
     """
 
     pipeline_size: int
@@ -176,7 +177,7 @@ def choose_option(
     count = len(fitting) + (_REFINED * _SEARCHED if running.model.frozen_layers else 0)
     timed: list[tuple[_Shape, Option]] = []
     for shape, option in sorted(fitting, key=lambda pair: pair[1].seconds):
-        # Options are sorted by ``option.seconds``, which is still a lower bound here. So no later
+        # Options are sorted by ``option.seconds``, which is still a lower bound here, so no later
         # option can be among the two fastest.
         if len(timed) > 1 and option.seconds >= sorted(other.seconds for _, other in timed)[1]:
             break
@@ -275,7 +276,8 @@ class _Shape:
 
         The option's ``seconds`` is a lower bound of the step time, not a prediction.
 
-        If no partition fits into memory, the best partition without a memory limit is returned.
+        If no partition fits into memory, the partition that would be best without a memory limit is
+        returned.
 
         Args:
             fixed: User's partition, or ``None`` to choose a partition.
@@ -323,8 +325,9 @@ class _Shape:
     def refined(self, option: Option, predictions: int) -> Option:
         """Improves the partition of ``option`` by simulating similar partitions.
 
-        A partition whose slowest stage is as fast as possible is not the best if layers are frozen.
-        The reason is that forward passes of frozen layers can run while a process would wait.
+        If layers are frozen, a partition whose slowest stage is as fast as possible may not be the
+        fastest, because forward passes of frozen layers can run while a process would otherwise
+        wait.
 
         Args:
             option: Option whose partition is improved.
@@ -444,10 +447,10 @@ def _nothing_fits(options: Sequence[Option]) -> str:
     """Returns the error message for the case that none of ``options`` fits into memory."""
     best = min(options, key=lambda option: option.needed_bytes - option.limit_bytes)
     return (
-        f"no pipeline and microbatch size fit into memory: the nearest is {best}, where process "
-        f"{best.fullest} of a pipeline needs {best.needed_bytes / 1e9:.3g} GB of "
-        f"{best.limit_bytes / 1e9:.3g} GB; start more processes, mark more cut points, or use a "
-        "smaller batch_size"
+        f"no pipeline and microbatch size fit into memory: the closest is {best}, where process "
+        f"{best.fullest} of a pipeline needs {best.needed_bytes / 1e9:.3g} GB but has "
+        f"only {best.limit_bytes / 1e9:.3g} GB; start more processes, mark more cut points, or use "
+        "a smaller batch_size"
     )
 
 

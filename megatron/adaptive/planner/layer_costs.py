@@ -3,9 +3,9 @@
 A layer's time is taken from the profile if it was measured. Otherwise, it is estimated from the
 GPU's data sheet (:func:`make_estimator`). The estimate assumes that matrix multiplications run at
 70% of the arithmetic peak, and that all other operations move their operands through memory at 80%
-of the bandwidth. A pass takes at least as long as launching its kernels. An example is a layer with
-1e12 FLOPs per forward pass, and 0.5 GB of activations and output, on an A100 (312e12 FLOP/s and
-1555 GB/s)::
+of the bandwidth. A pass takes at least as long as launching its kernels. For example, the estimate
+for a layer with 1e12 FLOPs per forward pass, and 0.5 GB of activations and output, on an A100
+(312e12 FLOP/s and 1555 GB/s) is::
 
     matmuls            1e12 / (0.7 x 312e12)         4.6 ms
     other operations   2 x 0.5e9 / (0.8 x 1555e9)    0.8 ms   each byte is written and read once
@@ -67,9 +67,9 @@ class Runtime:
             step, in bytes per parameter.
         sliced_messages: Whether each tensor-parallel rank sends only its part of a stage's output,
             so that receivers have to gather the parts.
-        pipeline: Function that computes a pipeline's times instead of the planner. It takes a plan
-            and its ``cost.StageSums``. It returns ``order_timing.ScheduleTimes``, or ``None`` to
-            use the planner's computation.
+        pipeline: Function that replaces the planner's computation of a pipeline's times. The
+            function takes a plan and its ``cost.StageSums``, and returns
+            ``order_timing.ScheduleTimes``, or ``None`` to use the planner's computation.
     """
 
     context_bytes: float = 0.5e9 + CHANNELS_BYTES
@@ -78,24 +78,24 @@ class Runtime:
     pipeline: Callable[[Any, Any], Any] | None = None
 
     def slices_messages(self, settings: StageSettings) -> bool:
-        """Returns whether tensor-parallel ranks send parts of a stage's output with ``settings``.
+        """Returns whether each tensor-parallel rank sends only its part of a stage's output.
 
-        Otherwise, each of them sends the whole output.
+        Otherwise, each rank sends the whole output. ``settings`` contains the settings of the plan.
         """
         return self.sliced_messages or settings.sequence_parallel
 
 
 OURS = Runtime()
-"""Properties of this project's trainer, for which plans are made by default."""
+"""Properties of this project's trainer, which are the default for predictions."""
 PLAIN = StageSettings()
 _GRADIENT_BYTES = 4
 """Size in bytes of each element of the accumulated gradients of attention keys and values."""
 _HOST_MESSAGES = 8
-"""Number of message buffers in host memory that are allocated but usually empty. These are the free
+"""Number of message buffers in host memory that are allocated but usually empty, which are the free
 slots in the queues of a rank and its neighbour (``transport.select.size_of_channel``)."""
 _HOST_BLOCK_BYTES = 2**25
-"""Size in bytes from which the C library allocates a block separately. Such a block is returned to
-the system when it is freed.
+"""Minimum size in bytes of blocks that the C library allocates separately, and returns to the
+system when they are freed.
 """
 _HOST_FREE_BYTES = 2 * _HOST_BLOCK_BYTES
 """Maximum number of free bytes that the C library keeps at the end of its heap."""
@@ -127,9 +127,9 @@ def in_flight(
             ``seq-1f1b`` order, and all other schedules are run-time rules.
         cap: Maximum number of microbatches that a rank holds under a run-time rule, or ``None`` for
             the rule's default.
-        attention_share: Fraction of the cost of a sequence that is due to attention. If it is above
-            0, slices of equal cost have different lengths, and the result counts slices of average
-            length.
+        attention_share: Fraction of the cost of a sequence that is due to attention. If the
+            fraction is above 0, slices of equal cost have different lengths, and the result is
+            counted in slices of average length.
     """
     if slices > 1:
         most = num_microbatches * slices
@@ -150,7 +150,7 @@ def in_flight(
 
 
 def _in_mean_slices(count: float, slices: int, attention_share: float) -> float:
-    """Returns the maximum total length of ``count`` slices in flight, in average slice lengths.
+    """Returns the maximum total length of ``count`` slices in flight, in units of the mean length.
 
     The backward passes of a microbatch's slices run in reverse order, so its first slices stay in
     memory the longest. The first slices are also the longest slices. Only two microbatches are
@@ -184,7 +184,7 @@ def waiting(
     cap: float | None = None,
     attention_share: float = 0.0,
 ) -> tuple[float, ...]:
-    """Returns, for each rank, how many microbatches at most wait for their weight gradients (W).
+    """Returns the maximum number of microbatches that wait for weight gradients (W) on each rank.
 
     A waiting microbatch has computed its input gradients (B) but not yet its weight gradients (W).
 
@@ -260,8 +260,8 @@ class LayerTable:
     """Costs of all layers of a model on one GPU, as arrays of shape ``[layers]`` (float64).
 
     Times and sizes are for one microbatch, or for one slice of average size if sequences are cut
-    into slices. The workspace is for the longest slice. If documents are packed, the slice has the
-    average number of pairs of tokens that attend to each other.
+    into slices. The workspace is for the longest slice. If documents are packed, times are for a
+    slice with the average number of token pairs that attend to each other.
 
     Attributes:
         estimated: Whether any time was estimated instead of measured.
@@ -269,14 +269,14 @@ class LayerTable:
         backward_s: Time for computing the input gradients in seconds, including recomputation.
         weight_s: Time for computing the weight gradients in seconds, or 0 if the profile measured
             the backward pass as a whole.
-        launch_s: Part of ``forward_s`` in seconds that is spent launching kernels. Kernels can be
-            launched before the input arrives. ``backward_s`` contains the same amount.
-        tp_s: Part of ``forward_s`` and ``backward_s`` in seconds that is communication. It includes
-            the exchange of tokens between experts. It also includes the messages between
-            tensor-parallel ranks, unless these are part of the measured times.
-        pair_s: Part of ``forward_s`` in seconds for each pair of tokens that attend to each other.
-            It is 0 for plans without packed documents.
-        pair_back_s: Part of ``backward_s`` in seconds for each of these pairs.
+        launch_s: Part of ``forward_s`` that is spent launching kernels, in seconds. Kernels can be
+            launched before the input arrives. ``backward_s`` contains the same launch time.
+        tp_s: Part of ``forward_s`` and ``backward_s`` that is spent on communication, in seconds.
+            It includes the exchange of tokens between experts. It also includes the messages
+            between tensor-parallel ranks, unless these are part of the measured times.
+        pair_s: Part of ``forward_s`` per pair of tokens that attend to each other, in seconds, or 0
+            for plans without packed documents.
+        pair_back_s: Part of ``backward_s`` per pair of such tokens, in seconds.
         parameters: Number of parameters on the GPU, including experts.
         expert_parameters: Number of parameters on the GPU that belong to experts.
         frozen_parameters: Number of parameters on the GPU that are not trained.
@@ -346,9 +346,8 @@ def layer_table(
         inputs=inputs,
         node=node,
         tp=tp,
-        # A rank with half of each sequence does the same work as a rank with half of the samples,
-        # so the number of samples is divided. The same is true for a slice of half of each
-        # sequence.
+        # Half of each sequence is as much work as half of the samples. Divide the number of samples
+        # if ranks share sequences, or if sequences are cut into slices.
         samples=micro_batch * settings.share_of(inputs.model.sequence) / context_ranks,
         longest_slice=_longest_slice(inputs.model, settings, tp),
         settings=settings,
@@ -377,7 +376,7 @@ def _longest_slice(model: Model, settings: StageSettings, tp: int) -> float:
         return 1.0
     try:
         ends = slice_ends(model.sequence, slices, tp if settings.sequence_parallel else 1, share)
-    # The trainer rejects sequences of this length, so the approximate cut points are used.
+    # The trainer rejects sequences of this length, so use the approximate cut points.
     except ConfigError:
         return cut_points(slices, share)[1] * slices
     longest = max(end - start for start, end in pairwise((0, *ends)))
@@ -419,7 +418,7 @@ class _LayerSetup:
         base = self.inputs.model.kinds[name]
         kind = self.inputs.model.kinds.get(f"{name}/{self.settings.expert_ranks}", base)
         # If experts are distributed over ranks, the busiest rank has more work than the average
-        # rank. So the times are scaled to the work of this rank.
+        # rank. Scale the times to the work of the busiest rank.
         load = kind.forward_flops / (base.forward_flops or 1)
         times = self.inputs.profile.times(
             kind.name, self.node.gpu, self.tp, self.samples, load or 1.0
@@ -437,7 +436,7 @@ class _LayerSetup:
     def pairs_share(self, kind: LayerKind) -> float:
         """Returns the number of token pairs that attend to each other, relative to whole sequences.
 
-        The result is below 1 if documents are shorter than whole sequences. For layers with an
+        The result is less than 1 if documents are shorter than whole sequences. For layers with an
         attention window, the result is 1, because their number of pairs grows linearly with the
         number of tokens.
         """
@@ -540,7 +539,7 @@ def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _Lay
     whole = times.kept_bytes
     if whole is None or not model.has_experts:
         # If a model has experts, the measured size already includes the effect of sequence
-        # parallelism, so it is not reduced in this case.
+        # parallelism, so do not reduce it again.
         whole = kind.kept_bytes(tp) * samples if whole is None else whole
         whole -= kind.replicated_activation_bytes * samples * (1 - 1 / shared)
     if not setup.passes_keys(kind):
@@ -562,7 +561,8 @@ def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _Lay
         gathered = kind.keys_bytes / tp * samples * slices
         gathered *= _GRADIENT_BYTES / model.precision.element_bytes
     # A backward pass with recomputation holds all activations of the recomputed layer. The longest
-    # slice needs the most memory, except for scores, because it attends to the fewest tokens.
+    # slice needs the most memory, except for its attention scores, because it attends to the fewest
+    # tokens.
     longest = setup.longest_slice
     working = kind.workspace_bytes / tp * samples * longest + max(whole - kept, 0.0)
     working += max(whole - kept - kind.attention_bytes / tp * samples, 0.0) * (longest - 1)
@@ -623,8 +623,8 @@ Source: Narayanan et al. 2021 (arXiv:2104.04473), table 1, and Korthikanti et al
 multiplications take about three quarters of these steps.
 """
 MEMORY_SHARE = 0.8
-"""Fraction of the memory bandwidth that element-wise kernels achieve. Source: BabelStream reports
-0.8 to 0.93 of the data sheet's bandwidth for V100, A100 and H100."""
+"""Fraction of the memory bandwidth that element-wise kernels achieve. Source: BabelStream, which
+reports 0.8 to 0.93 of the data sheet's bandwidth for V100, A100 and H100."""
 LAUNCH_S = 5e-6
 """Time to launch a kernel, in seconds. Source: NVIDIA's CUDA programming guides, which report a few
 microseconds."""
@@ -646,7 +646,7 @@ def make_estimator(model: Model) -> Callable[[str, str, int, float], LayerTimes]
 
     Returns:
         Function that takes the layer kind, the GPU, the number of tensor-parallel ranks and the
-        samples per microbatch, and returns the estimated times. These do not include communication
+        samples per microbatch, and returns the estimated times. The times exclude communication
         between tensor-parallel ranks. The function raises ``ConfigError`` if the GPU or kind is
         unknown, or if the GPU does not support the model's precision.
     """
@@ -661,7 +661,7 @@ def make_estimator(model: Model) -> Callable[[str, str, int, float], LayerTimes]
 
 
 def _estimate(model: Model, kind: LayerKind, gpu: Gpu, tp: int, micro_batch: float) -> LayerTimes:
-    """Estimates the times of a layer of kind ``kind`` from its FLOPs and memory traffic."""
+    """Estimates the times of a layer of the given ``kind`` from its FLOPs and memory traffic."""
     sizes = model.precision
     pace = gpu.peak(sizes.name) * MATRIX_SHARE
     moving = gpu.memory_bytes_per_s * MEMORY_SHARE
@@ -675,8 +675,8 @@ def _estimate(model: Model, kind: LayerKind, gpu: Gpu, tp: int, micro_batch: flo
     output = micro_batch * kind.output_elements * sizes.element_bytes
     elements_s = 2 * (kept + output) / moving
     weights = kind.held_parameters(tp)
-    # Matrix multiplications read all weights, even for few samples. A lookup of embeddings reads
-    # only a few rows of the table.
+    # Matrix multiplications read all weights, even for few samples. An embedding lookup reads only
+    # a few rows of the table.
     read_s = weights * sizes.parameter_bytes / moving if kind.forward_flops else 0.0
     gradient_s = (
         weights * (sizes.parameter_bytes * sizes.trained + 2 * sizes.gradient_bytes) / moving

@@ -1,9 +1,9 @@
 """Computes the times of messages, all-reduces, all-to-all exchanges and rings.
 
-A link has a latency and a bandwidth (``cluster.LinkSpeed``). A message takes latency + bytes /
-bandwidth. If several GPUs of a node send over its network link at the same time, they share the
-bandwidth. In an example, 4 GPUs of a node each send 100 MB to a different node, over one network
-link with 12.5 GB/s and 10 us::
+A link has a latency and a bandwidth (``cluster.LinkSpeed``). Sending a message takes latency +
+bytes / bandwidth. If several GPUs of a node send over its network link at the same time, they share
+the bandwidth. In this example, 4 GPUs of a node each send 100 MB to a different node, over one
+network link with 12.5 GB/s and 10 us::
 
     bandwidth of each    12.5 / 4 = 3.125 GB/s
     seconds              10 us + 100 MB / 3.125 GB/s = 32 ms
@@ -60,8 +60,8 @@ def exchange_of(
         ranks: Number of ranks in the exchange.
 
     Returns:
-        Function that takes the total size in bytes of the parts that a rank distributes, including
-        the part for itself, and returns the time in seconds.
+        Function that takes the number of bytes that each rank distributes (including the part that
+        it keeps), and returns the time in seconds.
     """
     near = min(ranks, max(node.gpus // tp, 1))
     far = ranks - near
@@ -84,7 +84,7 @@ def exchange_of(
 def context_ring(
     inputs: PlanInputs, node: NodeType, others: Sequence[NodeType], tp: int, ranks: int
 ) -> Callable[[float], float]:
-    """Returns a function that computes how long ranks on a ring need to send data to the next rank.
+    """Returns a function that computes the time to send data to the next rank on a ring.
 
     Args:
         inputs: Model, cluster and profile. The links come from the cluster and the profile.
@@ -115,7 +115,7 @@ def context_ring(
 def link_within(inputs: PlanInputs, node: NodeType, gpus: int) -> LinkSpeed:
     """Returns the link between ``gpus`` neighbouring GPUs of a node type.
 
-    If these GPUs are in an island, this is the link of the smallest such island.
+    If these GPUs are in an island, the link of the smallest such island is returned.
     """
     if (island := node.island(gpus)) is not None:
         return island[1]
@@ -141,13 +141,13 @@ def links_out(
 
 
 def link_of_types(inputs: PlanInputs, node: NodeType, other: NodeType) -> LinkSpeed:
-    """Returns the link between two node types from the profile, or else from the cluster file."""
+    """Returns the measured link between two node types, or the link in the cluster file."""
     measured = link_in(inputs.profile.links, node, other)
     return inputs.cluster.link_of_types(node, other) if measured is None else measured
 
 
 def link_between(inputs: PlanInputs, replica: Replica, other: Replica) -> LinkSpeed:
-    """Returns the link between two replicas, which is that of their smallest common island."""
+    """Returns the link between two replicas, which is the link of their smallest common island."""
     return _link_at(
         inputs, replica.node, other.node, _common_island(inputs.cluster, replica, other)
     )
@@ -228,10 +228,11 @@ def _flows(
     bytes_per_sample: float,
     sliced: bool,
 ) -> dict[tuple[int, int, int | None], tuple[int, float]]:
-    """Returns the number of messages between two stages, and the size in bytes of the largest.
+    """Returns the number of messages between two stages, and the largest message size in bytes.
 
-    Messages are grouped by sending node, receiving node, and the index of the island (group of
-    directly linked GPUs) that contains both replicas, if any.
+    The result contains both values for each group of messages. Messages are grouped by sending
+    node, receiving node, and the index of the island (group of directly linked GPUs) that contains
+    both replicas, if any.
     """
     flows: dict[tuple[int, int, int | None], tuple[int, float]] = {}
     for source, target, samples in shares(sender, receiver):
@@ -246,7 +247,7 @@ def _flows(
 
 
 def shares(sender: StagePlace, receiver: StagePlace) -> Iterator[tuple[Replica, Replica, int]]:
-    """Yields each pair of replicas that exchange samples, and the number of these samples.
+    """Yields each pair of replicas that exchange samples, and the number of samples they exchange.
 
     Each stage numbers the samples of a round of microbatches consecutively over its replicas. If
     the stages have different numbers of replicas, each receiver gets its samples from the replicas
@@ -273,7 +274,7 @@ def reduce_s(
     expert_parameters: float = 0.0,
     expert_ranks: int = 1,
 ) -> float:
-    """Returns how long the replicas of a pipeline rank need to reduce their gradients, in seconds.
+    """Returns the time in seconds that a pipeline rank's replicas need to reduce their gradients.
 
     Args:
         places: GPUs of all pipeline ranks.
@@ -347,9 +348,9 @@ def exposed_reduce_s(whole_s: Any, backward_s: Any, layers: Any) -> Any:
     """Returns the part of a gradient reduction that does not overlap with the backward pass.
 
     The reduction of a layer starts after the last microbatch's backward pass through this layer.
-    Reductions that are still running when the whole backward pass ends take additional time. This
-    is true for at least one layer's reduction. The arguments are numbers, or arrays of the same
-    shape. The result has the unit of ``whole_s``.
+    Reductions that are still running when the whole backward pass ends take additional time. The
+    reduction of at least one layer does not overlap. The arguments are numbers, or arrays of the
+    same shape. The result is in seconds.
 
     Args:
         whole_s: Duration of the whole reduction without overlap, in seconds.
@@ -360,15 +361,15 @@ def exposed_reduce_s(whole_s: Any, backward_s: Any, layers: Any) -> Any:
 
 
 def ring(replicas: tuple[Replica, ...]) -> list[tuple[Replica, Replica]]:
-    """Returns each replica and the next one on a ring of ``replicas``."""
+    """Returns pairs of each replica and the next replica on a ring of ``replicas``."""
     return list(zip(replicas, (*replicas[1:], replicas[0]), strict=True))
 
 
 def embedding_s(places: tuple[StagePlace, ...], inputs: PlanInputs, tp: int) -> float:
-    """Returns how long the first and the last stage need to add up gradients of tied embeddings.
+    """Returns the time in seconds to add up the gradients of embeddings that two stages share.
 
-    Each of these stages computes a part of the gradients. ``tp`` is the tensor-parallel size. The
-    result is in seconds.
+    The first and the last stage each compute a part of these gradients. ``tp`` is the
+    tensor-parallel size.
     """
     if len(places) < 2 or not inputs.model.tied_parameters:
         return 0.0
@@ -385,8 +386,8 @@ def embedding_s(places: tuple[StagePlace, ...], inputs: PlanInputs, tp: int) -> 
     names = {inputs.cluster.nodes[first.node].link_name for first, _ in pairs}
     measured = [inputs.profile.all_reduce.get((name, 2)) for name in names]
     if not leaving and None not in measured:
-        # Use the measured time of an all-reduce if possible. It may be longer than the time of
-        # messages between stages, because these use a different transport.
+        # Use the measured time of an all-reduce if possible. An all-reduce may take longer than
+        # messages between stages, because messages use a different transport.
         sharing = max(sharing for _, sharing in segments)
         return max(curve.seconds(size, sharing) for curve in measured if curve is not None)
     return max(all_reduce_s(link, size, 2, sharing) for link, sharing in segments)

@@ -1,4 +1,4 @@
-"""Stores a module's measurements in a file, so that a job can be planned again if its nodes change.
+"""Stores a module's measurements in a file, so that a job can be replanned if its nodes change.
 
 The ranks write the file once, before they choose the first layout, and the planner reads it. The
 JSON file is replaced atomically, so a reader never sees an incomplete file.
@@ -34,7 +34,7 @@ _UNMEASURED = LinkSpeed(bytes_per_s=10e9, latency_s=10e-6)
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredHost:
-    """Properties of a node that were measured by the job's processes on the node.
+    """Properties of a node, measured by the job's processes on this node.
 
     Attributes:
         host: Host name of the node.
@@ -42,8 +42,8 @@ class MeasuredHost:
         gpu: Name of the node's GPU or CPU in the profile.
         processes: Number of the job's processes on the node.
         memory_bytes: Memory in bytes that each process may use.
-        shares_memory: Whether the node's processes use the same memory. If so, each of them may use
-            more memory if there are fewer processes.
+        shares_memory: Whether the node's processes share memory. If so, each process may use more
+            memory if there are fewer processes.
     """
 
     host: str
@@ -59,30 +59,30 @@ class MeasuredModule:
     """Measurements of a module, and the settings that every layout of the job must keep.
 
     Attributes:
-        signature: Hash of the model and the script's settings. A file with a different hash than
-            the running script's belongs to a different module.
+        signature: Hash of the model and the script's settings. If the hash in the file differs from
+            the hash of the running script, the file belongs to a different module.
         name: Name of the model.
-        whole: Contents of a profile file with times of backward passes that compute the weight
-            gradients, too.
+        whole: Contents of a profile file in which the times of backward passes include the weight
+            gradients.
         split: Contents of a profile file with separate times of weight gradients, or ``None`` if
-            the schedule does not compute them in a separate pass.
+            the schedule does not compute weight gradients in a separate pass.
         element_bytes: Size in bytes of an element of the most common parameter dtype.
         hosts: Nodes on which the module was measured.
         batch_size: Number of samples per step over all replicas.
         most: Largest microbatch size that was measured, in samples.
         schedule: Name of the pipeline schedule.
         chunks: Number of stages per process.
-        cap: Maximum activations that a process may hold under a run-time scheduling rule, or
-            ``None`` for the rule's default. The unit is the activations of one microbatch in all
-            stages of the process.
-        pipeline_size: Number of processes per pipeline that the user set, or ``None`` if the number
-            may change.
-        micro_batch_size: Number of samples per microbatch that the user set, or ``None`` if the
+        cap: Maximum amount of activations that a process may hold under a run-time scheduling rule,
+            or ``None`` for the rule's default. The unit is the size of one microbatch's activations
+            in all stages of the process.
+        pipeline_size: Number of processes per pipeline, as set by the user, or ``None`` if the
             number may change.
-        partition: Number of pieces in each stage that the user set, or ``None`` to choose a
+        micro_batch_size: Number of samples per microbatch, as set by the user, or ``None`` if the
+            number may change.
+        partition: Number of pieces in each stage, as set by the user, or ``None`` to choose a
             partition. A piece is a part of the module between two cut points. The partition is only
             used for pipelines with this number of stages.
-        weights: Cost of each piece that the user set, or ``None`` to use the measured costs.
+        weights: Cost of each piece, as set by the user, or ``None`` to use the measured costs.
         is_random: Whether the model draws random numbers that depend on the microbatch.
     """
 
@@ -124,7 +124,7 @@ class MeasuredModule:
         return make_profile(self.split if split and self.split is not None else self.whole)
 
     def costs(self, micro_batch_size: int) -> tuple[float, ...]:
-        """Returns how many seconds each piece of the module takes on the first node's device.
+        """Returns the time of each piece of the module on the first node's device, in seconds.
 
         Args:
             micro_batch_size: Number of samples per microbatch. The nearest measured size is used.
@@ -197,15 +197,16 @@ class MeasuredModule:
 def measured_cluster(hosts: Sequence[MeasuredHost], profile: Profile) -> Cluster:
     """Creates a cluster from the hosts on which a module was measured.
 
-    The memory size of a node type is that of its host with the least memory.
+    The memory size of a node type is the memory size of its host with the least memory.
 
     Args:
         hosts: Nodes of the cluster, as measured.
         profile: Profile with the links between the nodes.
     """
     counts = Counter(host.type for host in hosts)
-    # A dictionary keeps the last value of a key, at the position where the key occurred first. So
-    # the types keep their order, and each type gets the values of its host with the least memory.
+    # If a key occurs several times, the dictionary keeps its first position and its last value. The
+    # types therefore keep their order, and each type gets the values of its host with the least
+    # memory.
     least_last = sorted(hosts, key=lambda host: -host.memory_bytes)
     smallest = {host.type: host for host in (*hosts, *least_last)}
     groups = tuple(
@@ -225,7 +226,7 @@ def measured_cluster(hosts: Sequence[MeasuredHost], profile: Profile) -> Cluster
 
 
 def node_numbers(kinds: Sequence[Hashable]) -> tuple[int, ...]:
-    """Returns the index that each node has in a cluster that groups nodes of the same kind.
+    """Returns the index of each node in a cluster in which nodes of the same kind are adjacent.
 
     For example, nodes of the kinds a, b and a get the indices 0, 2 and 1.
 
@@ -238,7 +239,7 @@ def node_numbers(kinds: Sequence[Hashable]) -> tuple[int, ...]:
 
 
 def module_model(layers: Mapping[str, Any], name: str, element_bytes: int) -> Model:
-    """Converts a module to a planner model with one layer per piece between two cut points.
+    """Converts a module to a planner model that has one layer per piece between two cut points.
 
     Gradients and optimizer state are assumed to have the data type of the parameters.
 

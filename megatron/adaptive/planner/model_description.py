@@ -1,8 +1,6 @@
 """Defines the planner's description of a model, which is a list of layers.
 
-The costs of a layer, such as its FLOPs, depend only on the kind of layer.
-
-Each layer of a model has a kind, for which parameters, FLOPs and memory sizes are defined::
+Each layer of a model has a kind, which determines its parameters, FLOPs and memory sizes::
 
     layers    embedding  transformer  transformer  ...  transformer  head
     kinds     embedding, transformer, head
@@ -59,7 +57,7 @@ class Precision:
     fp8: bool = False
 
     def beside_frozen(self, share: float) -> Precision:
-        """Returns average sizes per frozen weight, if adapters are trained instead of the weights.
+        """Returns average sizes per frozen weight if adapters are trained instead of the weights.
 
         Args:
             share: Number of adapter weights per frozen weight.
@@ -116,7 +114,7 @@ class LayerKind:
         attention_flops: Part of ``forward_flops`` that selective recomputation repeats, which is
             the computation of attention.
         output_flops: Part of ``forward_flops`` that computes logits. The input gradient pass (B)
-            also computes its weight gradients, even if the backward pass is split.
+            also computes the weight gradients of this part, even if the backward pass is split.
         activation_bytes: Size in bytes of the activations that are kept for the backward pass and
             divided among tensor-parallel ranks.
         replicated_activation_bytes: Size in bytes of the activations that every tensor-parallel
@@ -130,15 +128,15 @@ class LayerKind:
             divide.
         tp_bytes: Number of bytes that tensor-parallel ranks all-reduce in a forward pass, and again
             in a backward pass.
-        expert_parameters: Part of ``parameters`` that belongs to experts. The more ranks experts
-            are distributed over, the fewer replicas hold each expert.
+        expert_parameters: Part of ``parameters`` that belongs to experts. If experts are
+            distributed over more ranks, fewer replicas hold each expert.
         frozen_parameters: Part of ``parameters`` that is not trained. These parameters have no
             gradients and no optimizer state.
-        context_bytes: Size in bytes of the keys and values that ranks exchange in a forward pass if
-            they share a sequence. The size is without tensor parallelism, and 0 if ranks cannot
-            share a sequence.
-        keys_bytes: Size in bytes of the keys and values that later slices of a sequence attend to.
-            The size is without tensor parallelism, and 0 if sequences cannot be cut into slices.
+        context_bytes: Size in bytes, without tensor parallelism, of the keys and values that ranks
+            exchange in a forward pass if they share a sequence, or 0 if ranks cannot share a
+            sequence.
+        keys_bytes: Size in bytes, without tensor parallelism, of the keys and values that later
+            slices of a sequence attend to, or 0 if sequences cannot be cut into slices.
         routed_bytes: Size in bytes of the copies of tokens that are kept for experts. If experts
             are distributed over ranks, a forward pass sends this amount to the experts and back. A
             backward pass sends the same amount.
@@ -205,8 +203,8 @@ class Model:
         name: Name by which profiles refer to the model.
         kinds: Every kind of layer, keyed by name.
         layers: Name of each layer's kind in pipeline order, including embedding and head.
-        tokens_per_sample: Number of tokens per sample, from which the speed in tokens per second is
-            computed.
+        tokens_per_sample: Number of tokens per sample, used to compute the speed in tokens per
+            second.
         tied_parameters: Number of weights that embedding and head share, or 0 if they share no
             weights. If embedding and head are on different stages, each stage has a copy of these
             weights, and the gradients are added up. The parameters of the head's kind include these
@@ -214,7 +212,7 @@ class Model:
         tied_layers: Indices of the layers that share the tied weights.
         frozen_layers: Number of leading layers through which no gradient flows. Stages that consist
             of such layers have no backward passes.
-        max_tp: Largest tensor-parallel size by which the model's sizes are divisible.
+        max_tp: Maximum tensor-parallel size that divides the model's sizes evenly.
         precision: Sizes in bytes of the numbers in a training run.
         arguments: Megatron's command-line arguments for the model, which are written to plan files.
             The tuple is empty if they are unknown.
@@ -272,7 +270,7 @@ class Model:
 
     @cached_property
     def attention_share(self) -> float:
-        """Fraction of the FLOPs of all transformer layers that attention needs.
+        """Fraction of the FLOPs of all transformer layers that is due to attention.
 
         Attention with a window is excluded, because its FLOPs do not grow with the square of the
         sequence length.
@@ -330,8 +328,9 @@ class Model:
     def stage_layers(self, counted: Sequence[int]) -> tuple[range, ...]:
         """Returns the layers of each stage as a range of indices, including embedding and head.
 
-        A layer that ``--num-layers`` does not count, such as the embedding, belongs to the stage of
-        the next counted layer. The last layers, such as the head, belong to the last stage.
+        A layer that ``--num-layers`` does not count, such as the embedding, belongs to the same
+        stage as the next counted layer. The last layers, such as the head, belong to the last
+        stage.
 
         Args:
             counted: Number of layers in each stage, without embedding and head, as in

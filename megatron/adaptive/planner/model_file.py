@@ -38,7 +38,7 @@ _VOCABULARY |= {"deepseek": 129280} | dict.fromkeys(
 )
 """Vocabulary size of each model family."""
 _SMALL_VOCABULARY = 50303
-"""Vocabulary size of all presets whose family is not in the table above."""
+"""Vocabulary size of all presets whose family is not in ``_VOCABULARY``."""
 ANY_RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
 """Arguments that the trainer requires but that do not change the model."""
 
@@ -46,7 +46,7 @@ ANY_RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
 def _only_planned(
     name: str, layers: int, hidden: int, heads: int, width: int = 64, ffn: int = 0
 ) -> TransformerShape:
-    """Returns the sizes of a BERT or T5 preset, as Megatron-LM builds it.
+    """Returns the sizes of the BERT or T5 model that Megatron-LM builds.
 
     Unlike the original T5, Megatron's T5 has learned positions, biases, and a single embedding that
     encoder and decoder share.
@@ -110,9 +110,9 @@ def preset(
         attention: Attention implementation, one of ``ATTENTIONS``, or ``None`` for the preset's
             default.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average
-            number.
-        sequence: Number of tokens per sample, or ``None`` for the preset's number. It does not
-            change a preset that the trainer does not support.
+            over all ranks.
+        sequence: Number of tokens per sample, or ``None`` for the preset's number. Presets that the
+            trainer does not support ignore this argument.
 
     Raises:
         ConfigError: The preset does not exist. The message suggests the most similar name.
@@ -149,7 +149,7 @@ def arguments_model(
     """Returns the model that a list of command-line arguments for the trainer describes.
 
     Only arguments about the model and its precision are used. Parallel sizes are ignored, because
-    the plan determines them. Arguments about data, logs and checkpoints are ignored, too. Without
+    the plan determines them. Arguments about data, logs and checkpoints are also ignored. Without
     ``--vocab-size`` or a readable vocabulary file, GPT-2's vocabulary size is used.
 
     Args:
@@ -158,11 +158,11 @@ def arguments_model(
         precision: Data type, which overrides ``--fp16`` and ``--bf16``. If neither this argument
             nor a flag sets the data type, it is fp32, as in a training run.
         attention: Attention implementation, one of ``ATTENTIONS``. It is used if the arguments do
-            not choose an implementation. Defaults to the implementation that training runs without
-            GPUs use. If it is ``kernel`` but no kernel supports the model's attention, the memory
-            of attention scores is counted.
+            not choose an implementation. Defaults to the implementation that is used in training
+            runs without GPUs. If it is ``kernel`` but no kernel supports the model's attention, the
+            memory of attention scores is counted.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average
-            number.
+            over all ranks.
         sequence: Number of tokens per sample. It overrides ``--seq-length``, and raises
             ``--max-position-embeddings`` to at least this number.
 
@@ -211,7 +211,7 @@ def settings_model(
         attention: Attention implementation, one of ``ATTENTIONS``. It is used if the settings do
             not choose an implementation.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average
-            number.
+            over all ranks.
 
     Raises:
         ConfigError: A setting is invalid.
@@ -252,8 +252,8 @@ def _built(source: _ModelSource, attention: str | None, imbalance: float) -> Mod
         all_arguments,
         world_size=1,
         last_wins=True,
-        # The planner may run on a machine that lacks the kernels of the training run, so the
-        # kernels are assumed to be installed.
+        # The planner may run on a machine without the kernels of the training run, so assume that
+        # the kernels are installed.
         installed=Installed(transformer_engine=True),
         settings=source.settings,
     )
@@ -272,7 +272,7 @@ def _built(source: _ModelSource, attention: str | None, imbalance: float) -> Mod
 
 
 def _model_arguments(arguments: Sequence[str], precision: str | None) -> list[str]:
-    """Returns those of ``arguments`` that concern the model and its precision.
+    """Returns the subset of ``arguments`` that describes the model and its precision.
 
     If ``arguments`` do not set the vocabulary size, ``--vocab-size`` is added to the result.
     """
@@ -336,12 +336,12 @@ def _adapter_parameters(config: TrainerConfig) -> int:
 
 
 def _vocabulary(arguments: Sequence[str]) -> int:
-    """Returns the number of entries in the vocabulary file that ``arguments`` name.
+    """Returns the number of entries in the vocabulary file that ``arguments`` specify.
 
     If the file cannot be read, the size of GPT-2's vocabulary is returned.
 
     Args:
-        arguments: Argument ``--vocab-file`` with its path, or empty if there is no such file.
+        arguments: Flag ``--vocab-file`` and its value, or empty if the flag is not set.
     """
     try:
         return len(parse_json(read_whole(arguments[-1].partition("=")[2] or arguments[-1])))
@@ -412,7 +412,7 @@ def trainer_shape(
 
 
 def _window_layers(core: CoreConfig, num_layers: int, name: str) -> tuple[bool, ...]:
-    """Returns whether each layer has an attention window, or () if all layers are alike.
+    """Returns whether each layer has an attention window, or () if this is the same for all layers.
 
     Raises:
         ConfigError: The window pattern does not have an entry for each layer.
@@ -470,7 +470,7 @@ def _read_arguments(text: str, folder: Path, where: str) -> list[str]:
     Args:
         text: Arguments, or the name of a file with arguments. Text that begins with ``-`` is parsed
             as arguments. In a file, ``#`` starts a comment.
-        folder: Folder from which a relative file name starts.
+        folder: Base folder of relative file names.
         where: Source of the text, for error messages.
 
     Raises:
@@ -479,12 +479,14 @@ def _read_arguments(text: str, folder: Path, where: str) -> list[str]:
     """
     try:
         if not text.lstrip().startswith("-"):
-            text = read_text(folder / text, f"{where}: name a file of arguments")
+            text = read_text(folder / text, f"{where}: pass a file with arguments")
         arguments = shlex.split(text, comments=True)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}; close the quotes") from error
     except OSError as error:
-        raise ConfigError(f"{where}: {text}: {error.strerror}; pass a file of arguments") from error
+        raise ConfigError(
+            f"{where}: {text}: {error.strerror}; pass a file with arguments"
+        ) from error
     context = only_groups(arguments, (), ("context_parallel_size",))
     if context and context[-1].rpartition("=")[2] != "1":
         raise ConfigError(
@@ -525,7 +527,7 @@ def read_model(
         sequence: Number of tokens per sample. It overrides the number that the model specifies, and
             is not allowed for a list of sizes or layers, a profile, BERT or T5.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average
-            number.
+            over all ranks.
 
     Raises:
         ConfigError: The text does not describe a model, or the model is invalid.
@@ -550,8 +552,8 @@ def read_model(
             settings, name, precision or default, attention=attention, imbalance=imbalance
         )
         # If the trainer lacks a feature of the model, the arguments are only an approximation that
-        # is sufficient for planning. The trainer would build a different model from these
-        # arguments, so they are dropped.
+        # is good enough for planning. The trainer would build a different model from these
+        # arguments, so drop them.
         return replace(model, arguments=()) if family.missing_feature else model
     if is_document and isinstance(document, dict) and isinstance(document.get("model"), dict):
         return _with_length(_of_profile(document, str(path), precision, make), sequence, text)

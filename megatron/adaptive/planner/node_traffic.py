@@ -1,9 +1,9 @@
-r"""Computes for how long the messages of a step keep the network link of a node busy.
+r"""Computes how long the messages of a step keep the network link of a node busy.
 
-The simulation of a pipeline gives every pair of stages a link of its own. But all messages that
-leave a node share its network link. In an example, 64 samples of 32 MiB cross the boundaries of a
-pipeline with two chunks per rank, placed in a V. Rank 1 is on a node of its own with a link of 1.25
-GB/s. It sends each sample four times::
+The simulation of a pipeline assumes a separate link for every pair of stages. However, all messages
+that leave a node share the node's network link. In this example, 64 samples of 32 MiB cross the
+boundaries of a pipeline with two chunks per rank, placed in a V. Rank 1 is alone on a node with a
+link of 1.25 GB/s, and sends each sample four times::
 
     rank 0    0 \               7
     rank 1       1 \         6 /       forward 1->2 and 6->7, backward 1->0 and 6->5
@@ -12,8 +12,8 @@ GB/s. It sends each sample four times::
 
     4 * 64 * 32 MiB / 1.25 GB/s = 6.87 s
 
-No schedule can make the step shorter than that. Messages of tensor-, context- and expert-parallel
-groups and of tied embeddings are not counted, so the result remains a lower bound.
+No schedule can make the step shorter than this time. Messages of tensor-, context- and
+expert-parallel groups and of tied embeddings are not counted, so the result remains a lower bound.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class BusyLink(NamedTuple):
 
     Attributes:
         node: Index of the node that the link belongs to, or ``None`` if no message leaves a node.
-        seconds: Time in seconds that the messages need, which is a lower bound of the step time.
+        seconds: Time in seconds that the messages keep the link busy, which is a lower bound of the
+            step time.
     """
 
     node: int | None
@@ -71,8 +72,8 @@ def busiest_link(
     Args:
         plan: Plan whose messages between stages and gradient reductions are counted.
         inputs: Model, cluster and profile. The links come from the cluster and the profile.
-        parameters: Number of trained parameters on one GPU of each pipeline rank, and how many of
-            them belong to experts, ``[ranks]``.
+        parameters: Number of trained parameters on one GPU of each pipeline rank, and the number of
+            these that belong to experts, ``[ranks]``.
         sliced: Whether each tensor-parallel rank sends only its part of a message between stages.
     """
     if len(plan.nodes) < 2:
@@ -91,7 +92,8 @@ def busiest_link(
             between[source, target].append((link, transfer))
     busy = [BusyLink(source, _seconds(sent)) for (source, _), sent in between.items()]
     for node, sent in (*leaving.items(), *entering.items()):
-        # The other end may make a link slow, so the node's own link counts as well.
+        # A link between two nodes may be slow because of the other node, so also consider the speed
+        # of the node's own link.
         busy.append(BusyLink(node, _seconds(sent, _own_links(inputs, node))))
     return max(busy, key=lambda link: link.seconds, default=IDLE_LINK)
 
@@ -131,7 +133,7 @@ def _messages(plan: Plan, inputs: PlanInputs, sliced: bool) -> Iterator[_Transfe
         ends = plan.places[ranks[0]], plan.places[ranks[1]]
         for (first, second), size in ((ends, forward), (ends[::-1], backward)):
             parts = list(_parts(plan, first, second))
-            # Context-parallel ranks have a part of the same samples.
+            # Context-parallel ranks each have a part of the same samples.
             step = tokens * slices * plan.context_ranks / sum(samples for *_, samples in parts)
             for source, target, samples in parts:
                 width = max(source.tp, target.tp)
@@ -172,7 +174,7 @@ def _reductions(
 
 
 def _own_links(inputs: PlanInputs, node: int) -> tuple[LinkSpeed, ...]:
-    """Returns the network link of a node as measured or as in the cluster file, if it is known."""
+    """Returns the network link of a node, measured or from the cluster file, if it is known."""
     kind = inputs.cluster.nodes[node]
     link = link_in(inputs.profile.links, kind, kind) or kind.network or inputs.cluster.network
     return () if link is None else (link,)
@@ -184,8 +186,8 @@ def _seconds(
     """Returns the time in seconds to send all messages at the speed of the fastest of their links.
 
     Args:
-        sent: Messages and the link that each takes.
-        more_links: Further links whose speed counts.
+        sent: Messages, each with the link that it uses.
+        more_links: Additional links that may be the fastest.
     """
     sent = list(sent)
     links = {*more_links, *(link for link, _ in sent)}

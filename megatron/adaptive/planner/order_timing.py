@@ -1,9 +1,9 @@
 """Computes the duration of a step with a fixed order of actions, in a single pass over the actions.
 
 A static schedule fixes the order of the actions on every rank. An action starts when its rank is
-free and its input has arrived. So the step time is the critical path: the longest path through
-actions and messages. In an example, 1F1B runs on 2 ranks with 2 microbatches. A forward pass takes
-1 s and a backward pass 2 s. Messages take no time::
+free and its input has arrived. The step time is therefore the length of the critical path, which is
+the longest path through actions and messages. In this example, 1F1B runs on 2 ranks with 2
+microbatches. A forward pass takes 1 s and a backward pass 2 s. Messages take no time::
 
     second    0    1    2    3    4    5    6    7    8    9
     rank 0    | F0 | F1 |         | B0      |    | B1      |
@@ -11,7 +11,7 @@ actions and messages. In an example, 1F1B runs on 2 ranks with 2 microbatches. A
 
 ``F1`` on rank 1 starts at 4 s. Its input arrives at 2 s, but the rank is busy until 4 s. Actions
 are visited in topological order, which means that each action comes after all actions on which it
-depends (:func:`steps_of`). So one visit per action suffices. The order depends only on the
+depends (:func:`steps_of`), so one visit per action is enough. The order depends only on the
 schedule, so it is cached.
 
 A message is sent when its action has ended and the previous message has left the link. It occupies
@@ -24,8 +24,8 @@ simulated instead.
 
 :func:`jitter_s` estimates the effect of random variation of durations. The variation does not
 change the average time of a single rank. But in a pipeline, each action waits until its rank is
-free and its input has arrived, so it waits for the later of these two events. So the mean step time
-is longer than the step time with mean durations.
+free and its input has arrived, which is the later of two random events. Therefore, the mean step
+time is longer than the step time with mean durations.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _KINDS = {ActionKind.F: _F, ActionKind.B: _B, ActionKind.W: _W}
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Steps:
-    """Actions of a schedule in topological order: every action comes after its inputs.
+    """Actions of a schedule in topological order: every action comes after its dependencies.
 
     Attributes:
         placement: Assignment of stages to ranks.
@@ -79,7 +79,7 @@ class Steps:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScheduleTimes:
-    """Times at which the ranks end a step, and times for which they are busy.
+    """End time and busy time of each rank in a step.
 
     Attributes:
         end_s: Time in seconds from the start of the step to the end of each rank's last action,
@@ -154,7 +154,7 @@ def step_times(
     launch_s: Any = None,
     factors: Any = 1.0,
 ) -> ScheduleTimes:
-    """Computes when each rank ends a step, and for how long it is busy.
+    """Computes when each rank ends a step, and how long it is busy.
 
     Args:
         steps: Actions of the schedule in topological order, from :func:`steps_of`.
@@ -166,7 +166,7 @@ def step_times(
             the next stage, and backward messages go to the previous stage.
         occupancy_s: Time in seconds during which each of these messages keeps its link busy, ``[2,
             stages]``.
-        launch_s: Part of ``durations_s`` in seconds during which the CPU launches kernels, ``[3,
+        launch_s: Part of ``durations_s`` that the CPU spends launching kernels, in seconds, ``[3,
             stages]``, or ``None`` if launches take no time. A rank can launch kernels while it
             waits for the input.
         factors: Factor for the duration of each action, in the order of ``steps``, ``[actions]``. A
@@ -206,9 +206,9 @@ def _run_steps(
 ) -> None:
     """Computes the times of all actions, and writes the results to the last four arrays.
 
-    ``arrival`` contains the arrival time of each input, by kind, stage and microbatch. ``free``
-    contains the time at which the link after each stage becomes free, by kind and stage. ``end``
-    and ``busy`` contain the end time and the busy time of each rank.
+    ``arrival`` contains the arrival time of each input, indexed by kind, stage and microbatch.
+    ``free`` contains the time at which the link after each stage becomes free, indexed by kind and
+    stage. ``end`` and ``busy`` contain the end time and the busy time of each rank.
     """
     stages = latency.shape[1]
     for i in range(rows.shape[0]):
@@ -247,12 +247,12 @@ the mean is accurate to about 10 %."""
 
 
 def jitter_s(steps: Steps, durations_s: Any, message_s: Any, sigma: float) -> float:
-    """Returns by how many seconds random variation of durations lengthens a step on average.
+    """Returns the mean number of seconds by which random variation of durations lengthens a step.
 
     The function simulates ``DRAWS`` steps, in which each action's duration is multiplied by a
     lognormal random factor with mean 1. The factor depends only on the action's position in the
-    order. So plans with the same order of actions get the same factors, and their times can be
-    compared. The result is never negative.
+    order. Plans with the same order of actions therefore get the same factors, and their times can
+    be compared. The result is never negative.
 
     Args:
         steps: Actions of the schedule in topological order, from :func:`steps_of`.

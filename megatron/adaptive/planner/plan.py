@@ -26,7 +26,7 @@ from megatron.adaptive.planner.profile import PlanInputs
 
 FP8_FLAGS = ("--fp8-format", "hybrid")
 """Megatron-LM's command-line flags for training in fp8. The arguments of a model contain these
-flags if it is planned in fp8."""
+flags if the model is planned in fp8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ class StageSettings:
         return 1 / self.slices if self.slice_tokens is None else self.slice_tokens / sequence
 
     def state_parameters(self, parameters: Any, expert_parameters: Any, dp: int) -> Any:
-        """Returns for how many parameters each replica keeps and updates the optimizer state.
+        """Returns the number of parameters whose optimizer state each replica keeps and updates.
 
         A distributed optimizer divides the state of a parameter among the replicas that hold the
         parameter. Normally, these are all ``dp`` replicas. If experts are distributed over
@@ -132,9 +132,9 @@ class Plan(StageSettings):
             ``[pp * chunks]``.
         places: GPUs of each pipeline rank, ``[pp]``. Each context-parallel rank counts as a
             replica, so a stage has ``dp * context_ranks`` replicas.
-        cap: Maximum activations that a rank may hold under a run-time scheduling rule, or ``None``
-            for the rule's default. The unit is the activations of one microbatch in all chunks of
-            the rank.
+        cap: Maximum amount of activations that a rank may hold under a run-time scheduling rule, or
+            ``None`` for the rule's default. The unit is the size of one microbatch's activations in
+            all chunks of the rank.
     """
 
     tp: int
@@ -150,7 +150,7 @@ class Plan(StageSettings):
 
     @property
     def num_microbatches(self) -> int:
-        """Number of microbatches, or of documents if they are packed, per replica and step."""
+        """Number of microbatches (or documents, if they are packed) per replica and step."""
         return self.global_batch // (self.dp * self.micro_batch)
 
     @property
@@ -206,14 +206,14 @@ class StageMemory:
 
     @property
     def total_bytes(self) -> float:
-        """Memory in bytes that the rank needs in total."""
+        """Total number of bytes of GPU memory that the rank needs."""
         *parts, _limit = vars(self).values()
         total: float = sum(parts)  # The parts and the total are arrays in the search.
         return total
 
     @property
     def missing_bytes(self) -> float:
-        """Memory in bytes that the rank lacks on its GPU, or 0 if its memory suffices."""
+        """Number of bytes of GPU memory that the rank is short of, or 0 if it has enough."""
         return max(0.0, self.total_bytes - self.limit_bytes)
 
 
@@ -252,8 +252,9 @@ class Prediction:
         tokens_per_s: Number of tokens that the whole job processes per second.
         price_per_hour: Price per hour of all nodes that the plan uses.
         estimated: Whether any of the times was estimated instead of measured.
-        limiting_node: Index of the node whose network link determines the step time, because it
-            needs the whole step to send or receive messages. ``None`` for all other plans.
+        limiting_node: Index of the node whose network link determines the step time, because it is
+            busy with messages during the whole step, or ``None`` if no link determines the step
+            time.
     """
 
     seconds: float
@@ -276,7 +277,7 @@ class Prediction:
 
     @property
     def peak_bytes(self) -> float:
-        """Memory in bytes that is needed on the GPU with the highest memory use."""
+        """Number of bytes of memory that are needed on the GPU with the highest memory use."""
         return max(stage.memory.total_bytes for stage in self.stages)
 
 
@@ -312,7 +313,7 @@ def place_ranks(
 def place_stage(
     cluster: Cluster, order: Sequence[int], tp: int, dp: int, micro_batch: int, *, position: int = 0
 ) -> StagePlace:
-    """Assigns GPUs to a stage after ``position`` earlier stages with the same parallel sizes.
+    """Assigns GPUs to a stage that follows ``position`` stages with the same parallel sizes.
 
     The arguments have the same meaning as in :func:`place_ranks`.
 
@@ -391,8 +392,8 @@ def plan_document(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> dic
 def flops_share(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> float | None:
     """Returns the model FLOPs utilization (MFU): the FLOP/s of the model divided by the GPUs' peak.
 
-    The FLOPs of recomputation are not counted. The result is ``None`` if the table of GPUs lacks
-    the peak of a GPU in this precision, or if the FLOPs of the model are unknown.
+    The FLOPs of recomputation are not counted. The result is ``None`` if the table of GPUs does not
+    contain the peak of a GPU in this precision, or if the FLOPs of the model are unknown.
     """
     peak = 0.0
     for node, count in gpus_used(plan).items():
@@ -599,7 +600,7 @@ def _sbatch_line(document: Mapping[str, Any], arguments: Sequence[str], file: st
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRow:
-    """A plan with its prediction. Tables show it as one row.
+    """A plan with its prediction, which is one row in a table of plans.
 
     Attributes:
         plan: Sizes, settings, layers and nodes of the plan.

@@ -48,7 +48,7 @@ def compare_text(files: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
 
 
 def _figure_lines(predictions: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Returns table rows with predicted values, and how much these differ from the first plan's."""
+    """Returns table rows with predicted values, and their differences from the first plan."""
     lines = []
     figures = [
         {
@@ -68,7 +68,7 @@ def _figure_lines(predictions: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def _reason(prediction: Mapping[str, Any], first: Mapping[str, Any], first_name: str) -> str:
-    """Describes how the step time of a plan differs from that of the first plan, and why.
+    """Describes how and why the step time of a plan differs from the first plan's.
 
     Args:
         prediction: Prediction of the plan, in the form of a plan file.
@@ -88,7 +88,7 @@ def _reason(prediction: Mapping[str, Any], first: Mapping[str, Any], first_name:
 
 
 def _settings(document: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the settings in ``document``, the contents of a plan file, as text by name."""
+    """Returns the settings in ``document``, the contents of a plan file, as text keyed by name."""
     settings = {**document.get("degrees", {})}
     for key, value in document.items():
         if key == "placement":
@@ -103,8 +103,8 @@ def _settings(document: Mapping[str, Any]) -> dict[str, str]:
 
 _GB = 1e9
 _LEAST_SHARE = 0.001
-"""Minimum difference in a part of the step, as a fraction of the step time. Smaller differences are
-not listed as a reason.
+"""Minimum difference in a part of the step, as a fraction of the step time, that is listed as a
+reason.
 """
 
 
@@ -114,8 +114,8 @@ def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> s
     Args:
         rows: Plans with their predictions, starting with the best. The list must not be empty.
         inputs: Model, cluster and profile of layer times.
-        tokens: Number of tokens in the whole training run, from which the run's duration and price
-            are computed. If 0, the columns with these values are omitted.
+        tokens: Number of tokens in the whole training run, used to compute the run's duration and
+            price. If 0, the columns with these values are omitted.
     """
     has_prices = any(row.prediction.price_per_hour for row in rows)
     is_shown = {

@@ -1,8 +1,8 @@
 """Defines profiles, which contain the measured times of a model's layers.
 
-A profile contains times by GPU, tensor-parallel size and microbatch size. It interpolates times
-between measured microbatch sizes, and estimates times that were not measured. Each time is marked
-as measured or estimated. ``profile_file`` reads and writes profile files.
+A profile contains times for each GPU, tensor-parallel size and microbatch size. It interpolates
+times between measured microbatch sizes, and estimates times that were not measured. Each time is
+marked as measured or estimated. ``profile_file`` reads and writes profile files.
 """
 
 from __future__ import annotations
@@ -93,17 +93,16 @@ class Profile:
             duration of the all-reduce.
         optimizer_s_per_parameter: Duration of the optimizer step in seconds per updated parameter,
             keyed by GPU.
-        launch_s: Additional time in seconds that each action spends outside of layers, keyed by
-            GPU.
-        step_s: Additional time in seconds that each step spends outside of pipeline, reduction and
-            optimizer, keyed by GPU.
+        launch_s: Additional time of each action outside of layers, in seconds, keyed by GPU.
+        step_s: Additional time of each step outside of pipeline, reduction and optimizer, in
+            seconds, keyed by GPU.
         action_sigma: Standard deviation of the logarithm of an action's duration.
-        context_bytes: GPU memory in bytes that a process uses without tensors, keyed by GPU. For
-            GPUs that are not listed, the value in ``layer_costs.Runtime`` is used.
+        context_bytes: GPU memory in bytes that a process uses in addition to tensors, keyed by GPU.
+            For GPUs that are not listed, the value in ``layer_costs.Runtime`` is used.
         allocator_share: Additional memory that the allocator holds, as a fraction of the memory for
             activations and workspace, keyed by GPU. It is only set for models in host memory.
         estimator: Function that estimates missing times from the kind of layer, the GPU, the number
-            of tensor-parallel ranks and the microbatch size, or ``None`` if missing times raise an
+            of tensor-parallel ranks and the microbatch size, or ``None`` if a missing time is an
             error.
     """
 
@@ -146,7 +145,7 @@ class Profile:
         near = self._nearest(kind, gpu, tp)
         if near is not None:
             sizes = self._sizes[near, gpu, tp]
-            # The declared type of this part of the key is int, but a float with the same value
+            # The declared type of this part of the key is int, but a float with an equal value
             # finds the same entry, so no conversion is needed.
             times = self.layers.get((near, gpu, tp, micro_batch))  # type: ignore[arg-type]
             times = times or self._between(near, gpu, tp, micro_batch, sizes)
@@ -191,7 +190,7 @@ class Profile:
 
     @cached_property
     def _sizes(self) -> dict[tuple[str, str, int], tuple[int, ...]]:
-        """Measured microbatch sizes in ascending order, by layer kind, GPU and ``tp``."""
+        """Measured microbatch sizes in ascending order, keyed by layer kind, GPU and ``tp``."""
         sizes: dict[tuple[str, str, int], list[int]] = {}
         for kind, gpu, tp, micro_batch in self.layers:
             sizes.setdefault((kind, gpu, tp), []).append(micro_batch)
@@ -212,8 +211,8 @@ class Profile:
             low_value, high_value = getattr(low, name), getattr(high, name)
             rate = (high_value - low_value) / (large - small)
             if micro_batch > large:
-                # The extrapolation is bounded: an additional sample takes between half of and all
-                # of the time per sample at the largest measured size.
+                # The extrapolation is bounded: an additional sample takes at least half of the time
+                # per sample at the largest measured size, and at most the full time.
                 rate = min(max(rate, high_value / large / 2), high_value / large)
             return float(high_value + rate * (micro_batch - large))
 
@@ -235,8 +234,8 @@ class PlanInputs:
         model: Model to train.
         cluster: Nodes and links to plan for.
         profile: Times of the model's layers on the nodes.
-        documents: Documents to train on if their lengths vary, or ``None`` if all samples have the
-            length of the model's sequences.
+        documents: Documents to train on if document lengths vary, or ``None`` if all samples have
+            the model's sequence length.
     """
 
     model: Model
@@ -246,11 +245,11 @@ class PlanInputs:
 
     @cached_property
     def layer_tables(self) -> dict[Any, Any]:
-        """Cache for the tables that ``layer_costs.layer_table`` returns for these inputs."""
+        """Cache for the results of ``layer_costs.layer_table`` for these inputs."""
         return {}
 
     def step_tokens(self, samples: int) -> float:
-        """Returns how many tokens a step with ``samples`` samples contains on average.
+        """Returns the mean number of tokens in a step with ``samples`` samples.
 
         Args:
             samples: Number of samples per step.
@@ -282,7 +281,7 @@ class PlanInputs:
     def optimizer_s(self, nodes: Iterable[NodeType]) -> float:
         """Returns the optimizer's time in seconds per parameter on the slowest of ``nodes``.
 
-        Times that are unknown count as 0.
+        Unknown times count as 0.
         """
         each = self.profile.optimizer_s_per_parameter
         return max(each.get(node.gpu, 0.0) * node.slowness for node in nodes)

@@ -3,7 +3,7 @@
 The file format is defined by the schema ``profile`` in ``config.schema_files`` and described in
 ``docs/reference/planner.md``.
 
-A user can plan for a model that the planner does not support by measuring the times of the model's
+To plan for a model that the planner does not support, a user can measure the times of the model's
 pieces. A piece is the part between two cut points, at which the model can be divided among stages.
 The measurements are a CSV file with a header, or a JSON list of objects with the same keys. Each
 row describes a piece on a GPU with a microbatch size::
@@ -39,7 +39,8 @@ from megatron.adaptive.planner.profile import LayerTimes, Profile
 
 FORMAT = 1
 _SAME = 0.02
-"""Relative difference up to which numbers of parameters, elements or FLOPs are treated as equal."""
+"""Maximum relative difference between parameter, element or FLOP counts that are treated as
+equal."""
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -76,7 +77,7 @@ def profile_of_plan(content: Any, where: str) -> Any:
 
 
 def load_all(paths: Sequence[Path]) -> dict[str, Any]:
-    """Reads the profile files ``paths``, all for the same model, and merges them into one."""
+    """Reads and merges the profile files ``paths``, which must all be for the same model."""
     return merge([(str(path), load(path)) for path in paths])
 
 
@@ -199,7 +200,7 @@ def merge(parts: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
 
 
 def _is_measured(row: Mapping[str, Any]) -> bool:
-    """Returns whether the times in ``row``, a row of a profile, were measured, not estimated."""
+    """Returns whether the times in the profile's ``row`` were measured instead of estimated."""
     return bool(row.get("source", "measured") == "measured")
 
 
@@ -259,7 +260,7 @@ def make_profile(content: Mapping[str, Any]) -> Profile:
 
 
 def _gpu(name: str) -> str:
-    """Returns the name under which the table of GPUs lists ``name``, or ``name`` if unknown."""
+    """Returns the name of GPU ``name`` in the table of GPUs, or ``name`` if the GPU is unknown."""
     listed = known_gpu(name)
     return name if listed is None else listed.name
 
@@ -308,9 +309,9 @@ def renamed(
 ) -> tuple[dict[str, Any], list[str]]:
     """Replaces the node types in a profile by the names that a cluster uses for these types.
 
-    If the cluster does not contain a node type of the profile, but exactly one type with the same
-    GPU, this type is used. The planner ignores measured links and all-reduces of types that remain
-    unknown.
+    If the cluster does not contain a node type of the profile, but exactly one type in the cluster
+    has the same GPU, the name of that type is used. The planner ignores measured links and
+    all-reduces of types that remain unknown.
 
     Args:
         content: Contents of the profile file, validated by :func:`load`.
@@ -396,7 +397,7 @@ def profile_of_cut_points(path: Path, name: str, precision: str = "fp32") -> dic
 
 def _rows(path: Path) -> list[Any]:
     """Reads the rows of the JSON or CSV file ``path``, and converts numbers in a CSV file."""
-    hint = "name a file of measurements per cut point"
+    hint = "pass a file with measurements for each cut point"
     if path.suffix.lower() == ".json":
         return list(read_json(path, hint))
     return [
@@ -422,8 +423,8 @@ def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
         where: Name of the profile file, for error messages.
 
     Raises:
-        ConfigError: The profile lacks a kind of layer, or differs from ``model`` in a size or in
-            the precision.
+        ConfigError: The profile has no times for a kind of layer, or differs from ``model`` in a
+            size or in the precision.
     """
     measured = content["model"]
     subject = f"{where} describes model {measured['name']}"
@@ -463,7 +464,7 @@ def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
 def precision_of(model: Mapping[str, Any]) -> str:
     """Returns the name of the precision of ``model``, the value of the key ``model`` in a profile.
 
-    The name is taken from the key ``precision``, or else from the model's arguments.
+    The name is taken from the key ``precision`` if it exists, otherwise from the model's arguments.
     """
     arguments = model.get("arguments", ())
     named = next((name for name in ("fp16", "bf16") if f"--{name}" in arguments), "fp32")

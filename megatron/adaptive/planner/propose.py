@@ -2,7 +2,7 @@
 
 If no plan is possible, the error message names the stage that does not fit into memory, or the
 limits that contradict each other. It also lists changes that would help: fewer restrictions, more
-nodes, or more memory per GPU. Each listed change was tested.
+nodes, or more memory per GPU. Each listed change has been tested.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Proposal:
     Attributes:
         rows: Plans that the trainer accepts, starting with the best.
         result: Result of the search, including its lower bound on the objective.
-        refused: Reasons why the trainer rejects some of the plans that the search found.
+        refused: Reasons why the trainer rejected plans that the search had found.
     """
 
     rows: tuple[PlanRow, ...]
@@ -134,7 +134,7 @@ def propose(inputs: PlanInputs, request: Request) -> Proposal:
         if "1f1b" not in asked and 1 in slices and searcher_for(inputs, free).search(goal).plans:
             raise ConfigError(
                 f"--schedules {','.join(asked)}: no plan that fits into memory supports these "
-                "schedules with its numbers of stages, layers and microbatches; add 1f1b"
+                "schedules, which restrict the numbers of stages, layers and microbatches; add 1f1b"
             )
         whole = replace(request, options=replace(request.options, slices=(1,)))
         if 1 not in slices and searcher_for(inputs, whole).search(goal).plans:
@@ -153,14 +153,14 @@ def propose(inputs: PlanInputs, request: Request) -> Proposal:
         result = searcher_for(inputs, more).search(goal)
         rows, refused = _runnable(_rows(result.plans, inputs), inputs)
     if not rows:
-        raise ConfigError(f"the trainer refuses all plans found: {refused[0]}")
+        raise ConfigError(f"the trainer rejects all plans that were found: {refused[0]}")
     return Proposal(rows=rows[:top], result=result, refused=refused)
 
 
 def _runnable(
     rows: Sequence[PlanRow], inputs: PlanInputs
 ) -> tuple[tuple[PlanRow, ...], tuple[str, ...]]:
-    """Returns the plans that the trainer accepts, and why it rejects the other plans."""
+    """Returns the plans that the trainer accepts, and the reasons why it rejects the others."""
     rules = [_refusal(row, inputs) for row in rows]
     accepted = tuple(row for row, rule in zip(rows, rules, strict=True) if not rule)
     return accepted, tuple(dict.fromkeys(rule for rule in rules if rule))
@@ -245,7 +245,7 @@ def find_front(inputs: PlanInputs, request: Request) -> tuple[PlanRow, ...]:
         )
     rows, refused = _runnable(_rows(front, inputs), inputs)
     if not rows:
-        raise ConfigError(f"--pareto: the trainer refuses all plans found: {refused[0]}")
+        raise ConfigError(f"--pareto: the trainer rejects all plans that were found: {refused[0]}")
     return rows
 
 
@@ -256,7 +256,7 @@ def pareto(
 
     A plan on a part of the cluster can be faster or cheaper than a plan on the whole cluster. The
     search divides the pipelines of each shape (combination of parallel sizes) into levels, one per
-    set of nodes. So a single pass over the shapes covers all parts of the cluster. Levels are
+    set of nodes, so a single pass over the shapes covers all parts of the cluster. Levels are
     skipped if a known plan is better in both time and price. Example::
 
         plan    nodes    step     price per step
@@ -271,8 +271,8 @@ def pareto(
 
     Returns:
         Plans with ascending step time and descending price per step, where ``Found.value`` is the
-        price. The second value bounds how much faster than the front the plans that were not
-        searched may be, as a fraction of the step time. It is 0 if all plans were searched.
+        price. The second value is the maximum fraction of the step time by which skipped plans may
+        be faster than the front, or 0 if no plans were skipped.
     """
     front = _Points(objective or Objective())
     shapes = searcher.shapes()
@@ -303,7 +303,7 @@ class _Points(Best):
         most = self.objective.most_seconds(price, math.inf)
         hourly = price / 3600
         for point in self.points:
-            # A new plan is only useful if it is faster or cheaper than this point. Given the new
+            # A new plan is only useful if it is faster or cheaper than this point. At the new
             # plan's price per hour, it is cheaper if its step takes less than ``as_expensive_s``.
             as_expensive_s = point.value / hourly if hourly else math.inf
             most = min(most, max(point.seconds, as_expensive_s))
@@ -318,10 +318,10 @@ class _Points(Best):
         self.points = sorted(kept, key=lambda point: point.seconds)
 
     def slack(self, seconds: float, price: float) -> float:
-        """Returns by which fraction the step time ``seconds`` is below the step times on the front.
+        """Returns the fraction by which the step time ``seconds`` is below that of the front.
 
-        ``seconds`` is a lower bound of a step time. The result is 0 if ``seconds`` is not below the
-        front's step time for the price per hour ``price``.
+        ``seconds`` is a lower bound of a step time, and ``price`` is a price per hour. The result
+        is 0 if the front has a shorter step time for this price.
         """
         most = self.most_seconds(price)
         return max(0.0, 1 - seconds / most) if math.isfinite(most) else 0.0
@@ -504,9 +504,8 @@ def _check_request(request: Request, options: SearchOptions, inputs: PlanInputs)
     if stages and options.pp and options.pp != (stages,):
         raise ConfigError(
             f"--partition has {stages} stages, but --pp is {_list(options.pp)}, and --partition"
-            " takes one stage per pipeline rank; remove one of the two flags. The planner chooses"
-            " the layers of several chunks per rank itself; keep such a plan as a file with"
-            " --output"
+            " takes one stage per pipeline rank; remove one of the two flags. With several chunks"
+            " per rank, the planner chooses the partition itself; save such a plan with --output"
         )
     least = math.prod(min(values) for values in (options.tp, options.dp, options.pp) if values)
     if least > cluster.num_gpus:
@@ -542,7 +541,7 @@ def _check_ranks(options: SearchOptions, model: Model, cluster: Cluster) -> None
     for shared in options.context_ranks:
         if not model.divides_sequence(1, shared, False):
             raise ConfigError(
-                f"--context-parallel-size {shared} requires causal attention without experts and "
+                f"--context-parallel-size {shared} requires causal attention without experts or "
                 f"local windows, and a multiple of {2 * shared} tokens per sequence, but "
                 f"{model.name} has {model.sequence} tokens or a different attention; change the "
                 "size or the model"
@@ -561,7 +560,7 @@ def _check_ranks(options: SearchOptions, model: Model, cluster: Cluster) -> None
 
 
 def _flags(options: Mapping[str, tuple[int, ...]]) -> str:
-    """Returns ``options`` as text, with a command-line flag and its values for each of them."""
+    """Returns ``options`` as text, with one command-line flag and its values per option."""
     return " and ".join(f"--{name} {_list(values)}" for name, values in options.items() if values)
 
 
@@ -572,7 +571,7 @@ def _list(values: Sequence[int]) -> str:
 
 _GB = 1e9
 _TIMES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
-"""Factors for the number of nodes that are tried to find a cluster with enough memory."""
+"""Factors by which the number of nodes is multiplied to find a cluster with enough memory."""
 _CLOSE = 1e-3
 """Relative accuracy with which an error message states the lowest possible price."""
 _LIMITS = {
@@ -598,7 +597,7 @@ memory.
 
 
 def _explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOptions) -> str:
-    """Returns an error message that names the stage that does not fit into memory, and remedies.
+    """Returns an error message with the stage that does not fit into memory, and possible remedies.
 
     The stage belongs to the plan that needs the least additional memory per GPU. Bisection over the
     memory size finds this plan.
@@ -606,7 +605,7 @@ def _explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOption
     Args:
         inputs: Model, cluster and profile of layer times.
         global_batch: Number of samples per step.
-        options: Options with which no plan fits into memory.
+        options: Options for which no plan fits into memory.
     """
     model, cluster = inputs.model, inputs.cluster
 
@@ -617,9 +616,9 @@ def _explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOption
     if nearest is None:
         return (
             f"no plan for {model.name} on {cluster.num_gpus} GPUs with a global batch of"
-            f" {global_batch}: no allowed sizes use whole nodes and divide the batch;"
-            " allow others with --tp, --dp, --pp, --micro-batch-sizes and --partition, or change"
-            " --global-batch-size"
+            f" {global_batch}: no allowed sizes use whole nodes and divide the batch evenly;"
+            " allow other sizes with --tp, --dp, --pp, --micro-batch-sizes and --partition, or"
+            " change --global-batch-size"
         )
     stage, memory = _fullest_stage(nearest, inputs)
     least = 0.0
@@ -634,9 +633,9 @@ def _explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOption
     remedies.append(f"GPUs of {math.ceil(memory.total_bytes / _GB)} GB")
     node = cluster.nodes[nearest.places[stage].replicas[0].node]
     return (
-        f"{model.name} does not fit on this cluster: in the nearest plan ({brief(nearest)}),"
-        f" stage {stage} on {node.name} needs {memory.total_bytes / _GB:.1f} GB of"
-        f" {memory.limit_bytes / _GB:.1f} GB and lacks {memory.missing_bytes / _GB:.1f} GB;"
+        f"{model.name} does not fit on this cluster: in the closest plan ({brief(nearest)}),"
+        f" stage {stage} on {node.name} needs {memory.total_bytes / _GB:.1f} GB but has only"
+        f" {memory.limit_bytes / _GB:.1f} GB, so {memory.missing_bytes / _GB:.1f} GB are missing;"
         f" it would fit with {', or '.join(remedies)}"
     )
 
@@ -649,15 +648,15 @@ def _explain_rows(inputs: PlanInputs, request: Request) -> str:
     if not plans:
         return (
             f"{flag}: no plan has several stages that divide the model, the nodes and a batch of"
-            f" {request.global_batch} documents; allow others with --pp, --tp, --dp, or change"
+            f" {request.global_batch} documents; allow other sizes with --pp, --tp, --dp, or change"
             " --global-batch-size"
         )
     stage, memory = _fullest_stage(plans[0].plan, inputs)
     return (
-        f"{flag} does not fit on this cluster: in the fastest plan without a limit"
-        f" ({brief(plans[0].plan)}), stage {stage} needs {memory.total_bytes / _GB:.1f} GB of"
-        f" {memory.limit_bytes / _GB:.1f} GB, with at least one document of"
-        f" {known_documents(inputs).longest} tokens; use more stages, --recompute full, more memory"
+        f"{flag} does not fit on this cluster: in the fastest plan without a memory limit"
+        f" ({brief(plans[0].plan)}), stage {stage} needs {memory.total_bytes / _GB:.1f} GB for at"
+        f" least one document of {known_documents(inputs).longest} tokens, but has only"
+        f" {memory.limit_bytes / _GB:.1f} GB; use more stages, --recompute full, more memory"
         " or shorter documents"
     )
 
@@ -682,7 +681,7 @@ def _leanest_plan(inputs: PlanInputs, global_batch: int, options: SearchOptions)
 
 
 def _fullest_stage(plan: Plan, inputs: PlanInputs) -> tuple[int, StageMemory]:
-    """Returns the index of the stage that lacks the most memory, and the memory that it needs."""
+    """Returns the index of the stage that is short of the most memory, and its memory use."""
     memories = [stage.memory for stage in predict(plan, inputs).stages]
     stage = max(range(len(memories)), key=lambda number: memories[number].missing_bytes)
     return stage, memories[stage]
@@ -691,15 +690,15 @@ def _fullest_stage(plan: Plan, inputs: PlanInputs) -> tuple[int, StageMemory]:
 def _remedies(
     find: Callable[[Cluster, SearchOptions], Plan | None], cluster: Cluster, options: SearchOptions
 ) -> Iterator[str]:
-    """Yields descriptions of changes with which a plan would fit into memory.
+    """Yields descriptions of changes that would make a plan fit into memory.
 
-    Of each kind of change, only the smallest is described.
+    Only the smallest change of each kind is described.
 
     Args:
         find: Function that takes a cluster and options, and returns a plan that fits into memory,
             or ``None`` if it finds no such plan.
         cluster: Cluster on which no plan fits.
-        options: Options with which no plan fits.
+        options: Options for which no plan fits.
     """
     free = SearchOptions()
     names = {

@@ -2,13 +2,13 @@
 
 The time of a stage's action on a slice has a fixed part, a part per token, and a part per pair of
 tokens that attend to each other. To separate these parts, the trainer measures slices of two
-lengths (``schedule/choose_slice_tokens.py``). Similarly, the planner computes times for slices of
-the plan's length and for slices of the longest document's length. Then it simulates steps like the
-trainer.
+lengths (``schedule/choose_slice_tokens.py``). The planner also computes times for slices of the
+plan's length and for slices of the longest document's length. Then the planner simulates steps like
+the trainer.
 
 The memory of a rank follows from the limit on activations (cap). The unit of the limit is the
-average row of a step. A limit that is lower than the longest row of the step is raised to the
-longest row (``memory_caps``). So a rank holds, in tokens, at most::
+average row of a step. If the limit is lower than the longest row of the step, it is raised to the
+longest row (``memory_caps``). The maximum number of tokens that a rank holds is therefore::
 
     max over the steps of max(cap, longest row / mean row) x mean row
 
@@ -44,15 +44,15 @@ from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.workload import PS_PER_S, Link
 
 _GAIN = 0.005
-"""Minimum relative gain in step time for which a different activation limit is chosen."""
+"""Minimum fraction of the step time that a different activation limit must save to be chosen."""
 _ALWAYS = 1 << 40
-"""Number of planned actions that is so large that every simulation is compiled. This saves time
+"""Number of planned actions, large enough that every simulation is compiled. Compiling saves time
 because a search simulates many plans."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowCosts:
-    """Rows of the planner's sample steps, and the times of actions on slices of these rows.
+    """Rows of the planner's sample steps, and times of actions on slices of these rows.
 
     Attributes:
         cuts: For each step, the microbatches of the replica with the most work. They are listed in
@@ -70,14 +70,14 @@ class RowCosts:
 
     @property
     def num_items(self) -> float:
-        """Mean number of tokens per step, measured in slices of the plan's length."""
+        """Mean number of tokens per step, counted in slices of the plan's length."""
         return (
             sum(cut.ends[-1] for step in self.cuts for cut in step) / self.tokens / len(self.cuts)
         )
 
     @property
     def slices_per_row(self) -> float:
-        """Mean number of tokens per row, measured in slices of the plan's length."""
+        """Mean number of tokens per row, counted in slices of the plan's length."""
         return self.num_items * len(self.cuts) / sum(map(len, self.cuts))
 
 
@@ -231,7 +231,7 @@ class RowPipeline:
 
 
 def _shown_cap(cap: float | None) -> float | None:
-    """Rounds the activation limit ``cap`` down to two decimals, but not to less than 1.
+    """Rounds the activation limit ``cap`` down to two decimals, but not below 1.
 
     ``None`` is returned unchanged.
     """

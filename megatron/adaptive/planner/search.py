@@ -6,8 +6,8 @@ The search is a branch and bound over three levels of choices::
       level     nodes in use, number of stages, class of the first stage
         plan    class and layers of every stage
 
-1. Every shape gets a quick lower bound (:meth:`Searcher._work_s`), which is its total work divided
-   evenly among all GPUs.
+1. A quick lower bound is computed for every shape (:meth:`Searcher._work_s`): the total work
+   divided evenly among all GPUs.
 2. Shapes are visited in ascending order of their estimated step time. Each visit computes the
    bounds of all levels of the shape (``search_kernel``), and searches the most promising level.
    This finds good plans early.
@@ -15,25 +15,27 @@ The search is a branch and bound over three levels of choices::
    if its bound is not below the time of the best plan so far. If all remaining shapes and levels
    have been skipped or searched, the best plan is optimal.
 
-The search times a limited number of pipelines within a limited number of CPU seconds. If a limit
-ends the search early, the result bounds how much better the skipped plans can be. For example,
+The search times a limited number of pipelines within a limited CPU time. If a limit ends the search
+early, the result states how much better the skipped plans can be at most. For example,
 :attr:`SearchResult.gap` is 0.03 if the best plan takes 100 ms and the lowest bound of the skipped
 plans is 97 ms. If too many orders of nodes are possible, only some of them are searched. A weaker
 bound over all orders then applies (``stage_classes.capacity_bound``).
 
 The search itself times only the 1F1B schedule. Its order of actions is fixed, so shorter durations
 never make a plan slower, and lower bounds are valid. If other schedules are allowed, the fastest
-1F1B pipeline of each shape and set of nodes is also timed under each of them, and the fastest
-result is kept. For schedules with several chunks per rank, the pipeline's layers are partitioned
-again. The search then uses a bound that holds for every schedule (:meth:`Searcher._work_s`).
+1F1B pipeline of each shape and set of nodes is also timed under each of these schedules, and the
+fastest result is kept. For schedules with several chunks per rank, the pipeline's layers are
+partitioned again. The search then uses a bound that holds for every schedule
+(:meth:`Searcher._work_s`).
 
 If sequences may be cut into slices, shapes with slices are searched after all other shapes, in the
 same way. Such a shape is searched as a 1F1B pipeline whose microbatches are the slices. The
-backward passes of a microbatch start after the forward passes of all its n slices. So rank r of p
-holds p - r - 1 + n slices, where 1F1B without slices holds p - r microbatches. The resulting
-pipelines are timed under run-time rules that order slices. If documents are packed into rows and
-cut, the search counts all slices of a step with a mean cost, and n is the number of slices in the
-longest row. The resulting pipelines are timed with the real rows (``row_times``).
+backward passes of a microbatch start after the forward passes of all its n slices, so rank r of p
+holds p - r - 1 + n slices. For comparison, rank r holds p - r microbatches under 1F1B without
+slices. The resulting pipelines are timed under run-time rules that order slices. If documents are
+packed into rows and cut, the search assumes that all slices of a step have the mean cost, and n is
+the number of slices in the longest row. The resulting pipelines are timed with the real rows
+(``row_times``).
 """
 
 from __future__ import annotations
@@ -84,25 +86,26 @@ from megatron.adaptive.planner.stage_classes import (
 from megatron.adaptive.schedule.catalog import is_rule
 
 _FEW_LEVELS = 2000
-"""Maximum number of levels (sets of nodes with a first stage) per shape during its first visit."""
+"""Maximum number of levels (set of nodes and class of first stage) in a shape's first visit."""
 _SMALL_LEVELS = 200
-"""Maximum number of levels for which a shape is searched fully during its first visit."""
+"""Maximum number of levels of a shape that is searched fully during its first visit."""
 _WHOLE_BACKWARD = selectable_names(
     lambda spec: spec.planned != "no" and spec.splits_backward == "never"
 )
 _MOST_SLICES = 1024
-"""Maximum total number of slices of a step's microbatches. With this many slices, pipelines already
-have almost no idle time."""
+"""Maximum total number of slices per step. With this many slices, pipelines already have almost no
+idle time."""
 _ROW_STEPS = 500_000
 """Maximum number of actions to simulate for each shape, set of nodes and number of stages."""
 _FORWARD_BACK = 2.5
-"""Largest ratio of the 1F1B step time to the best step time so far for which other schedules are
-timed. A 1F1B step takes at most the time of one microbatch through all stages plus the work of the
-busiest rank. Both are lower bounds for every schedule, so no schedule takes less than half as long.
+"""Maximum 1F1B step time, divided by the best step time so far, of pipelines that are also timed
+under other schedules. A 1F1B step takes at most the time of one microbatch through all stages plus
+the work of the busiest rank. Each of these two times is a lower bound for every schedule, so no
+schedule takes less than half of the 1F1B step time.
 """
 _NO_HOPE = 1.08
-"""Largest ratio of an initial partition's step time to the best step time so far for which the
-partition into chunks is improved."""
+"""Maximum step time of an initial partition into chunks, divided by the best step time so far.
+Slower partitions are not improved."""
 _HAND_OVERS = 30
 """Maximum number of pipelines to time while moving layers between stages."""
 
@@ -117,7 +120,7 @@ class SearchShape:
         bound_s: Lower bound of the step time in seconds, known before the shape is searched.
         least_s: Lower bound of the step time in seconds, known after a complete visit.
         least_value: Lower bound of the objective (step time or price), known after the first visit.
-        partial: Whether the visit left out some orders of nodes.
+        partial: Whether some orders of nodes were skipped during the visit.
     """
 
     classes: tuple[StageClass, ...]
@@ -134,15 +137,15 @@ class SearchShape:
 
 
 class _Goal(NamedTuple):
-    """A level (set of nodes and first stage) that may contain one of the best pipelines.
+    """A level (set of nodes and class of first stage) that may contain one of the best pipelines.
 
     Attributes:
         value: Lower bound of the objective's value (step time or price).
         seconds: Lower bound of the step time in seconds.
         level: Index of the level in ``DpStates``.
         price: Price per hour of the level's nodes.
-        likely_s: Estimated step time in seconds. If schedules other than 1F1B are allowed, it is
-            lower than the bound for 1F1B.
+        likely_s: Estimated step time in seconds. If schedules other than 1F1B are allowed, the
+            estimate is lower than the bound for 1F1B.
     """
 
     value: float
@@ -175,7 +178,7 @@ class _Cutting(NamedTuple):
 
     Attributes:
         num_items: Number of slices of all microbatches of a replica. If microbatches are not cut,
-            this is their number.
+            this is the number of microbatches.
         slices: Number of slices of each sequence.
         tokens: Number of tokens per slice of packed documents, or ``None`` if all sequences have
             the same length.
@@ -224,7 +227,8 @@ class Searcher:
         self._least_price = min(group.type.price_per_hour for group in inputs.cluster.groups)
         self._islands = any(group.type.islands for group in inputs.cluster.groups)
         self._exact = self.options.schedules == ("1f1b",)
-        # Other schedules have less idle time than 1F1B. Estimates assume a third of its idle time.
+        # Other schedules have less idle time than 1F1B. Estimates assume a third of 1F1B's idle
+        # time.
         self._idle = 1.0 if self._exact else 1 / 3
         self._slack = 1.0 if self._exact else _FORWARD_BACK
         self._whole_backward = set(self.options.schedules) <= set(_WHOLE_BACKWARD)
@@ -313,7 +317,7 @@ class Searcher:
             ways = itertools.product(cuts, options.recompute, sharding, spreads, parallel_choices)
             for cut, recompute, sharded, spread, is_parallel in ways if measured else ():
                 if cut.tokens is not None and is_parallel and cut.tokens % classes[0].tp:
-                    continue  # Tensor-parallel ranks cannot divide slices of this length.
+                    continue  # Skip slices that tensor-parallel ranks cannot divide evenly.
                 if sharded and all(stage_class.dp == 1 for stage_class in classes):
                     continue
                 choice = ShapeChoice(
@@ -357,8 +361,8 @@ class Searcher:
         if not is_cut or any(stage_class.micro_batch != 1 for stage_class in classes):
             return ()
         items = [(n, known_documents(self.inputs).mean_items(n)) for n in self.options.slice_tokens]
-        # A replica has as many documents as microbatches. The number of slices is rounded down, so
-        # that lower bounds remain valid.
+        # Each microbatch of a replica is one document. Round the number of slices down, so that
+        # lower bounds remain valid.
         share = microbatches / self.global_batch
         return tuple(_Cutting(max(1, int(count * share)), tokens=n) for n, count in items)
 
@@ -437,13 +441,14 @@ class Searcher:
     ) -> float:
         """Returns a lower bound of the step time in seconds that is valid for every schedule.
 
-        The bound is the maximum of three bounds:
+        The result is the maximum of three bounds:
 
-        - Work, gradient reductions and optimizer, divided evenly among the nodes. Rank r is idle
-          until each of the r stages before it has run the forward pass of at least one layer.
+        - Time for all work, gradient reductions and the optimizer, divided evenly among the nodes.
+          Rank r is idle until each of the r stages before it has run the forward pass of at least
+          one layer.
         - Duration of one microbatch's forward and backward passes through all layers.
         - Memory limit. The activations of a microbatch stay in memory between its forward and
-          backward pass. So the memory that is not used by weights limits the number of microbatches
+          backward pass, so the memory that is not used by weights limits the number of microbatches
           in flight.
 
         Args:
@@ -585,7 +590,7 @@ class Searcher:
                 missed.append((goal.seconds, goal.price))
                 continue
             bound = self._search_goal(bounded, goal, best, most_leaves, finish)
-            # The search covers all pipelines of the level if only 1F1B is allowed. If other
+            # If only 1F1B is allowed, the search has covered all pipelines of the level. If other
             # schedules are allowed, only the level's bound is valid.
             missed.append((bound if self._exact else goal.seconds, goal.price))
         return [(seconds, price) for seconds, price in missed if seconds < best.most_seconds(price)]
@@ -630,7 +635,7 @@ class Searcher:
     def _search_goal(
         self, bounded: _Bounded, goal: _Goal, best: Best, most_leaves: int, finish: bool
     ) -> float:
-        """Searches the pipelines of a level, which is a set of nodes and a first stage.
+        """Searches the pipelines of a level (set of nodes and class of the first stage).
 
         Returns:
             Lower bound in seconds of the pipelines that were not searched, or infinity if all were
@@ -669,10 +674,11 @@ class Searcher:
             ordered_s = seconds
             if self._islands:
                 # The kernel assumes that neighbours always share an island (a group of GPUs with
-                # fast links). This may be wrong, so the plan is timed again.
+                # fast links). This may be wrong, so time the plan again.
                 seconds = predict(plan, self.inputs).seconds
             elif len(plan.nodes) > 1:
-                # The kernel gives every pair of stages a link of its own, but they may share one.
+                # The kernel assumes a separate link for every pair of stages, but pairs may share a
+                # link.
                 seconds = max(seconds, StageSums.of(plan, self.inputs, OURS).busy_link.seconds)
             if seconds > ordered_s:
                 # Another pipeline of the level may now be faster than this one.
@@ -697,7 +703,7 @@ class Searcher:
         price: float,
         least_s: float,
     ) -> Iterator[tuple[Plan, float]]:
-        """Yields the 1F1B pipeline in ``plan`` with other schedules, and the step times in seconds.
+        """Yields the pipeline of ``plan`` with each other schedule, and its step time in seconds.
 
         Plans that do not fit into memory are skipped.
 
@@ -729,8 +735,8 @@ class Searcher:
             for chunks in counts if chosen else ():
                 if chunks * plan.pp > self.model.num_layers:
                     continue
-                # All chunks have equal work in the best case, up to rounding. So the time in this
-                # case is a lower bound.
+                # The best case is equal work in all chunks, so the time in this case is a lower
+                # bound, up to rounding.
                 waits = (plan.pp - 1) / chunks if order in _WHOLE_BACKWARD else 0.0
                 even_s = work_s * (microbatches + waits)
                 known_s = best.most_seconds(price) if len(used) > _SMALL_LEVELS else math.inf

@@ -11,8 +11,8 @@ nodes on which it runs. The search has two passes:
 
 A *level* (a state in ``search_levels.DpStates``) describes the last stages of a pipeline: the nodes
 that they use, and the class of the first of these stages, but not their layers. An *edge* leads
-from a level to the level of the next stage. An example has 4 layers, 4 microbatches and two nodes.
-On node A, a layer takes 1 s forward and 1 s backward. Node B takes twice as long::
+from a level to the level of the next stage. For example, take 4 layers, 4 microbatches and two
+nodes. On node A, a layer takes 1 s forward and 1 s backward. Node B takes twice as long::
 
     level   stages     edge to   bound of all 4 layers (Z)
     0       B                    64 s   4 microbatches x 4 layers x 4 s
@@ -23,9 +23,9 @@ On node A, a layer takes 1 s forward and 1 s backward. Node B takes twice as lon
 The second pass begins with level 2, because it has the lowest bound. In an exact simulation, its
 pipeline takes 26 s. No other level has a lower bound, so this pipeline is the best.
 
-A single table of bounds suffices for pipelines of all lengths and all parts of a cluster, because
-under 1F1B a stage depends only on the stages after it. If ``j`` stages follow, a stage keeps
-``min(j + 1, m)`` microbatches in flight. It runs ``w = min(j, m - 1)`` warm-up forward passes
+A single table of bounds is enough for pipelines of all lengths and all parts of a cluster, because
+under 1F1B the bounds of a stage depend only on the stages after it. If ``j`` stages follow, a stage
+keeps ``min(j + 1, m)`` microbatches in flight. It runs ``w = min(j, m - 1)`` warm-up forward passes
 before its first backward pass.
 
 The bounds of a stage are listed below. On this stage, a forward pass takes ``f`` seconds and a
@@ -39,9 +39,9 @@ the end of a forward pass to the start of the same microbatch's backward pass::
 
 Here, ``rest`` is ``(m - 1) % (w + 1)``, and transfers are the messages to and from the next stage.
 If ``m = w + 1``, both idle times in ``span`` are the same interval, so only the larger one is
-added. A rank can launch an action's kernels while it waits for the input. So launch times are
+added. A rank can launch an action's kernels while it waits for the input, so launch times are
 excluded from all paths through other ranks. ``r``, ``D`` and ``Z`` are minimised separately over
-all continuations of the pipeline, so each of them is a lower bound for every continuation.
+all continuations of the pipeline, so each of these values is a lower bound for every continuation.
 
 Importing this module imports numba, which takes half a second. Numba caches the compiled code on
 disk.
@@ -69,9 +69,8 @@ _events.register("numba:compile", _compiling)
 def search_s() -> float:
     """Returns the CPU time of this process in seconds, excluding the time for compiling with numba.
 
-    This is the time to which the limits of a search apply. Code is compiled only once per machine.
-    If compile time were included, the first search on a machine would find worse plans than later
-    searches.
+    The limits of a search apply to this time. Code is compiled only once per machine. If compile
+    time were included, the first search on a machine would find worse plans than later searches.
     """
     compiled_s: float = _compiling.duration if _compiling.done else 0.0
     return time.process_time() - compiled_s
@@ -289,8 +288,8 @@ def _bound_edge(shape: Any, level: int, edge: int, cap: float, bounds: Any) -> N
     for low in range(n - j):
         for high in range(low + 1, n - j + 1):
             f, b = shape.forward[c, low, high], shape.backward[c, low, high]
-            # If a stage is too slow or too large, a stage with more layers is so, too. So larger
-            # ranges are skipped.
+            # If a stage is too slow or too large, so is every stage with more layers. Skip the
+            # larger ranges.
             if m * (f + b) >= cap or not _fits(shape, c, low, high, held):
                 break
             if bounds.ends[after, high] == _INF:
@@ -339,9 +338,9 @@ def bound_levels(shape: Any, cap: float, bounds: Any) -> None:
 def _time_1f1b(walk: Any, p: int, m: int) -> None:
     """Simulates 1F1B on ``p`` stages with ``m`` microbatches, and writes times to ``seconds[2]``.
 
-    The times are the ends of the stages' last backward passes. Kernels can be launched before the
-    input arrives. A message is sent when its action has ended and the previous message has left the
-    link.
+    These times are the end times of each stage's last backward pass. Kernels can be launched before
+    the input arrives. A message is sent when its action has ended and the previous message has left
+    the link.
     """
     arrive = walk.arrive
     ends = walk.seconds[2]
@@ -494,8 +493,8 @@ def search_level(
         goal: Index of the level at which the pipeline begins.
         bounds: Lower bounds of all levels, filled by :func:`bound_levels`.
         cap: Time limit in seconds. Slower pipelines are ignored.
-        most_leaves: Maximum number of pipelines to time. The number of partial pipelines to extend
-            may not exceed this number multiplied by the number of stages.
+        most_leaves: Maximum number of pipelines to time. The maximum number of partial pipelines to
+            extend is this number multiplied by the number of stages.
         best: Output arrays for the fastest pipeline. They are only written if the pipeline is
             faster than ``cap``.
 

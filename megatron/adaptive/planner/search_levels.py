@@ -1,18 +1,19 @@
 """Enumerates the possible orders of nodes in a pipeline, as a graph that the search traverses.
 
-The search builds pipelines from their last stage (``search_kernel``). A *level* is a way in which
-the last stages of a pipeline can use the cluster's nodes. It describes the nodes in use and the
-class of the first of these stages, but not the layers. In an example, there are two nodes of type a
-and one of type b, with one stage on each node. The class of a level's first stage is written in
-brackets. An arrow points to the level of the next stage::
+The search builds pipelines backwards from their last stage (``search_kernel``). A *level* is a way
+in which the last stages of a pipeline can use the cluster's nodes. It describes the nodes in use
+and the class of the first of these stages, but not the layers. In this example, there are two nodes
+of type a and one node of type b, with one stage on each node. The class of a level's first stage is
+written in brackets. An arrow points to the level of the next stage::
 
     1 stage        2 stages           3 stages
     [a] a      <-  [a] 2a         <-  [b] 2a + b
     [a] a      <-  [b] a + b      <-  [a] 2a + b
     [b] b      <-  [a] a + b      <-  [a] 2a + b
 
-Orders share a level if they use the same nodes and begin with the same class: ``a a b`` and ``a b
-a`` both lead to the level "[a] 2a + b". So a small number of levels represents many orders.
+Orders of nodes share a level if they use the same nodes and begin with the same class: ``a a b``
+and ``a b a`` both lead to the level "[a] 2a + b". A small number of levels therefore represents
+many orders.
 
 If several stages fit on a node, they form a block. In this case, a level also contains the number
 of stages that its block still needs. Until the block is complete, no other node can be added.
@@ -30,7 +31,7 @@ import numpy as np
 from megatron.adaptive.planner.stage_classes import StageClass
 
 _FEW = 2000
-"""Maximum number of levels when some orders of nodes are skipped."""
+"""Maximum number of levels if some orders of nodes are skipped."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,8 +82,8 @@ def make_dp_states(
         states = _states_of_runs(classes, counts, most_stages, most, run)
         if states is not None:
             return states
-        # If some orders are skipped, the search cannot prove that its result is optimal, so more
-        # levels are not worth the time.
+        # If some orders are skipped, the search cannot prove that its result is optimal, so
+        # searching more levels is not worth the time.
         run *= 2
         most = min(most, _FEW)
 
@@ -159,7 +160,7 @@ def _opened(
     follow: int,
     run: int,
 ) -> list[_Level]:
-    """Returns levels that begin with a new stage on nodes that ``used`` leaves free.
+    """Returns levels that begin with a new stage on nodes that are not yet counted in ``used``.
 
     There is at most one level for each class. ``follow`` is the number of stages after the new
     stage, and ``run`` is the maximum number of adjacent blocks of the same class.

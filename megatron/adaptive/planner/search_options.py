@@ -11,8 +11,8 @@ from megatron.adaptive.planner.model_description import RECOMPUTE
 from megatron.adaptive.planner.plan import Plan
 
 LEAST_TOKENS = 4096
-"""Minimum number of tokens per rank if ranks share a sequence (context parallelism). It applies
-only if the user does not choose the number of ranks."""
+"""Minimum number of tokens per rank if ranks share a sequence (context parallelism). The minimum
+applies only if the user does not choose the number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,9 @@ class SearchOptions:
         top: Number of plans to return.
         most_leaves: Maximum number of pipelines to time per combination of parallel sizes and set
             of nodes.
-        most_levels: Maximum number of levels (sets of nodes with a first stage) per combination of
-            parallel sizes. If there are more levels, some orders of nodes are skipped.
+        most_levels: Maximum number of levels (set of nodes and class of first stage) per
+            combination of parallel sizes. If there are more levels, some orders of nodes are
+            skipped.
         most_cpu_s: CPU time in seconds per node type after which the search skips combinations of
             parallel sizes. Skipping increases the reported gap to the optimum.
     """
@@ -108,8 +109,8 @@ class Objective:
         """
         if price_per_hour > self.most_price_per_hour:
             return 0.0
-        # The result is an exclusive bound, but a plan exactly at a limit is allowed. So the next
-        # larger number is returned.
+        # The result is an exclusive bound, but a plan exactly at a limit is allowed, so return the
+        # next larger number.
         most = math.nextafter(self.most_seconds_per_step, math.inf)
         hourly = price_per_hour / 3600
         if hourly:
@@ -138,14 +139,14 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """Best plans of a search, with a bound on how far from optimal they may be.
+    """Best plans of a search, with a bound on their distance from the optimum.
 
     Attributes:
         plans: Plans in ascending order of their value, so the best plan comes first. Empty if no
             plan fits into memory.
-        bound: Lower bound of the minimized quantity for all plans in the search space. If stages
-            can mix node types in too many ways, the bound applies only to the mixtures that were
-            searched.
+        bound: Lower bound of the minimized quantity for all plans in the search space. If there are
+            too many ways to mix node types in a stage, the bound applies only to the mixtures that
+            were searched.
         timed: Number of pipelines that were simulated exactly.
         configurations: Number of levels for which a bound was computed. A level is a combination of
             parallel sizes, number of stages and set of nodes.
@@ -158,7 +159,7 @@ class SearchResult:
 
     @property
     def gap(self) -> float:
-        """Fraction by which a plan that was not searched may be better than the best plan."""
+        """Maximum fraction by which a skipped plan may be better than the best plan."""
         if not self.plans or self.plans[0].value <= 0:
             return 0.0
         return max(0.0, 1 - self.bound / self.plans[0].value)

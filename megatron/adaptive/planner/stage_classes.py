@@ -1,7 +1,7 @@
-"""Prepares the search: forms classes of equivalent stages, and computes the costs of stages.
+"""Prepares the search: groups equivalent stages into classes, and computes the costs of stages.
 
 A cluster has a huge number of possible plans, but most of them are equivalent, because nodes of the
-same type are interchangeable. This module makes use of this in two steps:
+same type are interchangeable. This module exploits this equivalence in two steps:
 
 1. *Classes* (:func:`stage_classes`). A class describes how many nodes of each type a stage uses,
    and the stage's parallel sizes, but not which nodes are used. If a stage needs only a part of a
@@ -47,7 +47,7 @@ from megatron.adaptive.planner.plan import StagePlace, StageSettings, place_stag
 from megatron.adaptive.planner.profile import PlanInputs
 
 _MOST_MIXED = 8
-"""Maximum number of stage classes with several nodes per stage, for each combination of parallel
+"""Maximum number of stage classes with several nodes per stage for each combination of parallel
 sizes.
 """
 
@@ -57,7 +57,7 @@ class StageClass:
     """A set of interchangeable stages with the same parallel sizes on nodes of the same types.
 
     Attributes:
-        nodes: For each node type of the cluster, the number of nodes that a block of stages fills.
+        nodes: Number of nodes of each type in the cluster that a block of stages fills.
         tp: Tensor-parallel size, which is the number of GPUs per replica.
         dp: Number of replicas, where each rank that shares a sequence counts as a replica.
         micro_batch: Number of samples per microbatch on each replica.
@@ -107,7 +107,7 @@ def stage_classes(
 
 
 def take_nodes(free: list[int], first: int, count: int, kind: NodeType) -> list[int]:
-    """Takes ``count`` nodes of one type from ``free``, all from one island if an island has enough.
+    """Takes ``count`` nodes of one type from ``free``, from a single island if possible.
 
     An island is a group of GPUs with fast links between them.
 
@@ -134,7 +134,7 @@ def take_nodes(free: list[int], first: int, count: int, kind: NodeType) -> list[
 
 
 def _mixtures(size: int, gpus: Sequence[int], limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yields all ways to get exactly ``size`` GPUs, each as the number of nodes of every type."""
+    """Yields all combinations of nodes with exactly ``size`` GPUs, as numbers of nodes per type."""
     if not gpus:
         if size == 0:
             yield ()
@@ -154,7 +154,7 @@ class ShapeChoice(StageSettings):
 
     Attributes:
         microbatches: Number of microbatches per step. If sequences are cut into slices, this is the
-            number of slices of all microbatches.
+            total number of slices.
     """
 
     microbatches: int
@@ -170,15 +170,14 @@ class Totals(NamedTuple):
 
     Attributes:
         work_s: Duration of a microbatch's forward and backward pass, in seconds.
-        least_s: Duration of the shortest forward pass of any layer except the first and the last,
-            in seconds.
+        least_s: Shortest forward pass of any layer except the first and the last, in seconds.
         way_s: Time in seconds from the start of a microbatch to the end of its backward pass.
             Weight gradients that are computed in a separate pass are excluded.
         after_s: Lower bound of the time for gradient reduction and optimizer, in seconds.
         held_bytes: Size in bytes of weights, gradients and optimizer state.
         kept_bytes: Size in bytes of the activations that a microbatch keeps for its backward pass.
-        stay: Lower bound of the product of the kept activations' size and the time for which they
-            are kept, per microbatch, in byte-seconds.
+        stay: Lower bound, per microbatch, of the kept activations' size multiplied by the time that
+            they are kept, in byte-seconds.
     """
 
     work_s: float
@@ -200,8 +199,8 @@ class LayerRanges(NamedTuple):
         forward: Duration of a forward pass in seconds.
         backward: Duration of a backward pass in seconds, excluding weight gradients.
         weight: Time for computing the weight gradients, in seconds.
-        launch: Part of ``forward`` in seconds that is spent launching kernels. ``backward``
-            contains the same amount.
+        launch: Part of ``forward`` that is spent launching kernels, in seconds. ``backward``
+            contains the same launch time.
         trained: Number of trained parameters per GPU, including experts.
         experts: Number of parameters per GPU that belong to experts.
         base: Memory in bytes that does not depend on microbatches, minus the memory limit. The
@@ -394,7 +393,7 @@ class Tables:
         return True
 
     def pipeline_s(self, stage_class: StageClass, choice: ShapeChoice) -> float:
-        """Returns the seconds that a microbatch takes in all layers on the slowest node type."""
+        """Returns the time in seconds of a microbatch in all layers on the slowest node type."""
         return max(
             self.totals(node, stage_class, choice).work_s for node in self.types(stage_class)
         )
@@ -494,8 +493,8 @@ class Tables:
             shared = parameters - experts if ranks > 1 else parameters
             whole = np.zeros_like(parameters)
             for part, stride in ((shared, 1), (experts, ranks))[: 1 + (ranks > 1)]:
-                # Many ranges of layers have the same sum, up to rounding. So each distinct sum is
-                # timed only once.
+                # Many ranges of layers have the same sum, up to rounding, so compute the time for
+                # each distinct sum only once.
                 values, where = np.unique(np.round(part, 3), return_inverse=True)
                 sizes = np.maximum(values, 0.0) * self.model.precision.reduce_bytes
                 times = list(map(reduction((stage_place,), 0, self.inputs, stride), sizes.tolist()))
@@ -524,8 +523,8 @@ class Tables:
             first = self.place(sender)
             second = first if kind else self.place(receiver, skip=sender.nodes)
             if first is None or second is None or (kind and a != b):
-                # Stages of these two classes are never neighbours in this way, so the combination
-                # is skipped.
+                # Skip this combination, because stages of these two classes are never neighbours in
+                # this way.
                 continue
             if not kind or sender.block > 1:
                 # Each rank that shares a sequence sends only its part of the sequence. If sequences
@@ -539,7 +538,8 @@ class Tables:
                     )
                     for size in parts
                 ]
-                # A message takes the same time in both directions, so both get the same values.
+                # A message takes the same time in both directions, so store the same values for
+                # both.
                 latency[:, kind, a, b], occupancy[:, kind, a, b] = np.array(rows)[where].T
             if self.model.tied_parameters:
                 # The cache key omits the microbatch size, because the embedding's size does not
@@ -567,7 +567,7 @@ def only_partition(after: Any, partition: Sequence[int]) -> Any:
 
 
 def most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> float:
-    """Returns an upper bound of the sum of the rates of a pipeline's stages.
+    """Returns an upper bound for the sum of all stages' rates in a pipeline.
 
     The bound assumes that the fastest node types are used first, and that a stage could be divided
     freely among nodes of its type. Instead of rates, the values may be any additive quantity, such
@@ -597,12 +597,13 @@ def most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> fl
 def capacity_bound(
     tables: Tables, cluster: Cluster, classes: Sequence[StageClass], choice: ShapeChoice
 ) -> float:
-    """Returns a lower bound in seconds of the step time of any plan on a cluster.
+    """Returns a lower bound, in seconds, for the step time of every plan on a cluster.
 
     For a time T in seconds, the function computes how many layers all stages together can process
     within T. If this number is less than the model's number of layers, no plan takes T or less.
-    Bisection finds the largest such T. In an example with 10 layers, two stages of type a need 1 s
-    per layer for the whole step, and one stage of type b needs 2 s per layer::
+    Bisection finds the largest such T. In this example, 10 layers run on two stages of type a,
+    which need 1 s per layer for the whole step, and on one stage of type b, which needs 2 s per
+    layer::
 
         T = 3 s    3 + 3 + 1 =  7 layers   too few
         T = 4 s    4 + 4 + 2 = 10 layers   enough, so the bound is 4 s
@@ -623,7 +624,7 @@ def capacity_bound(
         Lower bound in seconds, 0 if no bound was computed, or infinity if the layers do not fit
         into memory.
     """
-    # The first and the last layer are ignored, because they may take almost no time.
+    # Ignore the first and the last layer, because they may take almost no time.
     n = tables.model.num_layers - 2
     if n < 1 or len({stage_class.widths for stage_class in classes}) != 1:
         return 0.0
@@ -654,12 +655,12 @@ def capacity_bound(
 
 
 def _most_layers(seconds: float, types: Sequence[tuple[float, Any]], waits: float) -> int:
-    """Returns how many layers all stages together can process in ``seconds`` seconds at most.
+    """Returns the maximum number of layers that all stages together process in ``seconds``.
 
-    A stage counts for its slowest node type. So stages of a slow type may also use nodes of faster
-    types, but not the reverse. The k fastest types together have at most as many stages as fit on
-    their nodes. With such nested limits, the sets of stages form a matroid, so a greedy choice is
-    optimal: the stages that process the most layers are taken first.
+    A stage counts as a stage of its slowest node type. Stages of a slow type may therefore also use
+    nodes of faster types, but not the reverse. The k fastest types together have at most as many
+    stages as fit on their nodes. With such nested limits, the sets of stages form a matroid, so a
+    greedy choice is optimal: the stages that process the most layers are taken first.
 
     Args:
         seconds: Time limit per step, in seconds.
@@ -670,7 +671,7 @@ def _most_layers(seconds: float, types: Sequence[tuple[float, Any]], waits: floa
     rooms = [int(each + 1e-9) for each in itertools.accumulate(stages for stages, _ in order)]
     gains = []
     for index, (_, row) in enumerate(order):
-        # The first stage may hold only the model's first layer, which is ignored here. So the
+        # The first stage may hold only the model's first layer, which is ignored here, so the
         # second stage may start without waiting for a layer.
         left = seconds - waits * np.maximum(np.arange(min(rooms[index], len(row) + 2)) - 1, 0)
         gains += [(int(each), index) for each in np.searchsorted(row, left, side="right")]

@@ -20,15 +20,16 @@ from megatron.adaptive.schedule.catalog import is_rule
 _NUMBERS = (1, 2, 4, 8, 16)
 """Numbers of slices per sequence to try by default."""
 _USUAL_TOKENS = 1024
-"""Minimum mean number of tokens per slice for a number of slices to be tried by default. Shorter
-slices use a GPU less efficiently, which estimated layer times do not take into account."""
+"""Minimum mean number of tokens per slice. By default, numbers of slices with fewer tokens are not
+tried, because short slices use a GPU less efficiently, which estimated layer times do not take into
+account."""
 _MOST_ITEMS = 8192
-"""Maximum number of documents, and of slices, that a step may contain to be packed and simulated.
+"""Maximum number of documents, and of slices, in a step that the planner packs and simulates.
 """
 
 
 def trainer_refusal(model: Model, flags: Sequence[str], world_size: int | None) -> str:
-    """Returns why the trainer rejects ``model`` with ``flags``, or an empty string if it does not.
+    """Returns why the trainer rejects ``model`` with ``flags``, or "" if the trainer accepts it.
 
     A model that is not described by the trainer's arguments cannot be checked, so it is accepted.
 
@@ -107,7 +108,7 @@ def check_slices(options: SearchOptions, model: Model) -> None:
 def tokens_to_try(documents: RunDocuments, multiple: int) -> tuple[int, ...]:
     """Returns the slice lengths in tokens among which ``plan --slice-tokens auto`` chooses.
 
-    These are the lengths among which the trainer chooses, except that slices of long documents have
+    They are a subset of the lengths among which the trainer chooses. Slices of long documents have
     at least 1,024 tokens.
 
     Args:

@@ -4,9 +4,9 @@
 have experts, attention windows, latent attention, and multi-token prediction layers.
 
 Source: Narayanan et al. 2021 (arXiv:2104.04473), appendix, for FLOPs. Korthikanti et al. 2022
-(arXiv:2205.05198), section 4, for activations. Grouped queries and gated feed-forward blocks are
-added, and each element is counted with its actual size. DeepSeek-AI 2024 (arXiv:2412.19437),
-section 2, for latent attention and multi-token prediction.
+(arXiv:2205.05198), section 4, for activations. This module adds grouped queries and gated
+feed-forward blocks, and counts each element with its actual size. DeepSeek-AI 2024
+(arXiv:2412.19437), section 2, for latent attention and multi-token prediction.
 
 Attention without a fused kernel computes and stores all scores. A fused kernel skips the scores
 outside of a window, and the masked half of a causal model's scores. It stores only one number per
@@ -82,7 +82,7 @@ class TransformerShape:
         padded: Whether the input of each expert is padded to ``capacity``. If so, all experts have
             the same work.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average
-            number.
+            over all ranks.
         predictions: Number of multi-token prediction layers, which are on the last stage.
     """
 
@@ -156,7 +156,7 @@ class TransformerShape:
 
     @property
     def attention_weights(self) -> tuple[int, int]:
-        """Numbers of attention weights that tensor parallelism divides, and that it replicates."""
+        """Numbers of divided and of replicated attention weights under tensor parallelism."""
         if not self.latent_rank:
             return self.hidden * (self.queries + self.keys_values + self.outputs), 0
         unrotated = self.heads * (self.head_width - self.rotary_width)
@@ -251,7 +251,7 @@ def _add_kinds(
     """Adds the layer kinds of a model whose experts are distributed over ``spread`` ranks.
 
     Args:
-        kinds: Kinds of layers by name. New kinds are added to this dict.
+        kinds: Kinds of layers, keyed by name. New kinds are added to this dict.
         shape: Sizes of the model.
         names: For each layer, the name of its kind, without the number of ranks.
         spread: Number of ranks over which the experts are distributed. If it is 1, kinds without
@@ -302,7 +302,7 @@ def _embedding(
         input_bytes=tokens * 8.0,
         workspace_bytes=0.0,
         # Only the forward pass has an all-reduce, but ``tp_bytes`` counts for both directions, so
-        # the size is halved.
+        # halve the size.
         tp_bytes=width * element / 2,
         group=group,
         counted=False,
@@ -419,8 +419,8 @@ def _layer_weights(shape: TransformerShape, crossed: int, spread: int) -> _Layer
     ffn = shape.shared_ffn if shape.experts else shape.ffn
     gates = 3 if shape.gated else 2
     norms = (3 if crossed else 2) * hidden * (2 if shape.norm_biases else 1)
-    # Latent attention normalizes the latent vectors instead of queries and keys. The weights of
-    # these normalizations are added in the next statement.
+    # Latent attention normalizes the latent vectors instead of queries and keys. The next statement
+    # adds the weights of these normalizations.
     norms += 2 * shape.head_width * shape.query_norms if not latent else 0
     norms += shape.query_rank + shape.latent_rank
     weights: float = attention + gates * hidden * ffn
@@ -472,7 +472,7 @@ def _predicting(shape: TransformerShape, head: LayerKind, layer: LayerKind, name
     """Returns a layer kind for the head combined with all multi-token prediction layers.
 
     Each multi-token prediction layer takes the hidden state and the embedding of the next token,
-    and computes separate logits. So the last stage needs a copy of the embedding.
+    and computes separate logits. The last stage therefore needs a copy of the embedding.
 
     Args:
         shape: Sizes of the model.
@@ -497,7 +497,8 @@ def _predicting(shape: TransformerShape, head: LayerKind, layer: LayerKind, name
         replicated_parameters=total("replicated_parameters") + count * norms,
         forward_flops=total("forward_flops", 1 + count) + count * _MULTIPLY_ADD * tokens * joined,
         attention_flops=total("attention_flops"),
-        # An output layer that shares the weight of an embedding on the same stage is deferred.
+        # If an output layer shares its weight with an embedding on the same stage, its weight
+        # gradient is deferred.
         output_flops=0.0 if shape.tied else total("output_flops", 1 + count),
         activation_bytes=total("activation_bytes", 1 + count),
         replicated_activation_bytes=kept[0] + count * kept[1],
@@ -529,7 +530,7 @@ def _scores(shape: TransformerShape, tokens: int, others: int, *, causal: bool) 
     whole = float(_MULTIPLY_ADD * tokens * others * (shape.queries + shape.outputs))
     if not (causal and shape.fused_attention):
         return whole
-    # Each row has as many scores as the window is wide. Only the first rows have fewer scores.
+    # Each row has ``window`` scores, except the first rows, which have fewer.
     window_share = min(shape.window or others, others) / others
     return whole * window_share * (1 - window_share / 2)
 
@@ -551,7 +552,7 @@ def _head(shape: TransformerShape, tokens: int, *, group: str = "") -> LayerKind
         input_bytes=2.0 * width * element,
         workspace_bytes=logits * float(element + _FLOAT_BYTES),
         # Only the backward pass has an all-reduce, but ``tp_bytes`` counts for both directions, so
-        # the size is halved.
+        # halve the size.
         tp_bytes=width * element / 2,
         group=group,
         counted=False,

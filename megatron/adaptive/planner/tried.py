@@ -1,16 +1,15 @@
 """Stores measurements from ``plan --try`` in a plan file, and predicts the plan's time from them.
 
 ``plan --try`` runs ranks of a plan on this machine. The entry ``tried`` of the plan file contains
-the measurements of these ranks, and a profile. The profile starts with layers that were measured in
-isolation. Its values are then adjusted so that the planner's predictions for the tried ranks match
-their measurements::
+the measurements of these ranks, and a profile. The profile starts with times of layers that were
+measured in isolation. These values are then adjusted so that the planner's predictions for the
+tried ranks match their measurements::
 
     forward, backward, weight gradients   multiplied by measured / predicted time of the ranks
     optimizer, rest of a step             as measured
     memory besides tensors                plus measured - predicted memory
 
-Messages and collectives are not measured, because a rank is tried without the ranks with which it
-communicates.
+Messages and collectives are not measured, because a rank is run without its communication partners.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class TriedRank:
         device: Name of the device in profile files.
         memory_bytes: Peak memory of the rank in bytes. On a CPU, this is the resident memory of the
             process. On a GPU, it is the memory of tensors and the CUDA context.
-        busy_s: Median time per step during which the rank runs actions, in seconds.
+        busy_s: Median time per step that the rank spends in actions, in seconds.
         optimizer_s: Median duration of the optimizer step, in seconds.
         beside_s: Median time per step that is spent outside of actions and optimizer, in seconds.
         forward_s: Median duration of a forward pass in seconds, for each chunk of the rank.
@@ -90,7 +89,7 @@ def tried_ranks(content: Mapping[str, Any], where: str) -> dict[int, TriedRank]:
 
 
 def cluster_of(content: Mapping[str, Any], device: str, memory_bytes: float = 0.0) -> Cluster:
-    """Returns a cluster for a plan that has a single node, whose links take no time.
+    """Returns a cluster for a plan: a single node whose links take no time.
 
     The node is named after its device, so links in a profile of this machine apply to it.
 
@@ -180,7 +179,7 @@ def fit_profile(
         plan: Plan whose ranks were tried.
         model: Model of the plan.
         cluster: Cluster whose links take no time, from :func:`cluster_of`.
-        document: Contents of a profile file for which one layer of each kind was measured in
+        document: Contents of a profile file with measurements of one layer of each kind in
             isolation.
         tried: Measured ranks, all on the same device.
         links: Entries ``links`` and ``all_reduce`` for the profile, or empty if communication takes
@@ -275,9 +274,9 @@ class _Fit:
         return _ratio(sum(rank.optimizer_s for rank in self.tried), updated, otherwise=0.0)
 
     def missing_bytes(self, document: Mapping[str, Any]) -> float:
-        """Returns by how many bytes the measured memory exceeds the predicted memory at most.
+        """Returns the maximum number of bytes by which measured memory exceeds predicted memory.
 
-        The result is the maximum over the tried ranks.
+        The maximum is over the tried ranks.
         """
         memory = self._stages(document).memory
         return max(rank.memory_bytes - memory[rank.pp_rank].total_bytes for rank in self.tried)

@@ -1,8 +1,8 @@
 """Runs the pipeline steps of a user's own Megatron-LM on this package's engine.
 
 While the plugin is installed, it replaces megatron-core's ``get_forward_backward_func``, which
-Megatron-LM calls to get the function that runs a step. So Megatron-LM gets a step function that
-uses this package's executor. If stages have a V-shaped placement, the plugin also replaces
+Megatron-LM calls to get the function that runs a step. Megatron-LM therefore gets a step function
+that uses this package's executor. If stages have a V-shaped placement, the plugin also replaces
 megatron-core's functions that return the position of a stage::
 
     Megatron-LM ── get_forward_backward_func() ──> Seam ── one pipeline rank ──> megatron-core's own
@@ -73,29 +73,29 @@ def install(
             own code.
         placement: Assignment of stages to ranks that have two chunks each: ``loop``, as in
             megatron-core, or ``v``. A V-shaped placement must be set before megatron-core's process
-            groups are created, and a model in a loop cannot use these groups. ``None`` means ``v``
-            with schedules that only support a V, such as ``zb-v``, and ``loop`` with all other
-            schedules.
+            groups are created, and a model with placement ``loop`` cannot use groups that were
+            created for a V. ``None`` means ``v`` with schedules that only support a V, such as
+            ``zb-v``, and ``loop`` with all other schedules.
         auto_candidates: Names of the user's own schedules that ``auto`` also tries, in the form
             ``package.module:name``.
         schedule_file: Path of the file for schedule ``file``: JSON, or the CSV of
             ``torch.distributed.pipelining``.
         activation_cap: Maximum number of activations that a rank keeps under a run-time rule. The
-            unit is one microbatch in all chunks of the rank. ``None`` uses a default for the
-            numbers of stages and microbatches.
+            unit is one microbatch in all chunks of the rank. ``None`` uses a default that depends
+            on the numbers of stages and microbatches.
         split_backward: Whether weight gradients are separate actions, instead of part of the
             backward pass. ``None`` means true with schedules that always split, such as ``zb-h1``,
             and with ``adaptive``, ``hinted`` and ``auto`` if the split costs nothing (see
             docs/reference/plugin.md).
-        weight_pieces: Maximum number of parts of each weight gradient under a run-time rule, if
-            weight gradients are separate actions.
+        weight_pieces: Maximum number of actions into which a run-time rule splits each weight
+            gradient, if weight gradients are separate actions.
         keyed_dropout: Whether dropout's random numbers depend only on step, microbatch and layer,
-            as in the trainer of this package. Otherwise Megatron-LM draws them, and they depend on
-            the order of actions if a rank has several chunks.
+            as in the trainer of this package. If false, Megatron-LM draws the numbers, and they
+            depend on the order of actions if a rank has several chunks.
         first_weights: ``by-rank`` to draw initial weights as Megatron-LM does, or ``by-layer`` to
-            draw them by seed and layer number. With ``by-layer``, a new GPT has the same initial
-            weights with both placements and with every number of stages. It must be set before the
-            model is built.
+            draw them from the seed and the layer number. With ``by-layer``, a new GPT has the same
+            initial weights with both placements and with every number of stages. This setting must
+            be made before the model is built.
         trace_dir: Folder for the trace files of all ranks, or ``None`` to turn tracing off.
         trace_detail: Events in a trace. ``actions`` records only actions. ``layers`` adds the
             forward and backward passes of each transformer layer. ``collectives`` also adds each
@@ -110,22 +110,22 @@ def install(
             flags.
         trace_otlp: URL of an OpenTelemetry collector that also receives the spans while the job
             runs (OTLP over HTTP), or ``None``. Requires ``trace_dir``.
-        diagnose_interval: Number of steps between two diagnoses of what slows the run, or 0 to turn
-            diagnoses off. Requires ``trace_dir``. Each cause is reported once.
+        diagnose_interval: Number of steps between two diagnoses of the causes that slow down the
+            run, or 0 to turn diagnoses off. Requires ``trace_dir``. Each cause is reported once.
         transport: Transport between neighbouring ranks of the pipeline: ``shm``, ``rdma``,
             ``tcp``, ``gloo``, ``nccl``, or ``auto``, which chooses one for each pair of ranks.
         transport_silence_s: Maximum time without any message or heartbeat, in seconds. After that,
             a rank is considered lost.
         timeout_s: Maximum time to wait for a message of the pipeline, in seconds.
-        hang_after_s: Time without progress in seconds, after which the job is considered hanging
-            and the rank that other ranks wait for is reported. 0 turns this off, and ``None`` means
-            10 times the median step time, but at least 30 s.
+        hang_after_s: Time in seconds without progress after which the job is considered hanging.
+            The rank that other ranks wait for is then reported. 0 turns the detection off, and
+            ``None`` means 10 times the median step time, but at least 30 s.
         on_hang: ``report`` to write a report page and print a line, or ``end`` to also stop the
             job.
         model: Model to which the settings apply, as it is passed to the schedule: a module, or the
             list of its chunks on this rank. ``None`` means all models without separate settings. If
-            ``install`` is only called with ``model``, all other models run on megatron-core's own
-            code.
+            ``install`` is never called without ``model``, all other models run on megatron-core's
+            own code.
 
     Raises:
         ConfigError: A setting is invalid, or differs from the settings of steps that have already

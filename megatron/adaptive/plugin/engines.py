@@ -1,4 +1,4 @@
-"""Manages the engines of a process, one for each model, and settings of single models.
+"""Manages the engines of a process (one for each model), and the settings of single models.
 
 A program may train several models, for example an actor and a critic. Each model has its own
 engine, channels, schedule and trace, so steps of different models may run in any order. A model is
@@ -43,7 +43,7 @@ class Engines:
     """Creates an engine at the first step of each model, and closes all engines at the end.
 
     Args:
-        placed: Object that replaces megatron-core's functions that return the position of a stage.
+        placed: Replacement for megatron-core's functions that return the position of a stage.
     """
 
     def __init__(self, placed: Placed) -> None:
@@ -69,7 +69,7 @@ class Engines:
         return any(engine.left_open for engine in self._engines)
 
     def give(self, model: Model, settings: Settings) -> None:
-        """Makes ``settings`` the separate settings of ``model``.
+        """Stores ``settings`` as the separate settings of ``model``.
 
         Raises:
             ConfigError: The model already has different settings or has already run a step, or
@@ -110,8 +110,8 @@ class Engines:
         Args:
             model: Chunks of the model, as the caller passes them to the schedule.
             shared: Settings of all models that have no separate settings.
-            traced: Step function of megatron-core that the engine calls and only traces, or
-                ``None`` if the executor runs the steps.
+            traced: Step function of megatron-core that the engine runs and traces, or ``None`` if
+                the executor runs the steps.
         """
         chunks = _bare(model)
         for engine in self._engines:
@@ -124,7 +124,7 @@ class Engines:
         if folder is not None:
             self._trace_folders.append(folder)
             if (models := self._trace_folders.count(folder)) > 1:
-                # The trace files of two models must be in different folders.
+                # Two models must not write their trace files to the same folder.
                 settings = dataclasses.replace(settings, trace_dir=f"{folder}-model-{models}")
         engine = Engine(
             settings, self._placed, traced, modules=chunks, number=number, watch=self._watch

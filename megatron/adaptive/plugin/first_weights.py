@@ -1,9 +1,9 @@
-"""Draws the initial weights of an unmodified Megatron-LM separately for each layer number.
+"""Draws the initial weights of an unmodified Megatron-LM separately for each layer.
 
 Megatron-LM seeds the random generators by pipeline rank, and each rank draws the weights of its
-layers one after the other. So the initial weights of a layer change if the layer moves to another
-rank. With ``first_weights by-layer``, the generators are seeded separately for each part of a GPT,
-and restored after the part has been built::
+layers one after the other. The initial weights of a layer therefore change if the layer moves to
+another rank. With ``first_weights by-layer``, the generators are seeded separately for each part of
+a GPT, and restored after the part has been built::
 
     outside of layers       seed, "outside"         output layer
       └─ embedding          seed, "embedding"
@@ -116,7 +116,8 @@ class FirstWeights:
     def _seeded(self, part: str, *, is_layer: bool = False) -> Iterator[None]:
         """Seeds all random generators for the ``part`` of a model, and restores them at the end.
 
-        If ``is_layer`` is ``True``, all parts inside this part are drawn with the same generators.
+        If ``is_layer`` is ``True``, the weights of all parts inside this part are drawn from the
+        same generators.
         """
         # A layer inside another layer uses the generators of the outer layer.
         if self._is_in_layer or not self._is_on():

@@ -2,7 +2,7 @@
 
 megatron-core defines this function in ``pipeline_parallel.schedules`` and exports it from its
 package, and modules of Megatron-LM import it by name. In all these modules, the plugin replaces the
-function with the same object, which contains all of the plugin's state. Uninstalling the plugin
+function with a single object, which contains all of the plugin's state. Uninstalling the plugin
 restores the function. :mod:`~megatron.adaptive.plugin.placement_patch` replaces the functions that
 return the position of a stage.
 """
@@ -47,7 +47,7 @@ class Seam:
     Attributes:
         original: Function ``get_forward_backward_func`` of megatron-core.
         engines: Engines that run the steps, one for each model.
-        placed: Object that replaces megatron-core's functions that return the position of a stage.
+        placed: Replacement for megatron-core's functions that return the position of a stage.
         first_weights: Object that replaces constructors, so that initial weights are drawn by layer
             if the setting ``first_weights`` is ``by-layer``.
     """
@@ -85,7 +85,9 @@ class Seam:
         self._settings = settings
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepFunction:
-        """Returns a function that runs a step. The arguments are those of megatron-core's function.
+        """Returns a function that runs a step.
+
+        The arguments are the same as for megatron-core's function.
 
         Raises:
             ConfigError: A setting is invalid, or the plugin does not support the step function that
@@ -105,7 +107,7 @@ class Seam:
 
         @functools.wraps(chosen)
         def step(**arguments: Any) -> Any:
-            # The program has called uninstall() after it got this function.
+            # The program called uninstall() after it had obtained this function.
             if not self._in_force:
                 return chosen(**arguments)
             model = arguments["model"]

@@ -11,14 +11,14 @@ while it is installed. The replacements only return different results if the pla
 
 In this drawing, E is the embedding and L is the loss. The first and the last stage are both on the
 *last* rank, because Megatron-LM reads losses and token counts on that rank, and writes its logs
-there. So only the first stage moves to another rank. The engine counts positions from the last
-rank, so that the V begins at position 0, as everywhere in this package.
+there. Only the first stage therefore moves to another rank. The engine counts positions from the
+last rank, so that the V begins at position 0, as everywhere in this package.
 
 - Each stage has the same layers as in megatron-core's loop. :class:`PlacedLayout` determines the
   layer numbers and the names in checkpoints.
 - Both copies of a tied embedding are on the same rank. :mod:`megatron.adaptive.gpt.model_placement`
   handles this. In a checkpoint, this rank has one tensor with two names.
-- A forward step may ask whether its rank is the first, without specifying a chunk. The answer then
+- A forward step may ask whether its rank is the first, without specifying a chunk. The result then
   refers to the chunk that is running, because the first chunk needs the tokens of a batch, and the
   second chunk needs the labels.
 """
@@ -50,8 +50,8 @@ from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.without_cuda import renew_program
 
 _CHUNKS = 2
-# Pipeline groups that were created for a V. They are groups of parallel_state, which outlive
-# uninstall(), so this is a global variable as well.
+# Pipeline groups that were created for a V. This is a global variable, because the groups belong to
+# parallel_state and outlive uninstall().
 _GROUPS_OF_V: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -81,8 +81,8 @@ class Placed:
         kind: Function that returns the current kind of placement, ``loop`` or ``v``.
 
     Attributes:
-        running: Index of the chunk whose forward step is running, or ``None``. The index is used if
-            megatron-core asks for a stage without specifying a chunk.
+        running: Index of the chunk whose forward step is running, or ``None``. This index is used
+            if megatron-core asks for the position of a stage without specifying a chunk.
     """
 
     def __init__(self, kind: Callable[[], PlacementKind]) -> None:
@@ -176,7 +176,7 @@ class Placed:
     def _build_data(
         self, original: Callable[..., None], builder: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Calls ``original`` and, in a V-shaped placement, makes rank 0 build datasets too.
+        """Calls ``original`` and, in a V-shaped placement, also makes rank 0 build datasets.
 
         In a V, the last rank has both the first and the last stage, so rank 0 would have no data.
         But rank 0 builds the indices of the datasets, which other ranks then read. Without data on
@@ -195,8 +195,8 @@ class Placed:
             ConfigError: The configuration does not support a V, or the placement differs from the
                 one for which megatron-core's process groups were created.
         """
-        # This function may have changed this configuration before, or the configuration from which
-        # it was copied. So restore the original layout first.
+        # An earlier call may have changed this configuration, or the configuration from which it
+        # was copied, so restore the original layout first.
         if isinstance(config.pipeline_model_parallel_layout, TurnedLayout):
             config.pipeline_model_parallel_layout = config.pipeline_model_parallel_layout.original
         original(config)

@@ -238,7 +238,7 @@ class StepTrace:
 class _Timed:
     """Wraps a data iterator and measures its reads.
 
-    Attributes that this class does not define are those of the iterator.
+    Attributes that this class does not define are read from the iterator.
 
     Args:
         iterator: Iterator over microbatches.
@@ -271,8 +271,8 @@ def stage_sizes(
     """Returns the number of layers and the compute cost of each stage.
 
     All ranks must call this together. The cost of a stage is its number of multiply-adds divided by
-    that of one layer, as in the trainer of this package. ``seq_length`` is the number of tokens of
-    a sample. Both results are empty if a chunk has no list of layers.
+    the number for one layer, as in the trainer of this package. ``seq_length`` is the number of
+    tokens of a sample. Both results are empty if a chunk has no list of layers.
     """
     local = {
         placement.stage_of(pp_rank, chunk): _sizes_of(model, seq_length)
@@ -292,8 +292,8 @@ def stage_sizes(
 def _sizes_of(chunk: torch.nn.Module, seq_length: int) -> tuple[int, float, float] | None:
     """Returns the number of layers of ``chunk``, and two costs in multiply-adds per token.
 
-    The first cost is that of one layer, and the second cost is that of the logits. ``seq_length``
-    is the number of tokens of a sample.
+    The first cost is for one layer, and the second cost is for the logits. ``seq_length`` is the
+    number of tokens of a sample.
     """
     model = unwrap_model([chunk])[0]
     config = get_model_config(chunk)
@@ -316,7 +316,7 @@ def _summed_over_replicas(reported: Sequence[Any], group: dist.ProcessGroup) -> 
     loss and wait for the all-reduce.
 
     Args:
-        reported: Results of the loss function on the last stage; empty on other stages.
+        reported: Results of the loss function on the last stage, or empty on other stages.
         group: Process group of the replicas.
     """
     if not reported:

@@ -33,7 +33,7 @@ OF_PROCESS = {
     "hang_after_s": "all models share one hang detector",
     "on_hang": "all models share one hang detector",
 }
-"""Settings that must be the same for all models of a process, each with the reason."""
+"""Maps each setting that must be the same for all models of a process to the reason."""
 
 
 OF_MEGATRON = ("profile_ranks", "profile_step_start", "profile_step_end")
@@ -42,19 +42,19 @@ OF_MEGATRON = ("profile_ranks", "profile_step_start", "profile_step_end")
 
 @dataclass(frozen=True, kw_only=True)
 class _PluginFlags:
-    """Contains flags of the plugin, and a model setting that is checked together with them."""
+    """Flags of the plugin, and a model setting that is checked together with these flags."""
 
-    moe_token_dispatcher_type: str = flag("How tokens get to their experts.", "allgather")
+    moe_token_dispatcher_type: str = flag("How tokens are sent to their experts.", "allgather")
 
     first_weights: str = flag(
-        "Draw first weights by pipeline rank, as Megatron-LM does, or by the number of their "
-        "layer: then they are the same in a loop, in a V and for every number of stages.",
+        "Draw initial weights by pipeline rank, as Megatron-LM does, or by layer number, so that "
+        "they are the same in a loop, in a V and for every number of stages.",
         "by-rank",
         choices=("by-rank", "by-layer"),
     )
     keyed_dropout: bool = flag(
-        "Draw dropout's random numbers from step, microbatch and layer, so that the order of work "
-        "does not change them; otherwise Megatron-LM draws them in the order of the forwards.",
+        "Draw dropout's random numbers from step, microbatch and layer, so that they do not depend "
+        "on the order of actions; otherwise Megatron-LM draws them in the order of forward passes.",
         False,
         takes_value=True,
     )
@@ -72,29 +72,29 @@ class Settings:
             own code.
         placement: Assignment of stages to ranks that have two chunks each: ``loop``, as in
             megatron-core, or ``v``. A V-shaped placement must be set before megatron-core's process
-            groups are created, and a model in a loop cannot use these groups. ``None`` means ``v``
-            with schedules that only support a V, such as ``zb-v``, and ``loop`` with all other
-            schedules.
+            groups are created, and a model with placement ``loop`` cannot use groups that were
+            created for a V. ``None`` means ``v`` with schedules that only support a V, such as
+            ``zb-v``, and ``loop`` with all other schedules.
         auto_candidates: Names of the user's own schedules that ``auto`` also tries, in the form
             ``package.module:name``.
         schedule_file: Path of the file for schedule ``file``: JSON, or the CSV of
             ``torch.distributed.pipelining``.
         activation_cap: Maximum number of activations that a rank keeps under a run-time rule. The
-            unit is one microbatch in all chunks of the rank. ``None`` uses a default for the
-            numbers of stages and microbatches.
+            unit is one microbatch in all chunks of the rank. ``None`` uses a default that depends
+            on the numbers of stages and microbatches.
         split_backward: Whether weight gradients are separate actions, instead of part of the
             backward pass. ``None`` means true with schedules that always split, such as ``zb-h1``,
             and with ``adaptive``, ``hinted`` and ``auto`` if the split costs nothing (see
             docs/reference/plugin.md).
-        weight_pieces: Maximum number of parts of each weight gradient under a run-time rule, if
-            weight gradients are separate actions.
+        weight_pieces: Maximum number of actions into which a run-time rule splits each weight
+            gradient, if weight gradients are separate actions.
         keyed_dropout: Whether dropout's random numbers depend only on step, microbatch and layer,
-            as in the trainer of this package. Otherwise Megatron-LM draws them, and they depend on
-            the order of actions if a rank has several chunks.
+            as in the trainer of this package. If false, Megatron-LM draws the numbers, and they
+            depend on the order of actions if a rank has several chunks.
         first_weights: ``by-rank`` to draw initial weights as Megatron-LM does, or ``by-layer`` to
-            draw them by seed and layer number. With ``by-layer``, a new GPT has the same initial
-            weights with both placements and with every number of stages. It must be set before the
-            model is built.
+            draw them from the seed and the layer number. With ``by-layer``, a new GPT has the same
+            initial weights with both placements and with every number of stages. This setting must
+            be made before the model is built.
         trace_dir: Folder for the trace files of all ranks, or ``None`` to turn tracing off.
         trace_detail: Events in a trace. ``actions`` records only actions. ``layers`` adds the
             forward and backward passes of each transformer layer. ``collectives`` also adds each
@@ -109,16 +109,16 @@ class Settings:
             flags.
         trace_otlp: URL of an OpenTelemetry collector that also receives the spans while the job
             runs (OTLP over HTTP), or ``None``. Requires ``trace_dir``.
-        diagnose_interval: Number of steps between two diagnoses of what slows the run, or 0 to turn
-            diagnoses off. Requires ``trace_dir``. Each cause is reported once.
+        diagnose_interval: Number of steps between two diagnoses of the causes that slow down the
+            run, or 0 to turn diagnoses off. Requires ``trace_dir``. Each cause is reported once.
         transport: Transport between neighbouring ranks of the pipeline: ``shm``, ``rdma``,
             ``tcp``, ``gloo``, ``nccl``, or ``auto``, which chooses one for each pair of ranks.
         transport_silence_s: Maximum time without any message or heartbeat, in seconds. After that,
             a rank is considered lost.
         timeout_s: Maximum time to wait for a message of the pipeline, in seconds.
-        hang_after_s: Time without progress in seconds, after which the job is considered hanging
-            and the rank that other ranks wait for is reported. 0 turns this off, and ``None`` means
-            10 times the median step time, but at least 30 s.
+        hang_after_s: Time in seconds without progress after which the job is considered hanging.
+            The rank that other ranks wait for is then reported. 0 turns the detection off, and
+            ``None`` means 10 times the median step time, but at least 30 s.
         on_hang: ``report`` to write a report page and print a line, or ``end`` to also stop the
             job.
 
@@ -160,10 +160,10 @@ class Settings:
         self.require()
 
     def require(self, **model: Any) -> None:
-        """Checks that these settings contradict neither each other nor the settings of the model.
+        """Checks that these settings do not contradict each other or the settings of the model.
 
         Args:
-            **model: Settings of the model and of its division into chunks, keyed by name.
+            **model: Settings of the model, including its division into chunks, keyed by name.
 
         Raises:
             ConfigError: Two settings contradict each other.
@@ -172,12 +172,12 @@ class Settings:
 
     def warning_about_effects(self) -> str | None:
         """Returns a line that names all settings without effect, or ``None`` if there are none."""
-        # If it is not decided yet whether backward passes are split, assume that they are.
+        # Assume that backward passes are split if this is not decided yet.
         settings = self._by_flag() | {"split_backward": self.splits is not False}
         return effect_warning(GivenFlags(settings, _specs()), self.schedule)
 
     def _by_flag(self) -> dict[str, Any]:
-        """Returns the values of the settings, keyed by the trainer's names of their flags."""
+        """Returns the values of the settings, keyed by the names of the trainer's flags."""
         return {spec.dest: getattr(self, name) for name, spec in _flags().items()}
 
     def _check_profiled(self) -> None:
@@ -204,8 +204,8 @@ class Settings:
 
         Args:
             rank: Global rank.
-            arguments: Parsed arguments of Megatron-LM, or ``None``. They replace settings that are
-                ``None``.
+            arguments: Parsed arguments of Megatron-LM, or ``None``. Settings that are ``None`` are
+                taken from these arguments.
 
         Raises:
             ConfigError: Megatron-LM's own profiler is also enabled, or the range of iterations is
@@ -277,7 +277,7 @@ class Settings:
             value = getattr(self, name)
             if value != getattr(Settings, name):
                 raise ConfigError(
-                    f"{name}={value} was given to install() for one model, but {reason}; pass it "
+                    f"{name}={value} was passed to install() for one model, but {reason}; pass it "
                     "to install() without model"
                 )
 

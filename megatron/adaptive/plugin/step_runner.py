@@ -64,7 +64,7 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 
 class Watch:
-    """Detects when a process hangs, and closes its models when the interpreter exits.
+    """Detects hangs of a process, and closes its models when the interpreter exits.
 
     Args:
         close: Function that closes all models of the process.
@@ -75,7 +75,7 @@ class Watch:
         self._guard: HangGuard | None = None
 
     def begin(self, job: Job, settings: Settings) -> None:
-        """Starts the hang detector, if it is not running, after a model has been connected.
+        """Starts the hang detector after a model has been connected, if it is not running yet.
 
         All ranks must call this together.
         """
@@ -92,7 +92,7 @@ class Watch:
             )
 
     def look_at(self, evidence: Callable[[], Mapping[str, Any]]) -> None:
-        """Monitors the model that is running now, until this method is called for another model.
+        """Monitors the model that is running now until this method is called for another model.
 
         ``evidence`` is a function that returns what this rank is doing in the model.
         """
@@ -111,16 +111,16 @@ class Engine:
 
     Args:
         settings: Settings of the model, with command-line flags applied.
-        placed: Object that replaces megatron-core's functions that return the position of a stage.
-        traced: Step function of megatron-core that the engine calls and only traces, or ``None`` if
-            the executor runs the steps.
+        placed: Replacement for megatron-core's functions that return the position of a stage.
+        traced: Step function of megatron-core that the engine runs and traces, or ``None`` if the
+            executor runs the steps.
         modules: Chunks of the model, without wrappers.
         number: Index of the model in the process, from 1.
         watch: Hang detector of the process.
 
     Attributes:
         modules: Chunks of the model, without wrappers.
-        has_failed: Whether a step has raised an error. After an error, the other ranks may not
+        has_failed: Whether a step has raised an error. After an error, the other ranks might not
             close their channels.
         left_open: Whether :meth:`close` left channels open because a step failed. The threads of
             these channels still wait for messages.
@@ -158,11 +158,11 @@ class Engine:
         self._tuner: Tuner | None = None
         self._trace: StepTrace | None = None
         self._iteration = 0
-        # Number of microbatches in the training step that has not been ended yet, or ``None``.
+        # Number of microbatches in the training step that has not ended yet, or ``None``.
         self._step: int | None = None
         # Times of the last training step, and its number of microbatches, or ``None``.
         self._done: tuple[RankTimes, int] | None = None
-        self._runs = False  # This is true while a step is running.
+        self._runs = False  # True while a step is running.
         self.left_open = False
 
     def run(self, arguments: Mapping[str, Any]) -> list[Any]:
@@ -256,8 +256,8 @@ class Engine:
         """Closes the trace and the channels.
 
         Args:
-            is_orderly: Whether the engine is closed on all ranks without an error. If not, the
-                channels are left open.
+            is_orderly: Whether all ranks close the engine without an error. If not, the channels
+                are left open.
 
         Raises:
             TransportError: Another rank did not close its channels in time.
@@ -279,8 +279,8 @@ class Engine:
     def _check_same_pipeline(self, groups: ModelGroups, num_chunks: int) -> None:
         """Raises an error if a step has different ranks or chunks than the model's first step.
 
-        ``groups`` contains the process groups of the step, and ``num_chunks`` is its number of
-        chunks.
+        ``groups`` contains the process groups of the step, and ``num_chunks`` is the step's number
+        of chunks.
         """
         placement = self._orders.placement
         num_ranks = groups.pp.size()
@@ -418,9 +418,9 @@ class Engine:
         if not has_dropout or not self._settings.keyed_dropout:
             if has_dropout and len(self._chunks) > 1 and self._settings.is_rule:
                 self._say(
-                    "dropout's random numbers depend on the order of forwards, which a rule "
-                    "with several chunks chooses differently in each run; set --keyed-dropout "
-                    "True for reproducible runs"
+                    "dropout's random numbers depend on the order of forward passes, which a "
+                    "rule with several chunks chooses differently in each run; set "
+                    "--keyed-dropout True for reproducible runs"
                 )
             return None
         seed = getattr(megatron_arguments(), "seed", None)
@@ -469,7 +469,7 @@ class Engine:
             self._tuner = None
 
     def _choose_split(self, config: Any) -> bool:
-        """Returns whether weight gradients are separate actions. The result is equal on all ranks.
+        """Returns whether weight gradients are separate actions, with the same result on all ranks.
 
         All ranks must call this together.
         """

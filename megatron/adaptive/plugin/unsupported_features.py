@@ -44,7 +44,7 @@ _SEVERAL_INPUTS = {
     "add_encoder": "an encoder with a decoder",
     "modality_submodules": "a model of several modalities",
 }
-"""Maps attributes that only models with several inputs have to the kind of such a model."""
+"""Kind of model for each attribute that only models with several inputs have."""
 
 
 def check_call(arguments: Mapping[str, Any]) -> None:
@@ -67,8 +67,8 @@ def check_call(arguments: Mapping[str, Any]) -> None:
         if not has_same_ranks(getattr(communicator, "pp_group", None), groups.pp):
             raise ConfigError(
                 "p2p_communicator has a different pipeline than the step's process groups, but "
-                "the engine connects the ranks of these groups; create it with their pp group "
-                f"{_INSTEAD}"
+                "the engine connects the ranks of these groups; create the communicator with their "
+                f"pp group {_INSTEAD}"
             )
 
 
@@ -134,8 +134,8 @@ def check_model(
 def _check_groups(config: Any, settings: Settings, groups: ModelGroups) -> None:
     """Raises an error if the caller's process groups do not match the placement or the model.
 
-    In a V-shaped placement, the caller's groups would have no effect: the functions that replace
-    those of megatron-core use the groups of ``parallel_state``.
+    In a V-shaped placement, the caller's groups would have no effect, because the functions that
+    replace megatron-core's functions use the groups of ``parallel_state``.
     """
     if not groups.is_of_parallel_state and settings.kind == "v":
         raise ConfigError(
@@ -207,10 +207,10 @@ def _check_chunk(number: int, chunk: torch.nn.Module, groups: ModelGroups) -> No
 def why_not_by_default(
     config: Any, chunks: Sequence[torch.nn.Module], *, replicas: int
 ) -> str | None:
-    """Returns why separate weight gradients may be a disadvantage, or ``None`` if they are not.
+    """Returns a disadvantage of separate weight gradients, or ``None`` if there is none.
 
-    :func:`~megatron.adaptive.config.schedule_specs.why_whole_backward` describes the cases that the
-    trainer has as well. ``config`` is the configuration of the model, ``chunks`` contains its
+    :func:`~megatron.adaptive.config.schedule_specs.why_whole_backward` describes the cases that
+    also apply to the trainer. ``config`` is the configuration of the model, ``chunks`` contains its
     chunks on this rank, and ``replicas`` is the number of data-parallel replicas.
     """
     reason = why_whole_backward(
