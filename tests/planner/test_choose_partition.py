@@ -292,7 +292,7 @@ def test_memory_is_counted_for_each_placement() -> None:
     forced = together(even, most=(0.5, 8.0))
     assert forced.move is not None
     assert (forced.move.placement.kind, forced.stay) == ("loop", None)
-    with pytest.raises(ScheduleError, match=r"memory for 0\.5 microbatches"):
+    with pytest.raises(ScheduleError, match=r"room for 0\.5 microbatches"):
         together(even, most=(0.5, 0.5))
 
 

@@ -732,7 +732,8 @@ class Pipeline:
                 launcher's checkpoint folder instead.
             save_interval: Number of steps between checkpoints; ``None`` saves only at the end.
             keep: Number of newest complete checkpoints to keep; ``None`` for all.
-            state: Objects whose states are also saved and loaded, keyed by name. See :meth:`save`.
+            state: Objects whose states are also saved and loaded, keyed by name. See
+                :meth:`Pipeline.save`.
             async_save: Whether a background thread writes checkpoints, so that training waits only
                 for a copy in memory.
             local_folder: Folder on each node's local disk to which checkpoints are written first. A
