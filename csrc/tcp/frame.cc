@@ -13,8 +13,8 @@ namespace {
 constexpr std::uint32_t kFrameMagic = 0x4D41'5446;  // "MATF"
 constexpr std::uint32_t kOfferMagic = 0x4D41'544F;  // "MATO"
 constexpr std::uint32_t kVersion = 1;
-// Small messages arrive completely with their frame. Of long messages, at most this many bytes are
-// copied twice.
+// Small messages arrive completely together with their frame. At most this many bytes of a long
+// message are copied twice.
 constexpr std::size_t kStagingBytes = std::size_t{16} << 10;
 
 struct FrameLayout {
@@ -143,7 +143,8 @@ void FrameDecoder::took(std::size_t size_bytes, FrameSink& sink) {
       sink.complete(message_);
     }
   } while (piece_left_bytes_ == 0 && parse_next(sink));
-  // Less than a header is left, so the remaining room is always large enough for the rest.
+  // The unprocessed rest is shorter than a header, so the buffer always has room for the remainder
+  // of the header.
   std::memmove(staging_.get(), staging_.get() + begin_, staged());
   end_ -= begin_;
   begin_ = 0;
@@ -172,7 +173,7 @@ bool FrameDecoder::parse_next(FrameSink& sink) {
       return false;
     }
   }
-  // First, so that the code that handles the message can use them.
+  // Credits are added first, so that the code that handles the message can use them.
   if (frame.credits != 0) {
     sink.credits(frame.credits);
   }
