@@ -115,7 +115,7 @@ void LinkWatch::Impl::read_all() {
             left();
           }
         } else if (byte != kHeartbeat) {
-          report("it sent something else than heartbeats");
+          report("it sent something other than heartbeats");
         }
       }
     } else if (count == 0) {

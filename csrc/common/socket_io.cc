@@ -141,8 +141,8 @@ void receive_all(int socket, void* data, std::size_t size_bytes, std::vector<Sco
         wait_ready(socket, POLLIN, deadline, tick, what);
         break;
       case IoResult::kEnd:
-        throw Error("closed by the peer, of which " + std::to_string(received_bytes) + " of " +
-                    std::to_string(size_bytes) + " bytes came: " + what);
+        throw Error("closed by the peer after " + std::to_string(received_bytes) + " of " +
+                    std::to_string(size_bytes) + " bytes: " + what);
     }
   }
 }

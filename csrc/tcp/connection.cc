@@ -256,7 +256,7 @@ void Connection::on_end(int code) {
 
 std::byte* Connection::begin(const Message& message) {
   if (!writer_.use_slot()) {
-    throw Error("it sent " + describe(message) + " where no slot was free");
+    throw Error("it sent " + describe(message) + " although no slot was free");
   }
   if (message.nbytes == 0) {
     return nullptr;
@@ -269,7 +269,7 @@ void Connection::complete(const Message& message) {
   const auto nbytes = static_cast<std::size_t>(message.nbytes);
   std::byte* const data = block_ ? block_->data() : nullptr;
   if (message.has_crc != 0 && crc32c(data, nbytes) != message.crc) {
-    throw Error(describe(message) + " was changed on its way: the CRC of its payload is " +
+    throw Error(describe(message) + " was corrupted in transit: the CRC of its payload is " +
                 std::to_string(crc32c(data, nbytes)) + " instead of " +
                 std::to_string(message.crc));
   }

@@ -54,7 +54,7 @@ Frame parse_frame(const std::byte* bytes, int peer) {
   FrameLayout layout;
   std::memcpy(&layout, bytes, sizeof(layout));
   if (layout.magic != kFrameMagic) {
-    refuse(peer, "other bytes than a frame");
+    refuse(peer, "bytes that are not a frame");
   }
   const bool known = layout.type >= static_cast<std::uint8_t>(FrameType::kStart) &&
                      layout.type <= static_cast<std::uint8_t>(FrameType::kGoodbye);
@@ -89,7 +89,7 @@ Offer parse_offer(const std::vector<std::uint8_t>& bytes, std::uint64_t job, int
   }
   std::memcpy(&layout, bytes.data(), sizeof(layout));
   if (layout.magic != kOfferMagic || layout.version != kVersion) {
-    refuse(peer, "something else than its options, or those of another version");
+    refuse(peer, "something other than its options, or those of another version");
   }
   if (layout.job != job) {
     refuse(peer, "job " + std::to_string(layout.job) + ", this one is " + std::to_string(job));
@@ -210,7 +210,7 @@ void FrameDecoder::begin_message(const Frame& frame, const std::byte* bytes, Fra
     refuse(peer_, "message " + std::to_string(message.sequence) + " with a piece of " +
                       std::to_string(message.piece_bytes) + " of " +
                       std::to_string(message.nbytes) + " bytes where message " +
-                      std::to_string(next_sequence_) + " was due");
+                      std::to_string(next_sequence_) + " was expected");
   }
   if (frame.piece_bytes > message.nbytes || (frame.piece_bytes == 0 && message.nbytes != 0)) {
     refuse(peer_, "a first piece of " + std::to_string(frame.piece_bytes) +
@@ -228,7 +228,7 @@ void FrameDecoder::continue_message(const Frame& frame) {
   const std::uint64_t left_bytes = in_message_ ? message_.nbytes - filled_bytes_ : 0;
   if (frame.piece_bytes == 0 || frame.piece_bytes > left_bytes) {
     refuse(peer_, "a further piece of " + std::to_string(frame.piece_bytes) + " bytes where " +
-                      std::to_string(left_bytes) + " were due");
+                      std::to_string(left_bytes) + " were expected");
   }
   piece_left_bytes_ = frame.piece_bytes;
 }
