@@ -23,9 +23,12 @@ namespace adaptive::rdma {
 
 // This object lives until the last view of one of its slots is destroyed.
 //
-// The states of a slot: free at the peer -> written, with its number in the completion queue ->
-// leased by poll() -> returned by any thread, with its bit in `returned_` flipped -> free again
-// after that word is written to the peer, as soon as the peer's Haste requires it.
+// The states of a slot:
+//   free at the peer
+//   written, with its number in the completion queue
+//   leased by poll()
+//   returned by any thread, with its bit in `returned_` flipped
+//   free again after that word is written to the peer, as soon as the peer's Haste requires it
 class Incoming : public std::enable_shared_from_this<Incoming> {
  public:
   Incoming(std::shared_ptr<ChannelState> channel_state, std::shared_ptr<Device> device,

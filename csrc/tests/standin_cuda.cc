@@ -1,8 +1,9 @@
 // A stand-in CUDA driver, as a library that is opened instead of the real one. Device memory is
 // host memory, streams are threads that execute their work after random delays, and handles are
-// valid in other processes. It aborts a process that makes an error which would fail only
-// occasionally on a real device: using memory after it was freed, freeing memory that other
-// processes have open, and accesses that no event orders, even if the delays happen to order them.
+// valid in other processes. It aborts a process that makes an error which a real device would
+// reveal only occasionally. Such errors are using memory after it was freed, freeing memory that
+// other processes have open, and accesses that no event orders, even if the delays happen to order
+// them.
 //
 // Settings, read from the environment when a process first calls cuInit():
 //   STANDIN_CUDA_DEVICES       numbers of the visible GPUs: "0", "0,1"
