@@ -41,7 +41,7 @@ PIPELINE_MP_SIZE=2
 HOMOGENEOUS_CLUSTER=true
 NNODES=2
 # NPROC_PER_NODE=1         # on pods, by default the number of GPUs of each node
-# WORLD_SIZE=2             # optional; the number of all ranks, to check the sizes
+# WORLD_SIZE=2             # if set, must be the total number of processes
 # For mixed nodes, list the types in the order of the ranks, as TYPE:NODESxGPUS:
 # HOMOGENEOUS_CLUSTER=false
 # NODES='a10:2x4 v100:1x2'
