@@ -35,13 +35,13 @@ PIPELINE_MP_SIZE=2
 # SEQUENCE_SLICES=8        # slices into which each sequence is cut, or auto
 # SLICE_TOKENS=2048        # tokens of each slice of packed documents, or auto
 # ACTIVATION_CAP=4         # most microbatches whose activations a rank keeps
-# PRECISION=               # fp32, fp16 or bf16; as TRAINER_FLAGS say without it
+# PRECISION=               # fp32, fp16 or bf16; if it is empty, TRAINER_FLAGS decide
 
 # ---- nodes
 HOMOGENEOUS_CLUSTER=true
 NNODES=2
 # NPROC_PER_NODE=1         # on pods, by default the number of GPUs of each node
-# WORLD_SIZE=2             # is checked if it is set
+# WORLD_SIZE=2             # if set, must be the total number of processes
 # For mixed nodes, list the types in the order of the ranks, as TYPE:NODESxGPUS:
 # HOMOGENEOUS_CLUSTER=false
 # NODES='a10:2x4 v100:1x2'

@@ -290,8 +290,8 @@ install_part() {
     if ! package_installed "$package"; then wanted+=("$package"); fi
   done
   if ((${#wanted[@]} == 0)); then return; fi
-  # Labs start separate services, so this policy for Debian's scripts keeps this machine's services
-  # off.
+  # Labs start their own services, so this policy prevents Debian's scripts from starting services
+  # on this machine.
   if [[ ! -e $policy && -w ${policy%/*} ]]; then
     printf '#!/bin/sh\nexit 101\n' >"$policy"
     chmod 755 "$policy"
@@ -349,7 +349,7 @@ link_environment() {
 # Uses the packages of another checkout's environment, or returns status 1 if there is none.
 take_environment() {
   local kept fresh=$venv.$$.new
-  # Skip paths with characters that are special in sed expressions.
+  # Skip environments whose paths contain characters that are special in sed expressions.
   [[ $on_top == 0 && $venv =~ ^[A-Za-z0-9_./-]+$ ]] || return 1
   kept=$(kept_environment)
   find "$kept_environments" -mindepth 1 -maxdepth 1 -mtime "+$kept_days" -exec rm -rf -- {} + \
@@ -364,7 +364,7 @@ take_environment() {
   mv -T -- "$fresh" "$venv"
 }
 
-# Keeps the packages of a newly created environment for other checkouts.
+# Stores the packages of a newly created environment for other checkouts.
 keep_environment() {
   local kept fresh
   [[ $venv =~ ^[A-Za-z0-9_./-]+$ ]] || return 0
@@ -428,7 +428,7 @@ install_requirements() {
 # The packages declare that they need Python 3.12, but they also work with older versions.
 install_versions() {
   local pin fresh
-  # This avoids importing megatron-core, which takes seconds.
+  # Avoid importing megatron-core, because the import takes seconds.
   local find_helper='from importlib.metadata import files
 for file in files("megatron-core"):
     if file.name.startswith("helpers_cpp") and file.suffix == ".so":
@@ -446,8 +446,8 @@ for file in files("megatron-core"):
       say "warning: pip could not download $pin; tests that need it are skipped"
       continue
     }
-    # Their compiled helper is for Python 3.12, so use the environment's helper. It has the same
-    # source, and is compiled for this Python.
+    # The compiled helper of these releases is for Python 3.12. Use the helper of the environment
+    # instead, which has the same source and is compiled for this Python.
     if [[ -d $fresh/megatron/core/datasets ]]; then
       cp -n -- "$("$python" -c "$find_helper")" "$fresh/megatron/core/datasets/" || true
     fi
@@ -468,7 +468,7 @@ PYTHON
 
 build_extension() {
   local found path=$root
-  # In an environment that this project did not create, outdated build tools must not change.
+  # Do not change outdated build tools in an environment that this project did not create.
   if ((${#tool[@]})); then
     pip_step "downloading ${tool[*]} for the build" --target "$work/tools" "${tool[@]}" ||
       say "warning: pip could not download ${tool[*]}"
@@ -502,7 +502,7 @@ set_up() {
     if ((asked[$part])); then install_part "$part"; fi
   done
   if [[ ${MEGATRON_ADAPTIVE_EXTENSION:-auto} != 0 ]]; then install_compiler; fi
-  # Remove the stamp first, because an interrupted set-up must not look complete.
+  # Remove the stamp first, so that an interrupted set-up does not look complete.
   rm -f -- "$(stamp_path)"
   install_requirements
   if ((asked[versions])); then install_versions; fi
@@ -524,7 +524,7 @@ set_up() {
 python_of_version() {
   local candidate
   for candidate in "python$1" "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/"$1".*/bin/python; do
-    # pyenv's shim of a version exists, but fails, if another version is selected.
+    # pyenv's shim exists even if another version is selected, but then it fails.
     if "$candidate" -c "import sys, venv; sys.exit('%d.%d' % sys.version_info[:2] != '$1')" 2>/dev/null; then
       printf '%s\n' "$candidate"
       return
@@ -618,7 +618,7 @@ if ((print_only)); then
   exit 0
 fi
 if [[ -z $python ]] || ! is_set_up; then
-  # If two calls run at once, the second waits, and then has nothing to do.
+  # If two calls run at the same time, the second waits, and then has nothing left to do.
   mkdir -p -- "$root/build"
   exec 9>"$root/build/prerequisite.lock"
   flock 9

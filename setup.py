@@ -55,7 +55,7 @@ VERBS_HEADER = Path("/usr/include/infiniband/verbs.h")
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 PYTHON_HEADER = re.compile(r"^\s*#\s*include\s+<(?:Python\.h|pybind11/)", re.MULTILINE)
 PATH_VARIABLES = ("CPATH", "CPLUS_INCLUDE_PATH", "SOURCE_DATE_EPOCH")
-KEPT_S = 14 * 24 * 3600.0  # Cached objects that were not used for this long are deleted.
+KEPT_S = 14 * 24 * 3600.0  # Cached objects are deleted if they have not been used for this time.
 
 
 def switch(name: str) -> str:
@@ -139,8 +139,8 @@ class ObjectCache:
                 continue
             if word in python_folders and not uses_python:
                 continue
-            # Ignore the paths of folders in this environment. The versions above already identify
-            # their content.
+            # Leave out the paths of folders in this environment, because the versions above already
+            # identify their content.
             own = word.startswith((f"-I{sys.prefix}", f"-I{self._pybind11[1]}"))
             digest.update(b"own" if own else word.encode() + b"\0")
         if rdma and VERBS_HEADER.exists():
@@ -187,7 +187,7 @@ def cache_folder() -> Path:
 
 
 class BuildExtension(build_ext):
-    """Builds the extension if possible. Environment variables can make a failure an error."""
+    """Builds the extension if possible. An environment variable can make the build mandatory."""
 
     def build_extension(self, ext: Extension) -> None:
         """Builds ``ext``. If an optional extension cannot be built, only prints the reason."""
@@ -198,8 +198,8 @@ class BuildExtension(build_ext):
             self._keep_objects()
             with ParallelCompile(default=len(os.sched_getaffinity(0))):
                 super().build_extension(ext)
-        # Catch all exceptions, because compilers fail in many ways and the extension may be
-        # optional.
+        # Catch all exceptions, because compilers fail in many ways and an optional extension may be
+        # left out.
         except Exception as error:
             reason = reason_of(error)
             if not ext.optional:

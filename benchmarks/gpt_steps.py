@@ -1,10 +1,11 @@
 """Compares step times of a small GPT under schedules of this project, megatron-core and torch.
 
-Two processes train the model, and the competitors alternate on the same chunks. A row is the median
-over rounds of the ratio to the rival's step in the same round. Losses and gradients of all
-competitors must agree. This is a part of ``benchmarks/schedules.py``, and of
-``benchmarks/transport.py``, whose competitors are transports between more ranks than CPUs, so that
-a waiting rank must not slow down a computing rank. Run as a script, this module acts as one rank.
+Two processes train the model, and the competitors alternate on the same chunks. Each row divides a
+competitor's step time by its rival's in the same round, and shows the median over all rounds.
+Losses and gradients of all competitors must agree. This is a part of ``benchmarks/schedules.py``
+and of ``benchmarks/transport.py``. In the latter, the competitors are transports, and there are
+more ranks than CPUs, so waiting ranks must not slow down computing ranks. Run as a script, this
+module acts as one rank.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ DUELS = (
 def takes_part(job: str, name: str, index: int) -> bool:
     """Returns whether the competitor ``name`` of ``job`` runs in round ``index``.
 
-    Only competitors with a goal run in rounds with an odd index, except in the job that compares
+    In rounds with an odd index, only competitors with a goal run, except in the job that compares
     transports.
     """
     if index % 2 == 0 or job == OVER_TRANSPORTS:

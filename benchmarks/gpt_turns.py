@@ -3,18 +3,20 @@
 Steps with and without the feature alternate within one job, so that other load on the machine slows
 down both equally. Both the elapsed time and the CPU time of all ranks are measured. Elapsed time
 varies by several percent from step to step, because ranks wait for each other. CPU time hardly
-varies, so it shows differences of a fraction of a percent. If training uses all CPUs, more CPU time
-means longer steps. Run as a script, this module acts as one rank.
+varies, so it reveals differences of a fraction of a percent. If training uses all CPUs, more CPU
+time means longer steps. Run as a script, this module acts as one rank.
 
-* ``traced``: a traced step ends when its spans are in the file.
+* ``traced``: some steps are traced. A traced step ends when its spans are in the file.
 * ``layers``, ``collectives``, ``evidence``: all steps are traced, and some of them with the times
   of layers, with the times of collectives, or with the counters of the machine.
-* ``saving``: a run of ten steps begins with a checkpoint that is written in the background, and
-  ends when the checkpoint is complete, so that no work is left to the next run.
+* ``saving``: a run of ten steps begins with a checkpoint that is written in the background. The run
+  ends when the checkpoint is complete, so that no work is left for the next run.
 * ``copying each``, ``copying tenth``: two ranks, treated as ranks of different nodes, send each
-  other copies of their state, in every step or in the first of ten. Each has a keeper in a separate
-  process, like the agent of a node; the keeper's processor time is included.
-* ``watched``: runs of ten steps with the hang detector, whose processor time is included.
+  other copies of their state, in every step or in the first of ten. Each rank has a separate
+  process that keeps the copies, as the agent of a node does. The processor time of this process is
+  included.
+* ``watched``: runs of ten steps with the hang detector. The processor time of the detector is
+  included.
 """
 
 from __future__ import annotations
@@ -57,13 +59,13 @@ def measure(kind: str, rounds: int) -> dict[str, Any]:
 
     Returns:
         Seconds per step in each round (``on_s`` with the feature, ``plain_s`` without it), and CPU
-        seconds per step over all ranks (``on_cpu_s`` and ``plain_cpu_s``). ``step_s`` is the median
-        duration of a step without the feature. Some kinds add entries: traces add ``spans``, the
-        number of spans per step. Details of traces add ``marker_bytes``, the size of the detail per
-        rank and step. Counters of the machine add ``read_share``, the time to read the counters
-        relative to the duration of a step. Checkpoints add ``size_bytes``, and ``waited_s``, the
-        seconds for which each checkpoint blocked training. Copies add ``notice``, a text that
-        describes the copies.
+        seconds per step, summed over all ranks (``on_cpu_s`` and ``plain_cpu_s``). ``step_s`` is
+        the median duration of a step without the feature. Some kinds add entries: traces add
+        ``spans``, the number of spans per step. Details of traces add ``marker_bytes``, the size of
+        the detail per rank and step. Counters of the machine add ``read_share``, the time to read
+        the counters relative to the duration of a step. Checkpoints add ``size_bytes``, and
+        ``waited_s``, the seconds for which each checkpoint blocked training. Copies add ``notice``,
+        a text that describes the copies.
 
     Raises:
         RuntimeError: A rank failed, or the timeout passed.
@@ -159,13 +161,13 @@ class TracedRank(FeatureRank):
     def work(self, is_on: bool) -> None:
         self.traced_steps(is_on)
         recorder: Any = self._run.tracing.recorder
-        # The remaining work of the writer would slow down the next step, so wait for the writer.
+        # Wait for the writer, because its remaining work would slow down the next step.
         while not recorder._queue.empty():
             time.sleep(0.0002)
 
 
 class DetailedRank(FeatureRank):
-    """Runs one rank that traces all steps, but only some of them with a certain detail.
+    """Runs one rank that traces all steps, and adds a certain detail to some of the traces.
 
     Args:
         folder: Folder for the traces.
@@ -179,7 +181,7 @@ class DetailedRank(FeatureRank):
         super().__init__(kind, *flags, str(folder))
         self._traces = folder
         tracing = self._run.tracing
-        # The baseline is a trace without the counters of the machine.
+        # The baseline of ``evidence`` is a trace without the counters of the machine.
         self._attribute = "_counters" if kind == "evidence" else kind
         self._detail = getattr(tracing, self._attribute)
         self._reads_s: list[float] = []

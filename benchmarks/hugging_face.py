@@ -33,12 +33,11 @@ HIDDEN, INNER, VOCABULARY = 2048, 5632, 32000
 LARGEST_BYTES = VOCABULARY * HIDDEN * 2
 """Size of the largest tensor in the generated model, in bytes."""
 MOST_TENSORS = 4.0
-"""Maximum memory of import and export, as a multiple of the size of the largest tensor."""
+"""Maximum memory use of import and export, as a multiple of the largest tensor's size."""
 LEAST_SPEED = 0.8
 """Minimum speed relative to reading and writing the same bytes, or to ``tokenizers`` alone."""
 _BLOCK = 1 << 23
-# This program runs a command of the package in a new process, and prints its duration and its
-# maximum memory.
+# This program runs a command of the package, and prints the duration and the peak memory use.
 _CHILD = """
 import sys, time
 from megatron.adaptive import accelerator
@@ -53,7 +52,7 @@ print("MEASURED", time.perf_counter() - begin, memory_bytes("VmHWM") - before)
 _MESH = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
 _RUN = f"{_MESH} --bf16 --seq-length 128 --micro-batch-size 1 --global-batch-size 4 --lr 1e-4"
 _RUN += " --train-iters 1 --eval-iters 0 --mock-data"
-# This program reads and encodes JSON lines, and prints how many seconds the encoding took.
+# This program reads and encodes JSON lines, and prints the seconds that the encoding took.
 _TOKENIZERS = """
 import json, sys, time
 from tokenizers import Tokenizer
@@ -108,7 +107,7 @@ def _run_command(function: str, arguments: Sequence[str]) -> tuple[float, float]
     """Runs ``function`` of the module ``cli.checkpoint`` in a new process, and measures the run.
 
     ``arguments`` are the arguments on the command line. Returns the duration in seconds and the
-    increase of the maximum memory in bytes.
+    increase of the peak memory use in bytes.
     """
     command = [sys.executable, "-c", _CHILD, function, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment())
@@ -120,7 +119,7 @@ def _run_command(function: str, arguments: Sequence[str]) -> tuple[float, float]
 
 
 def load_as_rank(model: Path, output: Path) -> None:
-    """Loads a model like a rank of a job, and writes the peak of the memory that this adds.
+    """Loads a model as a rank of a job does, and writes the peak memory use of the loading.
 
     Args:
         model: Folder of the model.
@@ -130,7 +129,7 @@ def load_as_rank(model: Path, output: Path) -> None:
 
     accelerator.install()
     rank = GptRank([*_RUN.split(), "--load-hf", str(model)])
-    Path("/proc/self/clear_refs").write_text("5")  # Writing 5 resets the maximum.
+    Path("/proc/self/clear_refs").write_text("5")  # Writing 5 resets the recorded peak.
     before = memory_bytes("VmRSS")
     rank.load()
     peak = memory_bytes("VmHWM") - before
@@ -244,8 +243,7 @@ def _preprocess_speeds(folder: Path, texts: Sequence[str], nbytes: int) -> list[
         return time.perf_counter() - begin_s
 
     (folder / "line.jsonl").write_text('{"text": "one"}\n')
-    # This call imports the module that writes tokens, so that later calls do not include the
-    # import.
+    # Run it once before measuring, because the first run imports the module that writes tokens.
     preprocess_s(folder / "line.jsonl", 1)
     rows = []
     for workers in sorted({1, os.cpu_count() or 1}):
@@ -278,7 +276,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="folder of the model, for part rank")
     parser.add_argument("--output", type=Path, help="folder of the result, for part rank")
     options = parser.parse_args()
-    if options.part == ["rank"]:  # The part "size" has started this process.
+    if options.part == ["rank"]:  # This process was started by the part "size".
         load_as_rank(options.model, options.output)
         return 0
     gigabytes = options.gigabytes or (0.5 if options.quick else 2.0)

@@ -4,9 +4,10 @@
 
 Four processes exchange real messages and sleep instead of computing. All methods train on the same
 documents: lengths are log-normal with sigma 1.5, and the longest documents are truncated to 32
-times the median. A microbatch is one document that is padded to the longest (1F1B), or a row of
-documents as long as the longest document (packing: 1F1B, or the default schedule in a V), or a row
-that is cut into slices by tokens (``--slice-tokens``). Exits with status 1 if a goal is missed.
+times the median. There are three kinds of microbatches: one document that is padded to the length
+of the longest (1F1B), a row of documents with the length of the longest document (packing: 1F1B, or
+the default schedule in a V), or such a row that is cut into slices of tokens (``--slice-tokens``).
+Exits with status 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from megatron.adaptive.schedule.memory_caps import default_cap  # noqa: E402
 from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 
 RANKS = 4
-MEDIAN = 64  # Lengths are numbers of tokens.
+MEDIAN = 64  # Lengths are in tokens.
 LONGEST = 32 * MEDIAN
 SLICE_TOKENS = 2 * MEDIAN
 DOCUMENTS = 64
 PAIR_COST = 0.4 / LONGEST
-"""Cost of attention for each pair of tokens of a document, relative to the other work per token."""
+"""Cost of attention per pair of tokens in a document, relative to the other work per token."""
 TOKEN_S = 2e-5
 """Seconds that the forward pass of a token takes in half of a rank's layers, without attention."""
 GOALS = {"packing, 1f1b": 1.3, "padding, 1f1b": 3.0}
@@ -87,7 +88,7 @@ class Way(NamedTuple):
         """Returns the durations in seconds of each kind of action, indexed by ``[stage][item]``.
 
         Attention takes twice as long in the backward pass for inputs (B) as in the forward pass
-        (F). It is not a part of the backward pass for weights (W).
+        (F). The backward pass for weights (W) does not contain attention.
         """
         tokens, attention = np.array(self.items).T
         halves = 2 // self.placement.num_chunks

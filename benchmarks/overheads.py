@@ -33,8 +33,8 @@ class Feature:
     Attributes:
         kind: Kind of steps, which are described in :mod:`gpt_turns`.
         title: Name of the feature in the rows.
-        most: Maximum of the added time, relative to a step without the feature. ``None`` means that
-            there is no limit.
+        most: Maximum time that the feature may add, relative to a step without the feature.
+            ``None`` means that there is no limit.
         rounds: Number of rounds with ``--quick``, and number of rounds without it.
         unit: ``s`` if the limit applies to elapsed time, ``cpu_s`` if it applies to CPU time.
     """
@@ -54,7 +54,8 @@ FEATURES = {
     "trace": [Feature(kind="traced", title="trace", most=0.01, rounds=(40, 240))],
     "layers": [_detail("layers", "times of layers", 0.03)],
     "collectives": [_detail("collectives", "times of collectives", 0.03)],
-    # The step time varies by more than the permitted cost, so limit the time of the reads instead.
+    # The step time varies by more than the permitted cost, so the limit applies to the time of the
+    # reads instead.
     "evidence": [_detail("evidence", "counters of the machine", None)],
     "watch": [Feature(kind="watched", title="watch for hangs", most=0.01, rounds=(3, 12))],
     "checkpoint": [

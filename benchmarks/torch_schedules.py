@@ -6,17 +6,18 @@ results:
 
 * Backward passes are split along autograd's graph: B computes the gradients of the inputs, and W
   restarts at the functions that have both inputs and weights. A linear layer of megatron-core is
-  one such function, and computes both of its gradients in each call. So a split backward pass
-  computes both matmuls twice, which makes five matmuls including the forward pass instead of three.
+  one such function, and computes both of its gradients in each call. A split backward pass
+  therefore computes both matmuls twice. Together with the forward pass, this makes five matmuls
+  instead of three.
 * On the first stage, a split backward pass does nothing in B and everything in W. These schedules
-  run B and W one after the other there, so no time is lost.
+  run W immediately after B on that stage, so no time is lost.
 * Each split backward pass searches the stage's autograd graph for paths to weights. On a CPU, this
-  takes some tenths of a millisecond; on a GPU, the search would usually overlap with GPU work.
+  takes some tenths of a millisecond; on a GPU, the search usually overlaps with GPU work.
 * 1F1B waits for a send together with its receive. gloo completes a send when the peer requests the
   message, so a rank may wait for an action of a peer although it does not need the result.
 * A stage may split its backward pass itself, as in the rows with "our W". In B, the layers put
-  their weight gradients into this project's store, and W computes these. The order and the
-  messages are those of torch.
+  their weight gradients into this project's store, and W computes them. The order and the messages
+  are those of torch.
 * W adds gradients along the graph to ``grad``, without the hook that adds them to ``main_grad``.
   They are added to ``main_grad`` after the step.
 """
@@ -129,8 +130,8 @@ class StageModule(torch.nn.Module):
         super().__init__()
         self.chunk = chunk
         self._first = first
-        # Store a bound method, because the parameters of a module would be listed twice if the
-        # module were an attribute.
+        # Store a bound method. If the module were an attribute, its parameters would be listed
+        # twice.
         self._set_input: Callable[[list[torch.Tensor]], None] = unwrap_model(chunk).set_input_tensor
 
     def forward(
@@ -161,8 +162,8 @@ class StoreStage(PipelineStage):
     """Stage whose layers put their weight gradients into a store, to compute them later.
 
     Args:
-        store: Object that stores weight gradients to compute, and that is attached to the layers of
-            the chunk.
+        store: Object that stores deferred weight gradients. It is attached to the layers of the
+            chunk.
         arguments: Positional arguments of ``PipelineStage``.
         options: Keyword arguments of ``PipelineStage``.
     """

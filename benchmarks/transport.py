@@ -5,10 +5,10 @@
 Parts: ``messages`` measures the bandwidth of tensors that are not in any cache, and half the round
 trip of a small tensor. ``1f1b`` measures the time that messages add to a computing pipeline.
 ``ranks`` trains a small GPT on more ranks than CPUs. Every result is the median of at least five
-repetitions. Goals are ratios to limits of the same machine in the same run: a memcpy, and the time
-to wake a sleeping thread. MPI and UCX are included if they are installed (``bash prerequisite.sh
---benchmarks``). ``python -m tests.labs.rdma_speed`` measures RDMA. Exits with status 1 if a goal is
-missed.
+repetitions. Goals are relative to limits of the machine that are measured in the same run: a
+memcpy, and the time to wake a sleeping thread. MPI and UCX are included if they are installed
+(``bash prerequisite.sh --benchmarks``). ``python -m tests.labs.rdma_speed`` measures RDMA. Exits
+with status 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ MOST_OF_WAKE = 1.0
 """Maximum ratio of the time of a small message to the time to wake a sleeping thread.
 """
 MOST_COPIES = 4.0
-"""Maximum ratio of the time that messages add to a microbatch to the time to copy a message."""
+"""Maximum time that messages add to a microbatch, relative to the time to copy a message."""
 MOST_OVER_GLOO = 1.02
-"""Maximum ratio of the step time to that with gloo, if there are more ranks than CPUs."""
+"""Maximum step time relative to that with gloo, with more ranks than CPUs."""
 MICROBATCHES = 32
 STREAMS = ("memcpy plain", "memcpy streaming", "shm", "tcp", "gloo")
 LIMIT_S = 900.0
-# Without the value `any`, Open MPI uses UCX only if there is an RDMA device.
+# Without the value `any`, Open MPI uses UCX only on machines with an RDMA device.
 _UCX = "--mca opal_common_ucx_tls any --mca opal_common_ucx_devices any"
 LIBRARIES = {"mpi": "--mca pml ob1 --mca btl self,vader", "ucx": f"--mca pml ucx {_UCX}"}
 """Options that make Open MPI use either its own shared-memory transport or that of UCX."""
@@ -59,7 +59,7 @@ Samples = Mapping[str, Sequence[float]]
 
 
 def measure_mpi(plan: dict[str, Any]) -> tuple[dict[str, Samples], str]:
-    """Runs MPI and UCX, and returns their samples and the reason why samples are missing.
+    """Runs MPI and UCX, and returns their samples, and a reason if samples are missing.
 
     ``plan`` contains the settings of the processes. The samples are keyed by library. The reason is
     empty if no samples are missing.
@@ -155,7 +155,8 @@ def _over_peers(own_samples: Samples, peers: Mapping[str, Samples], reason: str)
         if not peers:
             rows.append(missing(title, reason, goal=1.0, least=True))
             continue
-        # Each library ran in different processes, so compare it with the copies in those processes.
+        # Each library ran in its own processes, so compare it with the copies in the same
+        # processes.
         speed = {
             name: statistics.median(samples[f"{name} {nbytes}"])
             / statistics.median(_memcpy(samples, nbytes))
@@ -178,7 +179,7 @@ def _pings(own_samples: Samples, peers: Mapping[str, Samples]) -> list[Row]:
 
 
 def one_f_one_b(options: argparse.Namespace, library: Path, cpus: Sequence[int]) -> Result:
-    """Measures by how much messages prolong a microbatch, for the part ``1f1b``.
+    """Measures how much time messages add to a microbatch, for the part ``1f1b``.
 
     Args:
         options: Parsed command line.

@@ -1,7 +1,7 @@
-"""Lists which packages an environment has and lacks, for ``prerequisite.sh``. It changes nothing.
+"""Lists installed and missing packages for ``prerequisite.sh``, without changing anything.
 
-Requires Python 3.10 or later. Without pip, only some of the lines are printed. Each line has the
-form ``key=value``:
+Requires Python 3.10 or later. If pip is not installed, only some of the lines are printed. Each
+line has the form ``key=value``:
 
 * ``executable``, ``prefix``, ``version``: properties of the running Python.
 * ``venv``: 1 in a virtual environment. ``installable``: 1 if pip may install into the environment.
@@ -63,7 +63,7 @@ def installed_version(name: str) -> str | None:
 def environment() -> Iterator[tuple[str, str]]:
     """Yields keys and values that describe this Python environment."""
     site = sysconfig.get_path("purelib")
-    # Linux distributions create this file if pip must not change their Python (PEP 668).
+    # Linux distributions create this file to prevent pip from changing their Python (PEP 668).
     managed = Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED").exists()
     venv = sys.prefix != sys.base_prefix
     yield "executable", sys.executable
@@ -83,7 +83,7 @@ def packages(
 
     Args:
         exact: Whether every package must have its pinned version, as in an environment that this
-            project creates. Otherwise, any version that the project supports may stay.
+            project creates. Otherwise, any supported version is kept.
         test: Whether to include the tools that run the tests and checks.
         benchmarks: Whether to include the libraries that benchmarks compare this project with.
         examples: Whether to include the libraries whose models the examples and the tests train.

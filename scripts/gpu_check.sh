@@ -58,7 +58,7 @@ take_pack() {
   local pack python
   pack=$(cd -- "$1" && pwd -P)
   export PIP_NO_INDEX=1 PIP_FIND_LINKS=$pack/wheels
-  # The pip settings of this machine must not refer to a network.
+  # Ignore the pip settings of this machine, which may refer to a network.
   export PIP_CONFIG_FILE=/dev/null PIP_CONSTRAINT=
   python=$(usable_python)
   if [[ $(cat -- "$pack/sources.sha256") != "$(bash scripts/gpu_pack.sh --digest)" ]]; then
@@ -84,7 +84,7 @@ build_extension() {
     cp -- "$folder"/lib/megatron/adaptive/_C*.so megatron/adaptive/
 }
 
-# Installs one package without its dependencies, because the list contains these as well.
+# Installs one package without its dependencies, because these are in the list too.
 install() {
   "$1" -m pip install -q --disable-pip-version-check --no-deps --upgrade --target "$2" "$3" >&2 ||
     say "not installed: $3"

@@ -4,7 +4,7 @@
 #
 #   scripts/gpu_pack.sh [--python PYTHON] [--installed FILE] [FOLDER]
 #
-# FOLDER is build/gpu-pack by default. PYTHON has the version of the machine's Python and this
+# FOLDER is build/gpu-pack by default. PYTHON is a Python with the machine's version and this
 # project's requirements; the default is the Python of prerequisite.sh --gpu-target. FILE is the
 # output of `python3 -m pip freeze` on the machine; without it, the script assumes that all packages
 # except megatron-core, plotly, openpyxl and nvidia-ml-py are installed there.
@@ -56,12 +56,12 @@ work=$(mktemp -d)
 trap 'rm -rf -- "$work"' EXIT
 mkdir -p -- "$work/pack/wheels" "$work/pack/extension"
 "$python" scripts/pack_wheels.py "$work/pack/wheels" ${installed:+"$installed"} >&2
-# Debugging symbols are not needed on the machine, whose libstdc++ may be older.
+# The machine does not need debugging symbols, and its libstdc++ may be older.
 LDFLAGS="-Wl,--strip-all -static-libstdc++ -static-libgcc ${LDFLAGS:-}" MEGATRON_ADAPTIVE_EXTENSION=1 \
   "$python" setup.py -q build_ext --build-lib "$work/lib" --build-temp "$work/temp" >&2
 cp -- "$work"/lib/megatron/adaptive/_C*.so "$work/pack/extension/"
 digest >"$work/pack/sources.sha256"
-# A copy of the checkout may lack the git history.
+# The copy of the checkout may not have the git history.
 git describe --always --dirty --abbrev=12 >"$work/pack/commit" 2>/dev/null || rm -f -- "$work/pack/commit"
 rm -rf -- "$folder"
 mkdir -p -- "$(dirname -- "$folder")"

@@ -23,7 +23,7 @@ if str(Path(__file__).resolve().parent) not in sys.path:
 from environment import ROOT, name_of, pins
 
 ASSUMED_MISSING = ("megatron-core", "plotly", "openpyxl", "et-xmlfile", "nvidia-ml-py")
-"""Packages that container images for machine learning usually lack. They contain most others."""
+"""Packages that are usually missing in container images for machine learning."""
 
 
 def installed_names(path: Path) -> set[str]:
@@ -49,7 +49,7 @@ def installed_names(path: Path) -> set[str]:
 
 
 def needs(wheel: Path) -> list[Requirement]:
-    """Returns the requirements of ``wheel`` for this Python, without optional ones."""
+    """Returns the non-optional requirements of ``wheel`` for this Python."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         metadata = Parser().parsestr(archive.read(name).decode("utf-8"))
@@ -83,7 +83,7 @@ def fetch(folder: Path, is_missing: Iterable[str] | None, present: set[str]) -> 
     """
     names = None if is_missing is None else set(is_missing)
     waiting = [*pins(ROOT / "requirements.txt"), *pins(ROOT / "requirements-gpu.txt")]
-    # The GPU check uses only pytest from this file.
+    # The GPU check needs only pytest from this file.
     waiting += [pin for pin in pins(ROOT / "requirements-test.txt") if pin.name == "pytest"]
     while waiting:
         requirement = waiting.pop()

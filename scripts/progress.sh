@@ -1,4 +1,4 @@
-# Shows the progress of the set-up, with a line for each step, and a progress bar on a terminal. The
+# Shows the progress of the set-up: a line for each step and, on a terminal, a progress bar. The
 # output of the commands goes to a file. prerequisite.sh sources this script.
 # shellcheck shell=bash
 
@@ -61,7 +61,7 @@ stop_drawing() {
 
 # Runs the command of a step and returns its status. If it fails, the end of its output is printed.
 # Arguments: text that describes the step; function that counts its progress, or "-"; the command
-# and its arguments. The function's argument is the number of lines that the file has now.
+# and its arguments. The function's argument is the current number of lines in the file.
 run_step() {
   local text=$1 counter=$2 begin start=$SECONDS status=0
   shift 2
@@ -69,7 +69,7 @@ run_step() {
   begin=$(wc -l <"$step_log")
   printf '%s: %s\n' "$text" "$*" >>"$step_log"
   if [[ -t 2 ]]; then
-    # The command runs in the foreground, because a background command would ignore Ctrl-C.
+    # Run the command in the foreground, because a background command would ignore Ctrl-C.
     draw_until_ended "$text" "$counter" "$begin" &
     drawing=$!
   else

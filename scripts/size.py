@@ -4,8 +4,8 @@
 Counts the lines of the files that git tracks, per folder of the package. If git is not available,
 all files are counted. The script also lists small files that only one other file imports, import
 cycles, public classes with the same name, and files that are too long. Imports inside functions are
-included. Imports that are only for type checking do not count as part of a cycle. The budgets are
-in ``[tool.size]``.
+included. Imports that are only for type checking are ignored when searching for cycles. The budgets
+are in ``[tool.size]``.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ def read_modules(paths: list[str]) -> dict[str, Module]:
 
 
 def _targets(names: set[str], modules: dict[str, Module]) -> set[str]:
-    # The statement ``from a.b import c`` refers to the names a.b.c and a.b. If a.b.c is a module,
-    # the package a.b does not count as imported.
+    # The statement ``from a.b import c`` may import the module a.b.c or a name from a.b. If a.b.c
+    # is a module, a.b is not counted as imported.
     imported = {name for name in names if name in modules}
     return {
         name
@@ -147,7 +147,7 @@ def find_circles(modules: dict[str, Module]) -> list[list[str]]:
 
 
 def find_single_importer_files(modules: dict[str, Module]) -> list[tuple[str, int, str]]:
-    """Returns path, number of lines and importer of small files that only one file imports."""
+    """Returns the path, number of lines and importer of each small file with a single importer."""
     importers: dict[str, set[str]] = defaultdict(set)
     for module in modules.values():
         for name in module.imports:

@@ -65,7 +65,7 @@ while read -r name minutes module arguments; do
   log=build/soak/$name.log
   begin=$SECONDS
   status=0
-  # SIGTERM comes first, because a soak test shuts down its nodes and their namespaces.
+  # Send SIGTERM first, so that a soak test can shut down its nodes and their namespaces.
   timeout --kill-after=60 "$((60 * minutes))" "$python" -m "$module" "${words[@]}" "${quick[@]}" \
     >"$log" 2>&1 </dev/null || status=$?
   case $status in

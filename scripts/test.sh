@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Sets up the requirements of the tests, and runs the tests. Skips tests with virtual machines, a
-# Slurm cluster or sanitizers. Also skips tests that are marked "long": most tests that take more than
-# about ten seconds, and further cases of what a shorter test covers. --all runs all of these. Other
-# arguments are passed to pytest, for example scripts/test.sh -k schedule. With -m, this script does
-# not select tests itself.
+# Slurm cluster or sanitizers. Also skips tests that are marked "long": most tests that take more
+# than about ten seconds, and additional cases of shorter tests. --all runs all of these. Other
+# arguments are passed to pytest, for example scripts/test.sh -k schedule. With -m, only pytest
+# selects the tests.
 #
 # With two processors or more, the test files are distributed over three processes (two if memory is
-# low; use -n 0 for a single process). Many tests mostly wait, for example for a cluster to start.
-# The tests in a file run in one process, because they share ranks, nodes or a browser.
+# low; use -n 0 for a single process). More processes than processors are useful because many tests
+# mostly wait, for example for a cluster to start. The tests of a file run in one process, because
+# they share ranks, nodes or a browser.
 #
 # --gpu-target runs tests of code that is used with GPUs, but without a GPU. The environment is like
 # that of a GPU machine (prerequisite.sh --gpu-target). Afterwards, scripts/gpu_check.sh is
@@ -58,12 +59,12 @@ share=()
 if ((processors > 1)) && [[ " ${words[*]} " != *" -n "* ]]; then
   free_mib=$(awk '/^MemAvailable/ { print int($2 / 1024) }' /proc/meminfo)
   share=(-n $((free_mib < 12000 ? 2 : 3)) --dist loadfile --no-loadscope-reorder)
-  # If it distributes whole files, pytest-xdist hangs after replacing a crashed process.
+  # pytest-xdist hangs after replacing a crashed process if it distributes whole files.
   share+=(--max-worker-restart 0)
 fi
 # The ranks of a test share the machine, so more threads per rank would only slow tests down.
 export OMP_NUM_THREADS=1
-# Otherwise hundreds of processes would compile the package's modules again.
+# Without this, hundreds of processes would compile the package's modules again.
 unset PYTHONDONTWRITEBYTECODE
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 if ((gpu_target)) && [[ " ${words[*]} " != *" tests/"* ]]; then

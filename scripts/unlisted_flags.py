@@ -53,7 +53,7 @@ def flags_of_calls(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def groups_of(tree: ast.Module) -> Iterator[tuple[str, set[str]]]:
-    """Yields the name of each dataclass whose fields become flags, and names of excluded fields."""
+    """Yields each dataclass whose fields become flags, with the names of excluded fields."""
     lists: dict[str, list[str]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):

@@ -2,7 +2,7 @@
 """Lists unclear words in the project's texts, and fails if there are too many.
 
 Checks docstrings, glosses (the lines below ``Args:`` and ``Attributes:``), comments and names
-against the rules of CONTRIBUTING.md, as far as a program can::
+against the rules of CONTRIBUTING.md, as far as a program can check them::
 
     python scripts/words.py            # counts by rule, and status 1 if a count is above its limit
     python scripts/words.py PATH ...   # each place in these files or folders

@@ -24,9 +24,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# The tests in these files start processes, although their folders also contain tests that do not.
+# The tests in these files start processes, but other tests in their folders do not.
 FORKING = ("test_extension.py", "test_node.py", "test_liveness.py", "test_loader.py")
-# The test run fails if more than this number of tests are rerun.
+# The test run fails if more tests than this are rerun.
 MOST_RERUNS = 3
 # These suites need packages or privileges that a machine may lack, so they may be skipped.
 SUITES = ("rdma_lab", "slurm_lab", "sanitizer")
@@ -76,13 +76,13 @@ def _machine_code() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Sets a temporary folder for programs that tests start, and removes it after the run.
+    """Sets the temporary folder of the programs that tests start, and removes it after the run.
 
     Killed programs leave temporary files behind, which would otherwise add up to thousands of
     files.
     """
-    # pytest keeps the folders of failed tests. So create pytest's base folder first, outside of the
-    # folder that is removed.
+    # pytest keeps the folders of failed tests, so create pytest's base folder first, outside of the
+    # folder that will be removed.
     tmp_path_factory.getbasetemp()
     folder = tempfile.mkdtemp(prefix="tests-")
     # Remove this folder at exit, after multiprocessing has removed the subfolder that it uses.
@@ -123,16 +123,17 @@ def _copy_machine_code(source: Path, target: Path) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sorts ``items`` so that long files run first, and marks tests that may be rerun.
 
-    A failed test is run a second time, and is then listed as ``RERUN`` at the end. Thousands of
-    tests with real processes share a few processors, so a test occasionally fails because it gets
-    no processor time. A test that passes only the second time is flaky and must be fixed, but the
-    test run still succeeds. Tests of losses and gradients, and tests without processes, do not
-    depend on load and are never rerun. With ``--reruns 0``, no test is rerun.
+    A failed test is run a second time, and is listed as ``RERUN`` at the end of the output.
+    Thousands of tests with real processes share a few processors, so a test occasionally fails
+    because it gets no processor time. A test that passes only at the second attempt is flaky and
+    must be fixed, but it does not make the test run fail. Tests of losses and gradients, and tests
+    without processes, do not depend on load and are never rerun. With ``--reruns 0``, no test is
+    rerun.
     """
     may_rerun = config.getoption("reruns", None) != 0
     rank = {folder: number for number, folder in enumerate(LONGEST_FIRST)}
-    # Run tests that fork this process first. Later, the process has many threads, and a forked
-    # child could inherit a lock that a thread holds.
+    # First run the tests that fork this process. Later, the process has many threads, and a forked
+    # child could inherit a lock that one of them holds.
     rank["test_loader.py"] = -1
     items.sort(
         key=lambda item: rank.get(item.path.name, rank.get(item.path.parent.name, len(rank)))
@@ -147,7 +148,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Excludes all objects that exist after the imports from garbage collection, to save time."""
+    """Exempts the objects that exist after the imports from garbage collection, to save time."""
     gc.collect()
     gc.freeze()
 

@@ -23,7 +23,7 @@ from megatron.core.datasets import gpt_dataset  # noqa: E402, F401
 
 from .multiprocess.forked_rank import shorten_mock_data  # noqa: E402
 
-# The ranks that the tests start also call this function, so all processes use the same mock data.
+# The ranks that the tests start call this function too, so all processes use the same mock data.
 shorten_mock_data()
 
 WORKER = Path(__file__).parent / "multiprocess" / "checkpoint_worker.py"

@@ -67,7 +67,7 @@ class Copies:
         self._round_trip_ns.restype = ctypes.c_double
 
     def cache_line_s(self, first: int, second: int) -> float:
-        """Returns how many seconds a cache line takes to get from CPU ``first`` to CPU ``second``.
+        """Returns the seconds that a cache line takes from CPU ``first`` to CPU ``second``.
 
         The result is the minimum of many attempts, because other programs can only increase the
         duration.
@@ -75,7 +75,7 @@ class Copies:
         return float(min(self._round_trip_ns(first, second, 2000, 0) for _ in range(40))) / 2e9
 
     def wake_s(self, first: int, second: int) -> float:
-        """Returns the seconds in which CPU ``first`` wakes a thread that sleeps on ``second``."""
+        """Returns the seconds that CPU ``first`` needs to wake a thread on CPU ``second``."""
         samples = [self._round_trip_ns(first, second, 200, 1) for _ in range(15)]
         return float(statistics.median(samples)) / 2e9
 

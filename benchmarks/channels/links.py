@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 WINDOW = 4
-"""Number of messages in flight with gloo or MPI. With larger numbers, messages were not faster."""
+"""Number of messages in flight with gloo or MPI. Larger numbers did not make messages faster."""
 
 
 class Posted:

@@ -1,4 +1,4 @@
-"""Measures links between two processes, each pinned to a CPU, alternating with memory copies.
+"""Measures links between two pinned processes, in alternation with memory copies.
 
 The first process sends and measures. ``run_rank`` runs in a process with torch, for gloo and this
 project's transports. Run as a script by ``mpiexec``, this module acts as a process of an MPI
@@ -22,7 +22,7 @@ from .copies import Copies
 from .links import open_gloo, open_mpi
 
 POOL_BYTES = 128 << 20
-"""Total size in bytes of all payloads of one size. It exceeds the size of the caches."""
+"""Total number of bytes of all payloads that have the same size. Exceeds the caches."""
 PING_BYTES = 1 << 10
 ROUNDS, WARMUPS = 2000, 20
 _TOKEN_BYTES = 8

@@ -3,7 +3,8 @@
 The executor of this project runs the step. Its chunks multiply matrices for a few milliseconds,
 read the received tensor and write the tensor to send. In the *alone* step, each rank works
 independently, and its inputs are immediately available in its own memory. If messages took no time,
-the pipeline's step would take as long, plus one microbatch for filling and draining::
+the pipeline's step would take as long as the alone step, plus one microbatch for filling and
+draining::
 
     rank 0   F0 F1 B0 F2 B1 F3 B2 ...      alone: m (F + B)
     rank 1      F0 B0 F1 B1 F2 B2 ...      ideal: (m + 1) (F + B), of the slower rank
@@ -36,7 +37,7 @@ _MATRIX = 256
 
 
 class WorkingStages(IdleStages):
-    """Chunk that multiplies matrices to simulate computation.
+    """Chunk that simulates computation by multiplying matrices.
 
     Args:
         rank: Rank of this process, which is 0 for the first stage and 1 for the last stage.
@@ -82,8 +83,8 @@ class InstantTransport:
     def __init__(self, rank: int, nbytes: int) -> None:
         self.completions = CompletionQueue()
         self._rank = rank
-        # An activation must no longer be in the cache when its backward pass begins, so use four
-        # buffers.
+        # Use four buffers, so that an activation is no longer in the cache when its backward pass
+        # begins.
         self._inputs = [torch.rand(nbytes // 4) for _ in range(4)]
 
     def begin(self, step: int, microbatches: int) -> None:

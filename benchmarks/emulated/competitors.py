@@ -15,7 +15,7 @@ Engine = Literal["megatron", "torch", "ours", "plug-in"]
 
 @dataclass(frozen=True, kw_only=True)
 class Competitor:
-    """One of the compared combinations, which has a row in the table.
+    """Combination of schedule, runtime and memory limit. Each has a row in the table.
 
     Attributes:
         name: Title of the row.
@@ -80,17 +80,17 @@ def _ours(name: str, schedule: str, **options: Any) -> Competitor:
 _LOOP: dict[str, Any] = {"num_chunks": 2}
 _V: dict[str, Any] = {"num_chunks": 2, "kind": "v", "weight_pieces": 1}
 _RULE: dict[str, Any] = {"is_policy": True}
-# A rule may split weight gradients into pieces, but an emulated rank has to sleep once more for
-# each additional piece, so use only two.
+# A rule may split weight gradients into any number of pieces. An emulated rank has to sleep once
+# for each piece, so use only two.
 _V_RULE: dict[str, Any] = {**_V, **_RULE, "weight_pieces": 2}
 
 BASELINE = "megatron 1f1b"
 """Competitor with which the speed of all other competitors is compared."""
 INTERLEAVED = "megatron interleaved"
 ADAPTIVE = "adaptive, V"
-"""Competitor that must reach the goals for the speed of rules."""
+"""Competitor to which the speed goals of rules apply."""
 TIGHT = "hinted, V, memory p"
-"""Competitor whose memory limit is the memory that 1F1B needs."""
+"""Competitor whose memory limit equals the memory that 1F1B needs."""
 PLUG_IN = "plug-in: adaptive, V"
 
 COMPETITORS: dict[str, Competitor] = {

@@ -7,9 +7,9 @@
     weight ─> _Weight ──┘
 
 The backward pass of ``_Join`` checks the gradient, the backward pass of ``_Input`` sleeps for B,
-and the backward pass of ``_Weight`` sleeps for W. So a runtime that first requests only the
-gradients of inputs from autograd runs B, and runs W later, starting at ``_Join``. An unsplit
-backward pass runs W first, so that the gradient is sent at its end.
+and the backward pass of ``_Weight`` sleeps for W. If a runtime first asks autograd for only the
+gradients of inputs, it runs B. Later it runs W, starting at ``_Join``. An unsplit backward pass
+runs W first, so that the gradient is sent at the end of the pass.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class EmulatedChunk(torch.nn.Module):
         """
         if not received.requires_grad:
             # A real first stage computes gradients of its inner layers, but not of its input.
-            # Compute the gradient here, so that this stage runs B, too.
+            # Request the input's gradient here, so that this stage also runs B.
             received = received.detach().requires_grad_()
         microbatch = number_of(received)
         output = _apply(_Input, received, self, microbatch)
-        # Autograd first runs the node that was created last. This node must not depend on the
-        # input, because the gradient of the input would then require W.
+        # Autograd runs the most recently created node first. This node must not depend on the
+        # input. Otherwise, computing the gradient of the input would require W.
         side = _apply(_Weight, self.weight, received.shape, self, microbatch)
         return _apply(_Join, output, side, self, microbatch)
 
@@ -89,7 +89,7 @@ class EmulatedChunk(torch.nn.Module):
             )
 
     def loss(self, output: torch.Tensor) -> torch.Tensor:
-        """Returns a scalar for ``output`` with which the last stage's backward pass starts."""
+        """Returns a scalar for ``output``, from which the last stage's backward pass starts."""
         return _apply(_Loss, output)
 
 
@@ -139,7 +139,7 @@ class PeerRunner:
 
 
 def _apply(function: Any, *arguments: Any) -> torch.Tensor:
-    """Calls the autograd function ``function``, whose types torch does not declare."""
+    """Calls the autograd function ``function``. torch does not declare the types of this call."""
     output: torch.Tensor = function.apply(*arguments)
     return output
 

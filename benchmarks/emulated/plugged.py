@@ -29,14 +29,14 @@ from .modules import EmulatedChunk
 from .peers_megatron import StepChunk, StepRunner, config_of
 
 _PARTS = 2
-"""Number of layers in a chunk. A rule may split the chunk's weight gradient between them."""
+"""Number of layers in a chunk. A rule may split the chunk's weight gradient between layers."""
 _SHARE = torch.ones(WIDTH, dtype=DTYPE)
 """Gradient that one microbatch adds to each weight."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call(LayerCall):
-    """Call of a layer. The first layer of a chunk runs F and B, and each layer runs a part of W."""
+    """Call of a layer. The first layer of a chunk runs F and B. All layers run a part of W."""
 
     chunk: EmulatedChunk
     weight: torch.nn.Parameter
@@ -107,7 +107,7 @@ class _Chunk(StepChunk):
         """Sets the work of the next step to ``work``, and clears the gradients."""
         self.work = work
         for weight in self._weights():
-            # Parameters in megatron-core's data-parallel wrapper have this attribute.
+            # megatron-core's data-parallel wrapper gives parameters this attribute.
             weight.main_grad = torch.zeros_like(weight)
 
     def check_gradient(self, num_microbatches: int) -> None:

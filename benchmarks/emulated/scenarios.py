@@ -1,9 +1,9 @@
 """Defines the durations of emulated actions, and which rank or link is slow.
 
 All durations of a step are drawn from a seed before the step, and are the same for every
-competitor. They are durations of *half-stages*: the pipeline is split into two halves per rank, in
-pipeline order. A competitor with two chunks per rank runs a half-stage as one stage. A competitor
-with one chunk runs two neighbouring halves as one stage, which takes their total time::
+competitor. The durations are those of *half-stages*: the pipeline is split into two halves per
+rank, in pipeline order. A competitor with two chunks per rank runs a half-stage as one stage. A
+competitor with one chunk runs two neighbouring halves as one stage, which takes their total time::
 
     half-stage          0   1   2   3   4   5   6   7
     1 chunk, 4 ranks    └ 0 ┘   └ 1 ┘   └ 2 ┘   └ 3 ┘     stage and rank
@@ -42,10 +42,10 @@ class Scenario:
 
     Attributes:
         name: Title of the scenario in the table.
-        jitter_sigma: Standard deviation of the logarithm of a random factor with mean 1. Each
-            action has a separate factor.
-        length_sigma: Standard deviation of the logarithm of a random factor. All actions of a
-            microbatch have the same factor.
+        jitter_sigma: Standard deviation of the logarithm of a random factor with mean 1, which is
+            drawn for each action.
+        length_sigma: Standard deviation of the logarithm of a random factor, which is drawn for
+            each microbatch and applies to all its actions.
         length_mix: Pairs of a probability and a length of microbatches, which replace
             ``length_sigma``. The mean length is 1.
         rank_factor: Factor by which durations on the middle rank are multiplied.

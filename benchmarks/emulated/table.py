@@ -16,7 +16,7 @@ from .scenarios import SCENARIOS, Draws, Times
 
 Record = Mapping[str, Any]
 LEAST_OF_BOUND = 0.9
-"""Minimum ratio of a step's simulated duration to its measured duration.
+"""Minimum ratio of a step's simulated to its measured duration.
 """
 LEAST_OF_GAIN = 0.97
 """Minimum ratio of the measured gain over another order to the simulated gain."""

@@ -1,7 +1,7 @@
-"""Runs the ranks of the emulated pipeline, in which all competitors alternate.
+"""Runs the ranks of the emulated pipeline. All competitors alternate on these ranks.
 
-A step begins on all ranks at the same time of the machine's clock. Its makespan is the time until
-the last rank has finished.
+All ranks begin a step at the same time of the machine's clock. The makespan of a step is the time
+until the last rank has finished.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from harness.sleeping_ranks import Channels, Sleeper, sharpen_timers  # noqa: E4
 from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 
 _LEAD_S = 0.006
-"""Seconds from choosing a start time until the start, which is enough to inform all ranks."""
+"""Seconds between choosing a start time and the start. This is enough to inform all ranks."""
 Runner = MegatronRunner | EmulatedTorchRunner | PluggedRunner | OurRunner
 """Runner of a competitor on one rank. Only its method ``run`` is timed."""
 
@@ -70,7 +70,7 @@ class Rank:
         warm: set[int] = set()
         for scenario, count, repetitions in self._plan["cases"]:
             # Some runtimes open channels in their first step with a new number of microbatches, so
-            # add a step that is not counted.
+            # run one uncounted step first.
             first = 0 if count in warm else -1
             warm.add(count)
             for repetition in range(first, repetitions):

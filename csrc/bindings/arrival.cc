@@ -16,13 +16,13 @@ namespace py = pybind11;
 namespace adaptive {
 namespace {
 
-// Values that a subclass stores with an arrival. With attributes of its own, the garbage collector
-// would track every arrival, which doubles the cost.
+// Values that a subclass stores with an arrival. If the subclass had attributes of its own, the
+// garbage collector would track every arrival, which doubles the cost.
 enum Kept : std::size_t { kLabel, kSettled, kNumKept };
 
 struct PyArrival {
   PyObject_HEAD bool taken;
-  long free_slots;  // number of free slots when it was taken
+  long free_slots;  // number of free slots when the payload was taken
   long least_free;  // see ArrivalForm
   PyObject* kept[kNumKept];
   Arrival arrival;
@@ -37,7 +37,7 @@ const Message& message_of(PyObject* self) noexcept {
   return own(self)->arrival.message;
 }
 
-// Attributes that are integers of the message.
+// Getter for attributes that are integer fields of the message.
 template <auto Message::* field>
 PyObject* arrival_number(PyObject* self, void*) {
   return PyLong_FromLongLong(static_cast<long long>(message_of(self).*field));
@@ -54,7 +54,8 @@ PyObject* arrival_arrived_ns(PyObject* self, void*) {
   return PyLong_FromLongLong(arrived_ns);
 }
 
-// Returns an upper limit of the free slots: messages on their way are not known here.
+// Returns an upper limit of the number of free slots. Messages that are still in transit are not
+// counted, because they are not known here.
 long free_slots(const Arrival& arrival) noexcept {
   if (arrival.held == nullptr) {
     return kManySlots;
@@ -201,7 +202,7 @@ PyGetSetDef kArrivalFields[] = {
      "Number of the message on its channel.", nullptr},
     {"on_device", arrival_on_device, nullptr, "Whether the payload is in a GPU's memory.", nullptr},
     {"free_slots", arrival_free_slots, nullptr,
-     "Slots of the channel that this process does not hold, now or during take().", nullptr},
+     "Number of slots that this process did not hold, now or when the payload was taken.", nullptr},
     {"least_free", arrival_least_free, nullptr, "The argument of deliver_as().", nullptr},
     {"_label", arrival_kept, arrival_keep, "For subclasses; initially None.",
      reinterpret_cast<void*>(kLabel)},
@@ -213,11 +214,12 @@ PyGetSetDef kArrivalFields[] = {
 PyMethodDef kArrivalMethods[] = {
     {"tensor", arrival_tensor, METH_NOARGS,
      "Returns the payload as a tensor. May be called once, after use_torch(). The memory returns "
-     "to the channel when the last view is destroyed, or with this object if it was not called."},
+     "to the channel when the last view is destroyed, or with this object if it is not called."},
     {"tensor_on", arrival_tensor_on, METH_VARARGS,
-     "tensor_on(stream, device_type, device_id)\n\nLike tensor(), for a payload on a device with "
-     "DLPack's type and id. `stream`, a CUstream as a number, may read it from now on. The memory "
-     "is returned after the work on the stream when the tensor is destroyed. Does not wait."},
+     "tensor_on(stream, device_type, device_id)\n\nLike tensor(), for a payload on a device, which "
+     "has "
+     "DLPack's type and id. `stream`, a CUstream as a number, may read it from now on. When the "
+     "tensor is destroyed, the memory is returned after the work on the stream. Does not wait."},
     {"take", arrival_take, METH_NOARGS,
      "Like tensor(), but returns a copy if fewer slots than least_free are free. Returns the "
      "result of the subclass's _take() if the payload is on a device or has a variant."},

@@ -6,7 +6,7 @@
 
 namespace adaptive {
 
-// Adds the type `Arrival` to the module. Must be called before the function below.
+// Adds the type `Arrival` to the module. Must be called before the other functions in this file.
 void bind_arrival(pybind11::module_& module);
 
 // How a node returns its arrivals to Python.

@@ -21,8 +21,8 @@ std::shared_ptr<void> owner_of(PyObject* reference, const std::shared_ptr<DropLi
   return {reference, [drops](void* object) { drops->push(static_cast<PyObject*>(object)); }};
 }
 
-// Disables the garbage collector. A channel holds its mutex while it asks for an owner, and objects
-// that the collector destroys might need the same mutex.
+// Disables the garbage collector. A channel holds its mutex while it calls Keeper::make, and
+// objects that the collector destroys might need the same mutex.
 class NoCollection {
  public:
   NoCollection() : collects_(PyGC_Disable() != 0) {}
@@ -38,7 +38,7 @@ class NoCollection {
   bool collects_;
 };
 
-// Reads options by name and finds the options that nobody read.
+// Reads options by name, and rejects options that no channel of this kind reads.
 class Options {
  public:
   explicit Options(const py::dict& given) : given_(given) {}
@@ -88,7 +88,7 @@ void DropList::push(PyObject* object) noexcept {
     objects_.push_back(object);
     any_.store(true, std::memory_order_release);
   } catch (...) {
-    // Without memory for the list, the object is never released.
+    // If there is no memory for the list entry, the object is never released.
   }
 }
 

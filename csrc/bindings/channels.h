@@ -1,5 +1,5 @@
-// Owners of Python memory that channels use, and functions that open channels from a kind and named
-// options.
+// Classes that keep Python memory alive while a channel uses it, and a function that opens a
+// channel of a given kind with named options.
 #pragma once
 
 #include <atomic>
@@ -15,7 +15,8 @@
 
 namespace adaptive {
 
-// Collects Python objects that are no longer needed from threads without the GIL.
+// Collects Python objects that threads without the GIL no longer need, until a thread with the GIL
+// releases them.
 class DropList {
  public:
   void push(PyObject* object) noexcept;  // any thread; steals the reference
@@ -27,8 +28,9 @@ class DropList {
   std::atomic<bool> any_{false};
 };
 
-// A reference to an object, which is passed to the channel if the channel needs an owner of the
-// memory. Must be created with the GIL, which may be released afterwards.
+// A reference to a Python object that owns memory. It is passed to the channel if the channel needs
+// an owner of the memory. The GIL must be held during the construction and may be released
+// afterwards.
 class Kept {
  public:
   Kept(PyObject* object, std::shared_ptr<DropList> drops)
@@ -41,8 +43,8 @@ class Kept {
   std::shared_ptr<DropList> drops_;
 };
 
-// The same for a tensor's storage, which is fetched only if the channel needs an owner. Holds the
-// GIL during the fetch.
+// Like Kept, for the storage of a tensor. Looks up the storage only if the channel needs an owner,
+// and holds the GIL during the lookup.
 class KeptStorage {
  public:
   KeptStorage(PyObject* tensor, const std::shared_ptr<DropList>& drops)
@@ -54,15 +56,15 @@ class KeptStorage {
   const std::shared_ptr<DropList>& drops_;
 };
 
-// Returns a new reference to the storage. A reference to the tensor would not be enough: its owner
-// may replace its storage before the message is sent.
+// Returns a new reference to the tensor's storage. A reference to the tensor would not be enough,
+// because its user may replace its storage before the message is sent.
 PyObject* storage_of(PyObject* tensor);
 
-// Makes a channel's initial connection to the peer. Called without the GIL.
+// Creates the link to the peer, over which a channel is opened. Called without the GIL.
 using MakeLink = std::function<Link(bool on_this_node, const Deadline&, const Tick&)>;
 
-// Opens the channels of `kind` between session.rank and a peer. Needs the GIL, which is released
-// during waits. Throws py::type_error for an option that the kind does not have,
+// Opens the channels of `kind` between session.rank and a peer. Needs the GIL, and releases it
+// during waits. Throws py::type_error if this kind does not have one of the options,
 // std::invalid_argument, and the errors of the channels.
 std::unique_ptr<Sender> open_channel(const std::string& kind, const Session& session,
                                      const MakeLink& make_link, const pybind11::dict& given,

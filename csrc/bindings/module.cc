@@ -1,5 +1,5 @@
-// The Python module megatron.adaptive._C: decision log and RDMA devices. The channels are in
-// node.cc. Only files in this folder include Python's headers.
+// The Python module megatron.adaptive._C: the decision log and the list of RDMA devices. The
+// channels are in node.cc. Only files in this folder include Python's headers.
 //
 // Blocking calls release the GIL. Waits return to Python about every 100 ms, so that signal
 // handlers run. Exceptions of the core become the ones in megatron.adaptive.errors.
@@ -25,8 +25,8 @@ namespace {
 // Must be increased by one for every change that Python code needs to know about; see extension.py.
 constexpr int kInterface = 6;
 
-// Calls wait(deadline) without the GIL, in slices. Should be avoided if there is nothing to wait
-// for, because getting the GIL back from a busy thread can take milliseconds.
+// Calls wait(deadline) repeatedly, each time for a short slice without the GIL. Callers should
+// first try without waiting, because getting the GIL back from a busy thread can take milliseconds.
 template <typename Wait>
 WaitStatus wait_in_slices(double timeout_s, const Wait& wait) {
   const Deadline deadline = deadline_after(timeout_s);
@@ -43,12 +43,13 @@ WaitStatus wait_in_slices(double timeout_s, const Wait& wait) {
   }
 }
 
-// One end of a log. Only one thread may use it at a time.
+// One end of a decision log. Only one thread at a time may use it.
 template <typename Log>
 struct End {
   explicit End(Log value) : log(std::move(value)) {}
 
-  // Calls `try_now`, then `wait`. Throws DeadlineError with the text of `late`.
+  // Calls `try_now`, and then `wait` if nothing was ready. Throws DeadlineError with the text that
+  // `late` returns if the time passes.
   template <typename TryNow, typename Wait, typename Late>
   void act(double timeout_s, const TryNow& try_now, const Wait& wait, const Late& late) {
     const Busy guard(busy, "use one end of a decision log");
@@ -109,7 +110,8 @@ py::class_<End<Log>> bind_end(py::module_& module, const char* name, const char*
       .def(
           "abort", [](End<Log>& self, std::uint32_t code) { self.log.abort(code); },
           py::arg("reason_code"),
-          "Aborts the log and wakes all waiting threads. Any thread; the first reason is kept.")
+          "Aborts the log and wakes all waiting threads. May be called from any thread. Only the "
+          "first reason is kept.")
       .def_property_readonly("abort_reason",
                              [](const End<Log>& self) { return self.log.abort_reason(); });
 }
@@ -124,7 +126,8 @@ timeout_s seconds. One thread at a time. Raises DeadlineError, and TransportErro
 closed or aborted.)")
       .def(
           "close", [](PyWriter& self) { self.log.close(); },
-          "Closes the log. Readers still get all published values. Any thread; idempotent.")
+          "Closes the log. Readers still get all published values. May be called from any thread, "
+          "and repeatedly.")
       .def_property_readonly("published", [](const PyWriter& self) { return self.log.published(); })
       .def_property_readonly(
           "fd", [](const PyWriter& self) { return self.log.fd(); },

@@ -33,11 +33,12 @@ namespace py = pybind11;
 namespace adaptive {
 namespace {
 
-// Copies of this size and above take so long that other threads should run during the copy.
+// Copies of this size and above take so long that the GIL is released during the copy.
 constexpr std::uint64_t kLongCopyBytes = 256 * 1024;
 
-// Descriptions of peers for error messages. Filled by open() and read by any thread. Asking Python
-// instead could deadlock, if the thread that holds the GIL waits for the asking thread.
+// Descriptions of peers for error messages. Filled by open() and read by any thread. Calling Python
+// for a description instead could deadlock: the thread that holds the GIL may be waiting for the
+// thread that needs it.
 class Descriptions {
  public:
   void set(int peer, std::string text) {
@@ -57,11 +58,11 @@ class Descriptions {
 
 // ---- Node
 
-// One process's end of all its channels. All methods need the GIL, and release it during waits.
+// This process's end of all its channels. All methods need the GIL, and release it during waits.
 class Node {
  public:
-  // Memory that reserve() returned and that is not committed, as far as is known: dropped
-  // reservations are removed only when the memory is reserved again.
+  // Memory that reserve() returned and that has not been committed. A reservation that the caller
+  // dropped stays in the list until the same memory is reserved again.
   struct Reservation {
     const void* data;
     int peer;
@@ -90,7 +91,7 @@ class Node {
       return;
     }
     drop_all();
-    // Arrivals that nobody took may own Python objects or channels.
+    // Destroys the arrivals that nobody took, which may own Python objects or channels.
     while (const auto item = parts_->session.completions->poll()) {
       if (const auto* posted = std::get_if<Posted>(&*item)) {
         Py_DECREF(reinterpret_cast<PyObject*>(static_cast<std::uintptr_t>(posted->item)));
@@ -266,7 +267,8 @@ class Node {
     try {
       flushed = flush_all(timeout_s);
     } catch (const Error&) {
-      // Callers that wait are told about a lost peer. This end is closed in any case.
+      // A lost peer is reported to the caller that waits for arrivals. This end is closed in any
+      // case.
     } catch (...) {
       drop_all();
       throw;
@@ -403,7 +405,7 @@ class Node {
 
 Node& node_of(PyObject* self) {
   // The method descriptor has checked the type. pybind11's own conversion to a pointer takes longer
-  // than the rest of a call.
+  // than the rest of the call.
   auto* const instance = reinterpret_cast<py::detail::instance*>(self);
   auto* const node = static_cast<Node*>(instance->simple_value_holder[0]);
   if (node == nullptr) {
@@ -649,36 +651,40 @@ PyMethodDef kFastMethods[] = {
     {"send", as_method(&node_send), METH_FASTCALL,
      "send(peer, step, kind, chunk, microbatch, dtype_code, variant, shape, data_ptr, nbytes, "
      "keep)\n\nStarts sending the contiguous tensor at data_ptr and never waits for the peer. "
-     "`keep` is kept until its memory is no longer needed, and must not be written to before.\n\n"
+     "`keep` is kept alive until its memory is no longer needed; do not write to it before.\n\n"
      "Raises PeerLostError, TransportError."},
     {"send_after", as_method(&node_send_after), METH_FASTCALL,
      "send_after(peer, step, kind, chunk, microbatch, dtype_code, variant, shape, data_ptr, "
-     "nbytes, on_device, stream, keep)\n\nLike send(), for a tensor that the work queued on "
-     "`stream`, a CUstream as a number, computes. It is at data_ptr in the memory of this "
-     "process's GPU, and at most as large as a slot, or in host memory. Must be used for all "
-     "messages if gpu_path is cuda-ipc in info()."},
+     "nbytes, on_device, stream, keep)\n\nLike send(), for a tensor that is computed by work "
+     "already queued on `stream`, a CUstream as a number. The tensor at data_ptr is either in host "
+     "memory or, if it fits into a slot, in the memory of this process's GPU. If gpu_path is "
+     "cuda-ipc in info(), all messages must be sent with this method."},
     {"send_tensor", as_method(&node_send_tensor), METH_FASTCALL,
      "send_tensor(peer, step, kind, chunk, microbatch, tensor)\n\nLike send(), for a contiguous "
-     "CPU tensor, or like commit(), if it begins at reserved memory of the channel. Returns False "
-     "and sends nothing for other tensors and for memory of another channel. Needs use_torch()."},
+     "CPU tensor, or like commit() if the tensor begins at reserved memory of the channel. For "
+     "other "
+     "tensors and memory of another channel, sends nothing and returns False. Needs use_torch()."},
     {"commit", as_method(&node_commit), METH_FASTCALL,
      "commit(peer, token, step, kind, chunk, microbatch, dtype_code, variant, shape)\n\nSends the "
-     "payload in reserved memory without a copy. It may be read afterwards, but not written to."},
+     "payload in reserved memory without a copy. The memory may be read afterwards, but not "
+     "written."},
     {"reserve_tensor", as_method(&node_reserve_tensor), METH_FASTCALL,
-     "reserve_tensor(peer, dtype_code, shape)\n\nReturns a tensor in memory of the channel, which "
-     "send_tensor() and commit() send. Returns None for empty tensors and if there is no memory. "
+     "reserve_tensor(peer, dtype_code, shape)\n\nReturns a tensor in memory of the channel, to "
+     "send with send_tensor() or commit(). Returns None if it is empty or no memory is free. "
      "Destroying an unsent tensor returns the memory. Needs use_torch()."},
     {"reserved_at", as_method(&node_reserved_at), METH_O,
      "reserved_at(address)\n\nReturns (peer, token) of uncommitted reserved memory that begins at "
      "the address, or None."},
     {"poll", as_method(&node_poll), METH_NOARGS,
-     "poll()\n\nReturns the oldest arrival or item of put(), or None if there is none.\n\nRaises "
+     "poll()\n\nReturns the oldest arrival or item from put(), or None if there is none.\n\nRaises "
      "PeerLostError or TransportError once for each channel that failed."},
     {"wait_until", as_method(&node_wait_until), METH_O,
-     "wait_until(deadline_s)\n\nLike poll(), but waits without the GIL. Returns None at the given "
-     "time of time.monotonic(), -inf to inf. Reads the clock only if there is no item soon."},
+     "wait_until(deadline_s)\n\nLike poll(), but waits without the GIL. Returns None if no item "
+     "came before `deadline_s`, a time of time.monotonic() or -inf or inf. Reads the clock only if "
+     "no item comes soon."},
     {"put", as_method(&node_put), METH_O,
-     "put(item)\n\nAdds any object to the items of poll() and wait_until(). Any thread."},
+     "put(item)\n\nAdds any object to the items of poll() and wait_until(). May be called "
+     "from any thread."},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -737,8 +743,9 @@ reservable; for shm also turn_name, cuda_device (the GPU with the payloads) and 
 for rdma also device, near_pci, port, gid_index, mtu, num_qps, ack_timeout. Raises DeadlineError,
 TransportError.)");
   node.def("flush", &Node::flush, py::arg("timeout_s"),
-           "Waits until the memory of sent tensors is not needed. Returns False after timeout_s.");
-  node.def("pending", &Node::pending, py::arg("peer"), "Messages that flush() would wait for.");
+           "Waits until the memory of sent tensors is no longer needed. Returns False on timeout.");
+  node.def("pending", &Node::pending, py::arg("peer"),
+           "Number of messages that flush() would wait for.");
   node.def("close", &Node::close, py::arg("timeout_s"),
            R"(Flushes, says goodbye to all peers and closes the channels. Idempotent.
 

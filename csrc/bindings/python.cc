@@ -19,7 +19,7 @@ void raise_as(const char* name, const std::exception& error) {
   PyErr_SetString(type.ptr(), error.what());
 }
 
-// Ordered from derived to base classes.
+// The handlers are ordered from derived to base classes.
 void set_error_of(const std::exception_ptr& thrown) {
   try {
     std::rethrow_exception(thrown);

@@ -16,10 +16,12 @@ namespace adaptive {
 // Maximum time that a wait runs without calling Python's signal handlers.
 constexpr auto kSlice = std::chrono::milliseconds(100);
 
-// Throws std::invalid_argument for an invalid time.
+// Returns a deadline `timeout_s` seconds from now. Throws std::invalid_argument if the time is
+// invalid.
 Deadline deadline_after(double timeout_s);
 
-// Returns a deadline for a time of time.monotonic(). Later times become the longest deadline.
+// Converts a time of Python's time.monotonic() to a deadline. Times that are too late for the clock
+// become the latest possible deadline.
 Deadline deadline_at(double monotonic_s) noexcept;
 
 // Returns text like "0.25 s".
@@ -28,8 +30,8 @@ std::string seconds_text(double seconds);
 // Throws the exception that a signal handler raised. Needs the GIL.
 void run_signal_handlers();
 
-// Raises an error for a second thread instead of blocking it. The constructor and the destructor
-// need the GIL.
+// A guard that raises an error in a second thread instead of blocking it. The constructor and the
+// destructor need the GIL.
 class Busy {
  public:
   Busy(bool& flag, const char* what) : flag_(flag) {
@@ -46,8 +48,8 @@ class Busy {
   bool& flag_;
 };
 
-// Sets Python's error to the class of megatron.adaptive.errors that matches a core exception. For
-// other exceptions, uses the class that pybind11 would choose. Needs the GIL.
+// Sets a Python error for a C++ exception: the matching class of megatron.adaptive.errors for an
+// exception of the core, otherwise the class that pybind11 would choose. Needs the GIL.
 void set_python_error(std::exception_ptr thrown) noexcept;
 
 // Adds `Arrival` and `Node` to the module.

@@ -50,7 +50,8 @@ struct DlManagedVersioned {
   std::uint64_t flags;
   DlTensor tensor;
 };
-// The C functions that a library offers. Only functions that are called here have their full type.
+// The C functions that a library exports. Only the functions that are called here are declared with
+// their full type.
 struct DlExchange {
   DlVersion version;
   const void* previous;
@@ -73,9 +74,9 @@ constexpr std::uint8_t kDlInt = 0, kDlUint = 1, kDlFloat = 2, kDlBfloat = 4, kDl
 constexpr std::uint32_t kMajor = 1;
 constexpr std::uint32_t kMinor = 3;
 constexpr const char* kTableName = "dlpack_exchange_api";
-constexpr const char* kCapsuleName = "dltensor";  // name of a capsule that was not consumed yet
+constexpr const char* kCapsuleName = "dltensor";  // name of an unconsumed capsule
 
-// Table of torch, which is never unloaded. Written with the GIL.
+// The table of torch, which is never unloaded. Written while the GIL is held.
 const DlExchange* exchange = nullptr;
 PyObject* from_capsule = nullptr;
 
@@ -105,7 +106,7 @@ const ElementCode* find_element(DlType dtype) noexcept {
   return nullptr;
 }
 
-// A tensor's memory, in either struct.
+// The memory of a tensor, described by one of the two structs.
 template <typename Head>
 struct Managed {
   Head head{};  // must be first: consumers hold its address
@@ -126,7 +127,7 @@ std::unique_ptr<Managed<Head>> manage(Lease&& lease, const Message& message, Pla
   for (int i = message.dimensions - 1; i >= 0; --i) {
     managed->shape[i] = message.shape[i];
     managed->strides[i] = stride;
-    // Only sizes of a tensor without elements can overflow. Its strides do not matter.
+    // The product can overflow only for a tensor without elements, whose strides do not matter.
     if (message.shape[i] != 0 && __builtin_mul_overflow(stride, message.shape[i], &stride)) {
       stride = 1;
     }
@@ -190,7 +191,7 @@ bool read_tensor(PyObject* tensor, Message& message, const void** data) {
   }
   DlTensor found;
   if (exchange->tensor_from_object(tensor, &found) != 0) {
-    PyErr_Clear();  // unknown type for DLPack: the caller's other method gives a better error
+    PyErr_Clear();  // DLPack does not know the type; the caller's fallback raises a better error
     return false;
   }
   const ElementCode* const element = find_element(found.dtype);
@@ -210,7 +211,7 @@ bool read_tensor(PyObject* tensor, Message& message, const void** data) {
     }
   }
   if (count < 2) {
-    return false;  // a single element may be part of a complex number that is lazily conjugated
+    return false;  // even a single element may be part of a lazily conjugated complex number
   }
   message.dimensions = static_cast<std::uint8_t>(found.dimensions);
   message.dtype = element->dtype;

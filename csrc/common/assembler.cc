@@ -39,8 +39,8 @@ std::optional<Arrival> Assembler::add(const Message& piece, const std::byte* dat
   if (!due || piece.piece_bytes > piece.nbytes - filled_bytes_) {
     throw Error("a piece of message " + std::to_string(piece.sequence) + " at " +
                 std::to_string(piece.offset) + " from rank " + std::to_string(peer) +
-                " was not due: " + std::to_string(filled_bytes_) + " bytes of message " +
-                std::to_string(busy() ? first_.sequence : piece.sequence) + " are there");
+                " was not expected: " + std::to_string(filled_bytes_) + " bytes of message " +
+                std::to_string(busy() ? first_.sequence : piece.sequence) + " have arrived");
   }
   if (!busy()) {
     buffer_ = allocate(piece.nbytes, piece, peer);

@@ -15,12 +15,12 @@ namespace adaptive {
 // pieces of other messages.
 class Assembler {
  public:
-  // `limit_bytes` is the largest payload that is accepted, so that a header from another process
-  // cannot make this process allocate any amount of memory.
+  // `limit_bytes` is the largest payload that is accepted. It keeps a header from another process
+  // from making this process allocate an arbitrary amount of memory.
   explicit Assembler(std::uint64_t limit_bytes) : limit_bytes_(limit_bytes) {}
 
-  // Copies one checked piece. Returns the whole message with the last piece. Throws Error for an
-  // unexpected piece, for a payload above the limit, and if memory cannot be allocated.
+  // Copies one checked piece. Returns the whole message if this is the last piece. Throws Error if
+  // the piece is unexpected, the payload is above the limit, or memory cannot be allocated.
   std::optional<Arrival> add(const Message& piece, const std::byte* data, int peer);
 
   // Whether some but not all pieces of a message have arrived.

@@ -1,5 +1,6 @@
-// The sending end of a directed channel, which has one writer, keeps messages in order, and bounds
-// memory by credits. The receiving end puts arrivals into the completions (completions.h).
+// The sending end of a directed channel. A channel has one writer, keeps messages in order, and
+// limits its memory by credits. The receiving end puts arrivals into the completions
+// (completions.h).
 #pragma once
 
 #include <chrono>
@@ -27,7 +28,7 @@ struct Session {
   std::uint64_t job = 0;  // included in every message
   int rank = -1;
   unsigned local_processes = 0;  // busy processes on this node's CPUs
-  // returns text like "rank 3 (stage 1, pid 77 on b)"; any thread
+  // returns text like "rank 3 (stage 1, pid 77 on b)"; may be called from any thread
   std::function<std::string(int)> describe;
 };
 
@@ -36,7 +37,8 @@ constexpr std::size_t kLargestSlotBytes = std::size_t{1} << 40;
 constexpr std::chrono::milliseconds kLeastSilence(10);
 constexpr std::chrono::milliseconds kMostSilence(std::chrono::hours(24));
 
-// Options of channels of all kinds. The two ends may have different options, except with RDMA.
+// Options that all kinds of channels share. The two ends may have different options, except with
+// RDMA.
 struct ChannelOptions {
   std::size_t slot_bytes = std::size_t{1} << 20;       // largest payload in one piece
   unsigned slots = 16;                                 // messages that the channel holds
@@ -46,25 +48,26 @@ struct ChannelOptions {
   // A peer is considered lost if no message or heartbeat arrives from it for this time.
   std::chrono::milliseconds silent_limit{60'000};
   // Maximum number of slots that are reserved and not yet sent. If a sender reserved all free
-  // slots, it could not send an earlier message, while the receiver holds the other slots and waits
-  // for it.
+  // slots, it could not send an earlier message, for which the receiver may be waiting while it
+  // holds the other slots.
   unsigned reservable = kMostSlots;
 };
 
 // Throws std::invalid_argument for options that are out of range.
 void check_options(const ChannelOptions& options);
 
-// Keeps the sender's memory alive if necessary; most sends copy the data at once.
+// Keeps the sender's memory alive if necessary. Most sends copy the data immediately and do not
+// need it.
 struct Keeper {
   // Returns an owner of the memory. Called at most once, by the thread that sends.
   std::shared_ptr<void> (*make)(void* context) = nullptr;
   void* context = nullptr;
 };
 
-// A part of the channel's own memory into which a payload is computed. Destroying it without
-// commit() returns the part to the channel. `memory` may be moved out and outlive commit(); the
-// part is reused only after that lease is destroyed. The lease must not be destroyed before
-// commit().
+// A block of the channel's own memory into which a payload is computed. Destroying this object
+// without commit() returns the block to the channel. `memory` may be moved out and outlive
+// commit(); the block is reused only after that lease is destroyed. The lease must not be destroyed
+// before commit().
 struct Reserved {
   Lease memory;
   std::uint64_t token = 0;
@@ -84,27 +87,30 @@ class Sender {
   // Error if either end has closed the channel.
   virtual void send(Message message, const void* data, const Keeper& keeper) = 0;
 
-  // Reserves nbytes in the channel's memory, aligned to 64 bytes. Empty if no slot is free, if
-  // nbytes is larger than a slot, or if this transport has no memory of its own.
+  // Reserves nbytes in the channel's memory, aligned to 64 bytes. Returns an empty value if no slot
+  // is free, if nbytes is larger than a slot, or if this transport has no memory of its own.
   virtual std::optional<Reserved> reserve(std::size_t nbytes) = 0;
 
-  // Sends the payload in `reserved` without a copy. Throws Error for a part of another channel.
+  // Sends the payload in `reserved` without a copy. Throws Error if the memory belongs to another
+  // channel.
   virtual void commit(Message message, Reserved reserved) = 0;
 
-  // Like send(), for a payload that the work queued on `stream` (a CUstream) computes. The payload
-  // is in the memory of this process's GPU, and at most as large as a slot, or in host memory. All
-  // later messages must also use this function. Throws Error if the channel does not connect GPUs.
+  // Like send(), for a payload that is computed by work already queued on `stream` (a CUstream).
+  // The payload is either in host memory or, if it fits into a slot, in the memory of this
+  // process's GPU. All later messages must also use this function. Throws Error if the channel does
+  // not connect GPUs.
   virtual void send_after(Message message, const void* data, bool on_device, void* stream,
                           const Keeper& keeper);
 
-  // Waits until all messages are in the peer's memory or passed to the network, so that the
-  // caller's memory is no longer needed. Returns false if the deadline passed.
+  // Waits until all messages are in the peer's memory or have been passed to the network. The
+  // caller's memory is then no longer needed. Returns false if the deadline passed.
   virtual bool flush(const Deadline& deadline) = 0;
 
   // Number of messages that flush() would wait for.
   virtual std::size_t pending() const noexcept = 0;
 
-  // Tells the peer, after all pending messages, that no message follows. Does not wait. Idempotent.
+  // Tells the peer, after all pending messages, that no more messages follow. Does not wait.
+  // Idempotent.
   virtual void close() noexcept = 0;
 
   // Includes "kind", "slot_bytes", "slots", "peer_closed" and properties of the transport.

@@ -1,5 +1,5 @@
-// State shared by the parts of a channel: the peer, whether the channel still works, and the text
-// of its failure.
+// State shared by the parts of a channel: its peer, whether it still works, and the description of
+// its failure.
 #pragma once
 
 #include <atomic>
@@ -13,19 +13,19 @@
 
 namespace adaptive {
 
-// All methods may be called from any thread. Does not own the completions, because items in the
-// completions may own this object.
+// All methods may be called from any thread. This object does not own the completions, because
+// items in the completions may own this object.
 class ChannelState {
  public:
-  // `label` is the prefix of failure texts and precedes the peer's name, such as "TCP channel with
-  // ". If it is empty, there is no prefix.
+  // `label` is put before the peer's name in failure texts, for example "TCP channel with ". May be
+  // empty.
   ChannelState(const Session& session, int peer, const std::string& label = "");
 
   int peer() const noexcept { return peer_; }
   int rank() const noexcept { return rank_; }
   std::uint64_t job() const noexcept { return job_; }
   const std::string& peer_name() const noexcept { return peer_name_; }
-  // Empty if no thread can wait for arrivals any more.
+  // Returns null if no thread can wait for arrivals any more.
   std::shared_ptr<Completions> completions() const noexcept { return completions_.lock(); }
 
   // Processes arrivals even if no thread waits for them.
@@ -38,7 +38,7 @@ class ChannelState {
   // Throws Error in a child of a fork.
   void check_process() const;
 
-  // Stops all sending. Only the first reason is kept.
+  // Stops all sending. Only the reason of the first call is kept.
   void break_off(Failure::Kind kind, const std::string& finding) noexcept;
   // Breaks the channel and reports the failure once, with the last message from the peer.
   void fail(Failure::Kind kind, const std::string& finding) noexcept;
@@ -53,8 +53,8 @@ class ChannelState {
     }
   }
 
-  // Fills in the channel's fields of a message with one piece. Throws Error if the channel is
-  // broken, for a payload above the limit, and for a message that the receiver would reject.
+  // Fills in the fields that the channel sets in a message with one piece. Throws Error if the
+  // channel is broken, the payload is above the limit, or the receiver would reject the message.
   void prepare(Message& message, std::uint64_t sequence, std::uint64_t limit_bytes, bool crc) const;
 
   void note_received(const Message& message) noexcept;
@@ -77,8 +77,8 @@ class ChannelState {
   mutable std::mutex mutex_;
   Failure::Kind kind_ = Failure::Kind::kTransport;
   std::string text_;
-  // Fields of the last received message. They may belong to two messages, which only affects a
-  // text.
+  // Fields of the last received message. They may be a mixture of two messages, which is harmless
+  // because they are only used in an error text.
   std::atomic<bool> any_received_{false};
   std::atomic<MessageKind> last_kind_{MessageKind::kData};
   std::atomic<std::int32_t> last_chunk_{0}, last_microbatch_{0};

@@ -42,7 +42,7 @@ std::size_t page_bytes() {
   return static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
 }
 
-// Writes that this thread made earlier become visible to all threads before its later reads.
+// Makes this thread's earlier writes visible to all threads before its later reads.
 template <typename Word>
 std::uint32_t load_after_fence(std::atomic<Word>& word) noexcept {
 #if defined(ADAPTIVE_THREAD_SANITIZER)
@@ -90,7 +90,7 @@ bool Bell::ring() noexcept {
 }
 
 std::uint32_t Bell::announce_sleep() noexcept {
-  words_->sleeping.exchange(1);  // a full fence, which a store is not
+  words_->sleeping.exchange(1);  // a full fence, unlike a store
   return words_->rung.load();
 }
 
@@ -128,8 +128,8 @@ std::optional<Item> Completions::pop() {
 }
 
 std::optional<Item> Completions::poll() {
-  // Items that other threads put are older than items found now. Both keep the order of each
-  // channel.
+  // Items that other threads have put are older than the items that polling would find now. Both
+  // kinds stay in the order of their channel.
   if (auto item = pop()) {
     return item;
   }
@@ -157,7 +157,7 @@ void Completions::sleep(const Deadline& deadline) {
     throw;
   }
   bell_.end_sleep();
-  // even if there is an item already: a ringing thread leaves all sources to this one
+  // even if there is an item already, because a ringing thread leaves all sources to this thread
   poll_sources();
 }
 

@@ -1,14 +1,14 @@
-// The queue in which a process waits for its peers. It has the arrivals and failures of all
+// The queue on which a process waits for its peers. It contains the arrivals and failures of all
 // channels and items from other threads, in the order in which they were found.
 //
 //   shm rings ─┐ poll()                       reactor thread ─┐ put()
 //   RDMA CQs  ─┼──────> Completions.wait() <──────────────────┼── tcp, liveness
-//              │   spin, then sleep on the bell               └── other threads (gloo, NCCL,
-//              notices)
+//              │   spin, then sleep on the bell               └── other threads (gloo,
+//                                                                    NCCL, notices)
 //
-// The waiting thread polls the sources itself, so that no other thread is between a peer's store
-// and the waiter. A source that learns of arrivals from the kernel (RDMA) has a descriptor in the
-// reactor, which rings the bell.
+// The waiting thread polls the sources itself, so that a peer's store reaches it without the help
+// of another thread. A source that is notified of arrivals by the kernel (RDMA) registers a
+// descriptor with the reactor, which then rings the bell.
 #pragma once
 
 #include <atomic>
@@ -39,7 +39,7 @@ class Lease {
   using Release = void (*)(void* owner, std::uint64_t token) noexcept;
 
   Lease() noexcept = default;
-  // `owner` lives at least as long as the lease, so that a view of a slot keeps its channel alive.
+  // `owner` is kept alive by the lease, so that a view of a slot keeps its channel alive.
   Lease(std::byte* data, std::size_t size_bytes, std::shared_ptr<void> owner, Release release,
         std::uint64_t token) noexcept
       : data_(data),
@@ -86,40 +86,40 @@ class Lease {
   std::uint64_t token_ = 0;
 };
 
-// A payload in GPU memory that streams read. All methods may be called from any thread.
+// A payload in GPU memory, which streams read. All methods may be called from any thread.
 class DevicePayload {
  public:
   virtual ~DevicePayload() = default;
 
-  // Allows work that is queued on `stream` (a CUstream of the device's primary context) from now on
-  // to read the payload. The lease may be returned as soon as this work is queued; it need not have
-  // finished. Does not wait. Throws Error.
+  // Makes the payload readable for all work that is queued on `stream` (a CUstream of the device's
+  // primary context) after this call. The lease may be returned as soon as this work is queued,
+  // even if it has not finished. Does not wait. Throws Error.
   virtual void enter(unsigned slot, void* stream) = 0;
 };
 
-// A whole message that has arrived. Its payload may be read and written.
+// A complete message that has arrived. Its payload may be read and written.
 struct Arrival {
   int peer = -1;
   Message message;
   Lease payload;
 
-  // Number of slots of the channel, and number of slots that this process holds. If nearly all are
-  // held, the receiver should copy. `held` lives as long as `payload`; null if the channel is not
-  // bounded by slots.
+  // Number of slots of the channel, and the number of them that this process holds. If nearly all
+  // are held, the receiver should copy the payload. `held` is valid as long as `payload`, and null
+  // if the number of slots does not limit the channel.
   unsigned slots = 0;
   const std::atomic<unsigned>* held = nullptr;
 
   // Time on the monotonic clock at which the last byte was received. 0 if no thread observes the
-  // arrival, as in memory that the peer writes directly.
+  // arrival, for example if the peer writes directly into this process's memory.
   std::int64_t arrived_ns = 0;
 
-  // Must be called for `slot` before the payload is read if the payload is in GPU memory; null if
-  // it is in host memory. Lives as long as `payload`.
+  // Null if the payload is in host memory. If it is in GPU memory, device->enter(slot, stream) must
+  // be called before a stream reads it. Valid as long as `payload`.
   DevicePayload* device = nullptr;
   unsigned slot = 0;
 };
 
-// The failure of a channel that was not closed properly. Reported once per peer.
+// The failure of a channel, which was not closed properly. Reported once per peer.
 struct Failure {
   enum class Kind { kPeerLost, kTransport };
   Kind kind = Kind::kTransport;
@@ -127,18 +127,18 @@ struct Failure {
   std::string text;  // one line: what happened, to whom, what usually causes it
 };
 
-// An item that a caller put, in the caller's own encoding.
+// An item that a caller added with put(), in the caller's own encoding.
 struct Posted {
   std::uint64_t item = 0;
 };
 
 using Item = std::variant<Arrival, Failure, Posted>;
 
-// A futex word by which a peer on this node wakes this process. It is in an anonymous file of one
-// page, which this process and all its senders map.
+// A futex word with which peers on this node wake this process. It is in an anonymous file of one
+// page that this process and all processes that send to it map.
 class Bell {
  public:
-  Bell();  // makes one. Throws SystemError.
+  Bell();  // creates a new bell. Throws SystemError.
   // Maps the bell of a peer. Throws Error if the descriptor is not a bell.
   static Bell attach(ScopedFd fd);
 
@@ -147,13 +147,13 @@ class Bell {
 
   int fd() const noexcept { return fd_.get(); }
 
-  // Must be called after a change that the owner may be waiting for has become visible. Unless the
-  // owner sleeps, this costs only a fence and a load of a line that is not written. Returns whether
-  // the owner sleeps; in this case it checks its condition at least once more.
+  // Must be called after a change that the owner may be waiting for has become visible. If the
+  // owner is awake, this costs only a fence and a load of a cache line that is not written. Returns
+  // whether the owner sleeps; a sleeping owner then checks its condition at least once more.
   bool ring() noexcept;
 
-  // The owner announces its sleep, checks its condition once more, and then sleeps until the bell
-  // rings, a spurious wake-up, or the deadline.
+  // To wait, the owner calls announce_sleep(), checks its condition once more, and then sleeps
+  // until the bell rings, the deadline passes, or a spurious wake-up occurs.
   std::uint32_t announce_sleep() noexcept;
   void sleep(std::uint32_t announced, const Deadline& deadline);
   void end_sleep() noexcept;
@@ -175,41 +175,44 @@ class Source {
  public:
   virtual ~Source() = default;
 
-  // Moves arrivals into `into` by Completions::found(), and returns whether there were any. Never
-  // blocks and never throws; a broken peer becomes a Failure. Without arrivals, this costs one load
-  // of a line that only the peer writes.
+  // Adds arrivals to `into` with Completions::found(), and returns whether there were any. Never
+  // blocks and never throws; a broken peer is reported as a Failure. If nothing arrived, this costs
+  // one load of a cache line that only the peer writes.
   virtual bool poll(Completions& into) noexcept = 0;
 
-  // Called before the waiter sleeps, and followed by one more poll(). Later arrivals must ring the
-  // bell. Does nothing if the peer always rings the bell.
+  // Called before the waiter sleeps; one more poll() follows. After this call, arrivals must ring
+  // the bell. The default does nothing, for sources whose peer always rings the bell.
   virtual void arm() noexcept {}
 };
 
 // All methods may be called from any thread; one thread at a time waits or polls.
 class Completions {
  public:
-  // local_processes: busy processes that share this node's CPUs; decides how long wait() spins.
+  // `local_processes` is the number of busy processes that share this node's CPUs. It determines
+  // how long wait() spins.
   explicit Completions(unsigned local_processes) : spin_(local_processes) {}
   Completions(const Completions&) = delete;
   Completions& operator=(const Completions&) = delete;
 
-  // Returns the oldest item; empty if there is none.
+  // Returns the oldest item, or an empty value if there is none.
   std::optional<Item> poll();
 
-  // Waits for an item and returns the oldest. Empty if the deadline passed, or if no item came for
-  // about `longest`, for callers that do other work periodically. The clock is read only after some
-  // unsuccessful spinning.
+  // Waits for an item and returns the oldest. Returns an empty value if the deadline passed or if
+  // no item came for about `longest`, which is for callers that do other work periodically. The
+  // clock is read only after some unsuccessful spinning.
   std::optional<Item> wait(const Deadline& deadline,
                            std::chrono::nanoseconds longest = std::chrono::nanoseconds::max());
 
   // Adds an item and wakes the waiter.
   void put(Item item);
 
-  // Adds an item. Only Source::poll() may call this, because its caller then checks the queue.
+  // Adds an item without waking the waiter. Only Source::poll() may call this, because the caller
+  // of poll() checks the queue afterwards.
   void found(Item item);
 
-  // Allows a thread other than the waiter to process arrivals, such as pieces of large messages
-  // while the process computes. All arrivals from before the call are processed when it returns.
+  // Processes arrivals on a thread other than the waiter's, for example pieces of large messages
+  // while the process computes. When it returns, everything that arrived before the call has been
+  // processed.
   void drain_sources();
 
   void add(std::shared_ptr<Source> source);

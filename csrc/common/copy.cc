@@ -13,7 +13,8 @@ namespace adaptive {
 namespace {
 
 constexpr std::size_t kLine = 64;
-// Copies of this size and above are read from memory in any case.
+// Copies of this size and above do not stay in the caches, so their reader fetches them from memory
+// anyway.
 constexpr std::size_t kStreamFromBytes = std::size_t{512} << 10;
 
 // Copies whole lines to an aligned address.

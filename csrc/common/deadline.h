@@ -16,21 +16,23 @@ using Tick = std::function<void()>;
 
 class Deadline {
  public:
-  // steady_clock is CLOCK_MONOTONIC on Linux, the clock that futexes are given.
+  // steady_clock is CLOCK_MONOTONIC on Linux, which is also the clock of futexes.
   using Clock = std::chrono::steady_clock;
 
   static Deadline after(std::chrono::nanoseconds wait) { return Deadline(Clock::now() + wait); }
 
   static Deadline at(Clock::time_point when) { return Deadline(when); }
 
-  // The earlier of this deadline and `slice` from now, for waits that do other work periodically.
+  // Returns the earlier of this deadline and now + `slice`, for waits that do other work
+  // periodically.
   Deadline at_most(std::chrono::nanoseconds slice) const {
     return Deadline(std::min(when_, Clock::now() + slice));
   }
 
   bool expired() const { return Clock::now() >= when_; }
 
-  // Time left in whole milliseconds, rounded up so that poll() does not spin at the end.
+  // Remaining time in whole milliseconds, rounded up so that poll() does not spin just before the
+  // deadline.
   int remaining_ms() const {
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(when_ - Clock::now()).count();
     return static_cast<int>(std::clamp<std::int64_t>(left, 0, 1'000'000'000));

@@ -1,4 +1,4 @@
-// The exceptions of the core, and their meanings:
+// The exceptions of the core:
 //
 //   Error             a rule was broken: foreign memory, wrong peer, misuse
 //   +- SystemError    a system call failed; carries its name, its argument and errno's text
@@ -42,7 +42,7 @@ class PeerLostError : public Error {
   using Error::Error;
 };
 
-// Throws the error of the failed system call, from errno.
+// Throws a SystemError for the system call that failed, with the text of errno.
 [[noreturn]] inline void throw_errno(const std::string& call, const std::string& argument) {
   const int code = errno;
   throw SystemError(call, argument, code);

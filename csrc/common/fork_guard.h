@@ -10,8 +10,9 @@
 
 namespace adaptive {
 
-// A copy of an object in a forked child, such as a data loader, must neither answer peers nor
-// return slots. The page of `mark_` is zero in every child.
+// A forked child, such as a data loader, has copies of its parent's objects. Such a copy must
+// neither reply to peers nor return slots. The kernel fills the page of `mark_` with zeros in every
+// child.
 class ForkGuard {
  public:
   ForkGuard() : size_bytes_(static_cast<std::size_t>(::sysconf(_SC_PAGESIZE))) {

@@ -15,7 +15,8 @@
 namespace adaptive {
 namespace {
 
-// One per process, as fork() is. Never destroyed, because other objects may be destroyed later.
+// There is one per process, because a fork() affects all sockets of the process. Never destroyed,
+// because other objects may be destroyed later.
 class Registry {
  public:
   static Registry& instance() {
@@ -34,7 +35,8 @@ class Registry {
     fds_.push_back(fd);
   }
 
-  // Closes it before another thread's fork() can mistake the number for one of ours.
+  // Removes and closes the descriptor under the lock. Otherwise another thread's fork() could
+  // mistake a reused number for one of these sockets.
   void close(ScopedFd* fd) noexcept {
     const std::lock_guard<std::mutex> lock(mutex_);
     fds_.erase(std::remove(fds_.begin(), fds_.end(), fd->get()), fds_.end());
@@ -54,7 +56,7 @@ class Registry {
     }
   }
 
-  // Runs in the child, which holds the lock of the thread that called fork().
+  // Runs in the child, where the lock is still held because the thread that called fork() took it.
   void replace_all() noexcept {
     for (const int fd : fds_) {
       ::dup3(nobody_.get(), fd, O_CLOEXEC);

@@ -1,4 +1,4 @@
-// The owner of a socket whose closing must be visible to the peer.
+// The owner of a socket. When the socket closes, the peer must notice it.
 #pragma once
 
 #include "common/scoped_fd.h"
@@ -6,8 +6,8 @@
 namespace adaptive {
 
 // A forked child (a data loader) that inherited such a socket would keep the connection open after
-// its parent exited, and hide the exit from the peer. Therefore fork() replaces the socket in the
-// child by an unconnected socket with the same number.
+// its parent exited, and hide the exit from the peer. Therefore a fork handler replaces the child's
+// copy with an unconnected socket that has the same number.
 class ForkSafeFd {
  public:
   ForkSafeFd() noexcept = default;

@@ -1,4 +1,5 @@
-// Sleeping on a 32-bit word that several processes share, and how long to spin before that.
+// Functions to sleep on a 32-bit word that several processes share, and the rule for how long to
+// spin before sleeping.
 #pragma once
 
 #include <linux/futex.h>
@@ -22,8 +23,9 @@ static_assert(std::atomic<std::uint32_t>::is_always_lock_free &&
                   sizeof(std::atomic<std::uint32_t>) == sizeof(std::uint32_t),
               "a futex needs a plain 32-bit word");
 
-// Sleeps while `word` holds `expected`, until woken, interrupted or past the deadline. Returns
-// false only if the deadline passed; after true, the caller must check its condition again.
+// Sleeps while `word` equals `expected`, until another thread wakes this one, a signal arrives, or
+// the deadline passes. Returns false only if the deadline passed. If it returns true, the caller
+// must check its condition again.
 inline bool futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t expected,
                        const Deadline& deadline) {
   const timespec until = deadline.as_timespec();
@@ -38,7 +40,7 @@ inline bool futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t expected,
   throw_errno("futex", "FUTEX_WAIT_BITSET");
 }
 
-// Wakes all threads that sleep on `word`, in any process. Never fails on a mapped word.
+// Wakes all threads that sleep on `word`, in any process. Never fails if the word is mapped.
 inline void futex_wake_all(std::atomic<std::uint32_t>& word) noexcept {
   ::syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
@@ -51,7 +53,7 @@ inline void relax_cpu() noexcept {
 #endif
 }
 
-// Number of CPUs this process may run on; 1 when the kernel does not tell.
+// Returns the number of CPUs that this process may run on, or 1 if the kernel does not report it.
 inline unsigned allowed_cpus() noexcept {
   cpu_set_t set;
   CPU_ZERO(&set);
@@ -61,17 +63,18 @@ inline unsigned allowed_cpus() noexcept {
   return static_cast<unsigned>(CPU_COUNT(&set));
 }
 
-// Adapts the time that a waiter spins before it sleeps to the success of earlier spins. A futex
-// wake costs 20-46 us, so a spin of that length pays if the other side runs on its own CPU. A long
-// spin lasts several wakes plus some work, so that it also succeeds if the peer slept; otherwise
-// two processes that exchange messages would always make each other sleep. If both share a CPU, a
-// spinner takes time from the process it waits for. This happens if there are more busy processes
-// than CPUs, on a machine with other work, which only unsuccessful spins show, and if a wake put
-// both processes on one CPU while another CPU is idle. Therefore a long spin yields periodically,
-// which lets the peer run and makes the kernel move one of the processes.
+// Determines how long a waiter spins before it sleeps, based on the success of earlier spins. A
+// futex wake costs 20-46 us, so a spin of that length pays off if the other side runs on its own
+// CPU. A long spin lasts as long as several wakes plus some work, so that it also succeeds if the
+// peer slept. Otherwise, two processes that exchange messages would always make each other sleep.
+// If both processes share a CPU, a spinner takes time from the process that it waits for. There are
+// three cases: more busy processes than CPUs; a machine with other work, which only unsuccessful
+// spins reveal; and a wake that put both processes on one CPU while another CPU is idle. Therefore
+// a long spin yields periodically, which lets the peer run and makes the kernel move one of the
+// processes.
 class SpinBudget {
  public:
-  // local_processes is how many busy processes share this node's CPUs.
+  // `local_processes` is the number of busy processes that share this node's CPUs.
   explicit SpinBudget(unsigned local_processes) noexcept
       : longest_(local_processes > allowed_cpus() ? kShortest : kLongest) {}
 
@@ -100,7 +103,8 @@ class SpinBudget {
     if (short_spins_left_ > 0) {
       --short_spins_left_;
     } else {
-      // After an unsuccessful long spin, the next spins are short; their number doubles each time.
+      // After an unsuccessful long spin, the next spins are short. The number of short spins
+      // doubles with each unsuccessful long spin.
       penalty_ = std::clamp(2 * penalty_, 1, kLongestPenalty);
       short_spins_left_ = penalty_;
     }

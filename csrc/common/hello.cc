@@ -139,7 +139,7 @@ std::size_t parse_record_header(const std::uint8_t* bytes, std::size_t size_byte
   }
   if (announced_fds != num_fds) {
     throw Error("a record with " + std::to_string(announced_fds) + " descriptors came where " +
-                std::to_string(num_fds) + " were due");
+                std::to_string(num_fds) + " were expected");
   }
   return announced_bytes;
 }

@@ -1,5 +1,5 @@
-// Encodes and decodes a link's two frames. Only these functions check the bytes that come from
-// another process before a channel exists.
+// Functions that encode and decode the two kinds of frames of a link. Before a channel exists, they
+// are the only code that checks the bytes from another process.
 //
 //   hello   magic 4 | version 2 | verdict 1 | zero 1 | token 16 | rank 4 | target rank 4 | purpose
 //   16 record  magic 4 | number of bytes 4 | number of descriptors 4, then the bytes
@@ -22,7 +22,7 @@ constexpr std::size_t kHelloBytes = 48;
 constexpr std::size_t kRecordHeaderBytes = 12;
 constexpr std::size_t kMaxPurpose = 15;
 
-// The listener's answer to a hello. Any answer except kWelcome closes the connection and does not
+// The listener's reply to a hello. Every reply except kWelcome closes the connection and does not
 // contain the token.
 enum class Verdict : std::uint8_t {
   kWelcome = 0,
@@ -43,10 +43,11 @@ using HelloBytes = std::array<std::uint8_t, kHelloBytes>;
 
 HelloBytes encode_hello(const Hello& hello);
 
-// Empty if the bytes are not a hello. For another version, only `version` is set.
+// Returns an empty value if the bytes are not a hello. If the hello has another version, only
+// `version` is set.
 std::optional<Hello> parse_hello(const std::uint8_t* bytes, std::size_t size_bytes);
 
-// Returns the listener's answer to a hello.
+// Returns the listener's reply to a hello.
 Verdict judge_hello(const Hello& hello, const Identity& self);
 
 const char* reason_of(Verdict verdict);

@@ -29,7 +29,7 @@ constexpr auto kFirstRetry = std::chrono::milliseconds(2);
 constexpr auto kLongestRetry = std::chrono::milliseconds(100);
 constexpr auto kTickEvery = std::chrono::milliseconds(100);
 
-// Waits between two attempts, where no event can end the wait.
+// Sleeps between two attempts, because no event reports when the next attempt can succeed.
 class Pause {
  public:
   Pause(const Deadline& deadline, const Tick& tick) : deadline_(deadline), tick_(tick) {}
@@ -59,8 +59,8 @@ class Pause {
   std::chrono::milliseconds since_tick_{0};
 };
 
-// Tries to connect once. If another attempt makes sense, returns an empty owner with the reason in
-// errno.
+// Tries to connect once. If it fails and another attempt makes sense, returns an empty ScopedFd and
+// leaves the reason in errno.
 ScopedFd try_connect(const SocketAddress& address, const std::string& name,
                      const Deadline& deadline, const Tick& tick) {
   ScopedFd socket = open_stream_socket(address.family());
@@ -94,7 +94,8 @@ ScopedFd try_connect(const SocketAddress& address, const std::string& name,
   }
 }
 
-// Sends our hello and reads the answer. Returns false if the peer closed without an answer.
+// Sends this process's hello and reads the reply. Returns false if the peer closed the connection
+// without a reply.
 bool shake_hands(int socket, const Identity& self, int peer, const std::string& name,
                  const Deadline& deadline, const Tick& tick) {
   const std::string what =
@@ -123,7 +124,7 @@ bool shake_hands(int socket, const Identity& self, int peer, const std::string& 
     throw Error("rank " + std::to_string(peer) + " at " + name +
                 " refused this process: " + reason_of(theirs->verdict));
   }
-  // The peer's verdict on this process does not show that the peer is the right process.
+  // The peer accepts this process, but it may still be the wrong process itself.
   const Verdict verdict = judge_hello(*theirs, self);
   if (verdict != Verdict::kWelcome || theirs->self.rank != peer) {
     throw Error("the process at " + name + " is not rank " + std::to_string(peer) + ": " +
@@ -132,7 +133,8 @@ bool shake_hands(int socket, const Identity& self, int peer, const std::string& 
   return true;
 }
 
-// Repeats connection and handshake until they succeed, a rule is broken, or the deadline passes.
+// Repeats the connection and the handshake until they succeed, the peer is found to be the wrong
+// process, or the deadline passes.
 ScopedFd connect_and_greet(const SocketAddress& address, const Identity& self, int peer,
                            const Deadline& deadline, const Tick& tick) {
   const std::string name = address.text();

@@ -1,11 +1,11 @@
-// The socket between two processes, by which they find and authenticate each other, exchange the
-// data that their channels need (descriptors, queue pair numbers), and notice when the peer exits.
+// The socket between two processes. With it, they authenticate each other, exchange the data that
+// their channels need (descriptors, queue pair numbers), and notice when the peer exits.
 //
 //   unix   same node and user: abstract name, SO_PEERCRED checked, carries descriptors
 //   tcp    any node: token of the job checked, both directions
 //
-// A link is created by blocking calls with deadlines, before training. Afterwards it belongs to a
-// channel, which passes it to the reactor (see LinkWatch).
+// A link is created before training, by blocking calls with deadlines. Afterwards it belongs to a
+// channel, which passes the link to the reactor (see LinkWatch).
 #pragma once
 
 #include <sys/types.h>
@@ -29,7 +29,7 @@ namespace adaptive {
 
 using Token = std::array<std::uint8_t, 16>;  // known to the processes of one job only
 
-// The sender's identity, which both sides send first; a mismatch closes the connection.
+// The identity of a process. Both sides send their own first, and a mismatch closes the connection.
 struct Identity {
   Token token{};
   int rank = -1;
@@ -49,20 +49,21 @@ class Link {
   bool is_unix() const noexcept { return unix_; }
   const std::string& remote() const noexcept { return remote_; }  // "10.0.0.3:4711", for messages
 
-  // A descriptor of the peer's process, which becomes readable when the process exits. Unlike the
-  // closing of the socket, a child that the peer forked cannot hide the exit. Empty if the kernel
-  // does not support it.
+  // Returns a descriptor of the peer's process, which becomes readable when the process exits. A
+  // child that the peer forked can keep the socket open, but it cannot hide the exit. Empty if the
+  // kernel does not support it.
   ScopedFd open_process() const;
 
-  // A length-prefixed record with descriptors (unix links only).
+  // Sends a length-prefixed record with descriptors (unix links only).
   void send_record(const std::vector<std::uint8_t>& bytes, const std::vector<int>& fds,
                    const Deadline& deadline, const Tick& tick);
   struct Record {
     std::vector<std::uint8_t> bytes;
     std::vector<ScopedFd> fds;
   };
-  // Throws Error for a record above `max_bytes` or with a different number of descriptors than
-  // `num_fds`, DeadlineError, and Error "closed" if the peer has closed the connection.
+  // Receives a record. Throws DeadlineError, and Error if the record is larger than `max_bytes`, if
+  // it does not have exactly `num_fds` descriptors, or if the peer has closed the connection
+  // ("closed").
   Record recv_record(std::size_t max_bytes, std::size_t num_fds, const Deadline& deadline,
                      const Tick& tick);
 
@@ -81,7 +82,8 @@ class Link {
   std::string remote_;
 };
 
-// Waits for peers. accept() waits for a given peer, and keeps other peers that connect earlier.
+// Waits for peers to connect. accept() waits for one particular peer, and keeps the connections of
+// other peers until they are accepted.
 class Listener {
  public:
   static Listener on_unix(const Identity& self);
@@ -94,8 +96,8 @@ class Listener {
   std::string address() const;  // "@name" or "host:port" (IPv6 in brackets), for the peers
   std::size_t num_refused() const noexcept;  // number of rejected connections so far
 
-  // Foreign connections (wrong token, user, version, garbage) are closed and counted, and never
-  // block other connections.
+  // Connections that do not belong to the job (wrong token, user or version, or other bytes than a
+  // hello) are closed and counted, and never block other connections.
   Link accept(int peer, const std::string& purpose, const Deadline& deadline, const Tick& tick);
 
  private:
@@ -104,14 +106,14 @@ class Listener {
   std::unique_ptr<Impl> impl_;
 };
 
-// Connects to `peer`, and waits until it listens if necessary. Throws DeadlineError with the
+// Connects to `peer`. If the peer does not listen yet, waits for it. Throws DeadlineError with the
 // address, and Error if the peer rejects this process's identity or has the wrong identity itself.
 Link connect_unix(const std::string& address, const Identity& self, int peer,
                   const Deadline& deadline, const Tick& tick);
 Link connect_tcp(const std::string& host, int port, const Identity& self, int peer,
                  const Deadline& deadline, const Tick& tick);
 
-// Returns a text that no data came from a peer for a time, with possible reasons.
+// Returns a message that nothing came from a peer for `elapsed`, with possible reasons.
 std::string silence_text(std::chrono::nanoseconds elapsed, std::chrono::milliseconds limit);
 
 // Watches a link that carries no payloads (shm, rdma). Calls `lost` once with a reason, on the

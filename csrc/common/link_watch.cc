@@ -20,7 +20,7 @@ namespace {
 constexpr char kHeartbeat = 'h';
 constexpr char kGoodbye = 'g';
 constexpr auto kLongestPeriod = std::chrono::milliseconds(1000);
-// Number of heartbeats, and of reads from the socket, within the time limit.
+// Minimum number of ticks within the time limit. Each tick reads the socket and sends a heartbeat.
 constexpr int kTicksPerLimit = 4;
 
 }  // namespace
@@ -63,7 +63,7 @@ struct LinkWatch::Impl : std::enable_shared_from_this<LinkWatch::Impl> {
   std::uint64_t timer = 0;
   std::atomic<bool> said_goodbye{false};
 
-  // Used only by the reactor's thread.
+  // Members that only the reactor's thread uses.
   bool over = false;  // a goodbye came, or the loss was reported
   int silent_ticks = 0;
   Deadline::Clock::time_point heard = Deadline::Clock::now();
@@ -81,7 +81,7 @@ void LinkWatch::Impl::start() {
   timer = reactor.every(period, [self] { self->on_tick(); });
 }
 
-// Breaks the reference cycle: the reactor's entries own this object.
+// Breaks the reference cycle, which exists because the reactor's entries own this object.
 void LinkWatch::Impl::stop() noexcept {
   reactor.remove(link.fd());
   if (process) {
@@ -99,7 +99,7 @@ void LinkWatch::Impl::report(const std::string& reason) {
   }
 }
 
-// Reads everything that came. Bytes after a goodbye are ignored.
+// Reads everything that has arrived. Bytes after a goodbye are ignored.
 void LinkWatch::Impl::read_all() {
   std::array<char, 256> bytes;
   while (!over) {
@@ -115,7 +115,7 @@ void LinkWatch::Impl::read_all() {
             left();
           }
         } else if (byte != kHeartbeat) {
-          report("it sent something else than heartbeats");
+          report("it sent something other than heartbeats");
         }
       }
     } else if (count == 0) {
@@ -142,12 +142,13 @@ void LinkWatch::Impl::on_process() {
   reactor.remove(process.get());
 }
 
-// Counts ticks instead of time: after a pause of this process, messages that the peer sent
-// meanwhile are read before the peer counts as silent.
+// Counts ticks instead of measuring time. After a pause of this process, the bytes that the peer
+// sent meanwhile are therefore read before the peer is considered silent.
 void LinkWatch::Impl::on_tick() {
   if (!said_goodbye.load()) {
     const char beat = kHeartbeat;
-    // If the buffer is full, the peer reads nothing and will soon count as silent.
+    // A failed send is ignored. If the buffer is full, the peer is not reading and will soon be
+    // considered silent.
     [[maybe_unused]] const ssize_t sent = ::send(link.fd(), &beat, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
   }
   ++silent_ticks;
@@ -174,8 +175,8 @@ LinkWatch::LinkWatch(Reactor& reactor, Link link, std::chrono::milliseconds sile
 LinkWatch::~LinkWatch() {
   impl_->stop();
   if (impl_->guard.in_maker() && impl_->said_goodbye.load()) {
-    // Unread bytes would turn the end of the connection into a reset, which could overtake the
-    // goodbye.
+    // If unread bytes remained, closing would reset the connection, and the reset could overtake
+    // the goodbye.
     std::array<char, 256> ignored;
     while (::recv(impl_->link.fd(), ignored.data(), ignored.size(), MSG_DONTWAIT) > 0) {
     }

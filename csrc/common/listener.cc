@@ -23,12 +23,12 @@ namespace {
 using Clock = Deadline::Clock;
 
 constexpr auto kSlice = std::chrono::milliseconds(100);
-// Peers send their hello immediately after they connect. Later ones are not peers, or connect
-// again.
+// Peers send their hello immediately after they connect. A connection that takes longer is not from
+// a peer, or the peer will connect again.
 constexpr auto kHelloLimit = std::chrono::seconds(5);
 // A peer whose connection broke connects again immediately; a failed peer does not.
 constexpr auto kReconnectLimit = std::chrono::seconds(1);
-// Limits the descriptors that unknown processes can use up in this process.
+// Limits the number of descriptors that connections from unknown processes can use up.
 constexpr std::size_t kMostHalfOpen = 64;
 
 std::string random_name() {
@@ -103,7 +103,7 @@ void Listener::Impl::accept_new() {
       if (errno == EINVAL || errno == EBADF || errno == ENOTSOCK || out_of_descriptors) {
         throw_errno("accept4", SocketAddress::local_of(fd.get()).text());
       }
-      // no connection, or one that was closed again: its errors do not concern this process
+      // no connection is waiting, or it was closed again; other errors do not concern this process
       return;
     }
     if (is_unix && !peer_of_same_user(guest.get())) {
@@ -134,7 +134,7 @@ bool Listener::Impl::advance(HalfOpen& guest) {
   std::vector<ScopedFd> unwanted;
   try {
     while (guest.filled_bytes < kHelloBytes) {
-      // Reads no further byte: the bytes that follow belong to the channel.
+      // Reads no byte beyond the hello, because the bytes after it belong to the channel.
       switch (receive_some(guest.fd.get(), guest.bytes.data() + guest.filled_bytes,
                            kHelloBytes - guest.filled_bytes, guest.filled_bytes, unwanted)) {
         case IoResult::kProgress:
@@ -149,7 +149,7 @@ bool Listener::Impl::advance(HalfOpen& guest) {
       answer(guest, *hello);
     }
   } catch (const Error&) {
-    // Broken connections of unknown processes do not matter, and a peer connects again.
+    // A broken connection of an unknown process does not matter, and a peer connects again.
   }
   return true;
 }
@@ -161,7 +161,7 @@ void Listener::Impl::answer(HalfOpen& guest, const Hello& hello) {
   reply.target = hello.self.rank;
   reply.verdict = judge_hello(hello, self);
   const HelloBytes bytes = encode_hello(reply);
-  // Short enough that a new socket always has room.
+  // The reply is short enough to fit into the buffer of a new socket.
   const ssize_t sent = ::send(guest.fd.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
   if (sent != static_cast<ssize_t>(bytes.size()) || reply.verdict != Verdict::kWelcome) {
     return;
@@ -177,7 +177,8 @@ void Listener::Impl::answer(HalfOpen& guest, const Hello& hello) {
     link.remote_ = SocketAddress::remote_of(guest.fd.get()).text();
   }
   link.fd_ = ForkSafeFd(std::move(guest.fd));
-  // A second connection from the same peer replaces the first, which the peer gave up.
+  // A second connection from the same peer replaces the first, because the peer has given up the
+  // first.
   ready.insert_or_assign(Key(hello.self.rank, hello.self.purpose), std::move(link));
 }
 
@@ -223,7 +224,7 @@ std::size_t Listener::num_refused() const noexcept {
 Link Listener::accept(int peer, const std::string& purpose, const Deadline& deadline,
                       const Tick& tick) {
   auto next_tick = Clock::now() + kSlice;
-  // when this process noticed that the peer had closed again
+  // time at which this process noticed that the peer had closed its connection again
   std::optional<Clock::time_point> gave_up;
   for (;;) {
     impl_->accept_new();

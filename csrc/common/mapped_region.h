@@ -1,4 +1,4 @@
-// Memory files that processes share, and the owner of their mappings.
+// Memory files that processes share, and a class that owns a mapping of such a file.
 #pragma once
 
 #include <fcntl.h>
@@ -16,7 +16,8 @@
 
 namespace adaptive {
 
-// Seals of a file whose size cannot change, because an access past its end would kill this process.
+// Seals that fix the size of a file. If a peer could shrink the file, an access past its end would
+// kill this process.
 constexpr int kSizeSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 // Creates an anonymous file of zeros with a fixed size. Throws SystemError.
@@ -34,8 +35,8 @@ inline ScopedFd make_sealed_file(const char* name, std::size_t size_bytes, unsig
   return fd;
 }
 
-// Returns the size of such a file from another process. Throws Error, beginning with `what`, for
-// any other file.
+// Returns the size of a sealed file that another process created. Throws Error, with a message that
+// begins with `what`, if the size is not sealed.
 inline std::size_t sealed_size(int fd, const std::string& what) {
   struct stat status{};
   if (::fstat(fd, &status) != 0) {
@@ -58,8 +59,9 @@ class MappedRegion {
  public:
   MappedRegion() noexcept = default;
 
-  // Maps the first size_bytes of fd, readable and writable, shared, and touches every page now so
-  // that no page fault falls into a hot path. The mapping outlives fd. Throws SystemError.
+  // Creates a shared mapping of the first size_bytes of fd, readable and writable. Touches every
+  // page now, so that no page fault happens in a hot path. The mapping outlives fd. Throws
+  // SystemError.
   static MappedRegion shared(int fd, std::size_t size_bytes) {
     return MappedRegion(fd, size_bytes, MAP_SHARED | MAP_POPULATE);
   }
@@ -69,7 +71,8 @@ class MappedRegion {
     return MappedRegion(fd, size_bytes, MAP_SHARED);
   }
 
-  // Private, untouched memory of zeros, in huge pages if possible. Throws SystemError.
+  // Creates private memory that is filled with zeros and not touched yet, with huge pages if
+  // possible. Throws SystemError.
   static MappedRegion anonymous(std::size_t size_bytes) {
     MappedRegion region(-1, size_bytes, MAP_PRIVATE | MAP_ANONYMOUS);
     if (size_bytes >= kHugePageBytes) {

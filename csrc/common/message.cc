@@ -59,7 +59,8 @@ const char* kind_name(MessageKind kind) noexcept {
               "; do both ranks run the same version, and is nothing else writing to the channel?");
 }
 
-// Computes the bytes of a payload of this shape. Returns false if they do not fit.
+// Computes the size in bytes of a payload with the message's shape. Returns false if the size does
+// not fit into 64 bits.
 bool payload_bytes(const Message& message, std::uint64_t* result) noexcept {
   std::uint64_t bytes = element_bytes(message.dtype);
   bool empty = false;

@@ -1,4 +1,4 @@
-// The header of every payload in every transport, and its rules.
+// The header that precedes every payload in every transport, and the rules for its fields.
 //
 // A Message comes from another process, so its fields are not trusted. Only check_message() decides
 // whether a message is valid. docs/reference/transport.md describes the bytes.
@@ -33,11 +33,11 @@ enum class ElementType : std::uint8_t {
   kBool,
   kComplex64,
   kComplex128,
-  kFloat8,  // any 8-bit float: which one, `variant` says
+  kFloat8,  // any 8-bit float; `variant` says which one
   kCount
 };
 
-// 128 bytes, little endian, without padding between the fields.
+// The header: 128 bytes, little endian, without padding between the fields.
 struct Message {
   std::uint32_t magic = kMessageMagic;
   std::uint16_t version = kMessageVersion;
@@ -61,21 +61,23 @@ struct Message {
 };
 static_assert(sizeof(Message) == 128, "the message is part of the wire format");
 
-// Size of an element in bytes; 0 for a code that is not in the table.
+// Returns the size of an element in bytes, or 0 for a code that is not in the table.
 std::size_t element_bytes(ElementType dtype) noexcept;
 
-// DLPack's type code; 8-bit floats and unknown codes are unsigned integers there.
+// Returns DLPack's type code. For 8-bit floats and unknown codes, this is the code of unsigned
+// integers.
 std::uint8_t dlpack_code(ElementType dtype) noexcept;
 
-// Throws Error with `peer` and the field unless the message belongs to `job`, its numbers agree
-// with each other (shape times element size is nbytes, the piece lies inside) and piece_bytes is at
-// most `room_bytes`. The caller checks sequence and offset, because it knows the expected values.
+// Checks a message from `peer`. Throws Error, with the peer and the field, unless the message
+// belongs to `job`, its numbers are consistent (shape times element size is nbytes, and the piece
+// lies inside the payload), and piece_bytes is at most `room_bytes`. The caller must check sequence
+// and offset, because only the caller knows the expected values.
 void check_message(const Message& message, std::uint64_t job, std::size_t room_bytes, int peer);
 
-// "F chunk 1 microbatch 7 of step 12", for error messages.
+// Returns text for error messages, such as "F chunk 1 microbatch 7 of step 12".
 std::string describe(const Message& message);
 
-// CRC-32C, computed with the processor's instruction if available.
+// Returns the CRC-32C, computed with the processor's instruction if available.
 std::uint32_t crc32c(const void* data, std::size_t size_bytes) noexcept;
 
 }  // namespace adaptive

@@ -34,8 +34,9 @@ using Clock = Deadline::Clock;
 constexpr std::uint64_t kWakeId = 0;
 constexpr std::size_t kEventsPerRound = 64;
 
-// Between the kernel's report of an event and its processing, a handler may have been removed and
-// its descriptor's number reused. Events therefore have an id that is never reused.
+// A handler whose descriptor is watched. After the kernel has reported an event, the handler may be
+// removed and the descriptor's number reused before the event is processed. Events therefore carry
+// an id that is never reused.
 struct Watch {
   std::uint64_t id = 0;
   int fd = -1;
@@ -55,9 +56,10 @@ struct Scheduling {
   std::uint64_t period_ns = 0;
 };
 
-// This thread runs for a few microseconds, often on the same CPU as a thread that computes. Linux
-// 6.12 and later run threads with short slices soon after a wake, instead of after the other
-// thread's slice of a few milliseconds. Earlier versions ignore the setting.
+// Requests short time slices for this thread, which runs for a few microseconds, often on the same
+// CPU as a thread that computes. Linux 6.12 and later run a thread with short slices soon after a
+// wake, instead of only after the other thread's slice of a few milliseconds. Earlier versions
+// ignore the setting.
 void ask_for_short_slices() noexcept {
   constexpr std::uint64_t kSliceNs = 100'000;
   Scheduling now;
@@ -77,8 +79,8 @@ struct Timer {
   Reactor::Task task;
 };
 
-// Blocks the signals that programs handle in their main thread. Signals for faults of this thread
-// stay enabled for crash reports.
+// Blocks the signals that programs handle in their main thread. The signals that report faults of
+// this thread itself stay enabled, so that crash reports work.
 class AllSignalsBlocked {
  public:
   AllSignalsBlocked() {
@@ -115,7 +117,8 @@ struct Reactor::Impl : std::enable_shared_from_this<Reactor::Impl> {
   void rethrow_kept();
   void wait_until_not_running(std::unique_lock<std::mutex>& lock, std::uint64_t id);
   bool is_own_thread() const noexcept { return thread.get_id() == std::this_thread::get_id(); }
-  // A forked child has no such thread, and the kernel's objects belong to the parent.
+  // A forked child does not have the reactor's thread, and the kernel's objects belong to the
+  // parent.
   bool forked() const noexcept { return !guard.in_maker(); }
 
   ScopedFd epoll;
@@ -173,7 +176,7 @@ void Reactor::Impl::keep_error() noexcept {
   }
 }
 
-// A failed task has no caller to report to: the next caller of the reactor gets the error.
+// Nobody waits for a task, so its error is reported to the next caller of the reactor.
 void Reactor::Impl::rethrow_kept() {
   if (kept_error) {
     std::rethrow_exception(std::exchange(kept_error, nullptr));
@@ -319,13 +322,13 @@ Reactor::Reactor() : impl_(std::make_shared<Impl>()) {
 
 Reactor::~Reactor() {
   if (impl_->forked()) {
-    // The copy of the thread object can neither be joined nor destroyed here.
+    // Leaks the copy of the thread object, which can be neither joined nor destroyed in the child.
     new std::shared_ptr<Impl>(std::move(impl_));
     return;
   }
   impl_->stopping.store(true);
   impl_->wake();
-  // A reactor's last owner may be one of its own handlers.
+  // The last owner of a reactor may be one of its own handlers.
   if (impl_->is_own_thread()) {
     impl_->thread.detach();
   } else {
@@ -365,7 +368,7 @@ void Reactor::modify(int fd, std::uint32_t events) {
   }
   const std::lock_guard<std::mutex> lock(impl_->mutex);
   const auto entry = impl_->watches.find(fd);
-  // It may have been removed meanwhile, for example after a failure of its handler.
+  // The descriptor may have been removed meanwhile, for example because its handler failed.
   if (entry != impl_->watches.end()) {
     impl_->control(EPOLL_CTL_MOD, fd, events, entry->second->id);
   }

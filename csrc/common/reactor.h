@@ -3,7 +3,8 @@
 // are noticed while the process computes. It never holds the GIL.
 //
 // A forked child does not have this thread. In the child, add() and every() throw, and all other
-// methods do nothing, so that destroying the child's copies of channels does not affect the parent.
+// methods do nothing. Destroying the child's copies of channels therefore does not affect the
+// parent.
 #pragma once
 
 #include <chrono>
@@ -29,14 +30,15 @@ class Reactor {
   void add(int fd, std::uint32_t events, Handler handler,
            std::function<void(const std::exception&)> on_error);
   void modify(int fd, std::uint32_t events);
-  // After this returns, the handler does not run any more (unless the handler made the call).
+  // After this returns, the handler does not run any more (unless the handler itself made the
+  // call).
   void remove(int fd) noexcept;
 
-  // Runs `task` once, soon, on the reactor's thread; not at all if the reactor stops before that.
-  // The next add() or every() rethrows an exception of the task.
+  // Runs `task` once, soon, on the reactor's thread, or not at all if the reactor stops first. If
+  // the task throws, the next add() or every() rethrows the exception.
   void post(Task task);
 
-  // Runs `task` every `period` until stopped; returns its number.
+  // Runs `task` every `period` until it is cancelled; returns the timer's id.
   std::uint64_t every(std::chrono::milliseconds period, Task task);
   void stop(std::uint64_t timer) noexcept;
 

@@ -1,4 +1,5 @@
-// The owner of a file descriptor, and descriptors with which threads and peers send signals.
+// A class that owns a file descriptor, and descriptors with which threads and peers signal each
+// other.
 #pragma once
 
 #include <sys/eventfd.h>
@@ -32,7 +33,7 @@ class ScopedFd {
   // Releases the descriptor; the caller must close it.
   int release() noexcept { return std::exchange(fd_, -1); }
 
-  // close() is not repeated on EINTR, because Linux has already freed the number.
+  // close() is not repeated after EINTR, because Linux has already freed the number.
   void reset(int fd = -1) noexcept {
     const int old = std::exchange(fd_, fd);
     if (old >= 0) {
@@ -44,7 +45,7 @@ class ScopedFd {
   int fd_ = -1;
 };
 
-// A descriptor that is readable from signal() until clear(). Throws SystemError.
+// Returns a descriptor that is readable from signal() until clear(). Throws SystemError.
 inline ScopedFd make_eventfd() {
   ScopedFd fd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!fd) {
@@ -53,7 +54,7 @@ inline ScopedFd make_eventfd() {
   return fd;
 }
 
-// If the descriptor's counter is full, it is already readable.
+// If the write fails because the counter is full, the descriptor is already readable.
 inline void signal(const ScopedFd& fd) noexcept {
   const std::uint64_t one = 1;
   [[maybe_unused]] const ssize_t written = ::write(fd.get(), &one, sizeof(one));

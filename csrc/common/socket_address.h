@@ -12,12 +12,13 @@ namespace adaptive {
 
 class SocketAddress {
  public:
-  // Only abstract names ("@...") are allowed, because they leave no files. Throws
-  // std::invalid_argument.
+  // The address of an abstract name ("@..."). Other names would leave files and are not allowed.
+  // Throws std::invalid_argument.
   static SocketAddress on_unix(const std::string& name);
-  // A numeric IPv4 or IPv6 address, with or without brackets. Throws std::invalid_argument.
+  // `host` is a numeric IPv4 or IPv6 address, with or without brackets. Throws
+  // std::invalid_argument.
   static SocketAddress on_tcp(const std::string& host, int port);
-  // The address a socket is bound to, or that of its peer.
+  // The address that a socket is bound to, or the address of its peer.
   static SocketAddress local_of(int socket);
   static SocketAddress remote_of(int socket);
 
@@ -33,13 +34,13 @@ class SocketAddress {
   socklen_t length_ = 0;
 };
 
-// A non-blocking socket that is closed on exec. TCP sockets do not delay small messages, and detect
-// dead connections. Throws SystemError.
+// Opens a non-blocking socket that is closed on exec. TCP sockets do not delay small messages, and
+// detect dead connections. Throws SystemError.
 ScopedFd open_stream_socket(int family);
 void tune_tcp(int socket);
 
-// The identity of a unix socket's peer according to the kernel. peer_process() is 0 for a process
-// in another PID namespace.
+// Functions that return the kernel's information about the peer of a unix socket. peer_process()
+// returns 0 for a process in another PID namespace.
 bool peer_of_same_user(int socket);
 pid_t peer_process(int socket);
 

@@ -16,7 +16,8 @@ namespace {
 
 constexpr auto kSlice = std::chrono::milliseconds(100);
 
-// Twice the allowed number, so that an excess is counted and closed instead of truncated.
+// Has room for twice the allowed number of descriptors, so that excess ones are counted and closed
+// instead of truncated.
 union ControlBuffer {
   cmsghdr align;
   char bytes[CMSG_SPACE(2 * kMaxRecordFds * sizeof(int))];
@@ -111,7 +112,7 @@ IoResult receive_some(int socket, void* data, std::size_t room_bytes, std::size_
   message.msg_iovlen = 1;
   message.msg_control = control.bytes;
   message.msg_controllen = sizeof(control.bytes);
-  fds.reserve(fds.size() + 2 * kMaxRecordFds);  // no exceptions while the descriptors have no owner
+  fds.reserve(fds.size() + 2 * kMaxRecordFds);  // now, so that nothing throws later
   const ssize_t count = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
   if (count < 0) {
     if (would_block(errno)) {
@@ -140,8 +141,8 @@ void receive_all(int socket, void* data, std::size_t size_bytes, std::vector<Sco
         wait_ready(socket, POLLIN, deadline, tick, what);
         break;
       case IoResult::kEnd:
-        throw Error("closed by the peer, of which " + std::to_string(received_bytes) + " of " +
-                    std::to_string(size_bytes) + " bytes came: " + what);
+        throw Error("closed by the peer after " + std::to_string(received_bytes) + " of " +
+                    std::to_string(size_bytes) + " bytes: " + what);
     }
   }
 }

@@ -1,5 +1,5 @@
-// Complete transfers on non-blocking sockets with deadlines, for connection setup and not for
-// payloads.
+// Functions that transfer a given number of bytes on a non-blocking socket before a deadline. Used
+// to set up connections, not for payloads.
 #pragma once
 
 #include <cstddef>
@@ -12,23 +12,25 @@
 
 namespace adaptive {
 
-// Waits until `fd` has one of `events` or an error, in slices of 100 ms with a tick after each
-// slice. Throws DeadlineError with the text `what`.
+// Waits until `fd` has one of `events` or an error. Calls `tick` every 100 ms. Throws DeadlineError
+// with the message `what`.
 void wait_ready(int fd, short events, const Deadline& deadline, const Tick& tick,
                 const std::string& what);
 
-// Sends all bytes, and the descriptors with the first byte. Throws DeadlineError, SystemError.
+// Sends all bytes, and the descriptors together with the first byte. Throws DeadlineError,
+// SystemError.
 void send_all(int socket, const void* data, std::size_t size_bytes, const std::vector<int>& fds,
               const Deadline& deadline, const Tick& tick, const std::string& what);
 
 enum class IoResult { kProgress, kNotNow, kEnd };
 
-// Calls recvmsg() once for at most `room_bytes`. Adds to `received_bytes` and `fds`. Throws
-// SystemError, and Error if the kernel had to drop descriptors.
+// Calls recvmsg() once, for at most `room_bytes`. Adds the number of received bytes to
+// `received_bytes` and appends the descriptors to `fds`. Throws SystemError, and Error if the
+// kernel had to drop descriptors.
 IoResult receive_some(int socket, void* data, std::size_t room_bytes, std::size_t& received_bytes,
                       std::vector<ScopedFd>& fds);
 
-// Receives exactly size_bytes. Throws DeadlineError, SystemError, and Error "closed" if the peer
+// Receives exactly size_bytes. Throws DeadlineError, SystemError, and Error ("closed") if the peer
 // closed the connection.
 void receive_all(int socket, void* data, std::size_t size_bytes, std::vector<ScopedFd>& fds,
                  const Deadline& deadline, const Tick& tick, const std::string& what);

@@ -52,7 +52,7 @@ class Talk {
       round([&] { return read(); });
       round([&] { return see_consumed(); });
     } catch (const Declined&) {
-      // The exported objects are freed after the importer has closed them.
+      // Closes the peer's objects before the reply, because the peer may free them only afterwards.
       path_.peer = {};
       say(kYes, {});
       hear();
@@ -62,7 +62,7 @@ class Talk {
   }
 
  private:
-  // Each end does its part and then tells the other end the result.
+  // Runs this end's part of a round, and then exchanges the results with the other end.
   Bytes round(const std::function<Bytes()>& part) {
     Bytes result;
     std::string failure;
@@ -137,7 +137,8 @@ class Talk {
     }
     std::memcpy(theirs.bytes, identity.data(), sizeof(theirs.bytes));
     if (std::memcmp(theirs.bytes, own_.bytes, sizeof(theirs.bytes)) != 0) {
-      // A device that this process does not see may still be reachable; the trial determines this.
+      // The peer's device may be reachable even if this process does not see it; the trial will
+      // show it.
       const Device peer = context.driver().find(theirs);
       if (peer >= 0 && !context.driver().can_access_peer(context.device(), peer)) {
         throw Error("device " + std::to_string(context.device()) +
@@ -148,7 +149,7 @@ class Talk {
     const Current current(context);
     path_.stream = make_stream(path_.context);
     local_ = make_event(path_.context, false);
-    // so that earlier contents of the slot cannot match the pattern
+    // Fills the slots, so that their earlier contents cannot match the pattern by chance.
     for (const unsigned slot : tried()) {
       fill(path_.arena.slot(slot), [&](std::size_t i) {
         return static_cast<std::uint8_t>(~trial_byte(wish_.job, link_.peer(), slot, i));

@@ -1,5 +1,5 @@
-// Determines whether payloads can be copied between the GPUs of a link's two ends, or within one
-// GPU, by trying it once.
+// Determines, by one trial, whether payloads can be copied between the GPUs of a link's two ends,
+// or within one GPU.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,7 @@ namespace adaptive::cuda {
 struct Wish {
   int ordinal = -1;                   // device's number; negative if payloads are in host memory
   std::string library = kDriverName;  // another library only in tests
-  std::string refusal;                // reason why this end does not want a path, or empty
+  std::string refusal;                // reason why this end refuses a path, or empty
   unsigned slots = 0;                 // per direction
   std::size_t slot_bytes = 0;
   std::uint64_t job = 0;
@@ -34,13 +34,14 @@ struct Path {
 
 struct Agreement {
   std::optional<Path> path;
-  std::string reason;  // the reason if there is no path
+  std::string reason;  // reason why there is no path
 };
 
 // Both ends must call it at the same time, with or without a device, and both get the same result.
 // Each end sends the identity of its GPU, exports an arena, writes a pattern to the peer's arena
-// and reads its own arena. An error of a device becomes the reason of a negative result, and takes
-// at most ten seconds. Throws the errors of the link if the peer is lost or the deadline passes.
+// and reads the peer's pattern from its own arena. If a device fails, the result is negative and
+// contains the error as its reason. A device that does not respond is given up after at most ten
+// seconds. Throws the errors of the link if the peer is lost or the deadline passes.
 Agreement agree(Link& link, const Wish& wish, const Deadline& deadline, const Tick& tick);
 
 }  // namespace adaptive::cuda

@@ -10,7 +10,8 @@ namespace adaptive::cuda {
 namespace {
 
 constexpr std::size_t kAlignment = 512;
-// Smaller allocations share a block, and an importer would see the whole block.
+// Smaller allocations would share a block with other memory, and an importer would see the whole
+// block.
 constexpr std::size_t kBlock = std::size_t{2} << 20;
 
 struct Header {
@@ -85,7 +86,7 @@ PeerArena::PeerArena(const std::shared_ptr<const Context>& context,
     throw Error("the peer has " + std::to_string(header.slots) + " slots of " +
                 std::to_string(header.slot_bytes) + " bytes in device memory where " +
                 std::to_string(slots) + " of " + std::to_string(stride_) +
-                " were due; do both ranks have the same settings?");
+                " were expected; do both ranks have the same settings?");
   }
   const Current current(*context);
   memory_ = open_memory(context, header.memory);

@@ -8,13 +8,14 @@
 //   may use slot i again <── credit ──          returns it when consumed[i], recorded on its stream
 //                                               after the last use, is done
 //
-// The slots are in the receiver's memory, and not in the sender's, so that one copy is enough.
-// Slots of the sender would be read over the bus by every kernel, or copied once more. The receiver
-// owns all exported objects, so it may free them only after the sender has closed them.
+// The slots are in the receiver's memory so that one copy is enough. If they were in the sender's
+// memory, every kernel of the receiver would read them over the bus, or they would have to be
+// copied once more. The receiver owns all exported objects, so it may free them only after the
+// sender has closed them.
 //
-// Each end reports only finished work. So the waits for events never block, and only order the
-// devices' views of memory. No stream ever waits for another process, which may be killed at any
-// time.
+// Each end reports only finished work. The waits for events therefore never block; they only order
+// the devices' views of memory. No stream ever waits for another process, which may be killed at
+// any time.
 #pragma once
 
 #include <cstddef>
@@ -35,7 +36,7 @@ class Arena {
   Arena(Arena&&) noexcept = default;
   Arena& operator=(Arena&&) noexcept = default;
 
-  // Description of the exported objects for the sender, as bytes.
+  // Returns the bytes that describe the exported objects to the sender.
   std::vector<std::uint8_t> export_all() const;
 
   Address slot(unsigned index) const noexcept { return memory_.get() + index * stride_; }
@@ -62,8 +63,8 @@ class Arena {
 class PeerArena {
  public:
   PeerArena() = default;
-  // Opens the result of another process's export_all(). Throws Error unless its slots have this
-  // size.
+  // Opens the objects that another process described with export_all(). Throws Error unless the
+  // number and the size of its slots are equal to `slots` and `slot_bytes`.
   PeerArena(const std::shared_ptr<const Context>& context,
             const std::vector<std::uint8_t>& exported, unsigned slots, std::size_t slot_bytes);
   PeerArena(PeerArena&&) noexcept = default;

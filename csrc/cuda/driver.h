@@ -1,7 +1,7 @@
-// The CUDA driver, opened at run time. So CUDA is not needed to build this, and a machine without
-// CUDA only lacks the functions of this folder. The declarations below are our own and cover only
-// the functions that are called. They follow the driver's binary interface, which is stable for
-// each name.
+// The CUDA driver, opened at run time. CUDA is therefore not needed for the build, and on a machine
+// without CUDA, only the functions of this folder are unavailable. The declarations below are this
+// project's own and cover only the functions that are called. They follow the driver's binary
+// interface, which is stable for each name.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +24,7 @@ using HostFunction = void(void* data);
 struct Uuid {
   unsigned char bytes[16];
 };
-// A handle that another process opens; the driver requires that it is passed by value.
+// A handle that another process can open. The driver requires that it is passed by value.
 struct MemoryExport {
   unsigned char bytes[64];
 };
@@ -43,7 +43,7 @@ constexpr unsigned kEventBetweenProcesses = 4;
 constexpr unsigned kEnablePeerAccess = 1;  // a flag of cuIpcOpenMemHandle
 
 // The driver's functions: name in this file, name in the driver, name in older drivers if it
-// differs, and parameters. The function for UUIDs supports parts of a GPU (MIG).
+// differs, and parameters. The function that returns UUIDs also supports parts of a GPU (MIG).
 #define ADAPTIVE_CUDA_CALLS(CALL)                                                                 \
   CALL(init, "cuInit", nullptr, unsigned flags)                                                   \
   CALL(get_error_name, "cuGetErrorName", nullptr, Result result, const char** name)               \
@@ -93,7 +93,8 @@ struct Api {
 // An initialized driver. It stays loaded until the process exits, because its threads do not stop.
 class Driver {
  public:
-  // Opens `library`, a name or a path. Throws Error with the missing library or function.
+  // Opens `library`, which is a name or a path. If the library or a function is missing, throws
+  // Error with its name.
   static std::shared_ptr<const Driver> load(const std::string& library);
 
   const Api& api() const noexcept { return api_; }
@@ -103,7 +104,8 @@ class Driver {
 
   Device device(int ordinal) const;
   Uuid uuid(Device device) const;
-  // Number of the device with that identity in this process; -1 if the process does not see it.
+  // Returns the number that the device with this identity has in this process, or -1 if this
+  // process does not see the device.
   Device find(const Uuid& uuid) const;
   bool can_access_peer(Device device, Device peer) const;
 

@@ -11,8 +11,8 @@ namespace {
 constexpr int kLooksAtOnce = 16;
 constexpr std::chrono::milliseconds kLookUp(20);
 
-// A position in a stream that a thread waits for. Shared with the driver, which may reach it after
-// the thread has given up.
+// A position in a stream that a thread waits for. Shared with the driver, because the stream may
+// reach the position after the thread has given up.
 struct Place {
   std::mutex mutex;
   std::condition_variable changed;
@@ -29,7 +29,7 @@ void reach(void* data) {
   place.changed.notify_all();
 }
 
-// Makes the driver wake the waiting thread after the work that is on the stream now.
+// Makes the driver wake the waiting thread after the work that is queued on the stream now.
 std::shared_ptr<Place> mark(const Context& context, StreamHandle* stream) {
   auto place = std::make_shared<Place>();
   auto held = std::make_unique<std::shared_ptr<Place>>(place);
@@ -148,7 +148,7 @@ bool await(const Event& event, StreamHandle* stream, const std::function<bool()>
   std::unique_lock<std::mutex> lock(place->mutex);
   while (!place->changed.wait_for(lock, kLookUp, [&] { return place->reached; })) {
     lock.unlock();
-    // After an error the driver does not call back; this call throws the error instead.
+    // After an error, the driver does not call reach(). In this case, is_done() throws the error.
     if (is_done(event)) {
       return true;
     }

@@ -1,4 +1,4 @@
-// Owners of the driver's objects. All except Context are move-only; destructors never throw.
+// Classes that own the driver's objects. All except Context are move-only; destructors never throw.
 #pragma once
 
 #include <cstddef>
@@ -31,7 +31,8 @@ class Context {
   ContextHandle* handle_ = nullptr;
 };
 
-// Makes a context current on this thread during its lifetime, which calls of the driver need.
+// Makes a context current on this thread for the lifetime of this object. Most calls of the driver
+// need a current context.
 class Current {
  public:
   explicit Current(const Context& context);  // throws Error
@@ -43,7 +44,7 @@ class Current {
   const Context& context_;
 };
 
-// An object of a context. `destroy` is called with the context current.
+// An object that belongs to a context. `destroy` is called while the context is current.
 template <typename Handle, Result (*Api::*destroy)(Handle)>
 class Owned {
  public:
@@ -68,7 +69,8 @@ class Owned {
   const Context& context() const noexcept { return *context_; }
   const std::shared_ptr<const Context>& shared_context() const noexcept { return context_; }
 
-  // A driver that is shutting down returns an error; then no object is left to destroy.
+  // Errors are ignored: a driver that is shutting down returns an error, and has no object left to
+  // destroy.
   void reset() noexcept {
     if (handle_ != Handle{}) {
       try {
@@ -113,8 +115,9 @@ void copy(const Context& context, Address to, Address from, std::size_t size_byt
 bool is_done(const Event& event);
 
 // Sleeps until `event` is done. Returns false if `given_up`, which is called some times a second,
-// returns true. `stream` belongs to the caller and may be blocked: it waits for the event, and then
-// the driver calls back. The driver's own wait is not used, because it could not be interrupted.
+// returns true. `stream` is a stream of the caller that may be blocked: it waits for the event, and
+// the driver then calls back. The driver's own function that waits for an event is not used,
+// because it cannot be interrupted.
 bool await(const Event& event, StreamHandle* stream, const std::function<bool()>& given_up);
 
 }  // namespace adaptive::cuda

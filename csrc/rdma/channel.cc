@@ -84,7 +84,8 @@ void Pair::connect(const EndpointRecord& peer, const RdmaOptions& options) {
 }
 
 void Pair::start(Link link, std::chrono::milliseconds silent_limit) {
-  // A weak pointer, because the reactor must not become the last owner of an object that owns it.
+  // The handler keeps a weak pointer, because the reactor must not become the last owner of this
+  // object, which owns the reactor.
   session_.reactor->add(
       device_->events->fd, EPOLLIN,
       [weak = weak_from_this()](std::uint32_t) {
@@ -111,7 +112,7 @@ void Pair::start(Link link, std::chrono::milliseconds silent_limit) {
           self->on_left();
         }
       });
-  // Arrivals from before the request cause no event.
+  // Messages that arrived before the request cause no event.
   session_.completions->drain_sources();
 }
 
@@ -132,8 +133,8 @@ void Pair::on_events() {
     }
     Completions& completions = *session_.completions;
     const bool looks = completions.bell().ring();
-    // Messages that the peer marked must progress even if no thread waits, and may have arrived
-    // before the request.
+    // Messages that the peer marked must be processed even if no thread waits, and they may have
+    // arrived before the request.
     if (!looks || stalled || asked == Notify::Level::kSolicited || incoming_->assembling()) {
       completions.drain_sources();
     }
@@ -155,7 +156,7 @@ void Pair::arm() noexcept {
 }
 
 void Pair::on_lost(const std::string& reason) {
-  // Messages that the peer sent before its end come first.
+  // Messages that the peer sent before it ended are delivered first.
   channel_state_->drain_sources();
   const bool in_order = incoming_->peer_gone() || (incoming_->ended() && outgoing_->finished());
   if (!in_order) {
@@ -164,9 +165,9 @@ void Pair::on_lost(const std::string& reason) {
   }
 }
 
-// The peer's last control word arrives before its goodbye, but the peer waits only briefly for the
-// acknowledgement. On an unreliable network, the word may be lost together with the queue pair that
-// would repeat it.
+// Called after the peer's goodbye. The peer's last control word usually arrives earlier. However,
+// the peer waits only briefly for its acknowledgement, so on an unreliable network the word may be
+// lost together with the queue pair that would repeat it.
 void Pair::on_left() {
   channel_state_->drain_sources();
   if (incoming_->peer_gone()) {
@@ -204,7 +205,8 @@ class RdmaSender : public Sender {
   ~RdmaSender() override {
     pair_->stop();
     if (!pair_->channel_state().in_maker()) {
-      // A forked child must not release resources of the device, because they belong to the parent.
+      // Leaked, because a forked child must not release the device's resources, which belong to the
+      // parent.
       static_cast<void>(new (std::nothrow) std::shared_ptr<Pair>(std::move(pair_)));
     }
   }
@@ -226,7 +228,8 @@ class RdmaSender : public Sender {
   Info info() const override;
 
  private:
-  // Throws Error in a forked child, which would disturb its parent's device.
+  // Throws Error in a forked child, because using the queues there would disturb the parent's
+  // device.
   Outgoing& outgoing() const {
     pair_->channel_state().check_process();
     return pair_->outgoing();
@@ -262,7 +265,7 @@ void check_options(const RdmaOptions& options) {
   require(options.slot_bytes >= 64 && options.slot_bytes <= (std::size_t{1} << 30),
           "slot_bytes must be within 64 and 1 GiB");
   require(options.num_qps >= 1 && options.num_qps <= kMostLanes, "num_qps must be within 1 and 16");
-  // 31 means 2.4 hours, and 0 means no limit.
+  // The field would allow more, but 31 means 2.4 hours, and 0 means no limit.
   require(options.ack_timeout >= 8 && options.ack_timeout <= 24,
           "ack_timeout must be within 8 (1 ms) and 24 (69 s)");
 }
@@ -342,7 +345,7 @@ std::unique_ptr<Sender> open_rdma(const Session& session, Link link, const RdmaO
       link.send_record(rdma::encode_refusal(error.what()), {},
                        deadline.at_most(std::chrono::seconds(1)), tick);
     } catch (const std::exception&) {
-      // The peer has exited as well.
+      // The peer has exited too.
     }
     throw;
   }

@@ -4,7 +4,7 @@
 //   sender                                         receiver
 //   staging arena, K slots  ── write with imm ──>  arena, K slots of [Message | payload]
 //   credit word (64 bits)   <── 8 bytes inline ──  one bit per slot, flipped when it is free again
-//   queue pair per direction; the receives that the immediates consume have no data
+// one queue pair per direction; the receives that the immediates consume have no data
 //
 // The bytes are in docs/reference/transport.md.
 #pragma once
@@ -20,16 +20,16 @@
 namespace adaptive {
 
 struct RdmaOptions : ChannelOptions {
-  // Options that are not set are chosen automatically: the active device and port with the link's
-  // address, its RoCE v2 GID, and the largest MTU that both ends support.
+  // Defaults of the options that are not set: the active device and port with the link's address,
+  // its RoCE v2 GID, and the largest MTU that both ends support.
   std::string device;    // "mlx5_0"
-  std::string near_pci;  // "0000:3b:00.0" of a GPU: the device with the shortest way to it
+  std::string near_pci;  // "0000:3b:00.0" of a GPU: chooses the device nearest to it
   int port = 0;
   int gid_index = -1;
   unsigned mtu_bytes = 0;
-  unsigned num_qps = 1;  // queue pairs per direction that messages are spread over, at most 16
-  // A peer that does not answer is considered lost after 7 times 4.096 us * 2^ack_timeout, and on
-  // some devices after up to four times as long. For 16, this is 1.9 s to 7.5 s.
+  unsigned num_qps = 1;  // queue pairs per direction, at most 16, which share the messages
+  // A peer that does not answer is considered lost after 7 * 4.096 us * 2^ack_timeout; on some
+  // devices, after up to four times as long. For 16, this is 1.9 s to 7.5 s.
   unsigned ack_timeout = 16;
 };
 

@@ -47,7 +47,8 @@ std::uint32_t mtu_bytes(ibv_mtu mtu) noexcept {
   return mtu >= IBV_MTU_256 && mtu <= IBV_MTU_4096 ? 128U << static_cast<unsigned>(mtu) : 0;
 }
 
-// Read from sysfs, because some installed libraries are older than the verbs function for it.
+// The type is read from sysfs, because some installed libraries are older than the verbs function
+// that returns it.
 std::string gid_type(const std::string& device, int port, int index) {
   std::ifstream file("/sys/class/infiniband/" + device + "/ports/" + std::to_string(port) +
                      "/gid_attrs/types/" + std::to_string(index));

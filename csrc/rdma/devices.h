@@ -1,6 +1,7 @@
 // The RDMA devices of this node, their ports, and the addresses (GIDs) of each port.
 //
-// The functions are always declared. Without the verbs headers at build time, they throw Error.
+// The functions are declared in every build. In a build without the verbs headers,
+// list_rdma_devices() throws Error.
 #pragma once
 
 #include <cstdint>
@@ -28,11 +29,11 @@ struct RdmaDevice {
   std::vector<RdmaPort> ports;
 };
 
-// Whether the verbs headers were available at build time.
+// Returns whether the verbs headers were available at build time.
 bool built_with_rdma() noexcept;
 
-// Returns all verbs devices of this node, which may be none. Throws SystemError if a device cannot
-// be queried, and Error in a build without the headers.
+// Returns all verbs devices of this node; the list may be empty. Throws SystemError if a device
+// cannot be queried, and Error in a build without the headers.
 std::vector<RdmaDevice> list_rdma_devices();
 
 }  // namespace adaptive

@@ -19,7 +19,8 @@ namespace {
 constexpr unsigned kSignalEvery = 8;       // writes of credits
 constexpr std::size_t kCreditWords = 512;  // if credits cannot be sent inline
 
-// Each slot may have been returned in a separate write that is not acknowledged yet.
+// Returns how many writes of credits must fit into the queue pair. Each slot may have been returned
+// in a separate write that has not been acknowledged yet.
 std::uint32_t credit_writes(unsigned slots) {
   return slots + 2 * kSignalEvery;
 }
@@ -119,7 +120,7 @@ bool Incoming::take(Completions& into) {
 void Incoming::note(const ibv_wc& completion) {
   const bool is_receive = (completion.wr_id & kReceiveId) != 0;
   if (completion.status != IBV_WC_SUCCESS) {
-    // A peer that has sent its last message may exit before it learns of its returned slots.
+    // A peer that has sent its last message may exit without waiting for its returned slots.
     if (!ended()) {
       channel_state_->fail(status_text(completion.status).kind,
                            describe_status(is_receive ? "receiving" : "returning slots",
@@ -148,7 +149,7 @@ void Incoming::place(std::uint32_t bits) {
   Place& place = window_[value.number % kWindow];
   if (ahead >= most_writes(slots_) || place.filled) {
     throw Error("write " + std::to_string(value.number) + " came where " +
-                std::to_string(next_number_) + " was due");
+                std::to_string(next_number_) + " was expected");
   }
   place = {true, value};
 }
@@ -184,7 +185,7 @@ void Incoming::hold(unsigned slot, bool urgent) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (slot >= slots_ || (held_ & bit) != 0) {
     throw Error("slot " + std::to_string(slot) + " of " + std::to_string(slots_) +
-                " was written while it was not the peer's");
+                " was written while it did not belong to the peer");
   }
   held_ |= bit;
   num_held_.fetch_add(1, std::memory_order_relaxed);
@@ -194,7 +195,7 @@ void Incoming::hold(unsigned slot, bool urgent) {
 void Incoming::deliver_slot(unsigned slot, Completions& into) {
   std::byte* const data = slot_data(slot);
   Message message;
-  // copied first, because the peer could change it at any time
+  // The header is copied first, because the peer could change the original at any time.
   std::memcpy(&message, data, sizeof(message));
   Lease lease(
       data + kHeaderBytes, message.piece_bytes, shared_from_this(),
@@ -205,7 +206,7 @@ void Incoming::deliver_slot(unsigned slot, Completions& into) {
   check_message(message, channel_state_->job(), slot_bytes_, channel_state_->peer());
   if (message.sequence != next_sequence_ || ended()) {
     throw Error("message " + std::to_string(message.sequence) + " came where " +
-                (ended() ? "nothing" : std::to_string(next_sequence_)) + " was due");
+                (ended() ? "nothing" : std::to_string(next_sequence_)) + " was expected");
   }
   if (message.has_crc != 0 && crc32c(lease.data(), message.piece_bytes) != message.crc) {
     throw Error("the payload of " + adaptive::describe(message) + " does not have its checksum");
@@ -245,8 +246,8 @@ void Incoming::give_back(unsigned slot) noexcept {
   }
 }
 
-// Sends credits that an earlier call could not send, because this end did not know yet that the
-// peer lacked slots, or because the queue pair was full.
+// Sends credits that could not be sent earlier, because this end did not know yet that the peer
+// needed slots, or because the queue pair was full.
 void Incoming::settle() noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (credits_due()) {
@@ -291,7 +292,8 @@ void Incoming::write_credits() noexcept {
   request.wr.rdma.remote_addr = credit_address_;
   request.wr.rdma.rkey = credit_key_;
   ibv_send_wr* refused = nullptr;
-  // A refused write means an error of the device. A completion or the next write gives the details.
+  // If the device refuses the write, it has failed. A completion or the next write reports the
+  // details.
   if (::ibv_post_send(pairs_.front().get(), &request, &refused) == 0) {
     num_unsaid_ = 0;
   } else {
@@ -299,7 +301,8 @@ void Incoming::write_credits() noexcept {
   }
 }
 
-// Waits until earlier writes are acknowledged. They are not marked, so settle() follows.
+// Postpones the credits until earlier writes have been acknowledged. The returned slots stay
+// recorded, so that settle() sends them.
 void Incoming::stall() noexcept {
   if (stalled_.exchange(true)) {
     return;

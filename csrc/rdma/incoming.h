@@ -1,4 +1,5 @@
-// The receiving end of a channel: slots that the peer writes, and the return of free slots to it.
+// The receiving end of a channel: the slots that the peer writes, and the return of free slots to
+// the peer.
 #pragma once
 
 #include <infiniband/verbs.h>
@@ -20,11 +21,14 @@
 
 namespace adaptive::rdma {
 
-// Lives as long as the last view of one of its slots.
+// This object lives until the last view of one of its slots is destroyed.
 //
-// The states of a slot: free at the peer -> written, with its number in the completion queue ->
-// leased by poll() -> returned by any thread, with its bit in `returned_` flipped -> free again
-// after that word is written to the peer, as soon as the peer's Haste requires it.
+// The states of a slot:
+//   free at the peer
+//   written, with its number in the completion queue
+//   leased by poll()
+//   returned by any thread, with its bit in `returned_` flipped
+//   free again after that word is written to the peer, as soon as the peer's Haste requires it
 class Incoming : public std::enable_shared_from_this<Incoming> {
  public:
   Incoming(std::shared_ptr<ChannelState> channel_state, std::shared_ptr<Device> device,
@@ -37,10 +41,11 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   // Must be called from one thread at a time. Returns whether there were arrivals.
   bool poll(Completions& into) noexcept;
 
-  // Whether some pieces of a message have arrived, so that it must progress while this process
-  // computes.
+  // Returns whether some but not all pieces of a message have arrived. Such a message must be
+  // processed even while this process computes.
   bool assembling() const noexcept { return assembling_.load(std::memory_order_relaxed); }
-  // Whether slots were returned that the peer does not know of yet; completions send these returns.
+  // Returns whether slots were returned without the peer being notified yet. Processing completions
+  // sends these returns.
   bool stalled() const noexcept { return stalled_.load(std::memory_order_relaxed); }
   bool ended() const noexcept { return ended_.load(std::memory_order_acquire); }
   bool peer_gone() const noexcept { return gone_.load(std::memory_order_acquire); }
@@ -48,16 +53,16 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   Notify& notify() noexcept { return notify_; }
   ibv_cq* queue() const noexcept { return queue_.get(); }
 
-  // The memory of its slots.
+  // Returns the memory of the slots.
   const Arena& slots() const noexcept { return arena_; }
 
   // Destroys the queue pairs. Leased slots stay readable.
   void stop() noexcept;
 
  private:
-  // Maximum number of writes with immediate that may arrive before a missing one: one per slot, a
-  // hurry after each of these, and the final control word. It is a power of two, so that it divides
-  // the range of numbers.
+  // Upper bound for the number of writes with immediate that may arrive before an earlier one: one
+  // per slot, a hurry after each of these, and the final control word. The bound is a power of two,
+  // so that the range of write numbers is a multiple of it.
   static constexpr std::size_t kWindow = 4 * kMostSlots;
   struct Place {
     bool filled = false;
@@ -103,10 +108,10 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   std::mutex mutex_;  // guards the following members
   bool stopped_ = false;
   Haste haste_ = Haste::kNone;
-  std::uint64_t held_ = 0;             // slots that were not returned
+  std::uint64_t held_ = 0;             // slots that have not been returned
   std::atomic<unsigned> num_held_{0};  // number of these slots; arrivals refer to it
   std::uint64_t returned_ = 0;         // one bit per slot, flipped by each return
-  unsigned num_unsaid_ = 0;            // number of returns that the peer does not know of
+  unsigned num_unsaid_ = 0;            // returns that the peer does not know of yet
   std::uint64_t num_writes_ = 0;
   std::uint64_t num_writes_done_ = 0;
   std::uint64_t credit_address_ = 0;  // address at the peer

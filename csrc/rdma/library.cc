@@ -1,10 +1,10 @@
-// The verbs library, which is opened at the first call instead of at the extension's import. So the
-// same built file runs on nodes with and without libibverbs.
+// The verbs library, which is opened at the first call instead of when the extension is imported.
+// The same build therefore runs on nodes with and without libibverbs.
 //
-// Each function that the rest of `rdma/` links against is defined here, hidden from other modules,
-// and calls the library's function. The inline functions of `infiniband/verbs.h` (posting, polling)
-// use the device's function table and do not need this file. Without the library, the functions
-// throw an Error with the package's name.
+// Each function that the rest of `rdma/` links against is defined here and calls the library's
+// function. The definitions are hidden from other modules. The inline functions of
+// `infiniband/verbs.h` (posting, polling) use the device's function table and do not need this
+// file. If the library is missing, the functions throw an Error that names the package to install.
 #ifdef MEGATRON_ADAPTIVE_RDMA
 
 #include <dlfcn.h>

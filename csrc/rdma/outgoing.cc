@@ -26,7 +26,8 @@ constexpr std::size_t kPageBytes = 4096;
 constexpr auto kLeaveWait = milliseconds(300);
 constexpr auto kLookAgain = milliseconds(20);
 
-// A long message is split into several writes, so that a lost packet only repeats one write.
+// Desired size of a write. A long message is split into several writes, so that after a lost packet
+// only one of them is repeated.
 constexpr std::size_t kWishedWriteBytes = std::size_t{32} << 10;
 
 std::size_t choose_write_bytes(const RdmaOptions& options, std::size_t most_writes) {
@@ -34,8 +35,8 @@ std::size_t choose_write_bytes(const RdmaOptions& options, std::size_t most_writ
   return round_up(std::max(kWishedWriteBytes, least), kPageBytes);
 }
 
-// Number of credit writes that may have arrived and were not processed yet. Each returns at least
-// one slot, and slots are only used again after the queue was read.
+// Returns the maximum number of credit writes that may have arrived without having been processed.
+// Each returns at least one slot, and slots are reused only after the queue has been read.
 unsigned credit_receives(unsigned slots) {
   return 2 * slots;
 }
@@ -126,8 +127,8 @@ void Outgoing::commit(Message message, const Reserved& reserved) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (offset % stride != 0 || slot >= slots_ || (leased_ & bit) == 0 || (committed_ & bit) != 0 ||
         message.nbytes > slot_bytes_) {
-      throw Error("what was committed to " + channel_state_->peer_name() +
-                  " is no part that this channel has reserved, or it was committed before");
+      throw Error("the committed memory was not reserved from the channel to " +
+                  channel_state_->peer_name() + ", or was committed before");
     }
     check_open();
     committed_ |= bit;
@@ -161,7 +162,8 @@ void Outgoing::enqueue(Waiting waiting, const Keeper* keeper) {
   }
   waiting_.push_back(std::move(waiting));
   num_waiting_.store(waiting_.size());
-  // From now on, credits and dropped reservations wake the reactor; earlier ones do not.
+  // From now on, credits and dropped reservations wake the reactor. Earlier ones do not, so check
+  // once more.
   notify_.ask(Notify::Level::kAll);
   take_completions();
   channel_state_->check();
@@ -242,7 +244,7 @@ void Outgoing::close() noexcept {
 
 void Outgoing::move_on(Finished* finished) {
   while (!waiting_.empty()) {
-    finished->emplace_back();  // may throw, so it comes before the message is sent
+    finished->emplace_back();  // may throw, so it must precede the send
     if (!post_rest(&waiting_.front())) {
       finished->pop_back();
       break;
@@ -322,7 +324,7 @@ bool Outgoing::flush(const Deadline& deadline) {
         moved_.wait_for(lock, wait);
       }
     }
-    // The peer may wait until its own messages are taken, or may have closed the channel.
+    // The peer may be waiting until its own messages are processed, or may have closed the channel.
     channel_state_->drain_sources();
   }
 }
@@ -419,7 +421,7 @@ void Outgoing::take_credits() noexcept {
 
 // ---- Completions
 
-// Does not throw: channel_state_->check() reports the failures.
+// Does not throw; channel_state_->check() reports failures.
 void Outgoing::take_completions() noexcept {
   std::array<ibv_wc, 16> found;
   int count = 0;
@@ -461,7 +463,7 @@ bool Outgoing::all_done() const noexcept {
                      [](const OutLane& lane) { return lane.num_done == lane.num_posted; });
 }
 
-// Makes all earlier writes end in a completion.
+// Makes the device report a completion for all earlier writes.
 void Outgoing::fence() {
   for (OutLane& lane : lanes_) {
     if (lane.last_signalled != lane.num_posted) {
@@ -572,9 +574,9 @@ void Outgoing::post_control(Control word) {
   post_empty(&lane, IBV_WR_RDMA_WRITE_WITH_IMM, pack(value));
 }
 
-// The peer may delay credits, and may receive no further message that makes it send them: with
-// reserved slots, this end can run out of slots without an urgent message and with few messages in
-// flight.
+// Asks the peer to send its credits immediately. The peer may be delaying credits without receiving
+// another message that makes it send them. If slots are reserved, this end can run out of slots
+// although no message was urgent and few messages are in flight.
 void Outgoing::hurry() {
   const OutLane& lane = next_lane();
   const bool has_room = lane.num_posted - lane.num_done < message_sends_ + kSpareSends / 2;

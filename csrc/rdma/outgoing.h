@@ -22,7 +22,7 @@
 namespace adaptive::rdma {
 
 // Slot i of the staging arena is written to slot i of the peer, and is free again when the peer has
-// returned it. Then the write has finished too, and a repetition would have no effect.
+// returned it. By then the write has finished, and repeating it would have no effect.
 class Outgoing : public std::enable_shared_from_this<Outgoing> {
  public:
   Outgoing(std::shared_ptr<ChannelState> channel_state, std::shared_ptr<Device> device,
@@ -31,7 +31,7 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   void describe(EndpointRecord* record) const;
   void connect(const EndpointRecord& peer, unsigned ack_timeout);
 
-  // As in Sender.
+  // See Sender.
   void send(Message message, const void* data, const Keeper& keeper);
   std::optional<Reserved> reserve(std::size_t nbytes);
   void commit(Message message, const Reserved& reserved);
@@ -41,7 +41,7 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
 
   // Processes completions and sends waiting messages. May be called from any thread.
   void advance() noexcept;
-  // Must be called when an event of this end's queue was taken.
+  // Must be called after an event of this end's queue was taken.
   void on_event() noexcept;
   // Must be called before the process sleeps, so that failures wake it.
   void arm() noexcept;
@@ -61,7 +61,7 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
  private:
   static constexpr std::size_t kMostWrites = 64;    // per slot
   static constexpr std::uint64_t kSpareSends = 16;  // room for sends that are not messages
-  // position of the lane in a send's id, above the count
+  // bit position of the lane in the id of a send; the lower bits are a count
   static constexpr unsigned kLaneShift = 48;
   static constexpr std::uint64_t kCountMask = (std::uint64_t{1} << kLaneShift) - 1;
 
@@ -114,7 +114,7 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   const bool crc_;
   const std::size_t write_bytes_;
   const std::uint64_t writes_per_slot_;
-  const std::uint64_t message_sends_;  // number of messages' writes that fit into a queue pair
+  const std::uint64_t message_sends_;  // message writes that fit into a queue pair
   Arena staging_;
   Arena credit_page_;
   CompletionQueue queue_;
@@ -134,7 +134,7 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   bool stopped_ = false;
   std::uint64_t leased_ = 0;     // reserved slots whose memory the caller still holds
   std::uint64_t committed_ = 0;  // reserved slots that were passed to commit()
-  std::uint64_t in_flight_ = 0;  // slots that were written to the peer and not returned
+  std::uint64_t in_flight_ = 0;  // slots written to the peer and not returned yet
   std::uint64_t seen_credits_ = 0;
   std::uint32_t next_number_ = 0;
   std::uint64_t next_sequence_ = 0;

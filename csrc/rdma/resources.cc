@@ -23,12 +23,12 @@
 namespace adaptive::rdma {
 namespace {
 
-// Some devices treat 7 as no limit.
+// The maximum would be 7, but some devices treat 7 as no limit.
 constexpr std::uint8_t kRetries = 6;
-// A correct receiver always has receives posted, so this only delays an error.
+// A correct receiver always has receives posted, so this timer only delays an error.
 constexpr std::uint8_t kRnrTimer = 12;  // 0.64 ms
 
-// Otherwise a fork on older kernels takes registered pages away from this process.
+// Without this, a fork on older kernels takes registered pages away from this process.
 void prepare_for_forks() {
   static const int once = ::ibv_fork_init();
   static_cast<void>(once);  // only fails if memory was registered before; then it is too late
@@ -52,7 +52,8 @@ Context open_context(const std::string& name) {
   throw Error("the RDMA device " + name + " has disappeared");
 }
 
-// The limit does not apply to processes with this capability.
+// Returns whether this process has the capability CAP_IPC_LOCK, which lifts the limit on locked
+// memory.
 bool may_lock_any_amount() {
   __user_cap_header_struct header{_LINUX_CAPABILITY_VERSION_3, 0};
   __user_cap_data_struct data[_LINUX_CAPABILITY_U32S_3] = {};
@@ -60,8 +61,8 @@ bool may_lock_any_amount() {
          (data[CAP_TO_INDEX(CAP_IPC_LOCK)].effective & CAP_TO_MASK(CAP_IPC_LOCK)) != 0;
 }
 
-// Throws Error if this process may not lock that many additional bytes, or if the node lacks the
-// memory.
+// Throws Error if this process may not lock this many additional bytes, or if the node does not
+// have enough memory.
 void check_lockable(std::size_t size_bytes) {
   rlimit limit{};
   if (::getrlimit(RLIMIT_MEMLOCK, &limit) != 0) {
@@ -78,8 +79,8 @@ void check_lockable(std::size_t size_bytes) {
                 "`* - memlock unlimited` in /etc/security/limits.conf, LimitMEMLOCK=infinity for a "
                 "service, `--ulimit memlock=-1` for a container; or use fewer or smaller slots");
   }
-  // The kernel pins the pages one by one. If memory ran out, it would kill some process instead of
-  // returning an error.
+  // The kernel pins the pages one by one. If memory ran out meanwhile, the kernel would kill some
+  // process instead of returning an error.
   check_memory(size_bytes, "one direction of an RDMA channel");
 }
 
@@ -224,7 +225,8 @@ void connect(ibv_qp* queue_pair, const Device& device, const RemoteQueuePair& re
   attributes.min_rnr_timer = kRnrTimer;
   attributes.ah_attr.port_num = static_cast<std::uint8_t>(device.choice.port);
   attributes.ah_attr.dlid = remote.lane.lid;
-  // Ethernet has no local identifiers. An InfiniBand port without one can also be reached by GID.
+  // Ethernet ports do not have local identifiers (LIDs) and are reached by GID. So is an InfiniBand
+  // port without a LID.
   if (device.choice.ethernet || remote.lane.lid == 0) {
     attributes.ah_attr.is_global = 1;
     std::memcpy(attributes.ah_attr.grh.dgid.raw, remote.lane.gid.data(), remote.lane.gid.size());

@@ -1,5 +1,5 @@
-// Owners of verbs resources, and the functions that create them. Only for files that are compiled
-// with the verbs headers.
+// Classes that own verbs resources, and functions that create them. Only for files that are
+// compiled with the verbs headers.
 #pragma once
 
 #include <infiniband/verbs.h>
@@ -52,8 +52,8 @@ struct Device {
 // Throws Error, SystemError.
 std::shared_ptr<Device> open_device(const PortChoice& choice);
 
-// Memory of zeros that the device may use and that is never swapped out. Throws Error with a remedy
-// if the limits do not allow this size.
+// Memory, initially zero, that the device may access and that is never swapped out. The constructor
+// throws Error with a remedy if the limits do not allow this size.
 class Arena {
  public:
   Arena(std::shared_ptr<Device> device, std::size_t size_bytes, bool peer_writes);
@@ -79,8 +79,8 @@ struct QueueSizes {
   std::uint32_t receives = 0;
 };
 
-// Creates a queue pair that can have receives posted. `inline_bytes` is the desired size on entry
-// and the actual size on return.
+// Creates a queue pair to which receives can be posted. `inline_bytes` is the desired size of
+// inline data on entry and the actual size on return.
 QueuePair create_queue_pair(const Device& device, ibv_cq* completions, const QueueSizes& sizes,
                             std::uint32_t* inline_bytes);
 
@@ -90,16 +90,17 @@ struct RemoteQueuePair {
   Lane lane;                    // contains the address of its port
 };
 
-// Connects the queue pair, which can then send, beginning with `own_psn`, and receive. For
-// `ack_timeout` see RdmaOptions.
+// Connects the queue pair. It can then receive, and send packets beginning with number `own_psn`.
+// For `ack_timeout` see RdmaOptions.
 void connect(ibv_qp* queue_pair, const Device& device, const RemoteQueuePair& remote,
              std::uint32_t own_psn, unsigned ack_timeout);
 
-// The receives of a queue pair. They have no data; each write with immediate consumes one receive.
+// The posted receives of a queue pair. They have no memory; each write with immediate consumes one
+// of them.
 class Receives {
  public:
-  // `most_outstanding`: how many writes with immediate the peer may have sent that were not yet
-  // counted by used(). `id`: of their completions.
+  // `most_outstanding` is the maximum number of writes with immediate that the peer may have sent
+  // and that used() has not counted yet. `id` is the id of the completions of these receives.
   Receives(unsigned most_outstanding, std::uint64_t id) noexcept
       : batch_(most_outstanding < 2 ? 1 : most_outstanding / 2),
         depth_(most_outstanding + batch_),
@@ -131,8 +132,8 @@ class Receives {
   ibv_qp* queue_pair_ = nullptr;
 };
 
-// Determines when a completion queue wakes the reactor. An event only reports the next entry of its
-// kind, and must be requested again afterwards. After a request, the caller must read the queue,
+// Controls when a completion queue wakes the reactor. A request reports only the next entry of its
+// kind, and must be repeated after each event. After a request, the caller must read the queue,
 // because earlier entries cause no event.
 class Notify {
  public:
@@ -140,8 +141,8 @@ class Notify {
 
   explicit Notify(ibv_cq* queue) noexcept : queue_(queue) {}
 
-  // Requests an event unless one of at least this level is already due. Returns false if the device
-  // has failed.
+  // Requests an event, unless a request of at least this level is already pending. Returns false if
+  // the device has failed.
   bool ask(Level level) noexcept {
     const std::lock_guard<std::mutex> lock(mutex_);
     return ask_locked(level);

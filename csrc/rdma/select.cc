@@ -26,8 +26,9 @@ bool is_of(const RdmaGid& gid, const std::string& address) {
   return !address.empty() && (gid.address == address || gid.address == kMapped + address);
 }
 
-// Higher is better. Both ends must use the same RoCE version, and only version 2 passes routers. Of
-// its addresses, every node has the one that is made from an IPv4 address.
+// Returns the preference of a GID; higher is better. Both ends must use the same RoCE version, and
+// only version 2 passes routers. Among the version 2 GIDs, every node has one that is derived from
+// an IPv4 address.
 int rank_of(const RdmaGid& gid, const std::string& local_address) {
   const bool v2 = gid.type == "RoCE v2" || gid.type.empty();
   const int scope = is_mapped(gid.address) ? 2 : is_link_local(gid.address) ? 0 : 1;
@@ -137,7 +138,7 @@ PortChoice choose_port(const std::vector<RdmaDevice>& devices, const Wanted& wan
   if (devices.empty()) {
     refuse("this node has no RDMA device", devices,
            "Load the driver of the network card (mlx5_ib, irdma, bnxt_re), or give a container "
-           "/dev/infiniband; `ibv_devices` lists what there is.");
+           "/dev/infiniband; `ibv_devices` lists the devices.");
   }
   std::optional<Candidate> best;
   bool any_fits = false;
@@ -153,8 +154,8 @@ PortChoice choose_port(const std::vector<RdmaDevice>& devices, const Wanted& wan
       }
       const Candidate found{&device, &port, gid, is_of(*gid, wanted.local_address),
                             wanted.near_pci.empty() ? 0 : nearness(device.name, wanted.near_pci)};
-      // If several are equal, the first wins, so that all ranks on nodes of the same kind choose
-      // the same.
+      // If several ports are equally good, the first wins, so that ranks on nodes of the same kind
+      // choose the same port.
       if (!best ||
           std::tie(found.nearness, found.of_link) > std::tie(best->nearness, best->of_link)) {
         best = found;

@@ -13,7 +13,7 @@ constexpr Failure::Kind kBroken = Failure::Kind::kTransport;
 // Indexed by ibv_wc_status, whose values are fixed by the kernel's interface.
 constexpr std::array<StatusText, 22> kTexts{{
     {"SUCCESS", "nothing is wrong", kBroken},
-    {"LOC_LEN_ERR", "a message was longer than what was posted for it: a fault of this program",
+    {"LOC_LEN_ERR", "a message was longer than the receive posted for it: a fault of this program",
      kBroken},
     {"LOC_QP_OP_ERR", "the device refused the request: a fault of this program or its driver",
      kBroken},
@@ -25,19 +25,20 @@ constexpr std::array<StatusText, 22> kTexts{{
      "the queue pair had ended before; the other end's message or an earlier one says why",
      kBroken},
     {"MW_BIND_ERR", "a memory window could not be bound: a fault of this program", kBroken},
-    {"BAD_RESP_ERR",
-     "the peer's device sent an answer that was not due: look at the firmware of both", kBroken},
-    {"LOC_ACCESS_ERR", "a peer wrote outside of what it may write: does it run the same version?",
+    {"BAD_RESP_ERR", "the peer's device sent an unexpected reply: check the firmware of both",
      kBroken},
+    {"LOC_ACCESS_ERR",
+     "a peer wrote outside the memory that it may write: does it run the same version?", kBroken},
     {"REM_INV_REQ_ERR",
      "the peer's device did not understand the request: does it run the same version?", kBroken},
     {"REM_ACCESS_ERR",
      "the peer's memory is not, or no longer, open to this rank: it has closed the channel or "
      "runs another version (wrong remote key or address)",
      kBroken},
-    {"REM_OP_ERR", "the peer's device could not carry it out: see that node's kernel log", kBroken},
+    {"REM_OP_ERR", "the peer's device could not execute the request: see that node's kernel log",
+     kBroken},
     {"RETRY_EXC_ERR",
-     "nothing came back within all retries: the peer's process or node has ended, the link is cut, "
+     "no reply came within all retries: the peer's process or node has ended, the link is cut, "
      "or a firewall, MTU or priority setting drops the packets (RoCE: UDP port 4791)",
      kLost},
     {"RNR_RETRY_EXC_ERR",

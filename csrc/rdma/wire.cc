@@ -56,7 +56,7 @@ std::string from(int peer) {
   return " from rank " + std::to_string(peer);
 }
 
-// Throws the peer's own text, without characters that could affect a terminal.
+// Throws Error with the peer's own text, without characters that could affect a terminal.
 [[noreturn]] void throw_refusal(const std::vector<std::uint8_t>& bytes, int peer) {
   std::string reason(bytes.begin() + sizeof(std::uint32_t), bytes.end());
   for (char& letter : reason) {

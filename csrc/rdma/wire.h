@@ -16,9 +16,9 @@ namespace adaptive::rdma {
 constexpr unsigned kMostLanes = 16;
 constexpr std::size_t kHeaderBytes = sizeof(Message);
 
-// Encoded little endian. One pair of queue pairs, for this end's outgoing and incoming messages.
-// All lanes of a channel share its slots. Keys are per lane, because lanes may be on different
-// devices.
+// Two queue pairs, one for this end's outgoing and one for its incoming messages; encoded little
+// endian. All lanes of a channel share its slots. Each lane has its own keys, because lanes may be
+// on different devices.
 struct Lane {
   std::uint32_t qp_out = 0;   // queue pair that sends messages and receives credits
   std::uint32_t qp_in = 0;    // queue pair that receives messages and sends credits
@@ -34,7 +34,7 @@ struct Lane {
   std::array<std::uint8_t, 16> more_zero{};
 };
 
-// How to reach one end of a channel.
+// The data that a peer needs to connect to one end of a channel.
 struct EndpointRecord {
   std::uint64_t job = 0;
   std::uint64_t slot_bytes = 0;      // largest payload of one slot
@@ -54,7 +54,8 @@ EndpointRecord decode_endpoint(const std::vector<std::uint8_t>& bytes, int peer)
 // Encodes the reason that an end sends instead of an endpoint if it cannot open the channel.
 std::vector<std::uint8_t> encode_refusal(const std::string& reason);
 
-// Sent once the queue pairs are connected; nothing is written before it has been received.
+// Encodes the record that an end sends once its queue pairs are connected. No message is written
+// before the peer's record has been received.
 std::vector<std::uint8_t> encode_ready();
 void decode_ready(const std::vector<std::uint8_t>& bytes, int peer);
 
@@ -65,11 +66,11 @@ constexpr std::size_t kLargestRecordBytes = 64 + 64 * kMostLanes;
 //   31                      8   7         6        5       0
 //  | number of the write     | control | urgent | slot       |
 //
-// `number` counts the writes with immediate of a channel, so that messages from several queue
-// pairs can be put in order. Urgent: the sender has few slots left, see Haste::kUrgent.
+// `number` counts the channel's writes with immediate, so that messages from several queue pairs
+// can be put in order. `urgent` means that the sender has few slots left; see Haste::kUrgent.
 struct Immediate {
   std::uint32_t number = 0;  // modulo 2^24
-  bool control = false;      // there is no slot; `slot` is a Control
+  bool control = false;      // without a slot; `slot` is a Control
   bool urgent = false;
   std::uint8_t slot = 0;
 };
@@ -80,14 +81,14 @@ enum class Control : std::uint8_t {
 };
 
 // How soon the sender needs the slots that the receiver has read. The last value applies until the
-// sender writes a message that is not urgent. Every return needs a separate packet, which would
-// slow down a stream of messages. So several returns are combined while the sender has enough
-// messages in flight.
+// sender writes a message that is not urgent. Each return would need a packet of its own, and these
+// packets would slow down a stream of messages. Several returns are therefore combined while the
+// sender has enough messages in flight.
 enum class Haste : std::uint8_t {
   kNone,  // when half of the slots can be returned
   // when a quarter can be returned, or immediately if at most half of the slots may be in flight
   kUrgent,
-  kAtOnce,  // immediately: reserved slots are not in flight, and the receiver does not know of them
+  kAtOnce,  // immediately: the sender may hold reserved slots, which the receiver cannot see
 };
 
 constexpr std::uint32_t kNumberMask = 0xff'ffff;

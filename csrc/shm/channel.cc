@@ -23,15 +23,15 @@ namespace adaptive {
 namespace shm {
 namespace {
 
-// Processors that share a cache have smaller distances than this.
+// Processors whose distance is at least this long do not share a cache.
 constexpr double kFarNs = 115.0;
 // From this size on, bypassing the caches is faster than waiting for lines in the receiver's
 // caches.
 constexpr std::size_t kStreamNearBytes = 4096;
 constexpr std::size_t kStreamFarBytes = 2048;
 
-// Sent together with five descriptors: control, data, credit (for the sender's reactor), and bell
-// and wake (for this process as a receiver).
+// An Offer is sent together with five descriptors: control, data, credit (for the sender's
+// reactor), and bell and wake (which wake this process as a receiver).
 constexpr std::size_t kNumDescriptors = 5;
 
 struct Peer {
@@ -124,7 +124,7 @@ class ShmSender final : public Sender {
     Peer peer = receive_offer(link, session, channel_state_->peer_name(), deadline, tick);
     MappedRegion control = attach_segment(peer.fds[0], peer.offer.control_bytes, purpose);
     MappedRegion data = attach_segment(peer.fds[1], peer.offer.data_bytes, purpose);
-    // Both ends have finished their slow steps and now synchronize.
+    // Both ends have finished their slow steps. This call synchronizes them.
     cuda::Agreement agreement = cuda::agree(link, wish(), deadline, tick);
     device_refusal_ = std::move(agreement.reason);
     const bool leader = session.rank < link.peer();
@@ -200,7 +200,7 @@ class ShmSender final : public Sender {
       return;
     }
     if (device_sender_ != nullptr) {
-      device_sender_->close();  // also closes the channel, after the pending messages
+      device_sender_->close();  // closes the channel after the pending messages
     } else {
       outgoing_->close();
     }
@@ -273,7 +273,7 @@ class ShmSender final : public Sender {
   }
 
   void stop() noexcept {
-    device_sender_.reset();                              // the thread uses all other members
+    device_sender_.reset();                              // its thread uses all other members
     session_.reactor->remove(memory_->credit_fd.get());  // the handler may use the watch
     session_.reactor->remove(wake_fd_.get());
     watch_.reset();

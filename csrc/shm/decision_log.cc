@@ -17,7 +17,8 @@ namespace detail {
 
 constexpr std::size_t kLineBytes = 64;
 
-// One cache line each, so that the two sides only share the lines that they need.
+// Each struct below fills one cache line, so that the two sides share only the lines that they both
+// need.
 struct alignas(kLineBytes) HeaderLine {
   std::uint64_t magic;
   std::uint32_t version;
@@ -70,7 +71,7 @@ static_assert(std::atomic<std::uint64_t>::is_always_lock_free &&
 constexpr std::uint64_t kMagic = 0x4d41'4445'4349'4445ULL;
 constexpr std::uint32_t kVersion = 1;
 
-// Values of StateLine::state. The low half of kAborted contains the reason.
+// Values of StateLine::state. The low half of an aborted state contains the reason.
 constexpr std::uint64_t kOpen = 0;
 constexpr std::uint64_t kClosed = 1ULL << 32;
 constexpr std::uint64_t kAborted = 2ULL << 32;
@@ -128,8 +129,8 @@ DecisionLog DecisionLog::attach(int fd, unsigned local_processes) {
     throw_foreign("its size is " + std::to_string(size_bytes) + " bytes");
   }
   MappedRegion region = MappedRegion::shared(fd, size_bytes);
-  // Copied once, so that the checked values are the used values: a peer may write the original at
-  // any time. The fence prevents the compiler from reading the original again.
+  // The header is copied once, and the copy is both checked and used, because a peer may write the
+  // original at any time. The fence prevents the compiler from reading the original again.
   detail::HeaderLine header;
   std::memcpy(&header, region.data(), sizeof(header));
   std::atomic_signal_fence(std::memory_order_seq_cst);
@@ -151,7 +152,7 @@ DecisionLog DecisionLog::attach(int fd, unsigned local_processes) {
 
 void DecisionLog::set_state(std::uint64_t state) noexcept {
   std::uint64_t current = lines_->state.state.load();
-  // The state only increases: closed changes to aborted, and the first abort is kept.
+  // The state only increases: a closed log may become aborted, and the first abort is kept.
   while (!is_aborted(current) && current < state &&
          !lines_->state.state.compare_exchange_weak(current, state)) {
   }
@@ -185,7 +186,8 @@ DecisionWriter DecisionWriter::create(std::uint32_t num_readers, std::uint32_t c
   const std::size_t size_bytes = size_for(num_readers, capacity);
   ScopedFd fd = make_sealed_file("megatron-adaptive-decisions", size_bytes);
   MappedRegion region = MappedRegion::shared(fd.get(), size_bytes);
-  // New memory is zero, which is the initial value of every atomic; the header contains its size.
+  // New memory is filled with zeros, which is the initial value of every atomic. The header
+  // contains the sizes.
   auto* header = new (region.data()) detail::HeaderLine{};
   header->magic = kMagic;
   header->version = kVersion;
@@ -222,8 +224,8 @@ std::uint64_t DecisionWriter::acknowledged_by(std::uint32_t reader) const {
 }
 
 DecisionWriter::Laggard DecisionWriter::slowest() const {
-  // Reads each position once. If the slowest position was read again, it could have overtaken
-  // another reader's, which the writer would then overrun.
+  // Reads each position only once. If the slowest position was read a second time, it might have
+  // passed another reader's position, and the writer would overrun that reader.
   Laggard slowest{0, acknowledged_by(0)};
   for (std::uint32_t reader = 1; reader < num_readers_; ++reader) {
     const std::uint64_t position = acknowledged_by(reader);
@@ -247,8 +249,8 @@ bool DecisionWriter::wait_for_room(const Deadline& deadline) {
   if (spin_.spin_until(settled)) {
     return true;
   }
-  // Sets the flag before the check, so that no reader misses a sleeping writer: a reader moves its
-  // position first and then reads the flag, both sequentially consistent.
+  // Sets the flag before the check, so that no reader misses a sleeping writer. A reader moves its
+  // position first and then reads the flag, and both accesses are sequentially consistent.
   lines_->waits.writer_sleeps.store(1);
   const bool ready = sleep_until(lines_->waits.release_futex, deadline, settled);
   lines_->waits.writer_sleeps.store(0);
@@ -325,8 +327,8 @@ bool DecisionReader::wait_for_entry(const Deadline& deadline) {
   if (spin_.spin_until(settled)) {
     return true;
   }
-  // Counted before the last check, as in wait_for_room(). A reader that is killed while it sleeps
-  // stays counted, which only costs the writer one system call per entry.
+  // The reader is counted as sleeping before its last check, as in wait_for_room(). A reader that
+  // is killed while it sleeps stays counted, which costs the writer only one system call per entry.
   lines_->waits.sleeping_readers.fetch_add(1);
   const bool ready = sleep_until(lines_->writer.futex, deadline, settled);
   lines_->waits.sleeping_readers.fetch_sub(1);
@@ -334,8 +336,8 @@ bool DecisionReader::wait_for_entry(const Deadline& deadline) {
 }
 
 WaitStatus DecisionReader::try_next(std::int64_t& value) {
-  // Read before the position: closed is set after the last entry, so if it is set here, an empty
-  // ring stays empty.
+  // The state is read before the position. The log is closed only after the last entry, so if it is
+  // closed here, an empty ring stays empty.
   const std::uint64_t state = lines_->state.state.load();
   if (is_aborted(state)) {
     return WaitStatus::kAborted;

@@ -1,6 +1,6 @@
-// A log with which the leader of a tensor-parallel group on one node tells its followers the next
-// pipeline action without a collective. One writer and N readers share a ring of K 64-bit entries.
-// Every reader reads every entry in order, at its own pace.
+// A log through which the leader of a tensor-parallel group on one node announces each next
+// pipeline action to its followers, without a collective. One writer and N readers share a ring of
+// K 64-bit entries. Every reader reads every entry in order, at its own pace.
 //
 //   line     0        1          2        3         4 .. 4+N-1          after the lines
 //        +--------+---------+---------+---------+------------------+------------------------+
@@ -13,11 +13,12 @@
 //          changes
 //
 // The writer waits while acknowledged + K == published, so that it never overruns the slowest
-// reader. The memory is an anonymous file (memfd) with a sealed size. So it is freed with the last
-// process that maps it, and no peer can make an access fault. The contents are not trusted: sizes
-// are checked once and kept outside the memory, and positions are checked at each use.
+// reader. The memory is an anonymous file (memfd) with a sealed size. It is freed when the last
+// process that maps it exits, and no peer can make an access to it fault. The contents are not
+// trusted: sizes are checked once and copied out of the memory, and positions are checked at each
+// use.
 //
-// This file does not detect that a process exited. Instead, every wait has a deadline.
+// The log does not notice when a process exits. Instead, every wait has a deadline.
 #pragma once
 
 #include <sys/types.h>
@@ -35,7 +36,7 @@ namespace adaptive {
 
 enum class WaitStatus {
   kReady,    // done
-  kNotYet,   // not possible within the time given; nothing changed, the call may be repeated
+  kNotYet,   // not possible before the deadline; nothing changed, so the call may be repeated
   kClosed,   // the other side closed and nothing is left to read
   kAborted,  // abort() was called; see abort_reason()
 };
@@ -45,8 +46,7 @@ struct Lines;
 struct ReaderLine;
 }  // namespace detail
 
-// The parts shared by both ends: the mapping, its checked sizes, and the state that ends every
-// wait.
+// The base of both ends: the mapping, its checked sizes, and the state that can end every wait.
 class DecisionLog {
  public:
   static constexpr std::uint32_t kMaxReaders = 1024;
@@ -56,22 +56,22 @@ class DecisionLog {
   std::uint32_t capacity() const noexcept { return capacity_; }
 
   // Aborts the log for both sides, and wakes all sleepers. May be called from any thread or
-  // process. Unread entries are lost. Only the first reason is kept.
+  // process. Unread entries are lost. If it is called several times, only the first reason is kept.
   void abort(std::uint32_t reason_code) noexcept;
 
-  // The reason given to abort(), if anybody called it.
+  // Returns the reason that was passed to abort(), if the log was aborted.
   std::optional<std::uint32_t> abort_reason() const noexcept;
 
  protected:
   DecisionLog(MappedRegion region, std::uint32_t num_readers, std::uint32_t capacity,
               SpinBudget spin);
 
-  // Checks and maps the file of a descriptor. Throws Error if it is not a decision log.
+  // Checks and maps the file behind `fd`. Throws Error if it is not a decision log.
   static DecisionLog attach(int fd, unsigned local_processes);
 
   void set_state(std::uint64_t state) noexcept;
 
-  // Declared first, used by everything below it.
+  // Declared first, because the members below use it.
   MappedRegion region_;
   detail::Lines* lines_;
   detail::ReaderLine* readers_;
@@ -79,7 +79,7 @@ class DecisionLog {
   std::uint32_t num_readers_;
   std::uint32_t capacity_;
   SpinBudget spin_;
-  // Only the process that created the object closes the log, and not a forked child.
+  // Only the process that created this object closes the log; a forked child does not.
   pid_t owner_;
 };
 
@@ -96,24 +96,25 @@ class DecisionWriter : public DecisionLog {
   DecisionWriter& operator=(DecisionWriter&&) = delete;
   ~DecisionWriter();
 
-  // Appends value and wakes sleeping readers. Returns at once unless the slowest reader is
-  // capacity() entries behind. Throws Error when a reader's position is impossible.
+  // Appends value and wakes sleeping readers. Waits only if the slowest reader is capacity()
+  // entries behind. Throws Error when a reader's position is impossible.
   WaitStatus publish(std::int64_t value, const Deadline& deadline);
 
   // The same without waiting.
   WaitStatus try_publish(std::int64_t value);
 
-  // Closes the log. Readers still receive all published entries. Later calls that publish return
-  // kClosed.
+  // Closes the log. Readers still receive all published entries. Later calls of publish() and
+  // try_publish() return kClosed.
   void close() noexcept;
 
-  // The shared memory, to pass to readers. The writer keeps the ownership.
+  // Returns the descriptor of the shared memory, to pass to readers. The writer keeps owning it.
   int fd() const noexcept { return fd_.get(); }
 
-  // Number of entries published so far.
+  // Returns the number of entries published so far.
   std::uint64_t published() const noexcept { return published_; }
 
-  // The reader that is furthest behind. Throws Error when a reader's position is impossible.
+  // Returns the reader that is furthest behind. Throws Error when a reader's position is
+  // impossible.
   std::uint32_t slowest_reader() const { return slowest().reader; }
 
  private:
@@ -140,9 +141,10 @@ class DecisionWriter : public DecisionLog {
 // A follower's end. One thread at a time may read; any thread may call abort().
 class DecisionReader : public DecisionLog {
  public:
-  // Opens the log in fd as reader_index, which no other running reader may use. The caller owns fd
-  // and may close it afterwards. Continues after the last entry that this index acknowledged.
-  // Throws std::invalid_argument, SystemError, and Error for memory that is not a decision log.
+  // Opens the log in fd as the reader with number reader_index, which no other running reader may
+  // use. The caller owns fd and may close it afterwards. Continues after the last entry that this
+  // index acknowledged. Throws std::invalid_argument, SystemError, and Error for memory that is not
+  // a decision log.
   static DecisionReader attach(int fd, std::uint32_t reader_index, unsigned local_processes);
 
   DecisionReader(DecisionReader&&) noexcept = default;
@@ -158,7 +160,7 @@ class DecisionReader : public DecisionLog {
 
   std::uint32_t index() const noexcept { return index_; }
 
-  // Number of entries read so far.
+  // Returns the number of entries read so far.
   std::uint64_t position() const noexcept { return position_; }
 
  private:

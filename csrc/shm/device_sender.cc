@@ -121,19 +121,19 @@ void DeviceSender::carry_all(std::unique_lock<std::mutex>& lock) {
     if (stopping_) {
       return;
     }
-    Job& job = jobs_.front();  // keeps its address while other jobs are added
+    Job& job = jobs_.front();  // its address stays valid while other jobs are added
     lock.unlock();
     try {
       carry(job);
     } catch (const PeerLostError&) {
-      // The channel reports the loss itself.
+      // The channel itself reports a lost peer.
     } catch (const std::exception& error) {
       channel_state_->fail(Failure::Kind::kTransport,
                            describe(job.message) + " could not be copied to " +
                                channel_state_->peer_name() + ": " + error.what());
     }
     std::shared_ptr<void> owner = std::move(job.owner);
-    owner.reset();  // not under the mutex, because its deleter may run the caller's code
+    owner.reset();  // without the mutex, because its deleter may run the caller's code
     lock.lock();
     spare_events_.push_back(std::move(job.ready));
     jobs_.pop_front();
@@ -144,7 +144,7 @@ void DeviceSender::carry_all(std::unique_lock<std::mutex>& lock) {
   outgoing_.close();
 }
 
-// After a failure it only releases the job, as the channel does.
+// Sends one payload. After a failure, only releases the job, as the channel does.
 void DeviceSender::carry(Job& job) {
   const auto ended = [this] { return stopping_.load() || channel_state_->broken(); };
   if (!job.on_device) {
@@ -168,7 +168,8 @@ void DeviceSender::copy(Job& job, unsigned slot) {
     cuda::copy(*context_, peer_.slot(slot), reinterpret_cast<std::uintptr_t>(job.data),
                job.message.nbytes, stream_.get());
     cuda::record(peer_.written(slot), stream_.get());
-    // The device needs the memory until it has finished, even if the channel has already failed.
+    // The device needs the memory until the copy has finished, even if the channel has already
+    // failed.
     if (!cuda::await(peer_.written(slot), stream_.get(), [this] { return overdue(); })) {
       throw Error("the device did not copy it in time");
     }
@@ -179,7 +180,8 @@ void DeviceSender::copy(Job& job, unsigned slot) {
   }
 }
 
-// Returns whether the device takes too long. There is a limit only after this end was told to stop.
+// Returns whether the device takes too long. There is a time limit only after this end was asked to
+// stop.
 bool DeviceSender::overdue() {
   if (stopping_.load() && !limit_) {
     limit_ = Deadline::after(kDeviceEnds);

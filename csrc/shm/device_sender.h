@@ -17,12 +17,12 @@
 
 namespace adaptive::shm {
 
-// A thread copies one payload at a time. It waits for a slot, queues the copy on its own stream
-// after the computation of the payload, and publishes the message when the copy has finished.
-// Meanwhile, the channel sends all messages through this thread.
+// A thread copies one payload at a time. It waits for a slot, queues the copy on its own stream so
+// that it runs after the payload has been computed, and publishes the message when the copy has
+// finished. The channel sends all its messages through this thread.
 class DeviceSender {
  public:
-  // `outgoing` outlives it.
+  // `outgoing` must outlive this object.
   DeviceSender(std::shared_ptr<ChannelState> channel_state, Outgoing& outgoing,
                std::shared_ptr<const cuda::Context> context, cuda::PeerArena peer,
                cuda::Stream stream, std::size_t slot_bytes);
@@ -37,7 +37,7 @@ class DeviceSender {
   // passed.
   bool flush(const Deadline& deadline);
   std::size_t pending() const noexcept { return num_jobs_.load(std::memory_order_relaxed); }
-  // Closes the channel and releases the peer's memory after all pending messages.
+  // After all pending messages, closes the channel and releases the peer's memory.
   void close() noexcept;
 
  private:
@@ -70,7 +70,7 @@ class DeviceSender {
   bool closing_ = false;
   std::atomic<bool> stopping_{false};
   std::atomic<std::size_t> num_jobs_{0};
-  std::optional<Deadline> limit_;  // used by the thread; set after it was told to stop
+  std::optional<Deadline> limit_;  // used by the thread; set after it was asked to stop
   std::thread thread_;             // last, because it uses all other members
 };
 

@@ -49,7 +49,7 @@ DeviceSlots::~DeviceSlots() {
   }
 }
 
-// When a process is killed, its socket may close some time before its device stops.
+// If a process is killed, its socket may close some time before its device stops.
 bool DeviceSlots::is_let_go(const Deadline& deadline) const {
   while (importer_() == Importer::kThere && !deadline.expired()) {
     std::this_thread::sleep_for(kLookUp);
@@ -83,7 +83,7 @@ void DeviceSlots::leave(unsigned slot) noexcept {
     }
     changed_.notify_all();
   } catch (const std::exception& error) {
-    failed_(error.what());  // the slot is lost, so the channel has failed
+    failed_(error.what());  // the slot cannot be reused, so the channel has failed
   }
 }
 
@@ -108,8 +108,8 @@ void DeviceSlots::run() noexcept {
   }
 }
 
-// Returns false if the device did not finish in time. There is a limit only when this end stops;
-// before, computations may take any time.
+// Returns false if the device did not finish in time. There is a time limit only when this end
+// stops; before that, computations may take any time.
 bool DeviceSlots::return_first(std::unique_lock<std::mutex>& lock) {
   const unsigned slot = leaving_.front();
   leaving_.pop_front();

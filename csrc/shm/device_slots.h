@@ -1,4 +1,5 @@
-// The receiving end of a channel in GPU memory. It tracks which streams still read its slots.
+// The receiving end of a channel with payloads in GPU memory. It tracks which streams still read
+// its slots.
 #pragma once
 
 #include <array>
@@ -17,22 +18,23 @@
 
 namespace adaptive::shm {
 
-// A thread returns each slot when the streams that read it have finished reading. The sender may
-// then write to the slot at once, and is not blocked if this process exits.
+// A thread returns each slot when the streams that read it have finished. The sender may then write
+// to the slot immediately, and is not blocked if this process exits.
 class DeviceSlots final : public DevicePayload {
  public:
-  // The sender, which has opened the slots. A lost sender has them open until its process exits.
+  // State of the sender, which has opened the slots. A lost sender keeps them open until its
+  // process exits.
   enum class Importer { kThere, kClosed, kLost };
 
-  // sender: the sender's process, which may be empty. give_back: called if a slot may be written
-  // again. importer: called by the destructor. failed: called with a reason if the device failed.
-  // The functions may be called from any thread.
+  // `sender` is a descriptor of the sender's process, and may be empty. `give_back` is called when
+  // a slot may be written again, `importer` by the destructor, and `failed` with a reason if the
+  // device failed. The functions may be called from any thread.
   DeviceSlots(cuda::Arena arena, ScopedFd sender, std::function<void(unsigned)> give_back,
               std::function<Importer()> importer, std::function<void(const char*)> failed);
   DeviceSlots(const DeviceSlots&) = delete;
   DeviceSlots& operator=(const DeviceSlots&) = delete;
-  // Waits some seconds until no stream reads a slot and the sender has closed the slots. Otherwise
-  // the memory is only freed when the process exits. No view of a slot may exist.
+  // Waits up to some seconds until no stream reads a slot and the sender has closed the slots. If
+  // the wait fails, the memory is freed only when the process exits. No view of a slot may exist.
   ~DeviceSlots() override;
 
   std::byte* data(unsigned slot) const noexcept {
@@ -42,8 +44,8 @@ class DeviceSlots final : public DevicePayload {
 
   // Allows `stream` to read a view of the slot. Throws Error.
   void enter(unsigned slot, void* stream) override;
-  // States that only work that is already queued on that stream will read the slot. May be called
-  // from any thread.
+  // Must be called when no more work that reads the slot will be queued on its stream. May be
+  // called from any thread.
   void leave(unsigned slot) noexcept;
 
  private:

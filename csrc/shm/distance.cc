@@ -12,12 +12,14 @@ namespace {
 
 using Clock = Deadline::Clock;
 
-// Several short series; the fastest ran without other work on the processors.
+// The distance is measured in several short series. The fastest series counts, because other work
+// on the processors did not disturb it.
 constexpr std::uint64_t kRounds = 64;
 constexpr int kSeries = 8;
-// A few time slices of a busy machine, so that both processes run at the same time at least once.
+// Time limit of the measurement: a few time slices of a busy machine, so that both processes run at
+// the same time at least once.
 constexpr auto kLongest = std::chrono::milliseconds(30);
-// Set in the leader's last value, whose other bits are the result in picoseconds.
+// Flag in the leader's last value. The other bits of this value are the result in picoseconds.
 constexpr std::uint64_t kLast = 1ULL << 63;
 constexpr std::uint64_t kNone = kLast - 1;
 
@@ -78,7 +80,7 @@ double follow(Control* control, Clock::time_point end) noexcept {
 
 double measure_distance_ns(Control* control, bool leader) noexcept {
   const auto end = Clock::now() + kLongest;
-  // The follower waits longer, so that it answers as long as the leader counts answers.
+  // The follower waits longer, so that it answers for as long as the leader measures.
   return leader ? lead(control, end) : follow(control, end + kLongest);
 }
 

@@ -10,8 +10,9 @@
 namespace adaptive::shm {
 namespace {
 
-// A distant sender that computes into a slot waits for every line in this processor's caches, which
-// takes five times longer than flushing. Larger amounts have already left the caches.
+// A distant sender that computes into a slot has to wait for every cache line that this processor's
+// caches still hold, which takes five times longer than flushing the lines first. Larger payloads
+// have already left the caches.
 constexpr std::uint64_t kMostFlushedBytes = std::uint64_t{512} << 10;
 
 }  // namespace
@@ -89,8 +90,8 @@ bool Incoming::poll(Completions& into) noexcept {
         "the channel from " + channel_state_->peer_name() + " is broken: " + error.what());
   }
   if (!finished_ && lost_.load(std::memory_order_acquire) && !stalled_.load()) {
-    // Entries from before the peer's end were visible before the loss was known, so one more check
-    // is enough.
+    // Entries that the peer wrote before it ended were visible before its loss was noticed, so one
+    // more check is enough.
     const Entry& entry = entries_[taken_ & (layout_.num_entries - 1)];
     if (entry.number.load(std::memory_order_acquire) != taken_ + 1) {
       tell_loss();
@@ -102,8 +103,8 @@ bool Incoming::poll(Completions& into) noexcept {
 
 void Incoming::read(const Entry& entry, Message* message, unsigned* slot,
                     std::uint32_t* flags) const {
-  // Copied once, so that the checked values are the used values: the peer may write the original at
-  // any time. The fence prevents the compiler from reading the original again.
+  // The entry is copied once, and the copy is both checked and used, because the peer may write the
+  // original at any time. The fence prevents the compiler from reading the original again.
   auto* const bytes = reinterpret_cast<unsigned char*>(message);
   *slot = entry.slot;
   *flags = entry.flags;
@@ -123,7 +124,7 @@ void Incoming::check_entry(const Message& message, unsigned slot) const {
       (end && assembler_.busy())) {
     throw Error("message " + std::to_string(message.sequence) + " in slot " + std::to_string(slot) +
                 " where number " + std::to_string(sequence_) + " in one of " +
-                std::to_string(layout_.slots) + " slots was due");
+                std::to_string(layout_.slots) + " slots was expected");
   }
   if (message.has_crc != 0 && !end &&
       crc32c(data_region_.data() + slot * layout_.slot_stride, message.piece_bytes) !=
@@ -150,8 +151,8 @@ bool Incoming::take_next(Completions& into) {
   }
   const bool whole = message.piece_bytes == message.nbytes && !assembler_.busy();
   if ((flags & kOnDevice) != 0 && (device_ == nullptr || !whole)) {
-    throw Error(describe(message) + " is said to be in device memory" +
-                (whole ? ", of which there is none" : " in part"));
+    throw Error(describe(message) + " is marked as in device memory, but " +
+                (whole ? "this channel has no device memory" : "it has several pieces"));
   }
   if (whole) {
     ++taken_;
@@ -232,7 +233,8 @@ void Incoming::release_on_device(void* owner, std::uint64_t token) noexcept {
 
 void Incoming::give_back(unsigned slot) noexcept {
   control_->returns.returned.fetch_or(std::uint64_t{1} << slot);
-  // Either the sender sees the slot after it has set the flag, or this thread sees the flag.
+  // The sender sets the flag and then looks for returned slots, so either it sees this slot or this
+  // thread sees the flag.
   auto& wants_credit = control_->sender.wants_credit;
   if (wants_credit.load() != 0 && wants_credit.exchange(0) != 0) {
     signal(credit_fd_);

@@ -19,8 +19,8 @@
 
 namespace adaptive::shm {
 
-// Lives as long as the last view of one of its slots. The shared memory is not trusted, so all
-// values are copied first and then checked.
+// This object lives until the last view of one of its slots is destroyed. The shared memory is not
+// trusted, so all values are copied first and then checked.
 class Incoming final : public Source, public std::enable_shared_from_this<Incoming> {
  public:
   Incoming(std::shared_ptr<ChannelState> channel_state, std::uint64_t limit_bytes,
@@ -29,12 +29,13 @@ class Incoming final : public Source, public std::enable_shared_from_this<Incomi
 
   ~Incoming() override;
 
-  // Allows payloads in `arena` from now on. Must be called before the first poll().
+  // Accepts payloads in `arena` from now on. Must be called before the first poll().
   void use_device(cuda::Arena arena, ScopedFd sender);
 
   bool poll(Completions& into) noexcept override;
 
-  // Must be called if the peer is lost or silent for too long. A Failure follows its last message.
+  // Must be called if the peer is lost or silent for too long. A Failure is delivered after the
+  // last message from the peer.
   void lose(const std::string& reason) noexcept;
 
   // Stops reading, and tells the peer. Views stay valid.
@@ -68,12 +69,13 @@ class Incoming final : public Source, public std::enable_shared_from_this<Incomi
 
   // Used only by the polling thread.
   Assembler assembler_;
-  std::uint64_t taken_ = 0;     // number of entries
+  std::uint64_t taken_ = 0;     // number of entries taken so far
   std::uint64_t sequence_ = 0;  // number of the next message
   bool finished_ = false;
 
-  // Number of bytes to flush, by slot, when the slot is returned. Written before the lease of the
-  // slot is passed on. Only the sender ensures that the previous lease was returned before.
+  // For each slot, the number of bytes to flush when the slot is returned. Written before the lease
+  // of the slot is handed out. Only the sender's own rules ensure that the previous lease of the
+  // slot was returned by then.
   std::array<std::atomic<std::uint32_t>, kMostSlots> flush_bytes_{};
   std::atomic<unsigned> num_held_{0};  // slots with views
   std::atomic<bool> lost_{false};
@@ -81,7 +83,7 @@ class Incoming final : public Source, public std::enable_shared_from_this<Incomi
   std::string reason_;
   // Reassembled messages that still exist; at most as many as there are slots.
   std::atomic<unsigned> num_assembled_{0};
-  std::atomic<bool> stalled_{false};     // a message waits until one of them is destroyed
+  std::atomic<bool> stalled_{false};     // a message waits for the end of one of them
   std::unique_ptr<DeviceSlots> device_;  // last, because its thread returns slots
 };
 

@@ -17,10 +17,12 @@ namespace adaptive {
 namespace {
 
 constexpr std::uint64_t kUnlimited = std::numeric_limits<std::uint64_t>::max();
-// Left for other programs, so that a channel does not use a machine's last pages.
+// Amount of memory that is left for other programs, so that a channel does not use up the machine's
+// last pages.
 constexpr std::uint64_t kReserveBytes = std::uint64_t{64} << 20;
 
-// Returns the number at the beginning of a file. Empty for "max" and without a number.
+// Returns the number at the beginning of a file, or an empty value if there is none (for example
+// "max").
 std::optional<std::uint64_t> read_number(const std::string& path) {
   std::ifstream file(path);
   std::uint64_t value = 0;
@@ -34,8 +36,8 @@ void narrow(MemoryRoom* room, std::uint64_t bytes, const std::string& limit,
   }
 }
 
-// Applies the limit of one control group. Its page cache counts as used, but is freed when memory
-// is needed.
+// Applies the limit of one control group. The kernel counts the group's page cache as used, but
+// frees it when memory is needed.
 void narrow_by_group(MemoryRoom* room, const std::string& folder, bool second_version) {
   const std::string limit_file =
       folder + (second_version ? "/memory.max" : "/memory.limit_in_bytes");
@@ -54,8 +56,9 @@ void narrow_by_group(MemoryRoom* room, const std::string& folder, bool second_ve
          "raise that limit (docker run --memory, resources.limits.memory, MemoryMax)");
 }
 
-// Applies the limits of the group and all its parents. In a container, the kernel may return a path
-// of the host that does not exist there; the container's own limit is then at the top.
+// Applies the limits of the group and all its parents. In a container, the kernel may report a path
+// of the host that does not exist in the container. The container's own limit is then in the top
+// folder.
 void narrow_by_groups(MemoryRoom* room, const std::string& mount, std::string path,
                       bool second_version) {
   while (!path.empty() && path != "/") {
@@ -77,7 +80,8 @@ bool has_memory_controller(const std::string& names) {
   return false;
 }
 
-// Reads lines "number:controllers:path". In the second version, the controllers are empty.
+// Reads lines "number:controllers:path". For control groups of version 2, the controllers are
+// empty.
 void narrow_by_cgroup(MemoryRoom* room, const SystemPaths& paths) {
   std::ifstream file(paths.proc + "/self/cgroup");
   std::string line;

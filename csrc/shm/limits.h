@@ -18,18 +18,19 @@ struct SystemPaths {
   std::string cgroup = "/sys/fs/cgroup";
 };
 
-// Returns the smallest limit: free memory of the machine, limits of this process's control groups
-// (both versions), or address space. A limit that cannot be read is ignored.
+// Returns the tightest of these limits: the free memory of the machine, the limits of this
+// process's control groups (both versions), and the limit of its address space. A limit that cannot
+// be read is ignored.
 MemoryRoom memory_room(const SystemPaths& paths = {});
 
-// Throws Error with the limit and a remedy unless `bytes` and a reserve fit into the free memory.
-// `purpose` is text such as "the channel to rank 3 (8 slots of 4 MiB)".
+// Throws Error, with the limit and a remedy, unless `bytes` plus a reserve fit into the available
+// memory. `purpose` is text such as "the channel to rank 3 (8 slots of 4 MiB)".
 void check_memory(std::uint64_t bytes, const std::string& purpose, const SystemPaths& paths = {});
 
-// Returns the number after `name` in a file of lines "name number"; 0 if it is missing.
+// Returns the number after `name` in a file of lines "name number", or 0 if there is no such line.
 std::uint64_t read_field(const std::string& path, const std::string& name);
 
-// "1.5 GiB"
+// Returns text such as "1.5 GiB".
 std::string bytes_text(std::uint64_t bytes);
 
 }  // namespace adaptive

@@ -16,7 +16,7 @@ namespace {
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kWorthWaitingBytes = std::size_t{64} << 10;
 constexpr std::chrono::nanoseconds kLongestPatience = std::chrono::microseconds(20);
-// How often a wait for a credit checks `given_up`.
+// Interval at which a wait for a credit checks `given_up`.
 constexpr std::chrono::milliseconds kLookUp(20);
 
 std::uint64_t bit(unsigned slot) noexcept {
@@ -44,7 +44,7 @@ OutgoingMemory::OutgoingMemory(const ShmOptions& options, const std::string& pur
       data_segment(
           make_segment(options.slots * slot_stride, purpose, deadline, tick, options.turn_name)),
       credit_fd(make_eventfd()) {
-  // New memory is zero, which is the initial value of all other fields.
+  // New memory is filled with zeros, which is the initial value of all other fields.
   new (control_segment.region.data()) Control{};
   control()->sender.magic = kControlMagic;
   control()->sender.version = kControlVersion;
@@ -89,7 +89,7 @@ bool Outgoing::receiver_closed() const noexcept {
   return control_->receiver.closed.load(std::memory_order_acquire) != 0;
 }
 
-// Fills in the channel's fields and throws for messages that the receiver would reject.
+// Fills in the fields that the channel sets. Throws Error if the receiver would reject the message.
 void Outgoing::prepare(Message& message) const {
   channel_state_->check();
   if (closed_ || receiver_closed()) {
@@ -99,7 +99,7 @@ void Outgoing::prepare(Message& message) const {
   channel_state_->prepare(message, sequence_, options_.limit_bytes, options_.crc);
 }
 
-// Marks returned slots as free. A receiver cannot free slots that it does not have.
+// Marks returned slots as free. Bits of slots that the receiver does not have are without effect.
 void Outgoing::gather() noexcept {
   auto& returned = control_->returns.returned;
   if (returned.load() != 0) {
@@ -150,9 +150,9 @@ void Outgoing::copy_in(unsigned slot, const std::byte* from,
   }
 }
 
-// Waits for a slot for an eighth of the time of the copy, because sending from the other thread
-// costs more. Does not wait if processes share processors, because the receiver may only run while
-// this process does not.
+// Waits for a slot, but at most for an eighth of the time that the copy takes. Without the wait,
+// another thread would have to send the message, which costs more. Does not wait if processes share
+// processors, because the receiver may be able to run only while this process does not.
 unsigned Outgoing::take_slot_soon(std::size_t size_bytes) noexcept {
   unsigned slot = take_slot();
   if (slot != kNoSlot || size_bytes < kWorthWaitingBytes || crowded_) {
@@ -167,7 +167,8 @@ unsigned Outgoing::take_slot_soon(std::size_t size_bytes) noexcept {
   return slot;
 }
 
-// Publishes as much of a message as there are slots for. Returns whether the message is complete.
+// Publishes as much of a message as the free slots can hold. Returns whether the whole message is
+// published.
 bool Outgoing::move_on(Pending& pending) noexcept {
   Message& message = pending.message;
   if (pending.slot != kNoSlot) {
@@ -194,8 +195,9 @@ bool Outgoing::move_on(Pending& pending) noexcept {
   return true;
 }
 
-// Requests a signal when a slot is returned. Returns true if a slot is already free. The pieces of
-// an incomplete message occupy slots while the receiver computes; its reactor can assemble them.
+// Requests a signal when a slot is returned. Returns true if a slot is already free. If the message
+// has several pieces, also wakes the receiver's reactor: the pieces occupy slots while the receiver
+// computes, and its reactor can assemble them.
 bool Outgoing::ask_for_credit(const Pending& first) noexcept {
   control_->sender.wants_credit.store(1);
   gather();
@@ -216,7 +218,7 @@ void Outgoing::drop_backlog(Owners& done) noexcept {
     try {
       done.push_back(std::move(pending.owner));
     } catch (...) {
-      // Without memory, the owner is destroyed under the mutex.
+      // If there is no memory for the list entry, the owner is destroyed under the mutex.
     }
   }
   backlog_.clear();
@@ -255,7 +257,7 @@ void Outgoing::advance(Owners& done) {
   }
   while (!backlog_.empty()) {
     Pending& first = backlog_.front();
-    done.reserve(done.size() + 1);  // a published message cannot be taken back, so allocate first
+    done.reserve(done.size() + 1);  // before the message is published
     if (move_on(first)) {
       done.push_back(std::move(first.owner));
       backlog_.pop_front();
@@ -392,7 +394,7 @@ unsigned Outgoing::await_slot(const Message& message, const std::function<bool()
 void Outgoing::publish_on_device(Message& message, unsigned slot) {
   const std::lock_guard<std::mutex> lock(mutex_);
   prepare(message);
-  message.has_crc = 0;  // the host does not have its bytes
+  message.has_crc = 0;  // the host cannot read the payload
   publish(message, slot, kOnDevice);
   reserved_ &= ~bit(slot);
   ++sequence_;

@@ -22,7 +22,8 @@
 
 namespace adaptive::shm {
 
-// The memory and the state that its views need. Lives as long as the last view of a reserved slot.
+// The memory of the slots and the state that views of reserved slots need. Lives until the last
+// such view is destroyed.
 struct OutgoingMemory {
   OutgoingMemory(const ShmOptions& options, const std::string& purpose, const Deadline& deadline,
                  const Tick& tick);
@@ -45,11 +46,11 @@ struct OutgoingMemory {
   Segment control_segment;
   Segment data_segment;
   ScopedFd credit_fd;                  // readable when a requested slot was returned
-  std::atomic<std::uint64_t> gone{0};  // slots whose view here was dropped
+  std::atomic<std::uint64_t> gone{0};  // slots whose view in this process was dropped
   ForkGuard guard;
 };
 
-// A slot is free if none of these conditions holds:
+// A slot is free if it is in none of these states (the right column says when a state ends):
 //   out       the receiver may read it          until `returned`
 //   viewed    a reserved tensor uses it         until `gone`
 //   reserved  a payload is computed into it     until commit(), or `gone` without it
@@ -66,16 +67,17 @@ class Outgoing {
   void send(Message& message, const void* data, const Keeper& keeper);
   std::optional<Reserved> reserve(std::size_t nbytes);
   void commit(Message& message, std::uint64_t token);
-  // Throws the same errors as send() of that message.
+  // Throws the errors that send() would throw for this message.
   void admit(Message message);
   // Waits for a slot for `message`, which is the next message to send. Returns kNoSlot if
-  // `given_up` is true. The caller must then call publish_on_device(), unless the channel failed.
+  // `given_up` returns true. After getting a slot, the caller must call publish_on_device(), unless
+  // the channel failed.
   unsigned await_slot(const Message& message, const std::function<bool()>& given_up);
   // Publishes that the payload is in the given slot of the peer's device memory.
   void publish_on_device(Message& message, unsigned slot);
-  // Returns whether the peer has closed its end. Before that, all its messages were written.
+  // Returns whether the peer has closed its end, which it does only after writing all its messages.
   bool receiver_closed() const noexcept;
-  // States that this end has closed the memory that the peer exported from its device.
+  // Tells the peer that this end has closed the memory that the peer exported from its device.
   void tell_device_closed() noexcept { control_->sender.device_closed.store(1); }
   bool flush(const Deadline& deadline);
   std::size_t pending() const noexcept { return num_pending_.load(std::memory_order_relaxed); }

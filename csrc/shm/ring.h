@@ -9,8 +9,9 @@
 //                                         gives the slot back: sets its bit in `returned`
 //   takes all bits of `returned`
 //
-// An entry is read before its slot is returned, so with N > K + 1 entries, none is overwritten
-// before it was read. The additional entry is the end of the channel, which has no slot.
+// The receiver reads an entry before it returns the entry's slot. With N > K + 1 entries, no entry
+// is therefore overwritten before it is read. The additional entry is for the end of the channel,
+// which has no slot.
 #pragma once
 
 #include <atomic>
@@ -25,7 +26,8 @@ namespace adaptive::shm {
 constexpr std::size_t kLine = 64;
 // The payload was computed into the slot with ordinary stores.
 constexpr std::uint32_t kComputedInPlace = 1;
-// The payload is in that slot of the receiver's memory on its GPU; see cuda/arena.h.
+// The payload is in the slot with this number in the memory of the receiver's GPU; see
+// cuda/arena.h.
 constexpr std::uint32_t kOnDevice = 2;
 constexpr std::uint32_t kNoSlot = 0xFFFF'FFFF;
 constexpr std::uint64_t kControlMagic = 0x4d41'5053'484d'4331ULL;
@@ -35,8 +37,8 @@ static_assert(std::atomic<std::uint64_t>::is_always_lock_free &&
                   std::atomic<std::uint32_t>::is_always_lock_free,
               "atomics that hide a lock cannot be shared between processes");
 
-// Bytes of a message in the first two lines of an entry. They exclude only the sizes of the sixth
-// and seventh dimension, so that most messages use two lines.
+// Number of a message's bytes that are in the first two cache lines of an entry. Only the sizes of
+// the sixth and later dimensions are in the third line, so that most messages use two lines.
 constexpr std::size_t kFrontBytes = 112;
 constexpr int kFrontDimensions = 5;
 
@@ -51,15 +53,15 @@ static_assert(sizeof(Entry) == 3 * kLine && offsetof(Entry, front) == 16 &&
                   offsetof(Entry, back) == 2 * kLine,
               "the layout is shared by processes");
 static_assert(offsetof(Message, shape) + kFrontDimensions * sizeof(std::int64_t) == kFrontBytes,
-              "the front ends behind the fifth dimension");
+              "the front part must end after the fifth dimension");
 
 struct alignas(kLine) SenderLine {
   std::uint64_t magic;
   std::uint32_t version;
-  // True if a message waits for a slot. A thread that returns a slot must then signal the credit
+  // Set if a message waits for a slot. A thread that returns a slot must then signal the credit
   // descriptor.
   std::atomic<std::uint32_t> wants_credit;
-  // True if the sender has closed the receiver's GPU memory.
+  // Set when the sender has closed the receiver's GPU memory.
   std::atomic<std::uint32_t> device_closed;
 };
 struct alignas(kLine) ReturnLine {
@@ -68,7 +70,7 @@ struct alignas(kLine) ReturnLine {
 struct alignas(kLine) ReceiverLine {
   std::atomic<std::uint32_t> closed;  // nothing will be read any more
 };
-// Lines for measuring the distance between the two processors, with one writer each.
+// A cache line with one writer, for measuring the distance between the two processors.
 struct alignas(kLine) PingLine {
   std::atomic<std::uint64_t> value;
 };
@@ -82,7 +84,7 @@ struct Control {
   // Entries follow.
 };
 
-// One end's description of the memory that it created; sent as bytes.
+// The description of the memory that one end created. Sent as bytes.
 struct Offer {
   std::uint64_t magic = kControlMagic;
   std::uint32_t version = kControlVersion;

@@ -35,10 +35,11 @@ void look_up(const Tick& tick) {
   }
 }
 
-// Held while memory is checked and allocated, so that ranks that start together do not all find the
-// same memory free. A bound abstract name is a lock that is released when its holder exits. It is
-// random and only known to the job's processes, so that no other user can hold it. Processes
-// without a name, or without the lock in time, continue without it.
+// A lock that is held while memory is checked and allocated, so that ranks that start together do
+// not all count on the same free memory. The lock is a bound abstract socket name, so it is
+// released when its holder exits. The name is random and known only to the job's processes, so that
+// no other user can hold it. A process that has no name, or does not get the lock in time,
+// continues without the lock.
 class AllocationTurn {
  public:
   AllocationTurn(const std::string& name, const Deadline& deadline, const Tick& tick) {
@@ -66,7 +67,8 @@ class AllocationTurn {
   ScopedFd socket_;
 };
 
-// A larger file would cause SIGXFSZ, which kills the process.
+// Throws Error if a file of this size exceeds the limit, because creating it would raise SIGXFSZ,
+// which kills the process.
 void check_file_size(std::size_t size_bytes, const std::string& purpose) {
   rlimit limit{};
   if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
@@ -83,7 +85,7 @@ std::size_t free_huge_bytes() {
   return file >> pages ? pages * kHugePageBytes : 0;
 }
 
-// Reads the setting in brackets: "always within_size advise [never] deny force".
+// Reads the setting, which is the word in brackets: "always within_size advise [never] deny force".
 bool transparent_huge_pages() {
   std::ifstream file("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
   std::string line;
@@ -112,8 +114,8 @@ Segment try_reserved_huge_pages(std::size_t size_bytes) {
   }
 }
 
-// Allocates every page now, with calls that can fail. A later store to a page that cannot be
-// allocated would cause SIGBUS.
+// Allocates every page now, with calls that report a failure. Without this, a later store to a page
+// that cannot be allocated would raise SIGBUS.
 void touch(const Segment& segment, const Deadline& deadline, const Tick& tick) {
   const std::size_t size_bytes = segment.region.size_bytes();
   for (std::size_t start = 0; start < size_bytes; start += kChunk) {

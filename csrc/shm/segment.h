@@ -1,5 +1,5 @@
-// Anonymous shared memory that is fully allocated before it is used, so that no later access causes
-// SIGBUS, and a crash leaves no files.
+// Anonymous shared memory. It is fully allocated before it is used, so that no later access raises
+// SIGBUS. Because it is anonymous, a crash leaves no files.
 #pragma once
 
 #include <cstddef>
@@ -18,9 +18,10 @@ struct Segment {
 };
 
 // Allocates at least `size_bytes` of zeros and touches every page. Processes with the same
-// non-empty `turn_name` do this one after another. If huge pages are available and `size_bytes` is
-// large enough, the size is rounded up to huge pages; see region.size_bytes(). Throws Error with
-// the limit if there is not enough memory, SystemError, DeadlineError.
+// non-empty `turn_name` allocate one after another. If huge pages are available and `size_bytes` is
+// large enough, the size is rounded up to huge pages; see region.size_bytes(). If there is not
+// enough memory, throws Error with the limit that was exceeded. Also throws SystemError and
+// DeadlineError.
 Segment make_segment(std::size_t size_bytes, const std::string& purpose, const Deadline& deadline,
                      const Tick& tick, const std::string& turn_name = {});
 

@@ -30,7 +30,7 @@ std::unique_ptr<Block> make_block(std::size_t wanted_bytes) {
   if (::madvise(block->data(), size_bytes, MADV_POPULATE_WRITE) == 0) {
     return block;
   }
-  // An error now is better than a signal later.
+  // Throw now, because a later access to a missing page would end the process with a signal.
   if (errno == ENOMEM) {
     throw_errno("madvise", "MADV_POPULATE_WRITE of " + std::to_string(size_bytes) +
                                " bytes for a received payload");
@@ -49,7 +49,7 @@ std::unique_ptr<Block> BufferPool::take(std::size_t size_bytes) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     auto& blocks = large ? free_large_ : free_;
-    // A large block may be up to twice as large as necessary.
+    // A block for a large payload may be up to twice as large as necessary.
     const auto fits = [&](const std::unique_ptr<Block>& block) {
       return block->size_bytes() >= size_bytes && (!large || block->size_bytes() / 2 <= size_bytes);
     };
@@ -76,14 +76,14 @@ void BufferPool::give_back(std::unique_ptr<Block> block) noexcept {
     }
     free_large_.push_back(std::move(block));
     cached_bytes_ += free_large_.back()->size_bytes();
-    // Frees the oldest blocks, because their sizes may not be needed again.
+    // Frees the oldest blocks first, because their sizes are the least likely to be needed again.
     while (cached_bytes_ > cache_bytes_) {
       surplus.push_back(std::move(free_large_.front()));
       free_large_.erase(free_large_.begin());
       cached_bytes_ -= surplus.back()->size_bytes();
     }
   } catch (...) {
-    // Without memory for the list, the block is unmapped.
+    // If there is no memory for the list entry, the block is unmapped.
   }
 }
 

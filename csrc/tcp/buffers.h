@@ -1,5 +1,5 @@
-// Memory for received payloads that is reused, because the first touch of new memory costs ten
-// times as much as later accesses.
+// Reused memory for received payloads. The first touch of new memory costs ten times as much as
+// later accesses.
 #pragma once
 
 #include <cstddef>
@@ -12,17 +12,19 @@
 
 namespace adaptive::tcp {
 
-// Private memory whose pages were already touched.
+// Private memory whose pages have already been touched.
 using Block = MappedRegion;
 
 // All methods may be called from any thread.
 class BufferPool {
  public:
-  // Blocks of `slot_bytes` are never freed. Larger blocks are kept up to `cache_bytes` in total.
+  // Blocks of `slot_bytes` are never freed. Of the larger blocks, up to `cache_bytes` in total are
+  // kept.
   BufferPool(std::size_t slot_bytes, std::size_t cache_bytes)
       : slot_bytes_(slot_bytes), cache_bytes_(cache_bytes) {}
 
-  // Returns the block used last, which is still in the caches, or a new block. Throws SystemError.
+  // Returns the most recently used block, which is still in the caches, or a new block. Throws
+  // SystemError.
   std::unique_ptr<Block> take(std::size_t size_bytes);
   void give_back(std::unique_ptr<Block> block) noexcept;
 

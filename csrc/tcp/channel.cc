@@ -19,7 +19,8 @@ class TcpSender final : public Sender {
         peer_limit_bytes_(peer_limit_bytes),
         connection_(std::move(connection)) {}
 
-  // A forked child has no thread and must not affect its parent's connections.
+  // A forked child does not have the reactor's thread, and must not affect its parent's
+  // connections.
   ~TcpSender() override {
     if (connection_->state().in_maker()) {
       connection_->shut();
@@ -38,7 +39,7 @@ class TcpSender final : public Sender {
     ++sequence_;
   }
 
-  // The network card cannot read this process's memory, because the kernel copies all sent data.
+  // Reserving would not save a copy, because the kernel copies all sent data anyway.
   std::optional<Reserved> reserve(std::size_t) override { return std::nullopt; }
 
   void commit(Message, Reserved) override {

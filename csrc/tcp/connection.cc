@@ -20,15 +20,16 @@ using Clock = std::chrono::steady_clock;
 constexpr std::uint32_t kReadEvents = EPOLLIN | EPOLLRDHUP;
 constexpr auto kLongestPeriod = std::chrono::milliseconds(1000);
 constexpr int kTicksPerLimit = 4;
-// Maximum per call, so that one peer's data does not delay other peers.
+// Maximum number of bytes to read per call, so that one peer's data does not delay other peers.
 constexpr std::size_t kReadBytes = std::size_t{4} << 20;
-// Reading a socket is a system call, and the waiting thread must check other sources too.
+// Minimum time between two reads of a socket. Each read is a system call, and the waiting thread
+// must also check other sources.
 constexpr auto kBetweenLooks = std::chrono::nanoseconds(1000);
 // Number of blocks above slot_bytes that are kept for later messages of the same size.
 constexpr std::size_t kCachedSlots = 4;
 constexpr std::size_t kMinCacheBytes = std::size_t{128} << 20;
 
-// Returns the heartbeat period, which is several times shorter than each end's limit.
+// Returns the heartbeat period, which is several times shorter than the time limit of either end.
 std::chrono::milliseconds period_of(const Offer& mine, const Offer& theirs) {
   return std::clamp(std::min(mine.silent_limit, theirs.silent_limit) / kTicksPerLimit,
                     std::chrono::milliseconds(1), kLongestPeriod);
@@ -77,8 +78,8 @@ void Connection::shut() noexcept {
   writer_.stop();
   over_.store(true);
   const std::lock_guard<std::mutex> reading(read_mutex_);
-  // Unread bytes would turn the end of the connection into a reset, which could overtake the last
-  // data.
+  // If unread bytes remained, closing would reset the connection, and the reset could overtake the
+  // last data.
   ::shutdown(socket_.get(), SHUT_WR);
   std::array<char, 4096> ignored;
   while (::recv(socket_.get(), ignored.data(), ignored.size(), MSG_DONTWAIT) > 0) {
@@ -118,7 +119,7 @@ void Connection::on_events(std::uint32_t events) {
   if ((events & ~static_cast<std::uint32_t>(EPOLLOUT)) != 0) {
     receive(nullptr, kReadBytes);
   }
-  // Events for the end of a connection repeat as long as the socket is watched.
+  // The event that reports the end of a connection repeats as long as the socket is watched.
   if (over_.load()) {
     reactor_->remove(socket_.get());
   }
@@ -138,7 +139,8 @@ void Connection::on_tick() {
   }
   writer_.beat();
   pump();
-  // Counts ticks instead of time, because the peer did not cause pauses of this process.
+  // Counts ticks instead of measuring time, so that pauses of this process do not count against the
+  // peer.
   if (silent_ticks_ * period_ >= mine_.silent_limit && !over_.load() && !goodbye_came_.load()) {
     state_.fail(Failure::Kind::kPeerLost, silence_text(present - heard_at_, mine_.silent_limit));
     end();
@@ -146,7 +148,8 @@ void Connection::on_tick() {
   }
 }
 
-// Drops unsent messages. Must be called without a lock, because owners may run the caller's code.
+// Drops unsent messages. Must be called without a lock, because destroying their owners may run the
+// caller's code.
 void Connection::end() noexcept {
   over_.store(true);
   writer_.stop();
@@ -171,8 +174,9 @@ bool Connection::poll(Completions& into) noexcept {
   return receive(&into, kReadBytes);
 }
 
-// Called by the reactor's thread, which would be called repeatedly while the waiter copies. The
-// reading thread watches the socket again afterwards. Returns true if that thread has just
+// Called on the reactor's thread when another thread is reading the socket. Stops watching the
+// socket, because the reactor would otherwise be called again and again while that thread copies.
+// The reading thread watches the socket again afterwards. Returns true if that thread has just
 // finished.
 bool Connection::leave_to_other(std::unique_lock<std::mutex>& reading) noexcept {
   watch(kReadEvents, false);
@@ -252,7 +256,7 @@ void Connection::on_end(int code) {
 
 std::byte* Connection::begin(const Message& message) {
   if (!writer_.use_slot()) {
-    throw Error("it sent " + describe(message) + " where no slot was free");
+    throw Error("it sent " + describe(message) + " although no slot was free");
   }
   if (message.nbytes == 0) {
     return nullptr;
@@ -265,7 +269,7 @@ void Connection::complete(const Message& message) {
   const auto nbytes = static_cast<std::size_t>(message.nbytes);
   std::byte* const data = block_ ? block_->data() : nullptr;
   if (message.has_crc != 0 && crc32c(data, nbytes) != message.crc) {
-    throw Error(describe(message) + " was changed on its way: the CRC of its payload is " +
+    throw Error(describe(message) + " was corrupted in transit: the CRC of its payload is " +
                 std::to_string(crc32c(data, nbytes)) + " instead of " +
                 std::to_string(message.crc));
   }

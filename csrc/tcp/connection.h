@@ -28,13 +28,13 @@ class Connection final : public Source,
                          private FrameSink,
                          public std::enable_shared_from_this<Connection> {
  public:
-  // `mine` are this end's slots and limits, `theirs` the peer's.
+  // `mine` and `theirs` contain the slots and limits of this end and of the peer.
   Connection(const Session& session, int peer, ForkSafeFd socket, const Offer& mine,
              const Offer& theirs);
 
   void start();
-  // Closes both directions, properly if a goodbye was sent. After this returns, only the return of
-  // leases may still use this object.
+  // Closes both directions; the peer sees a proper close if a goodbye was sent. After this returns,
+  // this object may be used only to return leases.
   void shut() noexcept;
 
   Writer& writer() noexcept { return writer_; }
@@ -49,7 +49,7 @@ class Connection final : public Source,
   bool poll(Completions& into) noexcept override;
 
  private:
-  // FrameSink, under read_mutex_:
+  // Methods of FrameSink, called under read_mutex_:
   std::byte* begin(const Message& message) override;
   void complete(const Message& message) override;
   void credits(std::uint32_t count) override;
@@ -57,7 +57,7 @@ class Connection final : public Source,
 
   void on_events(std::uint32_t events);
   void on_tick();
-  // Reads the socket's data, unless another thread is reading. Arrivals are added directly to
+  // Reads data from the socket, unless another thread is reading. Arrivals are added directly to
   // `into`. If `into` is null, they are added to the session's completions, and the bell rings.
   bool receive(Completions* into, std::size_t budget_bytes) noexcept;
   bool leave_to_other(std::unique_lock<std::mutex>& reading) noexcept;
@@ -83,7 +83,7 @@ class Connection final : public Source,
   std::mutex read_mutex_;  // try_lock only, except in shut()
   FrameDecoder decoder_;
   std::unique_ptr<Block> block_;       // memory of the incoming message
-  std::atomic<unsigned> num_held_{0};  // number of slots; arrivals refer to it
+  std::atomic<unsigned> num_held_{0};  // number of slots in use; arrivals point to it
   Completions* into_ = nullptr;
   bool delivered_ = false;
   std::atomic<bool> left_to_other_{false};  // the reactor was called while the waiter was reading
@@ -95,7 +95,7 @@ class Connection final : public Source,
   int silent_ticks_ = 0;  // used by the reactor's thread, like the next member
   std::chrono::steady_clock::time_point heard_at_ = std::chrono::steady_clock::now();
 
-  std::atomic<bool> over_{false};  // nothing is read any more
+  std::atomic<bool> over_{false};  // no more data will be read
 };
 
 }  // namespace adaptive::tcp

@@ -13,8 +13,8 @@ namespace {
 constexpr std::uint32_t kFrameMagic = 0x4D41'5446;  // "MATF"
 constexpr std::uint32_t kOfferMagic = 0x4D41'544F;  // "MATO"
 constexpr std::uint32_t kVersion = 1;
-// Small messages arrive completely with their frame. Of long messages, at most this many bytes are
-// copied twice.
+// Small messages arrive completely together with their frame. At most this many bytes of a long
+// message are copied twice.
 constexpr std::size_t kStagingBytes = std::size_t{16} << 10;
 
 struct FrameLayout {
@@ -54,7 +54,7 @@ Frame parse_frame(const std::byte* bytes, int peer) {
   FrameLayout layout;
   std::memcpy(&layout, bytes, sizeof(layout));
   if (layout.magic != kFrameMagic) {
-    refuse(peer, "other bytes than a frame");
+    refuse(peer, "bytes that are not a frame");
   }
   const bool known = layout.type >= static_cast<std::uint8_t>(FrameType::kStart) &&
                      layout.type <= static_cast<std::uint8_t>(FrameType::kGoodbye);
@@ -89,7 +89,7 @@ Offer parse_offer(const std::vector<std::uint8_t>& bytes, std::uint64_t job, int
   }
   std::memcpy(&layout, bytes.data(), sizeof(layout));
   if (layout.magic != kOfferMagic || layout.version != kVersion) {
-    refuse(peer, "something else than its options, or those of another version");
+    refuse(peer, "something other than its options, or those of another version");
   }
   if (layout.job != job) {
     refuse(peer, "job " + std::to_string(layout.job) + ", this one is " + std::to_string(job));
@@ -143,7 +143,8 @@ void FrameDecoder::took(std::size_t size_bytes, FrameSink& sink) {
       sink.complete(message_);
     }
   } while (piece_left_bytes_ == 0 && parse_next(sink));
-  // Less than a header is left, so the remaining room is always large enough for the rest.
+  // The unprocessed rest is shorter than a header, so the buffer always has room for the remainder
+  // of the header.
   std::memmove(staging_.get(), staging_.get() + begin_, staged());
   end_ -= begin_;
   begin_ = 0;
@@ -172,7 +173,7 @@ bool FrameDecoder::parse_next(FrameSink& sink) {
       return false;
     }
   }
-  // First, so that the code that handles the message can use them.
+  // Credits are added first, so that the code that handles the message can use them.
   if (frame.credits != 0) {
     sink.credits(frame.credits);
   }
@@ -209,7 +210,7 @@ void FrameDecoder::begin_message(const Frame& frame, const std::byte* bytes, Fra
     refuse(peer_, "message " + std::to_string(message.sequence) + " with a piece of " +
                       std::to_string(message.piece_bytes) + " of " +
                       std::to_string(message.nbytes) + " bytes where message " +
-                      std::to_string(next_sequence_) + " was due");
+                      std::to_string(next_sequence_) + " was expected");
   }
   if (frame.piece_bytes > message.nbytes || (frame.piece_bytes == 0 && message.nbytes != 0)) {
     refuse(peer_, "a first piece of " + std::to_string(frame.piece_bytes) +
@@ -227,7 +228,7 @@ void FrameDecoder::continue_message(const Frame& frame) {
   const std::uint64_t left_bytes = in_message_ ? message_.nbytes - filled_bytes_ : 0;
   if (frame.piece_bytes == 0 || frame.piece_bytes > left_bytes) {
     refuse(peer_, "a further piece of " + std::to_string(frame.piece_bytes) + " bytes where " +
-                      std::to_string(left_bytes) + " were due");
+                      std::to_string(left_bytes) + " were expected");
   }
   piece_left_bytes_ = frame.piece_bytes;
 }

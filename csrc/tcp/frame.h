@@ -1,12 +1,12 @@
-// Encodes, decodes and checks the bytes on a TCP channel's socket, which are the same in both
-// directions. docs/reference/transport.md describes the bytes.
+// Functions that encode, decode and check the bytes on a TCP channel's socket. The format is the
+// same in both directions. docs/reference/transport.md describes the bytes.
 //
 //   frame   magic 4 | type 1 | zero 3 | credits 4 | piece bytes 4
 //   start   frame, Message (128 bytes), first piece of the payload
 //   more    frame, next piece of the payload
 //   control, goodbye   frame
 //
-// Every frame may return credits. A payload is cut into pieces so that the credits of the other
+// Every frame may return credits. A payload is split into pieces, so that credits for the other
 // direction need not wait for the end of a long payload.
 #pragma once
 
@@ -36,7 +36,7 @@ struct Frame {
 
 void encode_frame(const Frame& frame, std::byte* at) noexcept;
 
-// Throws Error for bytes that a sender of this version never sends.
+// Throws Error if a sender of this version never sends such bytes.
 Frame parse_frame(const std::byte* bytes, int peer);
 
 // The options that the two ends exchange before the first frame.
@@ -52,15 +52,15 @@ constexpr std::size_t kOfferBytes = 40;
 
 std::vector<std::uint8_t> encode_offer(const Offer& offer);
 
-// Throws Error for an offer of another version or job, or with impossible numbers.
+// Throws Error if the offer has another version or job, or impossible numbers.
 Offer parse_offer(const std::vector<std::uint8_t>& bytes, std::uint64_t job, int peer);
 
 // The receiver of decoded frames. Each method may throw Error, which ends the channel.
 class FrameSink {
  public:
   virtual ~FrameSink() = default;
-  // Called at the beginning of a message. Returns memory for its nbytes, which stays valid until
-  // the message is complete.
+  // Called at the beginning of a message. Returns memory for the message's nbytes, which must stay
+  // valid until the message is complete.
   virtual std::byte* begin(const Message& message) = 0;
   virtual void complete(const Message& message) = 0;
   virtual void credits(std::uint32_t count) = 0;
@@ -68,13 +68,13 @@ class FrameSink {
 };
 
 // Converts a stream of bytes into messages. Payloads are read from the socket directly into their
-// memory; only the part that was read together with a header is copied.
+// final memory. Only the part that was read together with a header is copied.
 class FrameDecoder {
  public:
   FrameDecoder(std::uint64_t job, std::uint64_t limit_bytes, int peer);
 
-  // Buffers for the next bytes: the rest of the current piece, if there is one, then the following
-  // data.
+  // Buffers for the next bytes to read: first the rest of the current piece, if there is one, then
+  // the data after it.
   struct Room {
     std::array<iovec, 2> parts{};
     int count = 0;
@@ -96,7 +96,7 @@ class FrameDecoder {
   const std::uint64_t limit_bytes_;
   const int peer_;
   std::unique_ptr<std::byte[]> staging_;
-  std::size_t begin_ = 0;  // start of the staged bytes that were not processed yet
+  std::size_t begin_ = 0;  // start of the staged bytes that have not been processed yet
   std::size_t end_ = 0;
 
   Message message_;  // the incoming message

@@ -15,8 +15,8 @@
 namespace adaptive::tcp {
 namespace {
 
-// Maximum that the caller's thread writes itself, if the socket accepts it. Data for the other
-// thread would have to wait for a free processor.
+// Maximum number of bytes that the caller's thread writes itself, if the socket accepts them. Data
+// that is left to the reactor's thread may have to wait for a free processor.
 constexpr std::size_t kDirectBytes = std::size_t{4} << 20;
 
 std::shared_ptr<void> owner_of(const Keeper& keeper) {
@@ -53,8 +53,8 @@ void Writer::send(const Message& message, const void* data, const Keeper& keeper
     return;
   }
   Owners done;
-  // Only the holder of write_mutex_ removes messages. So the caller's memory needs no owner until
-  // the mutex is released, and by then most messages are written.
+  // Only the holder of write_mutex_ removes messages. The caller's memory therefore needs no owner
+  // until the mutex is released, and by then most messages have been written.
   push({message, bytes, nullptr});
   write_some(kDirectBytes, done);
   if (unsent() != 0) {

@@ -1,6 +1,6 @@
 // The sending half of a TCP channel: waiting messages, credits, and the partly written frame. A
-// thread with data to write tries to write at once, so that a small message needs no other thread.
-// The reactor later writes the data that the socket did not accept.
+// thread that has data first tries to write it itself, so that a small message needs no other
+// thread. The reactor later writes the data that the socket did not accept.
 #pragma once
 
 #include <array>
@@ -24,9 +24,9 @@ namespace adaptive::tcp {
 // All methods may be called from any thread; send() only from one thread at a time.
 class Writer {
  public:
-  // `want_write(true)` requests a call of pump() when the socket is writable. It is called by the
-  // writing thread, never from two threads at a time. `credits` is the number of the peer's free
-  // slots, and `slots` the number of this end's slots.
+  // `want_write(true)` requests a call of pump() when the socket becomes writable. Writing threads
+  // call `want_write`, but never two of them at the same time. `credits` is the number of free
+  // slots at the peer, and `slots` is the number of slots at this end.
   Writer(int socket, std::uint32_t credits, std::uint32_t slots,
          std::function<void(bool)> want_write);
 
@@ -35,11 +35,12 @@ class Writer {
 
   // Adds credits from the peer. Throws Error if there are more credits than slots.
   void add_credits(std::uint32_t count);
-  // Takes a slot for a message from the peer. Returns false if no slot is free, which the peer
-  // should have known.
+  // Takes a slot for a message from the peer. Returns false if no slot is free; the peer has then
+  // broken the rules, because it knows the number of free slots.
   bool use_slot();
-  // Frees a slot. The next frame tells the peer. If the peer has at most half of the slots, a
-  // separate frame is queued for it; then this returns true, and the caller must call pump().
+  // Frees a slot. The next frame reports it to the peer. If the peer counts at least half of the
+  // slots as used, a separate frame is queued for the report. In this case, the method returns
+  // true, and the caller must call pump().
   bool free_slot();
 
   // Requests an empty frame (a heartbeat) if no frame was written since the last call.
@@ -57,7 +58,8 @@ class Writer {
 
   // Drops all unwritten data. After this returns, the socket is not used any more.
   void stop() noexcept;
-  // Value of errno of the failed write, 0 if no write failed. The reader notices the same failure.
+  // Returns errno of the failed write, or 0 if no write failed. The reader notices the same
+  // failure.
   int broken() const noexcept { return broken_.load(); }
 
  private:
@@ -68,21 +70,21 @@ class Writer {
     const std::byte* data = nullptr;
     std::shared_ptr<void> owner;
   };
-  // Destroying an owner may run the caller's code, so it must not happen under a lock.
+  // Destroying an owner may run the caller's code, so owners must not be destroyed under a lock.
   using Owners = std::vector<std::shared_ptr<void>>;
 
-  // Under write_mutex_:
+  // Methods that must be called under write_mutex_:
   void write_some(std::size_t budget_bytes, Owners& done);
   bool next_frame();
   void set_frame(FrameType type, std::uint32_t credits);
   void finish_frame(Owners& done);
-  bool write_frame(std::size_t& budget_bytes);  // returns false if the frame is incomplete
+  bool write_frame(std::size_t& budget_bytes);  // false if it is not written completely
   void set_want(bool want);
   void keep_last(const Keeper& keeper);
 
   void push(Waiting waiting);
   bool work_due();
-  bool has_work();  // work that no other thread will do
+  bool has_work();  // whether there is work that no other thread will do
 
   const int socket_;
   const std::uint32_t peer_slots_;
@@ -93,7 +95,7 @@ class Writer {
   std::atomic<bool> wants_{false};
   std::atomic<bool> wrote_{false};
 
-  // Held while writing. Threads that must not wait for a long copy only try to lock it.
+  // Held while writing. Threads that must not wait for a long copy use try_lock().
   std::mutex write_mutex_;
   std::unique_ptr<Waiting> current_;  // a started message
   std::uint64_t written_bytes_ = 0;   // written part of current_'s payload, in complete frames
@@ -110,7 +112,7 @@ class Writer {
   std::deque<Waiting> queue_;
   std::uint32_t credits_;
   std::uint32_t used_slots_ = 0;    // slots of this end that the peer counts as used
-  std::uint32_t owed_credits_ = 0;  // number of these slots that are free again
+  std::uint32_t owed_credits_ = 0;  // free again, but not reported yet
   bool control_due_ = false;
   bool goodbye_due_ = false;
   bool goodbye_said_ = false;

@@ -1,6 +1,6 @@
 // Tests of the rules that channels with shared memory, TCP and RDMA have in common. Most tests have
-// both ends in this process, so that sanitizers see both. RDMA is included if the program was built
-// for it and there is a device, as in tests/labs.
+// both ends in this process, so that sanitizers see both. RDMA is tested too if the program was
+// built with it and a device exists, as in tests/labs.
 #include "shm/channel.h"
 
 #include <signal.h>
@@ -130,7 +130,7 @@ void both_directions_at_once() {
   }
 }
 
-// send() returns although the peer takes no message, and the stored data are released later.
+// send() returns even if the peer takes no message, and the stored data are released later.
 void sending_never_waits_for_the_peer() {
   auto [low, high] = open_two();
   std::vector<std::weak_ptr<Bytes>> kept;
@@ -147,7 +147,7 @@ void sending_never_waits_for_the_peer() {
   }
   check(low.sender->flush(patient()), "flushed");
   eventually([&kept = kept] { return kept.back().expired(); }, "memory let go of");
-  // The same if the channel is closed first.
+  // The same happens if the channel is closed first.
   std::vector<Arrival> held;
   for (int number = 0; number < 10; ++number) {
     auto bytes = std::make_shared<Bytes>(pattern(3000, 1));
@@ -310,7 +310,7 @@ void ends_may_differ_in_their_options() {
 
 // ---- Processes that exit or fork
 
-// Sends and receives until the peer is lost, which must be reported within 5 s of silence.
+// Sends and receives until the peer is lost. The loss must be reported within 5 s of silence.
 void exchange_until_lost(End& end) {
   try {
     for (int number = 0;; ++number) {
@@ -358,7 +358,7 @@ void a_killed_receiver_is_noticed_by_who_waits_in_flush() {
   char byte = 0;
   check(::read(sent[0], &byte, 1) == 1, "all to be sent, or to wait for slots");
   ::close(sent[0]);
-  ::usleep(100'000);  // the sender waits in flush by then
+  ::usleep(100'000);  // time for the sender to wait in flush
   both.high->kill();
   both.low->join();
 }
@@ -369,7 +369,7 @@ void a_forked_child_disturbs_nobody() {
     Arrival held = take_arrival(end);
     auto reserved = end.sender->reserve(100);
     Child([&] {
-      if (!is_rdma()) {  // the RDMA memory may be missing in a child
+      if (!is_rdma()) {  // the RDMA memory may not be mapped in a child
         check_arrival(held, 1000, 7);
       }
       held = Arrival();
@@ -403,7 +403,7 @@ void reserved_memory_is_handed_over_without_a_copy() {
   auto reserved = low.sender->reserve(1000);
   check(reserved.has_value(), "room");
   check(reinterpret_cast<std::uintptr_t>(reserved->memory.data()) % 64 == 0, "alignment");
-  // Its position is the position of its commit, after the waiting messages.
+  // A committed message is sent in the order of its commit, after the waiting messages.
   for (int number = 0; number < 6; ++number) {
     send_pattern(*low.sender, 100, number);
   }

@@ -21,8 +21,8 @@
 
 namespace adaptive::testing {
 
-// Much longer than any successful wait. An emulated machine with a sanitizer and other programs
-// needs even more time.
+// A deadline much longer than any successful wait. Even more time is needed on an emulated machine
+// that runs a sanitizer and other programs.
 inline Deadline patient() {
   const char* const wanted = std::getenv("TEST_PATIENCE_S");
   return Deadline::after(std::chrono::seconds(wanted == nullptr ? 60 : std::atoi(wanted)));
@@ -53,7 +53,7 @@ void check_throws(const std::function<void()>& action, const std::string& words)
   throw std::runtime_error("expected an exception with '" + words + "'");
 }
 
-// Waits for an action of another thread or process.
+// Waits until another thread or process has made `holds` true.
 inline void eventually(const std::function<bool()>& holds, const std::string& what) {
   for (const Deadline deadline = patient(); !holds();) {
     check(!deadline.expired(), what + ", at last");
@@ -146,8 +146,7 @@ inline int& failures() {
   return count;
 }
 
-// Runs one test. The test also fails if it leaves descriptors open. With a command line argument,
-// only tests whose name contains it are run.
+// Runs one test, if its name contains `only`. The test also fails if it leaves descriptors open.
 inline void run(const std::string& name, const std::function<void()>& test,
                 const std::string& only = "") {
   if (name.find(only) == std::string::npos) {
@@ -171,7 +170,7 @@ inline int summary() {
   return failures() == 0 ? 0 : 1;
 }
 
-// Tests by name, in the order of their definition.
+// All tests with their names, in the order of their definition.
 inline std::vector<std::pair<std::string, std::function<void()>>>& all_tests() {
   static std::vector<std::pair<std::string, std::function<void()>>> tests;
   return tests;

@@ -23,7 +23,7 @@ std::uint64_t posted(const std::optional<Item>& item) {
   return std::get<Posted>(*item).item;
 }
 
-// Two threads pass a number back and forth. If a ring was lost, the test would hang.
+// Two threads pass a number back and forth. If a ring is lost, the test hangs.
 void exchange_rings(unsigned local_processes) {
   Completions ping(local_processes);
   Completions pong(local_processes);
@@ -45,7 +45,7 @@ TEST(no_ring_is_lost) {
   exchange_rings(1);        // adaptive spinning
 }
 
-// The flag becomes true by a plain store before the ring, like the store of a peer.
+// The flag is set by a plain store before the ring, as a peer does.
 TEST(a_bell_rings_in_another_process) {
   Bell mine;
   Bell theirs;

@@ -17,7 +17,7 @@ namespace {
 using Settings = std::map<std::string, std::string>;
 using Body = std::function<void(End&)>;
 
-// One end in a separate process, with settings of the stand-in driver.
+// One end, which runs in a separate process with its own settings of the stand-in driver.
 struct Side {
   Body body;
   ShmOptions options = on_gpu();
@@ -68,7 +68,7 @@ std::size_t size_of(int number) {
   return 1 + static_cast<std::size_t>(number) * 977 % 8192;
 }
 
-// Both ends send and receive all the time. Every third message is held for a while.
+// Both ends send and receive continuously. Every third message is held for a while.
 void talk(End& end, int count) {
   check_direct(end);
   Gpu gpu;
@@ -326,7 +326,7 @@ void linger(void*) {
   ::usleep(500'000);
 }
 
-// An earlier version asked the driver 10,000 times a second in every waiting process.
+// In an earlier version, every waiting process queried the driver 10,000 times a second.
 TEST(a_wait_sleeps_until_the_driver_calls) {
   Child([] {
     Gpu gpu;

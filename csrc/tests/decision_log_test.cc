@@ -28,7 +28,7 @@ std::int64_t value_at(std::uint64_t position) {
   return static_cast<std::int64_t>(position * 0x9e3779b97f4a7c15ULL);
 }
 
-// Reads until the log is closed. Every value must appear exactly once and in order.
+// Reads until the log is closed. Checks that every value appears exactly once and in order.
 void read_all(int fd, std::uint32_t index, std::uint64_t count, unsigned pause_every) {
   DecisionReader reader = DecisionReader::attach(fd, index, 0);
   for (std::uint64_t position = 0; position < count; ++position) {
@@ -137,7 +137,7 @@ TEST(foreign_memory_is_refused) {
   check_throws<adaptive::Error>([&] { attach(memory_file(4096, true).get()); }, "other bytes");
 }
 
-// Overwrites 32 or 64 bits of a log's memory like a faulty peer.
+// Overwrites 32 or 64 bits of a log's memory, as a faulty peer could.
 template <typename Value>
 void overwrite(const DecisionWriter& writer, std::size_t offset, Value value) {
   auto region = adaptive::MappedRegion::shared(writer.fd(), offset + sizeof(Value));

@@ -1,12 +1,13 @@
-// Structure of the fuzzers here: one file per parser, with the two functions below. There are two
-// ways to build them:
+// The common part of the fuzzers. There is one file per parser, which defines the two functions
+// below. A fuzzer can be built in two ways:
 //
 //   clang++ -std=c++17 -g -O1 -I csrc -pthread -fsanitize=fuzzer,address,undefined <fuzzer> <parts>
 //   c++     -std=c++17 -g -O1 -I csrc -pthread -fsanitize=address,undefined <fuzzer>
 //           csrc/tests/fuzz_main.cc <parts>
 //
-// The first searches for inputs itself. The second does not need clang. It runs the files that are
-// given, or without files the seeds and a fixed number of random changes of the seeds.
+// The first searches for inputs itself. The second does not need clang. It runs the files in its
+// arguments; without arguments, it runs the seeds and a fixed number of random changes of the
+// seeds.
 #pragma once
 
 #include <cstddef>
@@ -26,8 +27,8 @@ using FuzzInput = std::vector<std::uint8_t>;
 // Inputs that the parser accepts, as seeds.
 std::vector<FuzzInput> fuzz_seeds();
 
-// Checks the properties that must hold for every input. Aborts the process otherwise, which a
-// fuzzer detects.
+// Checks a property that must hold for every input. If it does not hold, aborts the process, which
+// a fuzzer detects.
 inline void must(bool holds, const char* what) {
   if (!holds) {
     std::fprintf(stderr, "must hold: %s\n", what);
@@ -42,7 +43,8 @@ void append(FuzzInput& input, const Value& value) {
   input.insert(input.end(), bytes, bytes + sizeof(value));
 }
 
-// The bytes of an input, one value after the other; zeros after its end.
+// Reads the bytes of an input as one value after the other. Returns zeros after the end of the
+// input.
 class FuzzReader {
  public:
   FuzzReader(const std::uint8_t* data, std::size_t size) : data_(data), left_(size) {}

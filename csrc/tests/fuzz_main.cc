@@ -21,7 +21,7 @@ std::size_t below(Random& random, std::size_t limit) {
   return std::uniform_int_distribution<std::size_t>(0, limit - 1)(random);
 }
 
-// Numbers at which lengths and counts often fail.
+// Returns a number that often reveals errors if it is used as a length or a count.
 std::uint64_t interesting(Random& random) {
   constexpr std::uint64_t kValues[] = {0,          1,       2,      7,           8,
                                        63,         64,      127,    128,         255,

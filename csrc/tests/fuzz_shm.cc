@@ -1,6 +1,6 @@
-// Fuzzer of the reads of a shared-memory channel from the memory that its peer writes. It also
-// covers check_message() and the assembler of pieces, which all channels use. Parts:
-// csrc/shm/incoming.cc csrc/common/{assembler,completions,copy,message}.cc
+// Fuzzer of the code that reads the peer's memory in a shared-memory channel. It also covers
+// check_message() and the assembler of pieces, which all channels use. Parts: csrc/shm/incoming.cc
+// csrc/common/{assembler,completions,copy,message}.cc
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -99,8 +99,8 @@ bool take_all(Completions& completions) {
     must(arrival.message.nbytes <= std::max<std::uint64_t>(kLimitBytes, kSlotBytes),
          "a payload within the limit");
     check_accepted(arrival.message);
-    // The bytes of all slots, including assembled messages, must be readable and writable to the
-    // last byte; a sanitizer or the kernel reports errors.
+    // All slots and assembled messages must be readable and writable to the last byte. A sanitizer
+    // or the kernel reports errors.
     std::byte* const data = arrival.payload.data();
     must(std::all_of(data, data + arrival.payload.size_bytes(),
                      [](std::byte byte) { return byte == std::byte{1}; }),

@@ -36,8 +36,8 @@ inline std::string text_of(const Sender& sender, const std::string& name) {
 
 class Gpu {
  public:
-  // Sent data: the device memory, and the bytes that are copied to it. As in torch, the memory is
-  // not reused before the work that fills it has finished.
+  // Data to send: the device memory, and the bytes that are copied to it. As in torch, the memory
+  // is not reused before the work that fills it has finished.
   struct Payload {
     Payload() = default;
     Payload(const Payload&) = delete;
@@ -86,7 +86,8 @@ class Gpu {
     sender.send_after(message_of(size, number), data, false, stream(), keeping_any(&owner));
   }
 
-  // Starts reading an arrival and returns it at once. check_all() checks the bytes.
+  // Starts reading an arrival on the stream and returns its slot immediately. check_all() checks
+  // the bytes.
   void read(Arrival arrival, std::size_t size, int number) {
     check(arrival.message.microbatch == number && arrival.message.nbytes == size,
           "message " + std::to_string(number) + ", not " + describe(arrival.message));

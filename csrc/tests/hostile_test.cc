@@ -1,5 +1,6 @@
-// Channels with a peer that writes invalid data into shared memory or a socket. The only effect
-// must be a failure with the peer's name. Rules for single messages are tested in message_test.cc.
+// Tests of channels whose peer writes invalid data into shared memory or a socket. The only effect
+// must be a failure with the peer's name. The rules for single messages are tested in
+// message_test.cc.
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -42,7 +43,7 @@ class FakePeer {
     offer_ = link_.recv_record(4096, 5, patient(), {});
   }
 
-  // Offers memory with the peer's own layout, after `change` has modified the description.
+  // Offers memory with the layout of a correct peer, after `change` has modified the description.
   void offer(const std::function<void(std::vector<std::uint8_t>&)>& change = {}) {
     const std::size_t entries = shm::entries_for(4);
     control_ = make_segment(shm::control_bytes(entries), "control", patient(), {});
@@ -150,7 +151,7 @@ TEST(shm_nonsense_is_a_failure_with_a_name) {
   refused({}, 4, "slot 4");
   refused({}, shm::kNoSlot, "where number");
   refused([](Message& m) { m = sound_message(1, 5000); }, 1, "room for 4096");
-  refused([](Message& m) { m.piece_bytes = m.offset = 50; }, 1, "was not due");
+  refused([](Message& m) { m.piece_bytes = m.offset = 50; }, 1, "was not expected");
   refused(
       [](Message& m) {
         m = sound_message(1, std::size_t{1} << 33);
@@ -164,10 +165,11 @@ TEST(a_half_message_that_ends_is_a_failure) {
   victim.fake->publish(1, sound_message(0, 100, [](Message& m) { m.piece_bytes = 50; }), 0);
   const auto as_end = [](Message& m) { m.kind = MessageKind::kEnd; };
   victim.fake->publish(2, sound_message(0, 0, as_end), shm::kNoSlot);
-  check_contains(take_failure(victim.end).text, "was due");
+  check_contains(take_failure(victim.end).text, "was expected");
 }
 
-// Returned slots that were never sent, and all other values of the words that both ends write.
+// The peer returns slots that were never sent, and sets the words that both ends write to all other
+// values.
 TEST(foreign_returns_free_nothing) {
   ShmVictim victim;
   auto reserved = victim.end.sender->reserve(10);
@@ -248,8 +250,7 @@ struct Frames {
   std::vector<std::byte> bytes;
 };
 
-// A real end with rank 1 whose peer sends these bytes as its options, and then bytes that a test
-// chooses.
+// A real end with rank 1. Its peer sends `offer`, and then bytes that a test chooses.
 struct TcpVictim {
   explicit TcpVictim(const TcpOptions& options = {},
                      const std::vector<std::uint8_t>& offer = tcp::encode_offer(good_offer())) {
@@ -269,7 +270,7 @@ struct TcpVictim {
   End end;
 };
 
-// Returns the channel's error for these bytes.
+// Returns the error that the channel reports for `frames`.
 Failure said_to(const Frames& frames) {
   TcpOptions options;
   options.slots = 2;
@@ -297,21 +298,21 @@ TEST(broken_frames_are_refused) {
   const auto start = [](std::uint32_t piece_bytes) {
     return Frames().frame(FrameType::kStart, 0, piece_bytes);
   };
-  refused(Frames().fill(100), "other bytes than a frame");
+  refused(Frames().fill(100), "bytes that are not a frame");
   refused(Frames().frame(static_cast<FrameType>(9), 0, 0), "unknown type 9");
   refused(Frames().frame(FrameType::kControl, 0, 1), "a piece of 1 bytes");
   refused(start(0x7fffffff), "a piece of 2147483647 bytes");
   refused(Frames().frame(FrameType::kControl, 1, 0), "returned 1 slots where 0 were in use");
   refused(Frames().frame(FrameType::kControl, 0xffff'ffff, 0), "slots where 0 were in use");
-  refused(Frames().frame(FrameType::kMore, 0, 5).fill(5), "where 0 were due");
-  refused(start(10).message(10, 1), "where message 0 was due");
+  refused(Frames().frame(FrameType::kMore, 0, 5).fill(5), "where 0 were expected");
+  refused(start(10).message(10, 1), "where message 0 was expected");
   refused(start(11).message(10, 0), "a first piece of 11 bytes");
   refused(start(0).message(10, 0), "a first piece of 0 bytes");
   refused(start(10).message(10, 0, [](Message& m) { m.shape[0] = 11; }), "do not agree");
   refused(start(5).message(10, 0, [](Message& m) { m.piece_bytes = 5; }), "a piece of 5 of 10");
   refused(start(1 << 20).message((1 << 20) + 1, 0), "room for 1048576");
   refused(start(10).message(20, 0).fill(10).frame(FrameType::kMore, 0, 11),
-          "11 bytes where 10 were due");
+          "11 bytes where 10 were expected");
   refused(start(10).message(20, 0).fill(10).frame(FrameType::kStart, 0, 1).message(1, 1),
           "within F chunk 3");
   refused(start(10).message(20, 0).fill(10).frame(FrameType::kGoodbye, 0, 0), "a goodbye within");
@@ -332,7 +333,7 @@ TEST(broken_frames_are_refused) {
                          m.crc = 4711;
                        })
               .fill(10),
-          "was changed on its way");
+          "was corrupted in transit");
 }
 
 TEST(an_end_within_a_message_is_a_loss) {
@@ -362,7 +363,7 @@ TEST(opening_checks_the_other_end) {
     offer.silent_limit = milliseconds(limit_ms);
     refused(encode_offer(offer), "a time limit of " + std::to_string(limit_ms) + " ms");
   }
-  refused(std::vector<std::uint8_t>(tcp::kOfferBytes, 1), "something else");
+  refused(std::vector<std::uint8_t>(tcp::kOfferBytes, 1), "something other");
   refused({1, 2, 3}, "3 bytes");
   refused(std::vector<std::uint8_t>(1000), "above the limit");
   const auto open = [](Ends& ends, const Deadline& deadline) {

@@ -68,9 +68,9 @@ TEST(a_wrong_number_of_descriptors_is_refused) {
     ends.far.send_record({1}, sent, patient(), kNoTick);
     check_throws<Error>([&] { ends.near.recv_record(1, due, patient(), kNoTick); }, words);
   };
-  refused({}, 1, "0 descriptors came where 1 were due");
-  refused({memory.get()}, 0, "1 descriptors came where 0 were due");
-  refused({memory.get(), memory.get()}, 1, "2 descriptors came where 1 were due");
+  refused({}, 1, "0 descriptors came where 1 were expected");
+  refused({memory.get()}, 0, "1 descriptors came where 0 were expected");
+  refused({memory.get(), memory.get()}, 1, "2 descriptors came where 1 were expected");
   // A header with wrong numbers of bytes and descriptors.
   Ends ends = link_up(Kind::kUnix);
   const adaptive::RecordHeader header = adaptive::encode_record_header(0, 1);

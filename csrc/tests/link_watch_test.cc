@@ -60,8 +60,8 @@ void sleep_for_ever(Link) {
   }
 }
 
-// Data loaders are such children: they may outlive their parent. `fork` creates the child, with or
-// without the additional work of fork().
+// The parent exits before its child, as can happen with data loaders. `fork` creates the child,
+// either with the fork handlers or without them.
 void lose_parent_of_child(Kind kind, const std::function<pid_t()>& fork, const std::string& words) {
   int raw[2];
   check(::pipe2(raw, O_CLOEXEC) == 0, "a pipe");
@@ -85,7 +85,7 @@ void lose_parent_of_child(Kind kind, const std::function<pid_t()>& fork, const s
 }
 
 TEST(a_child_of_a_killed_peer_does_not_hide_its_end) {
-  // The child also has the unix socket, so only the process's exit shows the loss.
+  // The child also holds the unix socket, so only the exit of the process reveals the loss.
   const auto clone = [] { return static_cast<pid_t>(::syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0)); };
   lose_parent_of_child(Kind::kUnix, clone, "its process ended");
   lose_parent_of_child(Kind::kTcp4, ::fork, "closed without a goodbye");
@@ -144,7 +144,7 @@ TEST(other_bytes_are_a_loss) {
   Losses losses;
   const LinkWatch watch(reactor, std::move(ends.near), kNeverSilent, losses.listener());
   check(::send(ends.far.fd(), "hhx", 3, 0) == 3, "room");
-  check_contains(losses.only(), "something else than heartbeats");
+  check_contains(losses.only(), "something other than heartbeats");
 }
 
 TEST(a_watch_may_be_ended_by_its_own_news) {
@@ -183,7 +183,7 @@ TEST(a_forked_child_does_not_disturb) {
   ::usleep(20000);
   check(losses.count() == 0, "no loss");
   far.reset();
-  // A goodbye from the child would have made the end look regular.
+  // If the child had sent a goodbye, the end would have looked regular.
   check_contains(losses.only(), "closed without a goodbye");
 }
 

@@ -79,7 +79,7 @@ inline Ends link_up(Kind kind) {
   return ends;
 }
 
-// A simple client of the listener, which may send anything.
+// Connects to the listener like a foreign process, which may send anything.
 inline ScopedFd stranger(const std::string& address) {
   SocketAddress where =
       address.front() == '@'

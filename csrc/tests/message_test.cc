@@ -1,4 +1,4 @@
-// Tests of the rules for messages, of checksums, and of messages in several pieces.
+// Tests of the rules for messages, checksums, and messages in several pieces.
 #include "common/message.h"
 
 #include <algorithm>
@@ -128,14 +128,15 @@ TEST(pieces_that_are_not_due) {
     assembler.add(piece_of(5, 0, 40, 100), data, 2);
     check_throws<Error>([&] { assembler.add(second, data, 2); }, words);
   };
-  refused(piece_of(5, 0, 40, 100), "was not due: 40 bytes of message 5");
-  refused(piece_of(5, 60, 40, 100), "was not due");
-  refused(piece_of(6, 40, 40, 100), "was not due");
-  refused(piece_of(5, 40, 40, 99), "was not due");
-  refused(piece_of(5, 40, 61, 100), "was not due");
+  refused(piece_of(5, 0, 40, 100), "was not expected: 40 bytes of message 5");
+  refused(piece_of(5, 60, 40, 100), "was not expected");
+  refused(piece_of(6, 40, 40, 100), "was not expected");
+  refused(piece_of(5, 40, 40, 99), "was not expected");
+  refused(piece_of(5, 40, 61, 100), "was not expected");
   Assembler assembler(100);
   check_throws<Error>([&] { assembler.add(piece_of(0, 0, 50, 101), data, 2); }, "limit of 100");
-  check_throws<Error>([&] { assembler.add(piece_of(0, 50, 50, 100), data, 2); }, "was not due");
+  check_throws<Error>([&] { assembler.add(piece_of(0, 50, 50, 100), data, 2); },
+                      "was not expected");
 }
 
 }  // namespace

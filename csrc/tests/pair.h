@@ -36,7 +36,7 @@ inline Session make_session(int rank, unsigned local_processes = 2) {
   return session;
 }
 
-// One process's end; `sender` is destroyed first.
+// One end of a channel. `sender` is destroyed first.
 struct End {
   Session session;
   std::unique_ptr<Sender> sender;
@@ -82,8 +82,8 @@ inline std::pair<End, End> open_pair(const Open& open_low, const Open& open_high
   return ends;
 }
 
-// Runs the two ends in separate child processes, which only share the listener's address. Returns
-// when the channels are open.
+// Runs the two ends in separate child processes, which share only the listener's address. The
+// constructor returns when the channels are open.
 class Processes {
  public:
   using Body = std::function<void(End&)>;
@@ -128,8 +128,8 @@ class Processes {
 
 // ---- Messages with recognizable bytes
 
-// Copied in blocks from a prepared pattern, because emulated processors take long to compute every
-// byte, especially with a sanitizer.
+// Returns bytes that depend on `seed`. They are copied in blocks from a prepared pattern, because
+// computing every byte takes too long on emulated processors, especially with a sanitizer.
 inline Bytes pattern(std::size_t size, unsigned seed) {
   constexpr std::size_t kBlock = 4096;
   constexpr std::size_t kPlaces = 65521;
@@ -164,7 +164,7 @@ inline Message message_of(std::size_t size, int microbatch) {
   return message;
 }
 
-// Keeps the memory of sent vectors alive.
+// Returns a keeper that keeps the memory of a sent vector alive.
 inline Keeper keeping(std::shared_ptr<Bytes>* bytes) {
   return {[](void* context) -> std::shared_ptr<void> {
             return *static_cast<std::shared_ptr<Bytes>*>(context);

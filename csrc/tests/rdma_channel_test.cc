@@ -1,6 +1,6 @@
-// Tests of a channel over real verbs that are not in channel_test.cc: its options, and when slots
-// are returned. Run as two ranks by tests/labs/rdma_lab; see tests/cpp_tests.py for the build. With
-// an argument, only tests whose name contains it are run.
+// Tests of a channel over real verbs, in addition to channel_test.cc: its options, and the time at
+// which slots are returned. Run as two ranks by tests/labs/rdma_lab; see tests/cpp_tests.py for the
+// build. With an argument, only tests whose name contains it are run.
 #include <deque>
 #include <optional>
 #include <random>
@@ -74,7 +74,7 @@ void different_options_are_refused(Lab& lab) {
   lab.meet();
 }
 
-// The sender's processor sends waiting messages while the receiver does not poll.
+// The sender sends its waiting messages even though the receiver does not poll.
 void returned_slots_reach_the_sender_while_the_receiver_computes(Lab& lab) {
   const int slots = 4;
   End end = lab.open(small_slots(slots));
@@ -101,8 +101,8 @@ void returned_slots_reach_the_sender_while_the_receiver_computes(Lab& lab) {
   lab.meet();
 }
 
-// All slots except one are reserved. The peer waits for messages that never arrive, and only a
-// control word tells it that this end lacks slots.
+// All slots except one are reserved. The peer waits for messages that never arrive, and learns only
+// from a control word that this end needs slots.
 void one_slot_carries_a_stream(Lab& lab, unsigned slots) {
   End end = lab.open(small_slots(slots));
   constexpr int kCount = 100;
@@ -133,8 +133,8 @@ void one_slot_carries_a_stream(Lab& lab, unsigned slots) {
   lab.meet();
 }
 
-// The peer's last return triggers the last message, although it is less than a quarter of the
-// slots.
+// The last message is sent after the peer's last return, although this return is less than a
+// quarter of the slots.
 void a_full_receiver_returns_each_slot_at_once(Lab& lab) {
   constexpr int kSlots = 32;
   End end = lab.open(small_slots(kSlots));

@@ -34,7 +34,7 @@ void everything_comes_back(int port, const RdmaOptions& options) {
     check_arrival(take_arrival(end), sizes[received], static_cast<int>(received));
   }
   close(end);
-  // The peer's end of the channel, its exit and the end of its link are not failures.
+  // That the peer closes the channel, exits and closes its link must not be reported as failures.
   check(nothing_comes(end, 300), "nothing more");
 }
 

@@ -1,5 +1,6 @@
-// Tests of the errors of a channel over real verbs if its peer dies, the network fails, or the peer
-// breaks the protocol. Run as two ranks by tests/labs/rdma_lab; built like rdma_channel_test.cc.
+// Tests of the errors that a channel over real verbs reports if its peer dies, the network fails,
+// or the peer breaks the protocol. Run as two ranks by tests/labs/rdma_lab; built like
+// rdma_channel_test.cc.
 #include <arpa/inet.h>
 #include <linux/capability.h>
 #include <sys/resource.h>
@@ -93,7 +94,8 @@ void a_killed_peer_is_lost_at_once(Lab& lab, Doing peer_is, int after_ms) {
     End end = lab.open(port, small_slots());
     auto failed = std::make_shared<Clock::time_point>();
     Failure failure;
-    // Meanwhile the other rank's parent kills it. Both ranks synchronize right before and after.
+    // Meanwhile the other rank is killed by its parent process. The two ranks synchronize right
+    // before and after.
     std::thread work([&] {
       failure = work_until_failure(end, peer_is);
       *failed = Clock::now();
@@ -127,9 +129,9 @@ struct Netem {
   }
 };
 
-// Cuts the network while rank 0 sends messages to rank 1, or while all wait. Both ranks block their
-// outgoing packets until both must have noticed. Otherwise a rank that noticed could tell the other
-// rank, which should notice the failure itself.
+// Cuts the network while rank 0 sends messages to rank 1, or while both ranks wait. Both ranks
+// block their outgoing packets until both must have noticed the failure. Otherwise the first rank
+// that notices could report it to the other rank, which should notice the failure itself.
 void a_cut_link_is_a_loss_within_its_time(Lab& lab, bool sending) {
   RdmaOptions options = small_slots();
   options.silent_limit = sending ? milliseconds(30'000) : milliseconds(2'000);
@@ -188,7 +190,7 @@ void lost_packets_are_repeated(Lab& lab, std::size_t slot_bytes, int count) {
 
 // ---- A peer that breaks the protocol
 
-// Follows the wire protocol without a channel, with errors where a test wants them.
+// A peer that follows the wire protocol without a channel, with the errors that a test wants.
 class RawPeer {
  public:
   RawPeer(const Lab& lab, int port, const RdmaOptions& options, bool wrong_key, bool no_receives)
@@ -283,7 +285,8 @@ class RawPeer {
   rdma::EndpointRecord theirs_;
 };
 
-// Rank 0 has a real end, and rank 1 breaks the protocol. Rank 0's error must name rank 1.
+// Rank 0 has a real end of a channel, and rank 1 breaks the protocol. The error on rank 0 must name
+// rank 1.
 void misbehaviour_is_named(Lab& lab, const std::string& words, bool wrong_key, bool no_receives,
                            const std::function<void(End&)>& ours,
                            const std::function<void(RawPeer&)>& theirs) {
@@ -322,11 +325,11 @@ void wrong_writes_are_named(Lab& lab) {
   const auto named = [&](const std::string& words, const std::function<void(RawPeer&)>& theirs) {
     misbehaviour_is_named(lab, words, false, false, [](End&) {}, theirs);
   };
-  named("write 10 came where 0 was due",
+  named("write 10 came where 0 was expected",
         [](RawPeer& peer) { peer.write(proper(10, 0), 0, immediate(10, 0)); });
-  named("slot 4 of 4 was written while it was not the peer's",
+  named("slot 4 of 4 was written while it did not belong to the peer",
         [](RawPeer& peer) { peer.write(proper(10, 0), 0, immediate(0, 4)); });
-  named("message 3 came where 0 was due",
+  named("message 3 came where 0 was expected",
         [](RawPeer& peer) { peer.write(proper(10, 3), 0, immediate(0, 0)); });
   named("unknown control word 9",
         [](RawPeer& peer) { peer.write(proper(10, 0), 0, immediate(0, 9, true)); });
@@ -356,7 +359,7 @@ void a_goodbye_is_enough(Lab& lab, bool closes_first) {
   } else {
     End end = lab.open(port, small_slots());
     if (closes_first) {
-      lab.meet();  // the peer has closed and takes no more messages
+      lab.meet();  // the peer has closed the channel and takes no more messages
       close(end);
       check(!end.session.completions->wait(soon(1500)).has_value(), "no failure");
     } else {
@@ -443,7 +446,7 @@ int main(int argc, char** argv) {
         [](End& end) { send_pattern(*end.sender, 10, 0); }, [](RawPeer&) {});
   });
   test("credits for nothing", [&] {
-    // Without messages in flight, the next send is the first call that checks.
+    // If no messages are in flight, the next send is the first call that checks for errors.
     const auto send_until_refused = [](End& end) {
       try {
         for (int i = 0; i < 1000; ++i) {

@@ -37,7 +37,7 @@ class Lab {
   int rank() const { return rank_; }
   int peer() const { return 1 - rank_; }
 
-  // A new link to the other rank; both call it with the same port.
+  // Returns a new link to the other rank. Both ranks must call it with the same port.
   Link link(int port) const {
     const Identity self = testing::rank(rank_);
     if (rank_ == 0) {
@@ -49,7 +49,7 @@ class Lab {
 
   int next_port() { return port_++; }
 
-  // One end of a new channel; both ranks open it with the same port.
+  // Opens this rank's end of a new channel. Both ranks must call it with the same port.
   End open(int port, const RdmaOptions& options) const {
     End end;
     end.session = make_session(rank_, 1);  // alone on its node, so waits spin longer
@@ -73,7 +73,8 @@ class Lab {
   int port_ = 0;
 };
 
-// Closes both ends, so that neither waits for the other's last messages.
+// Sends everything and closes this end. Both ranks must call it, because each waits for the other's
+// last messages.
 inline void close(End& end) {
   end.sender->close();
   check(end.sender->flush(patient()), "everything to go out");
@@ -96,8 +97,8 @@ inline RdmaOptions small_slots(unsigned slots = 4) {
   return options;
 }
 
-// Runs the tests whose name contains the program's argument on both ranks. Exits after a test that
-// failed on either rank.
+// Runs, on both ranks, the tests whose name contains the program's argument. Exits after the first
+// test that fails on either rank.
 class LabTests {
  public:
   LabTests(Lab& lab, int argc, char** argv) : lab_(lab), only_(argc > 1 ? argv[1] : "") {}

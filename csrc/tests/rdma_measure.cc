@@ -16,8 +16,8 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int kWarmUp = 50;
 
-// Like perftest. In the lab's virtual machines, reading the clock is a system call, which is slower
-// than a message.
+// Reads the processor's counter, as perftest does. In the lab's virtual machines, reading the clock
+// is a system call, which takes longer than a message.
 std::uint64_t ticks() {
 #if defined(__x86_64__)
   return __builtin_ia32_rdtsc();
@@ -32,7 +32,7 @@ double since_us(Clock::time_point start) {
 
 void latency(Lab& lab, End& end, std::size_t size, int count) {
   const Bytes data(size);
-  // The memory of this program lives long enough.
+  // No owner is needed, because the memory lives until the program ends.
   const Keeper keeper{[](void*) { return std::shared_ptr<void>(); }, nullptr};
   std::vector<double> half_us;
   half_us.reserve(static_cast<std::size_t>(count));

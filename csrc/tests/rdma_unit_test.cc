@@ -1,4 +1,4 @@
-// Tests of the RDMA transport without hardware: the choice of a port, the records that peers
+// Tests of the RDMA transport that need no hardware: the choice of a port, the records that peers
 // exchange, and the texts of errors.
 #include <cstring>
 
@@ -148,7 +148,7 @@ TEST(records_survive_the_way) {
           "the same record");
     check(back.lanes[0].gid == record.lanes[0].gid && back.lanes[0].lid == 513, "the same lane");
   }
-  // Positions as in docs/reference/transport.md.
+  // The positions are those in docs/reference/transport.md.
   const Bytes bytes = encode(some_record(1));
   check(std::memcmp(bytes.data(), "DRP1\x01\x00\x01\x00\x40\x00\x00\x00", 12) == 0, "the start");
   check(bytes[16] == 0x88 && bytes[64] == 0x00 && bytes[66] == 0xab && bytes[91] == 2 &&

@@ -77,7 +77,7 @@ TEST(nothing_runs_after_remove) {
       eventually([&] { return *alive > 0; }, "a run");
     }
     reactor.remove(pair.near.get());
-    alive.reset();  // a later run would be a use after free
+    alive.reset();  // if the handler ran later, it would use freed memory
   }
 }
 
@@ -88,8 +88,8 @@ TEST(a_descriptor_s_number_may_be_used_again) {
     const Pair first;
     const Pair second;
     std::atomic<bool> done{false};
-    // Both are ready in the same round. The first handler removes the other and closes its
-    // descriptor.
+    // Both descriptors are ready in the same round. The first handler removes the other one and
+    // closes its descriptor.
     reactor.add(
         first.near.get(), EPOLLOUT,
         [&](std::uint32_t) {
@@ -235,7 +235,7 @@ TEST(the_last_owner_may_be_a_handler) {
   auto reactor = std::make_shared<Reactor>();
   std::atomic<bool> done{false};
   std::weak_ptr<Reactor> weak = reactor;
-  // The task is the last owner when it is destroyed, on the reactor's own thread.
+  // The task is the reactor's last owner and is destroyed on the reactor's own thread.
   reactor->post([reactor, &done]() mutable {
     ::usleep(2000);
     done = true;

@@ -1,9 +1,9 @@
 // A stand-in CUDA driver, as a library that is opened instead of the real one. Device memory is
 // host memory, streams are threads that execute their work after random delays, and handles are
-// valid in other processes. It aborts a process that breaks a rule for which a real device would
-// fail only occasionally: memory used after it was freed, memory freed while other processes have
-// it open, and accesses that no event puts in order, even if the delays happened to put them in
-// order.
+// valid in other processes. It aborts a process that makes an error which a real device would
+// reveal only occasionally. Such errors are using memory after it was freed, freeing memory that
+// other processes have open, and accesses that no event orders, even if the delays happen to order
+// them.
 //
 // Settings, read from the environment when a process first calls cuInit():
 //   STANDIN_CUDA_DEVICES       numbers of the visible GPUs: "0", "0,1"
@@ -54,7 +54,7 @@ struct Settings {
   unsigned delay_us = 0;
 };
 
-// One per process. Never destroyed, because its threads run until the process exits.
+// The state of a process. Never destroyed, because its threads run until the process exits.
 struct State {
   std::mutex mutex;
   Settings settings;
@@ -102,7 +102,7 @@ std::byte* pointer(Address address) {
 
 // ---- Streams and events
 
-// Owned by its handle and by the streams that use it.
+// An event, which is owned by its handle and by the streams that use it.
 struct Event {
   SharedEvent own;  // used unless the event is exported
   File file;
@@ -162,7 +162,7 @@ class Stream {
     const SpinLock guard(event.lock);
     clock_.join(event.clock);
   }
-  // Two steps, so that another access can happen in between.
+  // Copies in two steps, so that another access can happen in between.
   void copy(std::byte* to, std::byte* from, std::size_t count, bool to_device, bool from_device) {
     const auto target = to_device ? find(to, count) : nullptr;
     const auto source = from_device ? find(from, count) : nullptr;
@@ -248,7 +248,7 @@ File::Handle read_handle(const Export& exported) {
 
 using namespace standin;
 
-// Number of queries of an event that was not done yet.
+// Returns the number of queries of events that were not done yet.
 extern "C" __attribute__((visibility("default"))) unsigned standin_unanswered() {
   return unanswered.load();
 }

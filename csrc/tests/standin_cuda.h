@@ -33,8 +33,9 @@ constexpr std::uint64_t kMagic = 0x5354'414E'4449'4E31ULL;
   std::abort();
 }
 
-// Work that each stream of each process has finished, as far as its owner knows. Work that no event
-// puts in order counts as simultaneous, even if it did not run simultaneously.
+// A vector clock: the work of each stream of each process that the clock's owner knows to be
+// finished. Work that no event orders is considered simultaneous, even if it did not run
+// simultaneously.
 struct Clock {
   struct Part {
     std::uint64_t stream = 0;
@@ -68,11 +69,11 @@ struct Clock {
   }
 };
 
-// A lock between processes and threads, which is only held briefly.
+// A lock between processes and threads, which is held only briefly.
 class SpinLock {
  public:
   explicit SpinLock(std::atomic<std::uint32_t>& word) : word_(word) {
-    // A process may be killed while it holds the lock.
+    // The number of attempts is limited, because a process may be killed while it holds the lock.
     for (int looks = 0; word_.exchange(1, std::memory_order_acquire) != 0 && looks < 10'000;
          ++looks) {
       ::usleep(100);
@@ -108,7 +109,8 @@ struct SharedMemory {
 };
 static_assert(sizeof(SharedMemory) <= kPage, "one page");
 
-// An anonymous file that the user's other processes open by its owner's process id and descriptor.
+// An anonymous file. Other processes of the same user open it with the owner's process id and
+// descriptor.
 class File {
  public:
   struct Handle {
@@ -148,8 +150,8 @@ class File {
   MappedRegion region_;
 };
 
-// Returns whether the process still runs. This is false after its exit, even if its status was not
-// read yet.
+// Returns whether the process is still running. A process that has exited is not, even if its
+// status has not been read yet.
 inline bool is_alive(pid_t process) {
   char line[256] = {};
   const ScopedFd fd(::open(("/proc/" + std::to_string(process) + "/stat").c_str(), O_RDONLY));
@@ -158,7 +160,7 @@ inline bool is_alive(pid_t process) {
   return found && end != nullptr && end[2] != 'Z' && end[2] != 'X';
 }
 
-// One allocation, in the process that created it or in a process that opened it.
+// An allocation, either in the process that created it or in a process that opened it.
 class Allocation {
  public:
   Allocation(File file, std::size_t size_bytes, bool imported)
@@ -181,7 +183,7 @@ class Allocation {
     return file_.data() + file_.handle().size_bytes - blocks(size_bytes_) * kPage;
   }
 
-  // Checks the rules for freeing: no other process has it open.
+  // Frees the memory. Checks the rule that no other process has it open.
   void free() {
     for (const auto& opener : shared().openers) {
       const pid_t process = opener.load();
@@ -193,7 +195,8 @@ class Allocation {
   }
   void close() { find_opener(::getpid()).store(0); }
 
-  // Checks the rules for use: it exists, and all conflicting uses came before.
+  // Records a use of the memory. Checks that the memory has not been freed, and that all
+  // conflicting uses are ordered before this one.
   void use(std::byte* from, std::size_t count, bool write, std::uint64_t stream, Clock& clock) {
     if (shared().alive.load() == 0) {
       misuse("memory is used after it was freed");

@@ -3,7 +3,7 @@
 python -m megatron.adaptive train elastic --machines machines.txt --checkpoint checkpoints \
     examples/cutpoint/elastic.py --steps 2000
 
-The same program runs under torchrun, and in a single process. It then saves to the folder given by
+The program also runs under torchrun and in a single process. In these cases, it saves to the folder
 ``--save``, and continues from the newest checkpoint there.
 """
 
@@ -67,7 +67,7 @@ def main() -> None:
         optimizer = pipeline.set_optimizer(
             lambda parameters: torch.optim.AdamW(parameters, lr=1e-3), clip_norm=1.0
         )
-        assert optimizer is not None  # Every process trains parameters.
+        assert optimizer is not None  # Every process trains some of the parameters.
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
         steps = pipeline.loop(
             options.steps,

@@ -1,4 +1,4 @@
-"""Fine-tunes a model of Hugging Face transformers on several processes, as a whole or with LoRA.
+"""Fine-tunes a Hugging Face model on several processes, either all weights or with LoRA.
 
     bash prerequisite.sh --examples
     torchrun --nproc-per-node 4 examples/finetune/finetune.py \\
@@ -83,8 +83,8 @@ def main(argv: Sequence[str]) -> None:
             random.Random(epoch).shuffle(order)
             for start in range(0, len(order), options.batch_size):
                 batch = [samples[index] for index in order[start : start + options.batch_size]]
-                # The loss is the mean over all learned tokens of the batch. All processes of a
-                # replica pass the same batch.
+                # The loss is the mean over all tokens of the batch that are learned. All processes
+                # of a replica pass the same batch.
                 batch = pipeline.share(batch)
                 loss, _ = pipeline.step(batch, num_items=num_learned(batch))
                 report("loss", loss)

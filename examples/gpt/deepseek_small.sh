@@ -100,7 +100,7 @@ OUTPUT_ARGS=(
 
 # With several ranks on few processors, more threads per rank would slow down all ranks.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-# In a single hardware queue, a message between stages could wait for ever behind a collective of
+# In a single hardware queue, a message between stages could wait forever behind a collective of
 # other ranks. 8 is CUDA's default. Overlapping expert-parallel communication needs more queues.
 case " $* " in
   *" --overlap-moe-expert-parallel-comm "*) queues=32 ;;

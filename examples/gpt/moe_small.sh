@@ -27,8 +27,8 @@ MODEL_ARGS=(
   --hidden-dropout 0.0
 )
 
-# A dense layer comes first. Each other layer has 8 experts, of which a token uses 2, and a shared
-# expert.
+# The first layer is dense. Each other layer has a shared expert and 8 routed experts, and each
+# token uses 2 of these.
 EXPERT_ARGS=(
   --num-experts 8
   --moe-layer-freq "[0]+[1]*3"

@@ -68,7 +68,7 @@ OUTPUT_ARGS=(
   --eval-iters 10
 )
 
-# In a single hardware queue, a message between stages could wait for ever behind a collective of
+# In a single hardware queue, a message between stages could wait forever behind a collective of
 # other ranks. 8 is CUDA's default. Overlapping expert-parallel communication needs more queues.
 case " $* " in
   *" --overlap-moe-expert-parallel-comm "*) queues=32 ;;

@@ -1,4 +1,4 @@
-"""Defines a fixed schedule. It is 1F1B with a longer warm-up, so that messages have time to arrive.
+"""Defines a fixed schedule: 1F1B with a longer warm-up, so that messages have time to arrive.
 
 Each rank starts with twice as many forward passes as in 1F1B. Then it alternates between forward
 and backward passes. The table shows three ranks and five microbatches (F3 is the forward pass of

@@ -2,7 +2,7 @@
 
 An action is ready if the messages that it needs have arrived at the rank. If no action is ready,
 the rule returns ``None`` to wait for the next message. A forward pass needs memory, so the rule
-checks whether it fits below the limit (``--activation-cap``).
+first checks the memory limit (``--activation-cap``).
 """
 
 from __future__ import annotations

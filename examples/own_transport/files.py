@@ -84,8 +84,8 @@ class FileTransport:
     def close(self) -> None:
         self._is_closed.set()
         self._thread.join()
-        # Only the last rank that closes its transport can remove the folder, because only then is
-        # it empty.
+        # This succeeds only for the last rank that closes its transport, because the folder must be
+        # empty.
         with contextlib.suppress(OSError):
             self._folder.rmdir()
 
@@ -94,7 +94,7 @@ class FileTransport:
             while not self._is_closed.wait(POLL_S):
                 for peer in self._received:
                     self._take_next(peer)
-        except Exception as error:  # Pass any error to the executor, which raises it.
+        except Exception as error:  # Pass every error to the executor, which raises the error.
             self.completions.put(error)
 
     def _take_next(self, peer: int) -> None:
@@ -105,8 +105,7 @@ class FileTransport:
         message = torch.load(path, weights_only=True)
         path.unlink()
         label = Header.decode(message["header"], peer=peer).label
-        # Some transports send a message without a label to announce their end. This transport does
-        # not.
+        # Some transports announce the end with a message without a label. This transport does not.
         assert label is not None
         payload = message["payload"].to(self._device)
         now_ns = time.monotonic_ns()

@@ -1,1 +1,1 @@
-"""Contains soak tests, programs that cause random faults for a long time and check the effects."""
+"""Contains soak tests: programs that cause random faults for a long time and check the effects."""

@@ -2,13 +2,13 @@
 
     python -m tests.soak.causes [--runs N] [--only NAME ...] [--json FILE]
 
-Two ranks train a small GPT on this machine. Either rank 1 is slowed down (see
-``support/hindered_rank.py``) or the link between the ranks. The verdict on a diagnosis is ``right``
-if it names the planted cause. It is ``wrong`` if it names the planted cause on another rank, or a
-cause that was not planted and that its own counters do not prove. Otherwise it is ``missed``. Other
+Two ranks train a small GPT on this machine. Either rank 1 (see ``support/hindered_rank.py``) or the
+link between the ranks is slowed down. The verdict on a diagnosis is ``right`` if it names the
+planted cause. It is ``wrong`` if it names the planted cause on the wrong rank, or a cause that was
+not planted and that the finding's own counter does not prove. Otherwise it is ``missed``. Other
 programs may use this machine's processors and memory, so a finding whose counter shows waits for
-these is never wrong. If the ranks wait for processors most of the time, a missed cause is
-``masked``, which is not counted. Exits with status 1 if a goal is missed.
+processors or memory is never wrong. If the ranks wait for processors most of the time, a missed
+cause is ``masked`` and does not count. Exits with status 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ RIGHT, WRONG, MISSED, MASKED = "right", "wrong", "missed", "masked"
 FAILED = "failed"
 COUNTED = (RIGHT, WRONG, MISSED)
 STARVED = 0.5
-"""Fraction of a step spent waiting for processors, above which a missed cause counts as masked."""
+"""Fraction of a step that ranks wait for processors, above which a missed cause is masked."""
 Named = tuple[str, str]
 """Cause of a finding, and the counter that explains the finding (empty if there is no counter)."""
 
@@ -97,7 +97,7 @@ Planting = Callable[[Path, random.Random], "contextlib.AbstractContextManager[Pl
 
 @dataclass(frozen=True)
 class Case:
-    """Cause that makes a job slow, with the diagnosis that is expected.
+    """Cause that makes a job slow, and the expected diagnosis.
 
     Attributes:
         plant: Function that returns a context manager in which the cause is present. The context
@@ -105,7 +105,7 @@ class Case:
             cause.
         right: Pairs of a cause and the counter that explains the cause. A diagnosis is right if its
             findings contain at least one of these pairs.
-        also: Additional pairs that do not count as wrong, because they follow from the cause.
+        also: Additional pairs that are not considered wrong, because they follow from the cause.
         ranks: Ranks that a right finding must name. Any ranks are accepted if this is empty.
     """
 
@@ -123,7 +123,7 @@ class Answer:
         name: Name of the cause that slowed down the job.
         verdict: Constant :data:`RIGHT`, :data:`WRONG`, :data:`MISSED`, :data:`MASKED`, or
             :data:`FAILED`, which means that the job did not finish.
-        named: Cause that each finding names, with the counter that explains the cause.
+        named: For each finding, the cause that it names and the counter that explains the cause.
         text: Text of the diagnosis.
     """
 
@@ -287,10 +287,10 @@ CASES: dict[str, Case] = {
 """Maps the name of each cause to its :class:`Case`."""
 
 _TRUE_BY_COUNTERS = frozenset((PROCESSOR_WAIT, STEAL, MEMORY_WAIT))
-"""Counters that may be high because of other programs or machines, whatever slows down the job."""
+"""Counters that other programs or machines may raise, independently of what slows down the job."""
 
 _SYMPTOMS = frozenset((("spikes", ""),))
-"""Findings that describe a symptom and do not state a cause."""
+"""Findings that describe a symptom instead of a cause."""
 
 
 def judge(case: Case, findings: Sequence[Finding]) -> tuple[str, tuple[Named, ...]]:

@@ -1,4 +1,4 @@
-"""Measures the manager of a job of a thousand nodes, which join together and are lost gradually.
+"""Measures the manager of a thousand nodes, which join at the same time and are lost gradually.
 
 ::
 
@@ -8,8 +8,8 @@
                └─ status       python -m megatron.adaptive train elastic --status, every few seconds
 
 An agent does everything that the agent of a node does, but its ranks are simulated: they start and
-exit immediately. Half of the lost agents close their connection, as if they were killed. The others
-stop sending, like a machine without power.
+exit immediately. Half of the lost agents close their connection, as if they had been killed. The
+other half stop sending, like machines that lose power.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ def manage(checkpoints: Path, nodes: int) -> None:
 
 
 class LightAgent(Agent):
-    """Agent of a node that only notes which ranks the manager starts, and does not run any."""
+    """Agent of a node that only records which ranks the manager starts, and does not run any."""
 
     def __init__(
         self, *, name: str, owner: dict[str, Any], work: NodeWork, keeper: SnapshotKeeper

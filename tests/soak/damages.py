@@ -1,9 +1,9 @@
 """Corrupts checkpoints of the trainer and of a ``Pipeline``, and checks that this is reported.
 
-Checkpoints of several shapes are trained once. Each corruption is applied in place, searched for as
-``checkpoint verify`` does, and undone. The trainer and a ``Pipeline``, each in its own process,
-load a sample of the corrupt checkpoints and must reject them with the same message. Blocks are
-checked while they are read, so a rejected load may already have changed weights, which
+Checkpoints of several shapes are trained once. Each corruption is made in place, searched for with
+the method of ``checkpoint verify``, and undone. The trainer and a ``Pipeline``, each in its own
+process, load a sample of the corrupt checkpoints and must reject them with the same message. Blocks
+are checked while they are read, so a rejected load may already have changed weights, which
 ``is_changed`` reports.
 """
 
@@ -182,8 +182,8 @@ def damaged(every: Sequence[Saved], seed: int) -> Iterator[tuple[Saved, set[str]
     steps = saved.steps.steps()
     folder = steps[saved.step]
     files = [file for file in sorted(folder.iterdir()) if file.stat().st_size]
-    # Half of the corruptions affect a uniformly chosen file. The other half affect a file that is
-    # chosen with a probability proportional to its size.
+    # For half of the corruptions, all files are equally likely. For the other half, the probability
+    # of a file is proportional to its size.
     sizes = [file.stat().st_size for file in files]
     path = draw.choice(files) if draw.random() < 0.5 else draw.choices(files, sizes)[0]
     before, names = {path: path.read_bytes()}, {path.name}

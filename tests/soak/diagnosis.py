@@ -4,10 +4,11 @@
 
 The part ``detection`` computes the fraction of synthetic runs in which the diagnosis names the
 right fault, and ``real`` does the same with processes that sleep instead of computing. The part
-``clock`` measures the remaining errors of wrong clocks after alignment, and ``bubble`` compares
+``clock`` measures the errors of wrong clocks that remain after alignment, and ``bubble`` compares
 the bubble in a trace with the true bubble. The part ``aggregate`` computes the figures of ten
-million spans. The part ``repairs`` compares twelve repairs predicted by the what-if analysis
-with the same repairs in sleeping processes. Exits with status 1 if a limit is missed.
+million spans. The part ``repairs`` compares the what-if analysis's predictions for twelve repairs
+with real runs of sleeping processes that have these repairs. Exits with status 1 if a limit is
+missed.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def of_aggregate(options: argparse.Namespace) -> Result:
 
 
 def of_repairs(options: argparse.Namespace) -> Result:
-    """Compares the predicted step times of repaired jobs with real ones. Ignores ``options``."""
+    """Compares predicted with real step times of repaired jobs. Ignores ``options``."""
     done = list(repairs.measure())
     right, pairs = repairs.ordered_right(done)
     note = "; ".join(

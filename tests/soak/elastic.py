@@ -1,17 +1,16 @@
-"""Measures changes of a job's shape, and compares its losses with those of an unchanged job.
+"""Measures changes of a job's shape, and compares the losses with those of an unchanged job.
 
     python -m tests.soak.elastic [--quick] [--part PART ...] [--json FILE]
     python -m tests.soak.elastic --part soak [--events N] [--seed S] [--minutes M] [--keep DIR]
 
 The part ``morphs`` makes six planned changes of shape and kills a node, for a small GPT on four
 processes of this machine. The part ``start`` measures process start, import and load under
-torchrun, as a baseline for a change. The part ``copies`` counts the steps that are lost if a
-node is killed at a random time while copies of its state are kept in memory. In the part
-``soak``, nodes (namespaces; needs root) are killed, stopped, cut off and filled up at random,
-and the job must then continue or exit with a reason. The part ``repartition`` measures the
-fraction of a slow rank's delay that moving layers recovers, and the time of a move. The part
-``pieces`` compares measured with predicted steps of models with cut points. Exits with status 1
-if a limit is missed.
+torchrun, as a baseline for a change. The part ``copies`` keeps copies of each node's state in
+memory, kills a node at a random time, and counts the lost steps. In the part ``soak``, nodes
+(namespaces; needs root) are killed, stopped, cut off and filled up at random, and the job must then
+continue or exit with a reason. The part ``repartition`` measures the fraction of a slow rank's
+delay that moving layers recovers, and the time of a move. The part ``pieces`` compares measured
+with predicted steps of models with cut points. Exits with status 1 if a limit is missed.
 """
 
 from __future__ import annotations

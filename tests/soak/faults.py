@@ -10,9 +10,9 @@ real jobs. In the part ``secrets``, another user searches for planted secrets. T
 of a thousand nodes, which join together and are lost one at a time. In the part ``soak``,
 nodes (namespaces; needs root) are killed, stopped, cut off and filled up, with full trace disks
 and flipped bits in checkpoints. The part ``hangs`` checks stalled jobs and their messages. The
-part ``interrupts`` interrupts and kills processes of all kinds of jobs at random times. A part
-that fails counts as a missed goal, and the other parts still run. Exits with status 1 if a goal
-is missed.
+part ``interrupts`` interrupts and kills processes of all kinds of jobs at random times. A part that
+fails is counted as a missed goal, and the other parts still run. Exits with status 1 if a goal is
+missed.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ _ERROR = re.compile(r"(?:^|\.)(?:[A-Z]\w*(?:Error|Exception|Exit)\b.*|.*error: .
 _OURS = re.compile(r"(?:megatron\.adaptive\.errors\.\w+: |error: )(.*)")
 _NAMED = re.compile(r"megatron\.adaptive\.errors|rank \d+: error: ")
 _NOISE = ("Connection closed by peer", "Broken pipe", "SIGABRT", "is gone: ", "lost its channel")
-"""Texts of errors that only report the failure of another rank."""
+"""Error texts that only report the failure of another rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +85,10 @@ class Run:
     Attributes:
         status: Exit status of the first rank that failed, 0 if no rank failed, or ``None`` after a
             timeout.
-        lines: List for each rank, with the values that the rank noted after each step and
+        lines: List for each rank, with the values that the rank recorded after each step and
             evaluation.
         reason: Log line that states why the run failed. Empty if the run succeeded.
-        is_named: Whether this project, and not another library, raised the error.
+        is_named: Whether the error was raised by this project instead of another library.
     """
 
     status: int | None
@@ -138,7 +138,7 @@ class Tree:
 
     def _train(self, feature_set: FeatureSet, kind: str, flags: Sequence[str]) -> Run:
         folder = self.folder / feature_set.name / kind
-        # Otherwise, ranks would append their notes to the notes of the previous run.
+        # Delete the old notes, because ranks append to existing files.
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         log = folder / "log.txt"
@@ -203,7 +203,7 @@ def reason_of(log: str) -> tuple[str, bool]:
 
 
 def compare(feature_set: FeatureSet, reference: Run, engine: Run) -> tuple[str, str]:
-    """Returns the word for the table that describes the result, and the reason for the result."""
+    """Returns the word that describes the result in the table, and the reason for the result."""
     if reference.status != 0:
         return "own fails", reference.reason
     if engine.status != 0:
@@ -296,7 +296,7 @@ def measure(tree: Tree, feature_set: FeatureSet, path: Path | None = None) -> di
     """
     begin_s = time.monotonic()
     reference = tree.run(feature_set, "own")
-    # If the reference run fails, there is nothing to compare with, so a second run is not needed.
+    # If the reference run fails, there is nothing to compare with, so skip the second run.
     engine = tree.run(feature_set, "engine") if reference.status == 0 else reference
     result, reason = compare(feature_set, reference, engine)
     row = {

@@ -1,4 +1,4 @@
-"""Runs a user's loop around a ``Pipeline`` with one hanging process, described by ``HANG`` in JSON.
+"""Runs a user's loop around a ``Pipeline``. One process hangs as ``HANG`` describes in JSON.
 
 Usage: ``hanging_pipeline.py FOLDER STEPS HANG_AFTER_S ON_HANG``. See ``hanging_trainer.py``.
 """

@@ -1,4 +1,4 @@
-"""Runs the trainer with one rank that hangs. The variable ``HANG`` describes the hang in JSON.
+"""Runs the trainer with one rank that hangs as the variable ``HANG`` describes in JSON.
 
 ``HANG`` is ``{"kind": ..., "rank": ..., "iteration": ..., "folder": ...}``. Steps take ``step_s``
 seconds longer.
@@ -35,7 +35,7 @@ LOCK = threading.Lock()
 
 
 class Fault:
-    """Makes this rank hang if ``settings`` selects this rank.
+    """Makes this rank hang if ``settings`` selects it.
 
     Args:
         settings: Settings of the hang, from the environment variable ``HANG``.
@@ -121,7 +121,7 @@ class Fault:
 
 
 class Pauses:
-    """Pauses a job briefly, so that all ranks show activity again before the timeout.
+    """Pauses a job, but so briefly that all ranks show activity again before the timeout.
 
     All ranks draw the same pauses. In most pauses, one rank is busy and all other ranks wait for
     that rank.
@@ -160,7 +160,7 @@ class Pauses:
             dist.barrier()
 
     def performs(self, number: int) -> None:
-        """Pauses before the action with index ``number``, if this action was drawn to be slow."""
+        """Pauses before the action with index ``number`` if this action was chosen to be slow."""
         who, action, pause_s = self.slow
         if (who, action) == (self.rank, number):
             time.sleep(pause_s)
@@ -196,7 +196,7 @@ def split_machines(count: int) -> None:
 
 
 def wander() -> None:
-    """Sleeps instead of joining the collective in which the other ranks wait."""
+    """Sleeps instead of joining the collective for which the other ranks wait."""
     time.sleep(100_000)
 
 
@@ -214,7 +214,7 @@ def read_for_ever(folder: str) -> None:
 
 
 def choose_order() -> None:
-    """Passes a different schedule file to the trainer on the rank that must hang."""
+    """Passes another schedule file to the trainer on the rank that must hang."""
     index = sys.argv.index("--schedule-file") + 1 if "--schedule-file" in sys.argv else 0
     if index and int(os.environ["RANK"]) == json.loads(os.environ["HANG"])["rank"]:
         sys.argv[index] = sys.argv[index].replace("order.csv", "other.csv")

@@ -1,8 +1,8 @@
 """Runs jobs of the trainer that stall for a known reason, and jobs that do not stall.
 
-For each kind of hang, one rank (``hanging_trainer.py``) has the real cause, with two exceptions.
-For a broken network, the sender drops its messages. For unresponsive disks of data and checkpoints,
-the rank reads a pipe without a writer.
+For most kinds of hangs, one rank (``hanging_trainer.py``) produces the real cause. There are two
+exceptions. Instead of a broken network, the sender drops its messages. Instead of unresponsive
+disks with data and checkpoints, the rank reads a pipe without a writer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CAUSES = {
     "interpreter lock": r"holds the interpreter lock",
 }
 SHAPES = ((2, 2, 1), (2, 1, 1), (4, 2, 1), (4, 4, 1), (4, 2, 2), (8, 4, 1), (8, 2, 2))
-"""Shapes of jobs: numbers of ranks, of pipeline stages and of tensor-parallel ranks."""
+"""Shapes of jobs: number of ranks, of pipeline stages, and of tensor-parallel ranks."""
 TRAINER = Path(__file__).with_name("hanging_trainer.py")
 LIMIT_S = 240.0
 
@@ -243,7 +243,7 @@ def _orders(folder: Path, stages: int, count: int) -> list[str]:
 def is_named_right(case: Case, said: str) -> bool:
     """Returns whether the line ``said`` states the right rank and reason for ``case``."""
     ranks = set(map(int, re.findall(r"rank (\d+) \(stage", said)))
-    # If the rank that hangs is the only rank of a machine, other machines cannot know the reason.
+    # If the rank that hangs is the only rank on its machine, other machines cannot know the reason.
     if not re.search(CAUSES[case.kind], said) and (
         case.machines < 2 or "did not receive a message" not in said
     ):
@@ -254,8 +254,8 @@ def is_named_right(case: Case, said: str) -> bool:
 def measure(folder: Path, count: int, quiet_min: float, seed: int, beside: int = 1) -> Result:
     """Runs jobs that hang and jobs that do not hang, and returns the rows of the table.
 
-    Each finished job is stored in ``hangs.jsonl`` or ``quiet.jsonl``, and is not repeated if
-    ``folder`` is used again.
+    The result of each finished job is stored in ``hangs.jsonl`` or ``quiet.jsonl``. If ``folder``
+    is used again, these jobs are not repeated.
 
     Args:
         folder: Folder for the files of all jobs.
@@ -353,7 +353,7 @@ QUIET_LIMITS_S = (8.0, 12.0, 20.0)
 
 
 def quiet(folder: Path, minutes: float, seed: int) -> tuple[float, list[str]]:
-    """Runs jobs that pause without hanging, several at a time, with short hang timeouts.
+    """Runs jobs that pause but do not hang, several at a time, with short hang timeouts.
 
     ``seed`` is the seed of all random numbers.
 

@@ -42,9 +42,9 @@ STOPPED_S = (0.5, 4.0)
 SPAN = 1.6
 """Latest time of a signal, as a multiple of the duration of an undisturbed job.
 
-An undisturbed job consists of startup, a few steps and shutdown. A later signal would also arrive
-during a step, as many of the earlier signals do. The additional steps would be computed twice,
-because the undisturbed reference job repeats all steps.
+An undisturbed job consists of startup, a few steps and shutdown. Later signals would not test
+anything new, because they would also arrive during a step, as many of the earlier signals do. In
+addition, the job would run more steps, which the undisturbed reference job must repeat.
 """
 END_LIMIT_S = 240.0
 AGAIN_LIMIT_S = 6.0
@@ -107,7 +107,7 @@ class Chain:
         return next(whole, 0)
 
     def progress(self, number: int) -> Path:
-        """Creates and returns the folder for the progress files of job ``number``."""
+        """Creates the folder for the progress files of job ``number``, and returns the folder."""
         made = self.folder / f"progress-{number}"
         made.mkdir(exist_ok=True)
         return made
@@ -178,8 +178,8 @@ class Chain:
         self._seen[number] = sorted((self.folder / "checkpoints").glob(pattern))
         temporary = self.folder / f"tmp-{number}"
         temporary.mkdir()
-        # A Pipeline detects that the launcher has exited by watching its parent process. The parent
-        # of a forked process is the fork server instead of the launcher.
+        # A Pipeline watches its parent process to detect that the launcher has exited. If the
+        # process was forked, its parent is the fork server instead of the launcher.
         is_fresh = self.is_fresh or self.kind == "pipeline"
         variables = environment() if is_fresh else forking()
         variables |= {"TMPDIR": str(temporary)}
@@ -207,7 +207,7 @@ class RunningJob:
     def processes(self) -> dict[int, str]:
         """Returns the role of each live process, keyed by the ID of the process.
 
-        Skips stand-ins, which only wait for a process that a fork server has forked.
+        Skips stand-in processes, which only wait for a process that a fork server has forked.
         """
         roles: dict[int, str] = {}
         left = [(self.root.pid, 0)]
@@ -409,7 +409,7 @@ def _judge(
     lines = job.log.read_text(errors="replace").splitlines()
     bad = [line for line in lines if _BAD.search(line)]
     if chain.kind == "pipeline" and any(_LOST in line for line in lines):
-        # These errors are allowed: they come from a library, and a user's script does not catch
+        # These errors are allowed, because a library raises them and a user's script does not catch
         # them.
         bad = []
     is_early = not chain.losses(number) and any("KeyboardInterrupt" in line for line in lines)

@@ -1,4 +1,4 @@
-"""Kills one of three ranks at random times, and checks the other ranks and what is left behind.
+"""Kills one of three ranks at random times. Checks the other ranks, and that nothing is left.
 
 ::
 
@@ -67,7 +67,7 @@ def neighbours(rank: int) -> list[int]:
 
 
 def be_rank(rank: int, kind: str, connection: Connection, seed: int) -> None:
-    """Runs rank ``rank``, which sends its addresses, state and error over ``connection``.
+    """Runs rank ``rank``, which reports its addresses, state and error over ``connection``.
 
     The rank opens channels of the transport ``kind``. ``seed`` selects its random actions.
     """

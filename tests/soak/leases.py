@@ -1,4 +1,4 @@
-"""Runs two jobs on one folder, and jobs that are killed or paused, and checks all checkpoints.
+"""Runs pairs of jobs on one folder, kills or pauses some jobs, and checks all checkpoints.
 
 A job here is two processes, forked from a process that has imported torch. They save small tensors
 with the saver of the trainer and ``Pipeline``, at random times, directly or in a thread. All
@@ -39,7 +39,8 @@ _EXIT_EXPECTED = 2
 _STATUSES = threading.Lock()
 """Guards the exit statuses of child processes.
 
-Starting a process also collects the statuses of other children, so threads must take turns.
+Starting a process also collects the statuses of other children, so only one thread at a time may do
+this.
 """
 
 

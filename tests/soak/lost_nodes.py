@@ -41,7 +41,7 @@ DEADLINE_S, GONE_S = 450.0, 90.0
 The limits are three times the usual times, because other programs may run.
 """
 _TOGETHER = 0.25
-"""Probability that the next event begins before the job has recovered from the current event."""
+"""Probability that the next event begins before the job has recovered from the current one."""
 _LOOK_S = 0.2
 _MOST_ENDS = 3
 """Maximum number of times that the job may exit with a reason before it recovers from an event."""
@@ -128,7 +128,7 @@ class Soak:
         # This set contains the names of nodes whose exit was reported.
         self._told: set[str] = set()
         self._start_s = time.monotonic()
-        # This is the Unix time at which the last event happened or, if the event lasts, was over.
+        # This is the Unix time of the last event, or of its end if the event lasts for some time.
         self._moment_ns = 0
         self._last = "join"  # This is the kind of the last event.
         self._nodes = Nodes(folder, SLOTS, SHARED_BYTES)

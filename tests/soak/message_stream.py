@@ -1,7 +1,7 @@
 """Sends millions of messages through a channel, and checks for lost messages and memory growth.
 
-The receiver keeps a few payloads and releases them in another order, so that slots are freed out of
-order. Both sides measure their memory and descriptors.
+The receiver keeps a few payloads and releases them in a different order, so that slots are freed
+out of order. Both sides measure their memory and descriptors.
 
     python -m tests.soak.message_stream [--quick] [--messages 10000000] [--json FILE]
 """
@@ -257,7 +257,7 @@ def _check(payload: torch.Tensor, number: int) -> None:
 
 
 def growth(looks: list[tuple[int, int]]) -> tuple[int, int]:
-    """Returns by how many bytes and file descriptors a process grew after the first fifth of a run.
+    """Returns the growth in bytes and file descriptors of a process after the first fifth of a run.
 
     ``looks`` contains pairs (bytes, descriptors) that were measured at regular intervals. The
     minimum of the last fifth is compared with the minimum of the second fifth, because a process

@@ -2,8 +2,8 @@
 
     python -m tests.soak.monitor [--quick] [--gigabytes N] [--json FILE]
 
-The logs are generated. The time of an answer is compared with the start time of the program. Exits
-with status 1 if a goal is missed.
+The logs are generated. The response time is compared with the time that the program needs to start.
+Exits with status 1 if a goal is missed.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Events:
             node: Node on which the event happens.
 
         Returns:
-            Description of the event, or ``None`` if the event is currently impossible.
+            Description of the event, or ``None`` if the event is not possible at the moment.
         """
         description = node.name
         undo: Undo | None = None

@@ -6,7 +6,8 @@ All ranks are equally fast, because their layers sleep for the same time
 (``support/timed_layers.py``). Other programs use random processors for random times. A job with
 ``--repartition auto`` or ``--pipeline-schedule auto`` may move layers, but must move them back
 at the next decision, unless the job ends before. A job that distributes microbatches by speed
-must give each replica about half of them. Exits with status 1 if layers or shares stay uneven.
+must give each replica about half of them. Exits with status 1 if layers or the shares of replicas
+stay uneven.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ PATIENCE = 2 * INTERVAL + 2
 AUTO_PATIENCE = 2 * (8 + 1) + 2
 """Number of iterations within which a move of layers that gains nothing must be undone.
 
-This is the time of two checks. With ``--pipeline-schedule auto``, the first checks are 8 measured
-iterations apart.
+Two checks take place within this number of iterations. With ``--pipeline-schedule auto``, the first
+checks are 8 measured iterations apart.
 """
 MOST_MORE = 2
 """Maximum deviation of a replica's median number of microbatches from an equal share."""
@@ -64,7 +65,7 @@ DEALING = f"--num-layers 2 --global-batch-size {BATCH} --balance-replicas speed"
 LAYER_MS = ("4", "7", "10")
 """Possible durations of a layer in milliseconds, one of which is drawn for each job.
 
-Noise affects shorter layers more.
+Noise has a larger effect on shorter layers.
 """
 _MOVED = re.compile(
     r"iteration +(\d+)/|repartition: [0-9-]+ -> ([0-9-]+):|the stages of ([0-9-]+) layers are now"

@@ -86,7 +86,7 @@ def _regained(folder: Path, *, rounds: int) -> dict[str, Any]:
     chosen = tuple(turns["chosen"])
     took = _took(lines, turns)
     lost = took[even] - took[best]
-    # Nothing is recovered if no layers were moved, or if other programs hid the slow rank's delay.
+    # Nothing was recovered if no layers were moved, or if other programs hid the slow rank's delay.
     regained = (took[even] - took[chosen]) / lost if chosen != even and lost > 0 else 0.0
     first = turns["turns"][0][0] - 1
     named = {"even": even, "ideal": best, "auto": chosen}

@@ -1,4 +1,4 @@
-"""Runs the trainer with steps that sleep, like steps of a large model but without processor use.
+"""Runs the trainer with steps that sleep, so that they are long but use little processor time.
 
 Each step sleeps ``SOAK_STEP_S`` seconds, which does not change its results. With ``--reload
 ITERATION,... TRAINER_FLAGS... --load DIR``, the program only loads checkpoints, one after another,

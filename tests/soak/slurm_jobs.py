@@ -34,7 +34,7 @@ from tests.multiprocess.launch import ROOT, free_port, kill_tree, start
 
 LIMIT_S = 240.0
 LEFT_S = 20.0
-"""Time in seconds after the end of a job. Processes that still run then are orphans."""
+"""Time in seconds after the end of a job. Processes that are still running then are orphans."""
 WAYS = ("crash", "poweroff", "unplug")
 CONF = """
 MODEL=tiny
@@ -162,7 +162,7 @@ def torchrun_start(lab: Lab, folder: Path) -> float:
 
 
 def of_start(options: argparse.Namespace) -> Result:
-    """Compares the start of a job by Slurm with the start by torchrun, and returns table rows.
+    """Compares the start of a job by Slurm with a start by torchrun, and returns table rows.
 
     Jobs are started alternately in both ways.
     """
@@ -188,7 +188,7 @@ def of_start(options: argparse.Namespace) -> Result:
 
 
 def of_crash(_: argparse.Namespace) -> Result:
-    """Lets a job lose a node in several ways, and returns table rows about how this is reported."""
+    """Makes jobs lose a node in several ways, and returns table rows about how this is reported."""
     named: dict[str, float] = {}
     ended: dict[str, float] = {}
     left: list[str] = []

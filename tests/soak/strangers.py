@@ -5,7 +5,7 @@ nodes that keep snapshots for each other and compare clocks, a master of pods th
 worker, ``doctor``, and ranks that wait for a peer over ``tcp`` and ``shm``. One process per
 listener opens many connections from many addresses, and sends random bytes, messages of a version
 without secrets, and handshakes that are truncated, guessed, repeated or reflected. It also keeps
-hundreds of idle connections open. It does not close a connection before the listener has closed it,
+hundreds of idle connections open. The process does not close a connection before the listener does,
 so that the listener can read everything. For Unix sockets, the process runs as another user.
 """
 
@@ -208,7 +208,7 @@ class Crowd:
             connection.close()
 
     def _hold(self) -> None:
-        """Opens an idle connection. If there are enough, sends a byte on one of these instead."""
+        """Opens an idle connection. If enough are open, sends a byte on one of them instead."""
         if len(self._held) >= HELD:
             connection = self._held.pop(self._draw.randrange(HELD))
             with contextlib.suppress(OSError):
@@ -524,7 +524,7 @@ def _elastic(
 
 
 def _complaints(said: str, most: int) -> list[str]:
-    """Returns complaints if ``said`` has a traceback, or more than ``most`` warnings."""
+    """Returns complaints if ``said`` contains a traceback or more than ``most`` warnings."""
     warnings = [line for line in said.splitlines() if "does not belong to this job and" in line]
     complaints = ["a traceback"] if "Traceback" in said else []
     return complaints + ([f"{len(warnings)} warnings"] if len(warnings) > most else [])

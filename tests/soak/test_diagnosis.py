@@ -1,4 +1,4 @@
-"""Tests the synthetic runs of the soak test of diagnoses, and how it judges diagnoses."""
+"""Tests the synthetic runs that the soak test of diagnoses uses, and its verdicts."""
 
 from typing import Any
 

@@ -30,7 +30,7 @@ def test_sets_are_what_their_lines_say() -> None:
     assert [SETS[name].ranks for name in ("adaptive", "replicas", "pipeline-of-4")] == [2, 4, 4]
     assert "--ranks" not in SETS["replicas"].flags
     # The schedule of megatron-core draws different random numbers for dropout. The reference run
-    # thus uses this project's engine, with the same flag.
+    # therefore uses this project's engine with the same flag.
     assert "--keyed-dropout" in SETS["keyed-dropout"].own_flags
 
 

@@ -26,7 +26,7 @@ from megatron.adaptive.data.corpus import CorpusSpec, make_corpus
 from megatron.adaptive.data.tokenizer import build_tokenizer
 
 Kinds = dict[str, tuple[dict[str, Any], Callable[[str], Sequence[int]]]]
-"""Type of a dict from the kind of a tokenizer to its settings and a library's encoding function."""
+"""Maps each kind of tokenizer to its settings and the encoding function of its library."""
 
 
 def compare(megabytes: float) -> Result:

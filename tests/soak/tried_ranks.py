@@ -3,9 +3,9 @@
     python -m tests.soak.tried_ranks [--quick] [--vocab-size N ...] [--json FILE]
 
 For each vocabulary size, a job of two pipeline ranks trains with a plan. Then each of its ranks is
-tried alone. Rows are ratios of tried to real values. The last rank has the logits, whose size
-depends on the vocabulary. Small logits are allocated from the heap, and large logits by the system.
-Exits with status 1 if a goal is missed.
+tried alone. Rows are ratios of the values of a tried rank to those of the real job. The last rank
+has the logits, whose size depends on the vocabulary. Small logits are allocated from the heap, and
+large logits directly from the system. Exits with status 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ RANKS = 2
 WARM_UP = 2
 """Number of initial steps whose times are ignored."""
 MOST_MEMORY = 0.05
-"""Maximum difference between 1 and the ratio of a tried rank's memory to the real memory."""
+"""Maximum difference between 1 and the ratio of a tried rank's memory to that in the real job."""
 MOST_STEP = 0.1
-"""Maximum difference between 1 and the ratio of a tried step time to the real step time."""
+"""Maximum difference between 1 and the ratio of a tried step time to that of the real job."""
 PLAN: dict[str, Any] = {
     "format": 1,
     "degrees": {"tensor": 1, "pipeline": RANKS, "data": 1, "chunks": 1},

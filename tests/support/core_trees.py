@@ -1,4 +1,4 @@
-"""Lists the releases of megatron-core that tests use in addition to the installed release."""
+"""Lists the releases of megatron-core that tests use in addition to the installed one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FETCHED = ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
 def trees_of_others() -> list[str]:
     """Returns the names of megatron-core trees that the user has added, such as a checkout of main.
 
-    A tree, or a link to a tree, at ``build/megatron-core/megatron-core==NAME`` has the name NAME.
+    A tree named NAME is at ``build/megatron-core/megatron-core==NAME``, which may be a link.
     """
     names = (path.name.partition("==")[2] for path in sorted(UNPACKED.glob("megatron-core==*")))
     return [name for name in names if name not in FETCHED]

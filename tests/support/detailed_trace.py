@@ -21,7 +21,7 @@ _MARKER = '{"begin_iteration": '
 def _edit(folder: Path, rank: int, change: Callable[[dict[str, Any]], None]) -> None:
     """Applies ``change`` to the first line of each iteration in the trace of ``rank``.
 
-    This line is called the marker of the iteration. ``folder`` contains the traces.
+    The first line is called the marker of the iteration. ``folder`` contains the traces.
     """
     path = folder / f"trace_rank_{rank:05d}.jsonl"
     lines = path.read_text().splitlines()
@@ -109,8 +109,8 @@ def add_layers(folder: Path, rank: int, times_ms: Sequence[float], seed: int = 5
     Args:
         folder: Folder of the traces.
         rank: Global rank.
-        times_ms: Time that each layer takes in a step, in ms. A third of this time is the forward
-            pass.
+        times_ms: Time that each layer takes in a step, in ms. The forward pass takes a third of
+            this time.
         seed: Seed of the random deviations.
     """
     numbers = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Calls collectives as one of three ranks. Rank 1 omits the last collective.
+"""Calls collectives on one of three ranks. Rank 1 does not call the last collective.
 
 Each rank writes a dump of torch's flight recorder to the folder ``DUMPS``.
 """

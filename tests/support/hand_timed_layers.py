@@ -1,8 +1,8 @@
-"""Trains GPT like ``pretrain_gpt.py``, and times layers by statements inside the layers.
+"""Trains GPT like ``pretrain_gpt.py``, with code inside the layers that measures their times.
 
 When the job ends, the file named by the environment variable ``HAND_TIMED`` contains a JSON object.
-It maps the number of each layer, which counts from 1, to the sums of its forward times and of its
-backward times in nanoseconds.
+It maps the number of each layer, counted from 1, to the sum of its forward times and the sum of its
+backward times, in nanoseconds.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Environment variables:
 
 ``HINDERED``    global rank to slow down
-``PINNED``      processor to which this rank is bound, which another program may use too
+``PINNED``      processor to which this rank is bound; other programs may use it too
 ``GROUP``       folder of a control group that this rank joins
 ``READ_S``      seconds that this rank takes to read a sample
 ``READ_FILE``   file from which this rank reads an uncached part with each sample

@@ -6,10 +6,9 @@
              ├── node 1   init ── run ── forkserver ── ranks
              └── node 2   ...
 
-Each node has separate processes, a host name and a network. The first process of a node keeps
-running after the job's process has exited, so that tests can detect leftover processes. When this
-program exits, the first process and all other processes of the node exit too. The emulation
-requires root.
+Each node has its own processes, host name and network. The first process of a node keeps running
+after the job's process has exited, so that tests can detect leftover processes. When this program
+exits, the first process and all other processes of the node exit too. The emulation requires root.
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ class Node:
             )
 
     def off(self) -> None:
-        """Kills all processes of the node at once."""
+        """Kills all processes of the node, as if the power failed."""
         init, self._init = self._init, None
         if init is None:
             return
@@ -132,8 +131,8 @@ class Node:
     def cut(self, *, silently: bool) -> None:
         """Disconnects the node from the switch.
 
-        If ``silently``, the node's network interface keeps its carrier, so that the node does not
-        notice.
+        If ``silently`` is true, the node's network interface keeps its carrier, so that the node
+        does not notice the disconnection.
         """
         self.is_cut = True
         state = ("nomaster",) if silently else ("down",)

@@ -19,7 +19,7 @@ class Collector:
     Attributes:
         url: URL of the collector.
         requests: Requests that were answered with status 200, as parsed JSON.
-        answer: Status and body of the answers to requests.
+        answer: Status and body of the responses to requests.
         held: Event that must be set before requests are answered.
         logins: Logins of requests with basic authentication, as ``user:password``.
         gets: Number of GET requests.

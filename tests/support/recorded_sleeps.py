@@ -1,4 +1,4 @@
-"""Sleeps that a test records instead of waiting for them."""
+"""Records the sleeps of a test instead of waiting for them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import pytest
 
 
 def record_sleeps(patch: pytest.MonkeyPatch) -> list[float]:
-    """Replaces ``time.sleep`` in the current thread with a function that returns at once.
+    """Replaces ``time.sleep`` in the current thread with a function that does not wait.
 
-    Other threads of the process sleep as before, and their calls are not recorded.
+    Calls on other threads of the process sleep as before, and are not recorded.
 
     Args:
         patch: Fixture or context that restores ``time.sleep``.
 
     Returns:
-        List to which each later call adds its number of seconds.
+        List to which each later call appends the requested number of seconds.
     """
     recorded: list[float] = []
     thread, sleep = threading.get_ident(), time.sleep

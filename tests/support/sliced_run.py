@@ -2,7 +2,7 @@
 
 The documents of a step are packed into rows, and each row is cut into slices of equal length. Steps
 are simulated under the schedule ``adaptive``. The time of a slice is a linear function of its
-numbers of tokens and token pairs.
+number of tokens and its number of token pairs.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class SlicedRun:
         num_chunks: Number of chunks per rank.
         iterations: Number of steps.
         schedule: Name of the schedule in the header.
-        fixed_s: Time in seconds of an action in addition to the time for its tokens and token
-            pairs.
+        fixed_s: Fixed time in seconds that is added to the time of each action for its tokens and
+            token pairs.
     """
 
     documents: tuple[int, ...]

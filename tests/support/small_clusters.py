@@ -161,8 +161,8 @@ def _plans(problem: Problem) -> Iterator[Plan]:
 def _orders(cluster: Cluster) -> Iterator[tuple[int, ...]]:
     """Yields all orders of all subsets of the nodes of ``cluster``.
 
-    Nodes of the same type are interchangeable, so orders with the same sequence of types occur
-    once.
+    Nodes of the same type are interchangeable, so only one of the orders with the same sequence of
+    types is yielded.
     """
     seen = set()
     numbers = range(len(cluster.nodes))

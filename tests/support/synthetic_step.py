@@ -60,7 +60,7 @@ class _Step:
         self._times: dict[Place, tuple[int, int]] = {}
         self._actions = [self._of_rank(rank) for rank in range(placement.num_ranks)]
         # Each message waits until its link is free, occupies the link for some time, and arrives
-        # after a further delay.
+        # after an additional delay.
         self._messages: dict[Place, tuple[int, int]] = {}
         work, free_ns = result.workload, dict[tuple[int, int], int]()
         delays_ns, busy_ns = work.delays_ps // PS_PER_NS, work.occupancy_ps // PS_PER_NS
@@ -149,7 +149,7 @@ class _Step:
             action = {"chunk": chunk, "microbatch": microbatch, "piece": piece}
             source, arrived = self._messages.get((kind, stage, microbatch), (-1, -1))
             if start > free:
-                # If an action starts when its input arrives, it has waited for this input.
+                # If an action starts when its input arrives, the rank has waited for this input.
                 cause = "input" if source >= 0 and arrived >= start - 2 else "order"
                 if kind == F and cause != "input":
                     cause = "memory"

@@ -41,7 +41,7 @@ FaultKind = Literal["slow-rank", "slow-link", "spikes", "slow-data"]
 FAULTS: tuple[FaultKind, ...] = ("slow-rank", "slow-link", "spikes", "slow-data")
 
 COMPILE_FROM = 200_000
-"""Number of actions above which the compiled simulator is used, although it starts slowly."""
+"""Number of actions above which the compiled simulator is used. It is faster, but starts slowly."""
 
 BOOT_UNIX_NS = 1_700_000_000_000_000_000
 START_NS = 5_000_000_000_000
@@ -380,7 +380,7 @@ class _Writer:
         return updated_ns + 1_000_000
 
     def _exchanges(self, host: int, at_ns: int) -> ClockSamples:
-        """Returns several samples of the clock of ``host``, some of which are delayed.
+        """Returns several samples of the clock of ``host``. Some of the samples are delayed.
 
         The first sample begins at the time ``at_ns``.
         """

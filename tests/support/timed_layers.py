@@ -1,7 +1,8 @@
 """Trains GPT like ``pretrain_gpt.py``, but layers sleep until they have taken a chosen time.
 
-So ranks that share a processor can have different speeds, as on separate devices. The layers
-compute the same values as without sleeping. The program reads these environment variables:
+Ranks that share a processor can therefore have different speeds, as if they had separate devices.
+The layers compute the same values as without sleeping. The program reads these environment
+variables:
 
 ``LAYER_MS``       milliseconds of each layer's forward pass; the backward pass takes twice as long.
                    The value is a number, or a JSON object with a number for each node name.
@@ -58,8 +59,8 @@ from megatron.adaptive.schedule.action import Action, ActionKind  # noqa: E402
 _STEPS = itertools.count(1)
 _of_step: list[Any] = []
 _ADDED = "backward" if "EACH_LAYER" in os.environ else ""
-"""Name of the pass that sleeps for the whole time of its layers after computing, or ``""``."""
-_PATIENCE = 20  # After this number of steps without a move, the job keeps the current partition.
+"""Name of the pass that computes first, then sleeps for the whole time of its layers, or ``""``."""
+_PATIENCE = 20  # The job keeps the current partition after this number of steps without a move.
 
 
 def time_layers(seconds: float, slow: float) -> None:
@@ -159,8 +160,8 @@ def _timed(
         work: Method of :class:`MegatronStages`.
         layer_s: Time of a layer in seconds.
         slow: Factor of the time during ``SLOW_STEPS``.
-        adds: Whether the time of the layers starts after ``work``. Otherwise, it starts with
-            ``work``.
+        adds: Whether the time of the layers starts when ``work`` has ended. Otherwise, it starts
+            together with ``work``.
     """
 
     @functools.wraps(work)
@@ -180,7 +181,7 @@ def _timed(
 
 
 def force_moves(moves: dict[int, tuple[int, ...]]) -> None:
-    """Makes the job move layers after the iterations in ``moves``, and at no other time.
+    """Makes the job move layers after the iterations in ``moves`` only.
 
     ``moves`` maps iterations to partitions.
     """

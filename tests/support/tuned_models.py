@@ -126,7 +126,7 @@ def write_text_data(path: Path) -> None:
 def write_image_data(folder: Path, count: int = 20) -> Path:
     """Writes ``count`` conversations about colors of images to a file in ``folder``.
 
-    All formats of lines occur. Returns the path of the file.
+    The file contains lines of all supported formats. Returns the path of the file.
     """
     (folder / "images").mkdir(parents=True)
     for name, color in COLORS.items():

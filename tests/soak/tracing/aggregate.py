@@ -58,7 +58,7 @@ def main() -> int:
     run = read_run(sys.argv[1])
     run_figures(run)
     read_s = time.perf_counter() - start
-    # For children that have exited, the system reports only the largest memory of a single child.
+    # For children that have exited, the system reports only the peak memory of the largest child.
     children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     workers = len(os.sched_getaffinity(0))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss + workers * children

@@ -15,7 +15,7 @@ from tests.support.synthetic_trace import Fault, SyntheticRun, write_synthetic
 
 RANKS = 4
 SCHEDULES = (("1f1b", 1), ("adaptive", 1), ("zb-h1", 1), ("interleaved", 2), ("adaptive", 2))
-"""Schedules from which one is drawn for each run, each with its number of chunks per rank."""
+"""Schedules with their number of chunks per rank. One is drawn for each run."""
 
 GROUPS: tuple[tuple[str, int], ...] = (
     ("rank x1.1", 40),
@@ -25,7 +25,7 @@ GROUPS: tuple[tuple[str, int], ...] = (
     ("spikes", 25),
     ("slow data", 25),
 )
-"""Faults, each with the number of runs that have it, in a set of 200 runs with a fault."""
+"""Number of runs with each fault, in a set of 200 runs that have a fault."""
 
 WEAK = "rank x1.1"
 CAUSES = {"slow-rank": "slow rank", "slow-link": "slow link", "slow-data": "slow data"}

@@ -2,8 +2,9 @@
 
 Processes that sleep instead of computing (``slept_rank``) run with a fault, the what-if analysis
 reads their traces, and they run again with each repair. A predicted step is the recorded step minus
-the gain. The transport delays messages. Orders and microbatch distribution are those of the engine.
-A repair with two chunks per rank draws other microbatch lengths, which adds to its error.
+the gain. The transport delays messages. The engine determines the order of actions and the
+distribution of microbatches. With a repair that uses two chunks per rank, other microbatch lengths
+are drawn, which increases the error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs a rank that sleeps instead of computing, but exchanges real messages and writes traces.
 
 The durations are drawn by ``synthetic_trace.draw_step``, as for synthetic runs. Faults change the
-sleeps, the reading of data, or the arrival of messages.
+durations of sleeps, the reading of data, or the arrival of messages.
 """
 
 from __future__ import annotations
