@@ -178,7 +178,7 @@ def test_a_gradient_that_is_no_number_is_named(start: Start) -> None:
     with pytest.raises(AdaptiveError) as info:
         train(run, 1)
     text = str(info.value)
-    assert text.startswith("iteration 1: rank 0 found a gradient that is not a finite number")
+    assert text.startswith("iteration 1: rank 0 found an infinite or NaN gradient")
     assert "--lr" in text
     assert len(text.splitlines()) == 1
 

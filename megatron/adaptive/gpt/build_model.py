@@ -764,8 +764,8 @@ def load_tokenizer(config: TrainerConfig) -> tuple[tokenizers.Tokenizer, int]:
     is_real = not isinstance(tokenizer, tokenizers.NullTokenizer)
     if config.checkpoint.load_hf and is_real and size > rows:
         raise ConfigError(
-            f"the tokenizer has {size} IDs, but the model of --load-hf has {rows} "
-            "(--vocab-size); use the tokenizer of this model"
+            f"the tokenizer has {size} token IDs, but the embedding of the --load-hf model has "
+            f"only {rows} rows (--vocab-size); use the tokenizer of this model"
         )
     multiple = config.model.make_vocab_size_divisible_by
     ranks = config.parallel.tensor_model_parallel_size

@@ -352,10 +352,9 @@ class SequenceSlices:
             return
         if not hasattr(attention, "slices"):
             raise ConfigError(
-                f"--sequence-slices {self._most} cannot be used, because layer "
-                f"{layer.layer_number} computes attention with {type(attention).__name__}, which "
-                "cannot attend to earlier slices; remove the flag, or choose a model with "
-                "standard attention"
+                f"--sequence-slices {self._most} is not supported by the attention of layer "
+                f"{layer.layer_number} ({type(attention).__name__}), which cannot attend to "
+                "earlier slices; remove the flag, or use a model with standard attention"
             )
         attention.slices = self
 

@@ -107,12 +107,12 @@ class Change:
             return f"messages from rank {self.ranks[0]} to rank {self.ranks[1]}"
         rank = f"rank {self.ranks[0]}"
         if self.kind == "data":
-            return f"reading of data on {rank}"
+            return f"reading data on {rank}"
         if self.kind == "layer":
             ranks = f"rank{'s' * (len(self.ranks) != 1)} {describe_numbers(self.ranks)}"
             return f"layer {self.layer} ({ranks})"
         if self.kind == "transfers":
-            return f"transfers of {self.collective} of ranks {describe_numbers(self.ranks)}"
+            return f"transfers in {self.collective} on ranks {describe_numbers(self.ranks)}"
         if self.kind == "waits":
             return f"waits for {rank} in {self.collective}"
         if self.kind == "action":
@@ -176,7 +176,7 @@ class Comparison:
         ]
         lines += [f"  {change.format()}" for change in self.changes]
         if not self.changes:
-            lines.append("  no part of the work changed by more than 2% and more than the noise")
+            lines.append("  no part of the work changed by more than 2% and by more than the noise")
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -208,8 +208,8 @@ def compare_runs(
     for run, measured in ((before, first), (after, second)):
         if len(measured.iterations) < 3:
             raise TraceError(
-                f"{run.origin} must have at least 3 iterations after the first, got "
-                f"{len(measured.iterations)}; record a longer run"
+                f"{run.origin} has {len(measured.iterations)} iterations after the first, but a "
+                "comparison requires at least 3 iterations; record a longer run"
             )
     changes = [
         *_computing(first, second),
@@ -235,8 +235,8 @@ def _check_shapes(before: RunTrace, after: RunTrace) -> None:
         header = run.ranks[min(run.ranks)].header
         layers = "-".join(map(str, header.layers))
         shapes.append(
-            f"{len(run.ranks)} ranks, {run.num_ranks} of them per pipeline, {run.num_chunks} chunks"
-            f" per rank in a {header.placement}{f' of {layers} layers' * bool(layers)}"
+            f"{len(run.ranks)} ranks ({run.num_ranks} per pipeline), {run.num_chunks} chunks per "
+            f"rank, placement {header.placement}{f', {layers} layers per stage' * bool(layers)}"
         )
     if shapes[0] != shapes[1] or before.ranks.keys() != after.ranks.keys():
         raise TraceError(

@@ -102,7 +102,7 @@ class RankEvidence:
             item = ".".join(str(now[name]) for name in ("microbatch", "slice") if name in now)
             suffix = f" of microbatch {item}" if item else ""
             return f"{_KINDS[doing]}{suffix} (chunk {now.get('chunk', 0)}) in {iteration}"
-        return f"{doing or 'between actions'} in {iteration}"
+        return f"{doing or 'none'} in {iteration}"
 
     @property
     def place(self) -> str:
@@ -171,7 +171,7 @@ def find_culprit(ranks: Sequence[RankEvidence]) -> Culprit:
             return Culprit(
                 ranks=tuple(rank.rank for rank in matching),
                 cause=symptom.cause,
-                text=f"{state}, last seen in: {first.doing}, {first.place}",
+                text=f"{state} (last action: {first.doing}), {first.place}",
                 advice=symptom.advice.format(pid=first.pid),
             )
     edges = _waits_for(ranks)
@@ -199,14 +199,14 @@ def find_culprit(ranks: Sequence[RankEvidence]) -> Culprit:
             ranks=tuple(sorted(circle)),
             cause="deadlock",
             text=f"{_names([by_rank[member] for member in circle])} wait for each other: {waits}",
-            advice="the ranks' orders of actions contradict each other; check that all ranks use "
+            advice="the ranks run their actions in conflicting orders; check that all ranks use "
             "the same --schedule-file, or use another --pipeline-schedule",
         )
     behind = [waiting for waiting, others in edges.items() if not others]
     return Culprit(
         ranks=tuple(behind),
         cause="collective",
-        text="all ranks wait for others; "
+        text="all ranks wait for other ranks: "
         + "; ".join(f"{rank.name} {rank.place}" for rank in ranks[:4]),
         advice="all ranks have entered a collective that does not finish; check the GPUs and the "
         "network between the ranks",
@@ -233,19 +233,19 @@ _SYMPTOMS = (
     _Symptom(
         "file system",
         lambda rank: rank.state == "D",
-        "is blocked in a system call of a disk, a file system or the GPU driver",
-        "check its disk, mount and GPU (dmesg); no signal ends the process until the call returns",
+        "is blocked in a system call for a disk, a file system or the GPU driver",
+        "check disks, mounts and the GPU (dmesg); the process cannot be killed during the call",
     ),
     _Symptom(
         "interpreter lock",
         lambda rank: rank.state in ("R", "S") and bool(rank.now) and rank.age_s > _STALE_S,
         "holds the interpreter lock (GIL) in C code, so no other Python thread of its process runs",
-        "check that call; C code must release the lock while it waits",
+        "change the C code that the rank is running, so that it releases the lock while it waits",
     ),
     _Symptom(
         "silent machine",
         lambda rank: not rank.state,
-        "does not report, and neither does its machine",
+        "does not report, and neither does the hang detector on its machine",
         "check the machine and its network connection",
     ),
 )
@@ -265,28 +265,28 @@ def _blame_free_rank(rank: RankEvidence, ranks: Sequence[RankEvidence]) -> Culpr
     if rank.is_in(_READING) or rank.now.get("doing") == "data":
         cause = "data reader"
         activity = "reads data"
-        advice = "check the disk with the data, or the data reader's workers"
+        advice = "check the disk that stores the data, and the data reader's workers"
     elif rank.is_in(_SAVING) or rank.now.get("doing") == "checkpoint":
         cause = "file system"
         activity = "reads or writes a checkpoint"
-        advice = "check the disk with the checkpoints"
+        advice = "check the disk that stores the checkpoints"
     elif rank.is_in(_LOCKS, 3):
         cause = "lock"
         activity = "waits for a lock or thread"
-        advice = "see the file with all stacks for the thread that holds the lock"
+        advice = "find the thread that holds the lock in the file with all stacks"
     elif rank.is_in(_DEVICE, 2):
         cause = "device"
         activity = "waits for its GPU"
         advice = "check the GPU with nvidia-smi and dmesg"
     else:
         cause = "collective" if missed else "code"
-        activity = "runs other code" if missed else "waits for no other rank"
+        activity = "runs other code" if missed else "is not waiting for any other rank"
         advice = "check the code that the rank is running"
     source = f" ({rank.line})" if rank.line else ""
     return Culprit(
         ranks=(rank.rank,),
         cause=cause,
-        text=f"{rank.name} {activity}, {rank.doing}, {rank.place}{source}{missed}",
+        text=f"{rank.name} {activity} (action: {rank.doing}), {rank.place}{source}{missed}",
         advice=advice,
     )
 
@@ -612,19 +612,19 @@ def _read_json(path: Path) -> dict[str, Any]:
 def format_page(culprit: Culprit, ranks: Sequence[RankEvidence], still_s: float) -> str:
     """Returns a hang report as text: the culprit, one line per rank, and all stacks."""
     lines = [
-        f"Nothing moved for {still_s:.0f} s ({time.strftime('%Y-%m-%d %H:%M:%S')}).",
+        f"No rank made progress for {still_s:.0f} s ({time.strftime('%Y-%m-%d %H:%M:%S')}).",
         f"Cause: {culprit.cause}. {culprit.text}.",
         f"Remedy: {culprit.advice}.",
         "",
-        "rank  state  report  doing, place",
+        "rank  state  report  action; location",
     ]
     for rank in ranks:
-        needs = f"; needs {_needs(rank)}" if rank.needs else ""
+        needs = f"; waits for {_needs(rank)}" if rank.needs else ""
         begun = " ".join(f"{name}:{count}" for name, (count, _) in rank.collectives.items())
         lines.append(
             f"{rank.rank:4}  {rank.state or '?':5}  {rank.age_s:4.0f} s  {rank.doing}{needs}; "
             f"{rank.place}{f' [{rank.wchan}]' if rank.wchan not in ('', '0') else ''}"
-            f"; collectives begun, by group: {begun or 'unknown'}"
+            f"; started collectives of each group: {begun or 'unknown'}"
         )
     for rank in ranks:
         lines += ["", f"--- {rank.name}", rank.stack.rstrip() or "no stack"]
@@ -740,9 +740,9 @@ class _Watch:
         suffix = f" in iteration {iteration}" if iteration else ""
         if self._job["machine"] == 0 or not self._others(time.monotonic()).get(0):
             _say(
-                f"hang: nothing moved for {still_s:.0f} s{suffix}: {culprit.text}; "
+                f"hang: no progress for {still_s:.0f} s{suffix}: {culprit.text}; "
                 f"{culprit.advice}; stacks of all ranks: {path}"
-                f"{'; the job ends (--on-hang end)' if ends else ''}"
+                f"{'; stopping the job (--on-hang end)' if ends else ''}"
             )
         if ends:
             for pid in self._pids.values():

@@ -264,7 +264,7 @@ def run_figures(
     only = None if iterations is None else frozenset(iterations)
     parts = list(_parts(chosen, only, run.num_chunks, workers))
     if not any(len(part.iterations) for part in parts):
-        raise TraceError(f"{run.origin} does not contain spans of these iterations and ranks")
+        raise TraceError(f"{run.origin} contains no spans of the requested iterations and ranks")
     return stack_figures(parts, [trace.header for trace in chosen])
 
 

@@ -465,15 +465,15 @@ def _state(ranks: Sequence[LiveRank], progress: ProgressTail) -> tuple[str, str]
         return "ended", ""
     gone = [rank.rank for rank in started if rank.is_gone and not rank.is_ended]
     if gone:
-        return "killed", f"the process of {_ranks(gone)} is gone"
+        return "killed", f"the process of {_ranks(gone)} no longer exists"
     silent = [
         rank.rank
         for rank in started
         if (rank.age_s or 0.0) > (LONG_S if rank.now is None else SILENT_S) and not rank.is_ended
     ]
     if len(silent) == len(started):
-        return "silent", "no rank reports; the ranks may be stopped, or killed on another machine"
-    return "running", f"no report from {_ranks(silent)}" if silent else ""
+        return "silent", "no rank has reported recently; the ranks may have been stopped or killed"
+    return "running", f"no recent report from {_ranks(silent)}" if silent else ""
 
 
 def _ranks(ranks: Sequence[int]) -> str:

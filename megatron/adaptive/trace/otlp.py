@@ -352,8 +352,8 @@ class SpanSender:
         self._thread.join(max(0.0, end_s - time.monotonic()))
         if lost := self._given - self.sent:
             say(
-                f"warning: rank {self._header.rank}: {lost:,} spans were not sent to {self._shown},"
-                f" and {self.sent:,} spans were sent; the trace file contains all spans"
+                f"warning: rank {self._header.rank} sent {self.sent:,} spans to {self._shown}, and "
+                f"dropped {lost:,} spans; the trace file contains all of them"
             )
 
     def _run(self) -> None:
@@ -397,8 +397,8 @@ class SpanSender:
         if not self._is_down:
             self._is_down = True
             say(
-                f"warning: rank {self._header.rank}: {self._shown}: {reason}; spans are dropped"
-                " until the collector responds, and training continues"
+                f"warning: rank {self._header.rank} cannot send spans to {self._shown}: {reason};"
+                " training continues, and spans are dropped until the collector responds"
             )
 
     def _answers(self) -> None:
@@ -407,8 +407,8 @@ class SpanSender:
         if self._is_down:
             self._is_down = False
             say(
-                f"note: rank {self._header.rank}: {self._shown} responds again; spans dropped so"
-                f" far: {self.dropped:,}"
+                f"note: rank {self._header.rank}: {self._shown} responds again; {self.dropped:,}"
+                " spans were dropped"
             )
 
     def _count(self, *, sent: int = 0, dropped: int = 0) -> None:

@@ -374,19 +374,19 @@ class RunTrace:
             )
         if self.truncated_lines:
             lines.append(
-                f"{self.truncated_lines} truncated lines at the ends of files were dropped; the run"
-                " may have been killed"
+                f"{self.truncated_lines} truncated lines at the ends of trace files were dropped; "
+                "the run may have been killed"
             )
         for rank, trace in self.ranks.items():
             lines += [
-                f"{gap.count} iterations of rank {rank} from {gap.first} to {gap.last} are "
-                "missing, because its disk did not accept data at that time"
+                f"{gap.count} iterations of rank {rank} between {gap.first} and {gap.last} are "
+                "missing, because its trace file could not be written at that time"
                 for gap in trace.index.gaps
             ]
             if jumps := trace.clock_jumps():
                 lines.append(
                     f"the clock of rank {rank} was set back before iterations "
-                    f"{describe_numbers(jumps)}; times across that moment are meaningless"
+                    f"{describe_numbers(jumps)}; ignore times that span this moment"
                 )
         return lines + self.alignment.warnings()
 

@@ -577,8 +577,8 @@ def shared_gpu_note(gpu_ranks: int) -> str:
         gpu_ranks: Maximum number of ranks on one GPU.
     """
     return (
-        f"up to {gpu_ranks} ranks share a GPU: busy, wait and bubble are {SLICES}, and do not show "
-        "how a pipeline with one GPU per rank would perform"
+        f"up to {gpu_ranks} ranks share a GPU, so the times of a rank include the work of the "
+        "other ranks; they do not show the performance of a pipeline with one GPU per rank"
     )
 
 
@@ -669,10 +669,12 @@ def parse_line(
         record = parse_json(line)
     except ValueError as error:
         raise TraceError(
-            f"{origin} is not valid JSON ({error}); remove the damaged file or this line"
+            f"{origin} is not valid JSON ({error}); remove this line or the damaged file"
         ) from None
     if not isinstance(record, dict):
-        raise TraceError(f"{origin} is not a JSON object; this is not a trace file")
+        raise TraceError(
+            f"{origin} is not a JSON object, unlike the lines of a trace file; remove the file"
+        )
     if "format" in record or "version" in record:
         return _header(record, origin)
     for key in ("begin_iteration", "after_iteration"):
@@ -681,7 +683,7 @@ def parse_line(
             if not 0 <= iteration <= MAX_ITERATION:
                 raise TraceError(
                     f"{origin}: field {key!r} must be from 0 to {MAX_ITERATION:,}, got {iteration};"
-                    " remove the damaged file or this line"
+                    " remove this line or the damaged file"
                 )
             start_ns = value_of(record, "start_ns", "int", origin)
             groups = value_of(record, "collectives", "collectives", origin, [])
@@ -715,7 +717,9 @@ def parse_line(
     if "missing" in record:
         numbers = value_of(record, "missing", "counts", origin)
         if len(numbers) != 3:
-            raise TraceError(f"{origin}: field 'missing' must be three numbers, got {numbers}")
+            raise TraceError(
+                f"{origin}: field 'missing' must be a list of three numbers, got {numbers}"
+            )
         return Gap(*numbers)
     return None
 
@@ -767,7 +771,7 @@ def _header(record: Mapping[str, Any], origin: object) -> TraceHeader:
                 f"{origin}: {size} must be from 1 to {most:,}, got {getattr(header, size)}"
             )
     if header.num_ranks * header.num_chunks > MAX_STAGES:
-        raise TraceError(f"{origin}: num_ranks times num_chunks must be at most {MAX_STAGES:,}")
+        raise TraceError(f"{origin}: num_ranks * num_chunks must be at most {MAX_STAGES:,}")
     check_layers(values, origin)
     for position, limit in (("rank", header.world_size), ("pp_rank", header.num_ranks)):
         if not 0 <= getattr(header, position) < limit:

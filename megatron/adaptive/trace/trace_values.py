@@ -100,7 +100,7 @@ EXPECTED: dict[Any, tuple[Callable[[Any], bool], str]] = {
         lambda value: (
             isinstance(value, dict) and all(_is_int(n) and n >= 0 for n in value.values())
         ),
-        "non-negative integers by name",
+        "a mapping from names to non-negative integers",
     ),
     "samples": (
         lambda value: _is_list(value, lambda row: _is_list(row, _is_int) and len(row) == 4),
@@ -126,7 +126,7 @@ EXPECTED: dict[Any, tuple[Callable[[Any], bool], str]] = {
                 and abs(row[2]) < 1 << 53
             ),
         ),
-        "lists of four integers, with the second 0 or 1",
+        "lists of four integers, of which the second is 0 or 1",
     ),
     "collectives": (
         lambda value: _is_list(value, _is_group),
