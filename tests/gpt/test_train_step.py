@@ -223,7 +223,7 @@ def test_running_out_of_memory_names_rank_and_remedies(
 @pytest.mark.parametrize(
     ("schedule", "cap", "phrase"),
     [
-        ("adaptive", None, "lower --micro-batch-size or --activation-cap (now 6; with 4, ranks"),
+        ("adaptive", None, "lower --micro-batch-size or --activation-cap (now 6; 4 needs no more"),
         ("adaptive", 4.0, "lower --micro-batch-size or --activation-cap (now 4), or use"),
         ("1f1b", None, "lower --micro-batch-size, or use --recompute-granularity"),
     ],

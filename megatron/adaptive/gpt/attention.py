@@ -599,7 +599,7 @@ def _ends(length: int, device: torch.device) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _documents(lengths: tuple[int, ...], device: torch.device) -> Documents:
-    """Returns the parameters of a row on ``device`` whose documents have these ``lengths``."""
+    """Returns packed-row parameters on ``device`` for documents with the given ``lengths``."""
     return Documents.of(torch.tensor(lengths), functools.partial(to_device, device=device))
 
 

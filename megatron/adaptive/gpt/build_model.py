@@ -88,7 +88,7 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 
 class KeyedInit:
-    """Initializes each weight with random numbers that depend only on the seed and the position.
+    """Initializes each weight with random numbers that depend only on the seed and its position.
 
     The initial weights are therefore the same no matter how the model is distributed over ranks.
     This class is used if megatron-core initializes whole matrices on the CPU and gives each rank

@@ -101,7 +101,7 @@ def reset_balancing_losses() -> None:
 
 
 def forget_balancing_losses() -> None:
-    """Removes the load-balancing losses of experts, because another model may have more layers."""
+    """Removes all stored load-balancing losses. Required before a model with more layers runs."""
     tracker = _balancing_tracker()
     (tracker if isinstance(tracker, dict) else tracker.metrics).clear()
 

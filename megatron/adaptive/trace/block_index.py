@@ -242,8 +242,7 @@ _PLAIN = bytes(range(ord("0"), ord("9") + 1)) + b",-[]\n"
 _COMMAS = bytes.maketrans(b"]", b",")
 _ENDS = {-(2**63), 2**63 - 1}
 _UNKNOWN = (("kind", OTHER, OTHER), ("of", OTHER, -1), ("reason", len(REASONS), 0))
-"""Columns of indices: name, number of known values, and replacement for unknown values.
-"""
+"""Columns that contain indices: name, number of known values, replacement for unknown values."""
 
 
 def parse_spans(data: bytes, where: Callable[[int], str]) -> Ints:

@@ -347,7 +347,7 @@ that comes first is used.
 """
 
 _PREFERRED = 1 + 1e-9
-"""Factor by which a kind of part must explain more than the kinds that are listed before it.
+"""Minimum ratio of what a kind of part explains to what the kinds listed before it explain.
 
 A factor of 1 would not work, because sums of the same numbers over different axes may have
 different rounding errors.
@@ -582,10 +582,10 @@ def _median_ms(times_ns: Floats) -> float:
 
 
 def _is_changed(before: Floats, after: Floats, step_ns: float, error_ns: float) -> float | None:
-    """Returns the confidence that the times changed, or ``None`` if the change does not count.
+    """Returns the confidence that the times changed, or ``None`` if the change is not reported.
 
-    A change counts if it is not random, and is at least the fraction :data:`LEAST` of the time in
-    the first run and at least the fraction :data:`OF_STEP` of a step.
+    A change is reported if it is unlikely to be random, and is at least the fraction :data:`LEAST`
+    of the time in the first run and at least the fraction :data:`OF_STEP` of a step.
 
     Args:
         before: Times in ns in the first run.

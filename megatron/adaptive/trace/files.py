@@ -26,7 +26,7 @@ from megatron.adaptive.errors import TraceError
 PASSING = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG, errno.ENODEV)
 )
-"""Error numbers of disk problems that may be temporary, unlike those of a wrong path."""
+"""Error numbers (``errno``) of disk problems that may be temporary, such as a full disk."""
 
 
 _ROOM_BYTES = 1 << 16

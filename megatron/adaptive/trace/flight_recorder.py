@@ -1,4 +1,4 @@
-"""Reads dumps of torch's flight recorder, and finds the stuck collective and the late ranks.
+"""Reads dumps of torch's flight recorder, and finds stuck calls and the ranks that block them.
 
 torch writes a dump on each rank if ``TORCH_FR_BUFFER_SIZE`` is set and a NCCL collective takes too
 long. The file name ends with ``trace_rank_`` and the rank, as in ``comm_lib_trace_rank_0`` or, in
@@ -76,8 +76,8 @@ class Dump:
         calls: Calls in the order in which they were made.
         members: Global ranks of each process group, keyed by the name of the group. Groups that
             torch did not list are missing.
-        begun: Number of the last collective that the rank called in each group, even if the entry
-            of the collective was overwritten.
+        begun: Index of the last collective that the rank called in each group, even if the entry
+            of this collective was overwritten.
         is_whole: Whether the dump contains all calls of the rank, which means that no entry was
             overwritten.
     """
@@ -112,7 +112,7 @@ class StuckCall:
     is_entered: bool
 
     def format(self) -> str:
-        """Returns the call, the waiting ranks and the late ranks as lines of text."""
+        """Returns as text the call, the ranks that wait in it, and those that have not made it."""
         call = self.call
         kind = "message" if call.is_message else "collective"
         line_of_code = f", at {call.line_of_code}" if call.line_of_code else ""

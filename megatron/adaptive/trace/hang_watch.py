@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 LEAST_S = 30.0
 STEPS = 10.0
-"""Multiple of the median step time that is the default of ``--hang-after-s``, at least 30 s."""
+"""Default of ``--hang-after-s`` as a multiple of the median step time. It is at least 30 s."""
 _LOOK_S = 1.0
 _PATIENCE = 10.0
 """Multiple of ``--hang-after-s`` for which ranks may compute without progress between steps."""
@@ -295,7 +295,7 @@ def _ahead_of(candidate: RankEvidence, ranks: Iterable[RankEvidence]) -> int:
     """Returns the number of ranks that have started more collectives than ``candidate``.
 
     A rank counts if it is ahead in at least one process group and behind in none. If background
-    threads wait for each other, only the numbers of started collectives show which rank is late.
+    threads wait for each other, only these counts show which rank has not entered a collective.
     """
 
     def is_behind(rank: RankEvidence, other: RankEvidence) -> bool:
@@ -308,13 +308,13 @@ def _ahead_of(candidate: RankEvidence, ranks: Iterable[RankEvidence]) -> int:
 
 
 def _ahead(ranks: Iterable[RankEvidence], name: str, begun: int) -> list[int]:
-    """Returns the numbers above ``begun`` of collectives in group ``name`` in which ranks wait."""
+    """Returns the indices, after ``begun``, of collectives of ``name`` in which ranks wait."""
     waited_in = (rank.collectives.get(name, (0,))[0] for rank in ranks if rank.waits)
     return [number for number in waited_in if number > begun]
 
 
 def _waits_for(ranks: Sequence[RankEvidence]) -> dict[int, set[int]]:
-    """Maps each rank to those that it waits for: senders of inputs, or late group members."""
+    """Maps each rank to those it waits for: senders of inputs, or members that are behind."""
     by_rank = {rank.rank: rank for rank in ranks}
     edges: dict[int, set[int]] = {}
     for rank in ranks:
@@ -336,7 +336,7 @@ def _waits_for(ranks: Sequence[RankEvidence]) -> dict[int, set[int]]:
 
 
 def _waiters(rank: int, edges: Mapping[int, set[int]]) -> int:
-    """Returns one more than the number of ranks that wait for ``rank``, directly or indirectly."""
+    """Returns the number of ranks that wait for ``rank``, even indirectly, including ``rank``."""
     waiting = {rank}
     while more := {other for other, peers in edges.items() if peers & waiting} - waiting:
         waiting |= more
@@ -674,7 +674,7 @@ class _Watch:
     def _decide(self, still_s: float, now_s: float) -> None:
         limit_s = self._still.limit_s
         others = self._others(now_s)
-        # A hang detector that sends evidence has found a hang and waits for the evidence from here.
+        # A machine that sends evidence has found a hang and waits for the evidence of the others.
         is_asked = any(other.get("ranks") for other in others.values())
         if self._reported_s is not None:
             if still_s < self._reported_s:

@@ -60,9 +60,9 @@ For smaller files, starting several processes would take longer than reading the
 """
 
 HANDED_OVER_NS = 100_000
-"""Maximum time in ns between the end of a send and the end of an action that includes the send.
+"""Maximum time in ns from the end of a send to the end of an action that includes the send.
 
-If the send itself took longer, the duration of the send is the maximum.
+If the send itself took longer than this, its duration is the maximum instead.
 """
 
 Floats = npt.NDArray[np.float64]

@@ -268,12 +268,12 @@ _Batch = tuple[IterationStart, Sequence[SpanRow]]
 
 
 class _SentBefore(NamedTuple):
-    """Describes the spans of an iteration that were converted before late spans arrived.
+    """Describes the already converted spans of an iteration, to which later spans may be added.
 
     Attributes:
         num_spans: Number of spans that were converted.
         has_step: Whether these spans include the span of the step.
-        slices: Number of slices of each microbatch, which the markers of late spans do not contain.
+        slices: Number of slices of each microbatch. The markers of later spans do not contain it.
     """
 
     num_spans: int

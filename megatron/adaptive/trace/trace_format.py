@@ -156,14 +156,14 @@ COLUMNS = (
     "of",
     "reason",
 )
-"""Names of the numbers in the line of a span, in the order of the line."""
+"""Names of the numbers in the line of a span, in the same order as in the line."""
 
 PLACEMENTS = ("loop", "v")
 """Ways to assign stages to ranks: round-robin (``loop``), or down the ranks and back up (``v``)."""
 
 
 Lengths: TypeAlias = tuple[tuple[int, ...], ...]
-"""Row for each microbatch: the number of token positions, then the tokens of each document.
+"""Row per microbatch: number of token positions, then number of tokens of each document.
 
 Positions that belong to no document are padding. The tuple is empty if all microbatches have the
 same size.
