@@ -108,8 +108,8 @@ class LocalAttention(DotProductAttention):
         v_channels: Width of a head's values; ``None`` if it equals the width of the queries.
 
     Attributes:
-        case: Properties that determine the kernel. Each forward pass makes a copy, in which it
-            fills in the properties of its tensors.
+        case: Properties by which the kernel is chosen. Each forward pass copies this object and
+            adds the properties of its own tensors.
         slices: Store of the keys and values of earlier slices of a sequence, to which later slices
             attend; ``None`` if sequences are not cut into slices.
     """

@@ -156,7 +156,7 @@ class KeyedInit:
 
 
 class KeyedTransformerLayer(TransformerLayer):
-    """Transformer layer that reports its number to :class:`KeyedInit` while it is built."""
+    """Transformer layer that reports its layer number to :class:`KeyedInit` while it is built."""
 
     def __init__(
         self,

@@ -48,7 +48,7 @@ from megatron.adaptive.engine.deferred_layers import Deferring
 from megatron.adaptive.engine.weight_gradient import LayerCall, LinearCall, defer, is_deferring
 
 MARK = ".lora."
-"""Text that occurs only in the checkpoint names of adapters."""
+"""Text that marks the names of adapters in checkpoints. No other name contains it."""
 _ROW_PARALLEL = ("linear_proj", "linear_fc2")
 # Maps (is row-parallel, has sequence parallelism) to the communication between the two matrices of
 # an adapter.

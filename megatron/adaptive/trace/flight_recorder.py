@@ -228,7 +228,7 @@ def _collective(calls: Sequence[RecordedCall], dumps: Mapping[int, Dump]) -> Stu
     """
     call = calls[0]
     listed = {rank for dump in dumps.values() for rank in dump.members.get(call.group, ())}
-    # torch does not list the members of gloo groups, so take the ranks that have used the group.
+    # torch does not list the members of gloo groups, so use the ranks that have used the group.
     members = sorted(listed or {rank for rank, dump in dumps.items() if call.group in dump.begun})
     waiting = tuple(sorted(other.rank for other in calls))
     with_dump = [rank for rank in members if rank in dumps and rank not in waiting]

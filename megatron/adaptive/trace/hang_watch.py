@@ -9,8 +9,8 @@ This process imports only the standard library to start fast, and works even if 
     other machines, by the job's store ──> machine_N.json ───┘          signal to faulthandler
 
 The culprit is the rank that waits for no other rank. It may be stopped, blocked in a system call,
-holding the interpreter lock (GIL), reading data, or late for a collective. If all ranks wait, a
-message was lost or there is a deadlock. This process exits when its parent exits.
+holding the interpreter lock (GIL), reading data, or computing before a collective. If all ranks
+wait, a message was lost or there is a deadlock. This process exits when its parent exits.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class RankEvidence:
         return self.is_in(_WAITING, 4) or (".wait(" in self.line and not self.is_in(_LOCKS, 1))
 
     def has_done(self, kind: str, chunk: int, turn: int, step: int) -> bool:
-        """Returns whether the rank has finished ``kind`` number ``turn`` (from 0) on ``chunk``."""
+        """Returns whether the rank has finished ``kind`` action ``turn`` (from 0) on ``chunk``."""
         own_step = int(self.now.get("step", -1))
         done = self.now.get("finished", {}).get(f"{kind}{chunk}", 0)
         return own_step > step or (own_step == step and done > turn)

@@ -58,7 +58,7 @@ TURN_WAIT = "turn_wait_ns"
 """Name of the counter for the mean time in ns that a thread waited until it got a processor.
 
 The value is that of the longest-waiting thread among those that run actions, send or receive. A
-receiver that has no processor may notice a message late by about this time.
+receiver that has no processor may notice a message about this much too late.
 """
 
 THROTTLED = "throttled_ns"

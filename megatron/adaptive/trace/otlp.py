@@ -74,7 +74,7 @@ _INTERNAL = 1  # Code for an internal span in OTLP.
 
 
 def resource_of(header: TraceHeader, *, replicas: int, tensor: int) -> dict[str, Any]:
-    """Creates a rank's OTLP resource, with the attribute names of Megatron-LM for the sizes.
+    """Creates a rank's OTLP resource. Parallel sizes have the attribute names of Megatron-LM.
 
     Args:
         header: Header of the rank's trace.

@@ -20,7 +20,7 @@ The text format::
     {"begin_iteration": 11, ..., "collectives": [{"kind": "tensor", ...}]}           collectives
     {"begin_iteration": 12, ..., "sizes": [4096, 512, ...]}            activations of microbatches
     [0,0,3,0,5120,2210000,4096,67108864,1,-1,-1,8]                                          span
-    {"after_iteration": 7, ...}                               marker of late spans of iteration 7
+    {"after_iteration": 7, ...}                               marker before spans added later
     {"clock_samples": [[8, 93, 95, 11], ...], "reference": 0}                      clock samples
     {"missing": [8, 93, 80]}                    first, last and number of the lost iterations
 
@@ -251,8 +251,8 @@ class TraceHeader:
         clock: ID of the monotonic clock; ranks with the same ID share a clock. Empty in traces read
             from the older text format.
         layers: Number of transformer layers per stage, in pipeline order; empty if unknown.
-        work: Expected computing time of each stage, including embedding and loss, as a number of
-            layers with the same computing time; empty if unknown.
+        work: Expected computing time of each stage, including embedding and loss, in units of
+            the computing time of a layer; empty if unknown.
         gpu_ranks: Number of ranks that use the GPU of this rank, including this rank; 1 on a CPU or
             if unknown.
         num_slices: Number of slices into which each microbatch is split along its sequence; 1 if
@@ -266,9 +266,9 @@ class TraceHeader:
         layer_kinds: Kind of each layer, as a number. Layers of the same kind do the same work. The
             tuple is empty if all layers do the same work.
         layer_work: Expected computing time of each layer, in any unit; empty if unknown.
-        order: Setting ``order`` of ``Pipeline``; empty in traces of other programs.
-        dealing: Setting ``dealing`` of ``Pipeline``, which controls how microbatches are
-            distributed over replicas; empty in traces of other programs.
+        order: Value of the setting ``order`` of ``Pipeline``; empty in traces of other programs.
+        dealing: Value of the setting ``dealing`` of ``Pipeline``, which controls how microbatches
+            are distributed over replicas; empty in traces of other programs.
         token_ranks: Number of tensor-parallel ranks that share the tokens of a sequence; 1 without
             sequence parallelism, 0 if unknown.
         frozen_stages: Number of leading stages that run no backward passes, because no gradient
