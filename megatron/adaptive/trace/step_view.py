@@ -182,7 +182,7 @@ def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int =
     drawn = TraceTable.concat([table.of_kind(*DRAWN_ACTIONS) for table in tables])
     if not len(drawn):
         raise TraceError(
-            f"iteration {iteration} in {run.origin} contains no actions (F, B or W) to draw"
+            f"iteration {iteration} in {run.origin} does not contain F, B or W actions to draw"
         )
     start = int(drawn.start_ns.min())
     end = int(drawn.end_ns.max())
