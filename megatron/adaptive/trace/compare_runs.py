@@ -47,7 +47,7 @@ OF_STEP = 0.002
 """Minimum size of a reported change, as a fraction of a step. Not used for computing times."""
 
 RANKS_DIFFER = 0.008
-"""Standard deviation of the change of a rank's speed between two runs with equal settings."""
+"""Standard deviation of a rank's change in speed between two runs with equal settings."""
 
 FEWEST_LAYERS = 3
 """Minimum number of layers on the same ranks for comparing these layers with each other."""

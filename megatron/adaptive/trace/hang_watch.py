@@ -504,7 +504,7 @@ def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]
     stacks = {rank: _spy(job.get("py_spy"), pid, before[rank]) for rank, pid in pids.items()}
     nows = _read_nows(folder, pids)
     for rank, pid in pids.items():
-        # The signal kills a rank without a handler, so signal only ranks that have reported.
+        # The signal would kill a rank without a handler. Ranks that have reported have a handler.
         if not stacks[rank] and nows[rank] and before[rank] not in "XZTt":
             with contextlib.suppress(OSError):
                 os.kill(pid, int(job["signal"]))
@@ -528,7 +528,7 @@ def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]
                 pid=pid,
                 now=nows[rank],
                 age_s=max(0.0, time.time() - nows[rank].get("unix_ns", 0) / 1e9),
-                # A healthy process may briefly wait for a disk (D), so only count D if seen twice.
+                # A healthy process may briefly wait for a disk, so D counts only if seen twice.
                 state="S" if state == "D" and before[rank] != "D" else state,
                 wchan=wchan,
                 frames=frames,
@@ -660,7 +660,7 @@ class _Watch:
                 any(
                     after[n] - self._work[r][n] > _BUSY[n] * elapsed_s
                     for r, after in work.items()
-                    if n == 2 or not nows[r].get("spins")  # CUDA spins while it waits for a GPU.
+                    if n == 2 or not nows[r].get("spins")  # CUDA uses CPU time while it waits.
                 )
                 for n in range(len(_BUSY))
             ]
