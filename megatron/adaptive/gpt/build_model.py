@@ -113,7 +113,7 @@ class KeyedInit:
         return self  # Copies of a configuration share the object, because it counts weights.
 
     def enter_layer(self, layer: int) -> None:
-        """Sets the layer of the weights that are initialized from now on."""
+        """Sets the layer to which the weights initialized from now on belong."""
         self._layer = layer
         self.count = 0
 

@@ -35,7 +35,7 @@ STEPS = 10.0
 """Default of ``--hang-after-s`` as a multiple of the median step time. It is at least 30 s."""
 _LOOK_S = 1.0
 _PATIENCE = 10.0
-"""Multiple of ``--hang-after-s`` for which ranks may compute without progress between steps."""
+"""Time that ranks may compute between steps without progress, in units of the hang limit."""
 _BUSY = (0.05, 0.5, float(1 << 17))
 """Minimum usage per second of a rank that works: processor time, processor time plus time in the
 run queue (both in seconds), and bytes read or written. Monitoring threads alone use less."""

@@ -159,7 +159,7 @@ class RunFigures(RankFigures):
 
     @cached_property
     def _step(self) -> tuple[Ints, Ints]:
-        """Start and end of the step in each rank's pipeline in ns, both ``[iterations, ranks]``."""
+        """Start and end in ns of the step in each rank's pipeline, both ``[iterations, ranks]``."""
         is_recorded = self.num_actions > 0
         far = np.iinfo(np.int64)
         starts = np.where(is_recorded, self.start_ns, far.max)
@@ -174,7 +174,7 @@ class RunFigures(RankFigures):
 
     @property
     def step_start_ns(self) -> Ints:
-        """Start of the first action in each rank's pipeline in ns, ``[iterations, ranks]``."""
+        """Start in ns of the first action in each rank's pipeline, ``[iterations, ranks]``."""
         return self._step[0]
 
     @property

@@ -29,7 +29,7 @@ MAX_STAGES = 1 << 16
 """Maximum number of stages of a run."""
 
 MAX_ITERATION = 1 << 40
-"""Maximum iteration number. The product with the number of ranks still fits into 64 bits."""
+"""Maximum iteration number, whose product with the number of ranks still fits into 64 bits."""
 
 _MAX_LAYERS = 1 << 16
 _MAX_WORK = 1e30
@@ -165,8 +165,8 @@ def number_of_microbatches(record: Mapping[str, Any], origin: object) -> int:
     most = MAX_SIZES["num_microbatches"]
     if not 0 <= number <= most:
         raise TraceError(
-            f"{origin}: num_microbatches must be from 0 to {most:,}, got {number}; remove the"
-            " damaged file or this line"
+            f"{origin}: num_microbatches must be from 0 to {most:,}, got {number}; remove this"
+            " line or the damaged file"
         )
     return number
 
