@@ -59,7 +59,7 @@ SCORE_BLOCK = 256
 
 
 def has_packed_kernel() -> bool:
-    """Returns whether torch's kernel for packed rows exists and supports windows and a scale."""
+    """Returns whether torch has a kernel for packed rows with sliding windows and a scale."""
     if varlen_attn is None:
         return False
     # The first version of the kernel does not have these parameters, so check its signature.
@@ -198,8 +198,8 @@ class LocalAttention(DotProductAttention):
         """Computes attention of a slice, in blocks of queries if the kernel stores scores.
 
         The tokens of ``query`` are the last tokens of ``key`` and ``value``. Scores between a block
-        and later tokens are not computed. Without blocks, half of the scores between the tokens of
-        the slice would be computed and stored, although they are masked.
+        and later tokens are not computed. Without blocks, the kernel would also compute and store
+        the masked half of the scores between the tokens of the slice.
         """
         count = max(1, len(query) // SCORE_BLOCK)
         mask = self._own_mask if attention_mask is None else Mask.GIVEN

@@ -110,7 +110,7 @@ class KeyedInit:
         self.count = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeyedInit:
-        return self  # Copies of a configuration share the object, because it counts weights.
+        return self  # Copies of a configuration share the object, because it counts the weights.
 
     def enter_layer(self, layer: int) -> None:
         """Sets the layer to which the weights initialized from now on belong."""

@@ -140,7 +140,7 @@ class NextToken:
         return output, partial(self._likeliest, get_model_config(model).calculate_per_token_loss)
 
     def _likeliest(self, per_token: bool, logits: torch.Tensor) -> tuple[Any, ...]:
-        """Returns a loss of 0 and the most likely next token, in the format of a loss function.
+        """Returns a loss of 0 and the most likely next token, as the result of a loss function.
 
         Args:
             per_token: Whether losses are averaged per token. The result must then also contain a

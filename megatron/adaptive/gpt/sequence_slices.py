@@ -384,7 +384,7 @@ class SequenceSlices:
             ranges = [torch.arange(p.start - p.begin, p.end - p.begin) for p in pieces]
             self._positions = to_device(torch.cat(ranges), rotation.device)
         picked = rotation[self._positions]
-        return (picked, *more) if more else picked  # YaRN's class also returns a factor.
+        return (picked, *more) if more else picked  # YaRN also returns a scaling factor.
 
     def parts(
         self, microbatch: int, batch: Mapping[str, torch.Tensor]

@@ -33,7 +33,7 @@ MOST_NAMES = 1_000
 
 OTHERS = "others"
 OUTSIDE = "outside"
-"""Name that replaces the action for kernels that begin outside of all actions."""
+"""Name used instead of an action for kernels that begin outside of all actions."""
 
 _LONGEST_NAME = 200
 _LIMIT = 1 << 62
