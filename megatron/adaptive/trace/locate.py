@@ -130,8 +130,9 @@ def _latest_run() -> Path | None:
         TraceError: The link points to a folder that does not exist.
     """
     if _LATEST.is_file():
-        advice = "write the path of a run's folder into this file, or run again"
-        text = read_text(_LATEST, advice, TraceError)
+        text = read_text(
+            _LATEST, "write the path of a run's folder into this file, or run again", TraceError
+        )
         folder = _LATEST.parent / text.strip()
     elif _LATEST.is_symlink() or _LATEST.is_dir():
         folder = _LATEST
