@@ -102,7 +102,7 @@ def test_what_is_missing_is_said(folder: Path, capsys: pytest.CaptureFixture[str
     assert "1 of 4 ranks have no trace" in text
     assert re.search(r"\n +1 +not started", text)
     assert re.search(r"\n +2 +unreadable", text)
-    assert "trace_rank_00002.jsonl:1 is before the header" in text
+    assert "trace_rank_00002.jsonl:1: a trace file must begin with a header" in text
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_the_program_prints_the_figures_and_writes_every_view(traces: Path) -> N
     assert [line.split()[:2] for line in lines[3:5]] == [["stage", "0"], ["stage", "1"]]
     assert lines[5].startswith("of the step, ms")
     assert lines[8].startswith("over 5 complete iterations (1-5): step median")
-    assert lines[9].startswith("clocks: 2 clocks, 1 measured: residual ")
+    assert lines[9].startswith("clocks: 2 clocks, 1 with measured offsets: residual ")
     names = {path.name for path in Path("views").iterdir()}
     endings = ("xlsx", "html", "json.gz", "png")
     assert names == {*(f"{NAME}.{ending}" for ending in endings), f"{NAME}_tensorboard"}
@@ -167,10 +167,10 @@ def test_what_is_wrong_with_a_trace_is_said(
     output = capsys.readouterr()
     assert output.err.splitlines()[:3] == [
         "warning: no trace of ranks 2 in traces",
-        "warning: 1 truncated lines at the ends of files were dropped; the run may have been "
-        "killed",
-        "warning: the clock of rank 1 was set back before iterations 6; times across that moment "
-        "are meaningless",
+        "warning: 1 truncated lines at the ends of trace files were dropped; the run may have "
+        "been killed",
+        "warning: the clock of rank 1 was set back before iterations 6; ignore times that span "
+        "this moment",
     ]
     assert "iteration 4: step" in output.out  # Iteration 4 is the last complete iteration.
 

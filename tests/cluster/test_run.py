@@ -157,7 +157,7 @@ def test_a_state_that_cannot_be_written_is_told_once_until_it_can(
     assert len(said) == 4
     for failing, over in (said[:2], said[2:]):
         assert "No such file or directory; the run continues" in failing
-        assert over.endswith("can be written again; lost: 3 states of the job")
+        assert over.endswith("can be written again; 3 states of the job were lost")
 
 
 def test_a_job_without_state_is_named(tmp_path: Path) -> None:

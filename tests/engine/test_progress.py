@@ -74,7 +74,7 @@ def test_a_file_that_cannot_be_written_is_told_once(
     file.iteration(1, {}, is_logged=True)
     assert capsys.readouterr().err == (
         f"warning: cannot write {tmp_path / PROGRESS_NAME}: Is a directory; "
-        "the run continues without it\n"
+        "the run continues and drops the data\n"
     )
 
 
@@ -105,4 +105,4 @@ def test_a_disk_that_was_full_costs_lines_and_not_the_rest(
     assert json.loads(last)["iteration"] == 5
     failed, works = capsys.readouterr().err.splitlines()
     assert "cannot write" in failed
-    assert works.endswith("can be written again; lost: 3 lines")
+    assert works.endswith("can be written again; 3 lines were lost")

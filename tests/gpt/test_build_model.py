@@ -221,7 +221,9 @@ def test_grouped_products_without_their_package_are_refused(
     flags = "--bf16 --disable-bias-linear --num-experts 2 --moe-grouped-gemm"
     assert build(flags)
     monkeypatch.setattr(grouped_gemm_util, "grouped_gemm", None)
-    with pytest.raises(ConfigError, match="--moe-grouped-gemm .* needs the package grouped_gemm"):
+    with pytest.raises(
+        ConfigError, match="--moe-grouped-gemm .* requires the package grouped_gemm"
+    ):
         build(flags)
 
 

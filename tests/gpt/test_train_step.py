@@ -178,7 +178,7 @@ def test_a_gradient_that_is_no_number_is_named(start: Start) -> None:
     with pytest.raises(AdaptiveError) as info:
         train(run, 1)
     text = str(info.value)
-    assert text.startswith("iteration 1: rank 0 found a gradient that is not a finite number")
+    assert text.startswith("iteration 1: rank 0 found an infinite or NaN gradient")
     assert "--lr" in text
     assert len(text.splitlines()) == 1
 
@@ -223,7 +223,7 @@ def test_running_out_of_memory_names_rank_and_remedies(
 @pytest.mark.parametrize(
     ("schedule", "cap", "phrase"),
     [
-        ("adaptive", None, "lower --micro-batch-size or --activation-cap (now 6; with 4, ranks"),
+        ("adaptive", None, "lower --micro-batch-size or --activation-cap (now 6; 4 needs no more"),
         ("adaptive", 4.0, "lower --micro-batch-size or --activation-cap (now 4), or use"),
         ("1f1b", None, "lower --micro-batch-size, or use --recompute-granularity"),
     ],

@@ -201,7 +201,7 @@ def _until_said(log: Path, job: Ranks) -> tuple[str, float]:
     is_over = False
     while True:
         text = log.read_text(errors="replace")
-        match = re.search("^hang: nothing.*", text, re.MULTILINE)
+        match = re.search("^hang: no progress.*", text, re.MULTILINE)
         if match or is_over or time.monotonic() > end_s:
             return match[0] if match else "", time.monotonic() - still_since_s
         if len(text) != seen:
@@ -404,6 +404,6 @@ def quiet(folder: Path, minutes: float, seed: int) -> tuple[float, list[str]]:
                 case=str(case),
                 minutes=(now_s - since_s) / 60,
                 steps=steps,
-                alarms=re.findall("^hang: nothing.*", text, re.MULTILINE),
+                alarms=re.findall("^hang: no progress.*", text, re.MULTILINE),
             )
     return quiet(folder, minutes, seed)

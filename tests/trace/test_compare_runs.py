@@ -103,7 +103,7 @@ def test_a_slower_layer_group_and_member_are_named(tmp_path: Path) -> None:
     detailed(tmp_path / "c", [11.0] * 4, 0.0, 0.2)
     a, b, c = (read_run(tmp_path / name) for name in "abc")
     changes = {change.place: change for change in compare_runs(a, b).changes}
-    layer, group = "layer 6 (rank 1)", "transfers of tensor all-reduce of ranks 0-1"
+    layer, group = "layer 6 (rank 1)", "transfers in tensor all-reduce on ranks 0-1"
     assert changes.keys() == {layer, group, "waits for rank 2 in tensor all-reduce"}
     assert changes[layer].relative == pytest.approx(0.1, abs=0.02)
     assert changes[group].relative == pytest.approx(1.0, abs=0.05)

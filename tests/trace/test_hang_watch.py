@@ -65,7 +65,7 @@ def start_watch(folder: Path) -> subprocess.Popen[str]:
         (make_rank(2, state="T", frames=()), "stopped", "kill -CONT 102"),
         (make_rank(2, state="D", frames=()), "file system", "blocked in a system call"),
         (make_rank(2, age_s=20.0), "interpreter lock", "no other Python thread"),
-        (make_rank(2, state="", now={}, frames=()), "silent machine", "neither does its machine"),
+        (make_rank(2, state="", now={}, frames=()), "silent machine", "detector on its machine"),
         (make_rank(2, frames=READS), "data reader", "reads data"),
         (make_rank(2, frames=SAVES), "file system", "checkpoint"),
         (make_rank(2, frames=COMPUTES, line="with self._lock:"), "lock", "user.py:7 in forward"),
@@ -299,7 +299,7 @@ def test_a_rank_that_waits_for_its_gpu_does_not_count_as_computing(
     try:
         assert watch.stderr is not None
         line = watch.stderr.readline()
-        match = re.match(r"hang: nothing moved for (\d+) s", line)
+        match = re.match(r"hang: no progress for (\d+) s", line)
         assert match, line
         # The detector waits ten times as long for ranks that compute.
         assert (int(match[1]) < 10) is spins

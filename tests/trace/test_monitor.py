@@ -208,7 +208,7 @@ def test_a_process_that_is_gone_was_killed(
         header = replace(make_header(rank), pid=pid, host=socket.gethostname())
         (tmp_path / trace_file_name(rank)).write_text(header_line(header))
     snapshot = LiveRun(tmp_path).refresh()
-    assert (snapshot.state, snapshot.detail) == ("killed", "the process of rank 1 is gone")
+    assert (snapshot.state, snapshot.detail) == ("killed", "the process of rank 1 no longer exists")
     assert [rank.is_gone for rank in snapshot.ranks] == [False, True]
 
 

@@ -113,7 +113,7 @@ def test_sent_spans_are_those_of_a_later_export(
     )
     names = {span["name"] for span in exported}
     assert names >= {"megatron.train_step", "megatron.p2p.send_forward", "megatron.optimizer_step"}
-    assert "spans were not sent" not in capfd.readouterr().err
+    assert "and dropped" not in capfd.readouterr().err
 
 
 def test_a_collector_that_is_down_costs_its_spans_and_comes_back(
@@ -142,9 +142,9 @@ def test_a_collector_that_is_down_costs_its_spans_and_comes_back(
     # failed.
     assert len(read_run(tmp_path).ranks[0].iterations) == number
     said = capfd.readouterr().err
-    assert said.count("Connection refused; spans are dropped until") == 1
-    assert said.count("responds again; spans dropped so far:") == 1
-    assert said.count(f"{sender.dropped:,} spans were not sent to") == 1
+    assert said.count("Connection refused; training continues") == 1
+    assert said.count("responds again; ") == 1
+    assert said.count(f"dropped {sender.dropped:,} spans;") == 1
 
 
 def test_a_collector_that_hangs_delays_nothing(
@@ -164,7 +164,7 @@ def test_a_collector_that_hangs_delays_nothing(
         recorder.close()
         assert sender.sent == 0
     lost = iterations * SPANS + 1
-    assert f"{lost:,} spans were not sent to {collector.url}" in capfd.readouterr().err
+    assert f"to {collector.url}/v1/traces, and dropped {lost:,} spans;" in capfd.readouterr().err
 
 
 def test_refused_spans_are_counted(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_folders_and_files_that_are_no_traces_of_theirs_are_refused(tmp_path: Pa
         read_run(tmp_path).ranks[0].table()
     path.write_text(path.read_text() + header_line(make_header(0, num_chunks=2)))
     with pytest.raises(
-        TraceError, match=r"jsonl:\d+ is a second header, .*; use a separate folder"
+        TraceError, match=r"jsonl:\d+: the file has a second header, .*; use a separate"
     ):
         read_run(tmp_path)
 
@@ -146,8 +146,7 @@ def test_a_clock_that_was_set_back_is_named(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert run.ranks[0].clock_jumps() == (3,)
     assert run.notes() == [
-        "the clock of rank 0 was set back before iterations 3; times across that moment are "
-        "meaningless"
+        "the clock of rank 0 was set back before iterations 3; ignore times that span this moment"
     ]
 
 
@@ -167,7 +166,7 @@ def test_version_1_and_a_file_without_a_header_are_refused(write_run: Callable[.
         read_run(folder)
     assert "\n" not in str(caught.value)
     path.write_text(text.split("\n", 1)[1])
-    with pytest.raises(TraceError, match=":1 is before the header"):
+    with pytest.raises(TraceError, match=":1: a trace file must begin with a header"):
         read_run(folder)
 
 

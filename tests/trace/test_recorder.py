@@ -144,7 +144,7 @@ def test_closing_twice_and_recording_after_it_do_nothing(tmp_path: Path) -> None
 def test_the_trace_of_another_start_is_refused(tmp_path: Path) -> None:
     Recorder(tmp_path, HEADER).close()
     before = (tmp_path / "trace_rank_00000.jsonl").read_bytes()
-    with pytest.raises(TraceError, match="has the trace of another start; use an empty folder"):
+    with pytest.raises(TraceError, match="contains the trace of another start"):
         Recorder(tmp_path, HEADER)
     assert (tmp_path / "trace_rank_00000.jsonl").read_bytes() == before
 
@@ -203,8 +203,8 @@ def test_a_full_disk_costs_iterations_which_the_trace_knows_of(tmp_path: Path) -
     assert result.returncode == 0, result.stderr
     path = tmp_path / "traces" / "trace_rank_00000.jsonl"
     assert result.stderr.splitlines() == [
-        f"warning: cannot write {path}: File too large; the run continues without it",
-        f"note: {path} can be written again; lost: 10 iterations",
+        f"warning: cannot write {path}: File too large; the run continues and drops the data",
+        f"note: {path} can be written again; 10 iterations were lost",
     ]
     # The program deleted the folder after iteration 17. For later iterations, the recorder must
     # have created it again.
@@ -240,8 +240,8 @@ def test_a_gap_is_read_and_said(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert run.ranks[0].iterations == (1,)
     assert (
-        "7 iterations of rank 0 from 2 to 9 are missing, because its disk did not accept data"
-        " at that time" in run.notes()
+        "7 iterations of rank 0 between 2 and 9 are missing, because its trace file could not be "
+        "written at that time" in run.notes()
     )
 
 

@@ -59,7 +59,7 @@ SCORE_BLOCK = 256
 
 
 def has_packed_kernel() -> bool:
-    """Returns whether torch's kernel for packed rows exists and supports windows and a scale."""
+    """Returns whether torch has a kernel for packed rows with sliding windows and a scale."""
     if varlen_attn is None:
         return False
     # The first version of the kernel does not have these parameters, so check its signature.
@@ -108,8 +108,8 @@ class LocalAttention(DotProductAttention):
         v_channels: Width of a head's values; ``None`` if it equals the width of the queries.
 
     Attributes:
-        case: Properties that determine the kernel. Each forward pass makes a copy, in which it
-            fills in the properties of its tensors.
+        case: Properties by which the kernel is chosen. Each forward pass copies this object and
+            adds the properties of its own tensors.
         slices: Store of the keys and values of earlier slices of a sequence, to which later slices
             attend; ``None`` if sequences are not cut into slices.
     """
@@ -198,8 +198,8 @@ class LocalAttention(DotProductAttention):
         """Computes attention of a slice, in blocks of queries if the kernel stores scores.
 
         The tokens of ``query`` are the last tokens of ``key`` and ``value``. Scores between a block
-        and later tokens are not computed. Without blocks, half of the scores between the tokens of
-        the slice would be computed and stored, although they are masked.
+        and later tokens are not computed. Without blocks, the kernel would also compute and store
+        the masked half of the scores between the tokens of the slice.
         """
         count = max(1, len(query) // SCORE_BLOCK)
         mask = self._own_mask if attention_mask is None else Mask.GIVEN
@@ -599,7 +599,7 @@ def _ends(length: int, device: torch.device) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _documents(lengths: tuple[int, ...], device: torch.device) -> Documents:
-    """Returns the parameters of a row on ``device`` whose documents have these ``lengths``."""
+    """Returns packed-row parameters on ``device`` for documents with the given ``lengths``."""
     return Documents.of(torch.tensor(lengths), functools.partial(to_device, device=device))
 
 

@@ -88,7 +88,7 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 
 class KeyedInit:
-    """Initializes each weight with random numbers that depend only on the seed and the position.
+    """Initializes each weight with random numbers that depend only on the seed and its position.
 
     The initial weights are therefore the same no matter how the model is distributed over ranks.
     This class is used if megatron-core initializes whole matrices on the CPU and gives each rank
@@ -110,10 +110,10 @@ class KeyedInit:
         self.count = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeyedInit:
-        return self  # Copies of a configuration share the object, because it counts weights.
+        return self  # Copies of a configuration share the object, because it counts the weights.
 
     def enter_layer(self, layer: int) -> None:
-        """Sets the layer of the weights that are initialized from now on."""
+        """Sets the layer to which the weights initialized from now on belong."""
         self._layer = layer
         self.count = 0
 
@@ -156,7 +156,7 @@ class KeyedInit:
 
 
 class KeyedTransformerLayer(TransformerLayer):
-    """Transformer layer that reports its number to :class:`KeyedInit` while it is built."""
+    """Transformer layer that reports its layer number to :class:`KeyedInit` while it is built."""
 
     def __init__(
         self,
@@ -764,8 +764,8 @@ def load_tokenizer(config: TrainerConfig) -> tuple[tokenizers.Tokenizer, int]:
     is_real = not isinstance(tokenizer, tokenizers.NullTokenizer)
     if config.checkpoint.load_hf and is_real and size > rows:
         raise ConfigError(
-            f"the tokenizer has {size} IDs, but the model of --load-hf has {rows} "
-            "(--vocab-size); use the tokenizer of this model"
+            f"the tokenizer has {size} token IDs, but the embedding of the --load-hf model has "
+            f"only {rows} rows (--vocab-size); use the tokenizer of this model"
         )
     multiple = config.model.make_vocab_size_divisible_by
     ranks = config.parallel.tensor_model_parallel_size

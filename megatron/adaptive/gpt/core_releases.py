@@ -71,13 +71,13 @@ def require_muon() -> None:
     """
     if (package_info.MAJOR, package_info.MINOR) < _OLDEST_WITH_MUON:
         raise SetupError(
-            f"--optimizer muon is not supported with megatron-core {package_info.__version__}; "
-            "install megatron-core 0.18 or newer, or use adam"
+            "--optimizer muon requires megatron-core 0.18 or newer, but "
+            f"{package_info.__version__} is installed; upgrade megatron-core, or use adam"
         )
     emerging = importlib.import_module("megatron.core.optimizer.emerging_optimizers")
     if not emerging.HAVE_EMERGING_OPTIMIZERS:
         raise SetupError(
-            "--optimizer muon needs the package emerging-optimizers; install "
+            "--optimizer muon requires the package emerging-optimizers; install "
             "emerging-optimizers>=0.2,<1 with Python 3.12 or newer, or use adam"
         )
 
@@ -101,7 +101,7 @@ def reset_balancing_losses() -> None:
 
 
 def forget_balancing_losses() -> None:
-    """Removes the load-balancing losses of experts, because another model may have more layers."""
+    """Removes all stored load-balancing losses. Required before a model with more layers runs."""
     tracker = _balancing_tracker()
     (tracker if isinstance(tracker, dict) else tracker.metrics).clear()
 

@@ -140,7 +140,7 @@ class NextToken:
         return output, partial(self._likeliest, get_model_config(model).calculate_per_token_loss)
 
     def _likeliest(self, per_token: bool, logits: torch.Tensor) -> tuple[Any, ...]:
-        """Returns a loss of 0 and the most likely next token, in the format of a loss function.
+        """Returns a loss of 0 and the most likely next token, as the result of a loss function.
 
         Args:
             per_token: Whether losses are averaged per token. The result must then also contain a
@@ -325,8 +325,8 @@ class DropoutKeys:
             return
         if number is None:
             number = self._number_of(microbatch)
-        # If the number has too many bits, borrow the keys of a distant step, so that two nearby
-        # steps never have the same keys.
+        # If the number has more bits than are reserved for the microbatch, use the keys of a
+        # distant step, so that two nearby steps never have the same keys.
         step += (number >> _MICROBATCH_BITS) * _FAR_STEP
         time = step % (1 << _STEP_BITS) << _MICROBATCH_BITS | number % (1 << _MICROBATCH_BITS)
         self._seed(time << _TIME_SHIFT, lane=0)
@@ -340,8 +340,9 @@ class DropoutKeys:
         if not layer.training:
             return
         key = _settle(self._generator.initial_seed()) ^ self._secret
-        # Keep the lane: with sequence parallelism, megatron-core runs layers with the generator for
-        # split tensors, and during recomputation, only the lane shows which generator is current.
+        # Keep the lane, which identifies the current generator. With sequence parallelism,
+        # megatron-core runs layers with the generator for split tensors, and during recomputation,
+        # nothing else shows which generator is current.
         if isinstance(layer, MultiTokenPredictionLayer):
             number = (1 << _LAYER_BITS) - layer.layer_number
         else:
@@ -356,8 +357,8 @@ class DropoutKeys:
         This method must be fast, because it is called for every layer in every forward pass.
 
         Args:
-            key: Number that encodes step, microbatch and layer. The bits of the lane are 0.
-            lane: Lane of the current generator.
+            key: Number that encodes step, microbatch and layer. The bits for the generator are 0.
+            lane: Number that identifies the current generator.
         """
         self._generator.manual_seed(_stir((key | lane) ^ self._secret))
         split = self._spare.manual_seed(_stir((key | self._split_lane) ^ self._secret))

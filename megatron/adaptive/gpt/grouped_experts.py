@@ -36,7 +36,7 @@ def check() -> None:
 
     if not grouped_gemm_util.grouped_gemm_is_available():
         raise ConfigError(
-            "--moe-grouped-gemm with --transformer-impl local needs the package grouped_gemm, "
+            "--moe-grouped-gemm with --transformer-impl local requires the package grouped_gemm, "
             "which is not installed; install it or remove the flag"
         )
 

@@ -183,7 +183,7 @@ LAYER_SETTINGS = (
     "moe_router_group_best",
     "local_attention",
 )
-"""Names of the settings of local layers that this program adds to megatron-core's configuration."""
+"""Names of the settings for local layers, which this program adds to megatron-core's settings."""
 
 
 class GroupRouter(TopKRouter):

@@ -48,7 +48,7 @@ from megatron.adaptive.engine.deferred_layers import Deferring
 from megatron.adaptive.engine.weight_gradient import LayerCall, LinearCall, defer, is_deferring
 
 MARK = ".lora."
-"""Text that occurs only in the checkpoint names of adapters."""
+"""Text that marks the names of adapters in checkpoints. No other name contains it."""
 _ROW_PARALLEL = ("linear_proj", "linear_fc2")
 # Maps (is row-parallel, has sequence parallelism) to the communication between the two matrices of
 # an adapter.
@@ -102,8 +102,8 @@ class Adapter(Deferring, torch.nn.Module):
     Args:
         layer: Linear layer of megatron-core.
         name: Name of the linear layer within a transformer layer.
-        marks: Flag for each part of the layer, such as query, key and value: whether it has an
-            adapter.
+        marks: Whether the layer's parts, such as query, key and value, have an adapter, with one
+            value per part.
         config: Settings of the run.
         number: Number of the transformer layer, from 1.
     """
@@ -128,7 +128,7 @@ class Adapter(Deferring, torch.nn.Module):
         for part in (part for part, has in enumerate(marks) if has):
             digest = hashlib.sha256(f"{config.run.seed} {number} {name} {part}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            # This bound is that of Kaiming initialization with the slope that PEFT and torch use.
+            # Use the bound of kaiming_uniform_(a=sqrt(5)), as PEFT and torch's Linear do.
             bound = whole**-0.5
             matrix = torch.empty(rank, whole).uniform_(-bound, bound, generator=generator)
             first.append(matrix.chunk(ranks, dim=1)[tp_rank] if is_row else matrix)
@@ -139,8 +139,8 @@ class Adapter(Deferring, torch.nn.Module):
         for weight, dim in ((self.a, 1), (self.b, 0)):
             is_divided = is_row == (dim == 1)
             set_tensor_model_parallel_attributes(weight, is_divided, dim, 1)
-            # This mark makes megatron-core sum the gradients over the ranks, each of which has a
-            # part of a sequence.
+            # megatron-core sums the gradients of parameters with this attribute over the ranks
+            # that share a sequence.
             weight.sequence_parallel = self.is_split and not is_divided
         indices = torch.tensor([sum(marks[:part]) if has else -1 for part, has in enumerate(marks)])
         rows = torch.zeros(out, dtype=torch.long)
@@ -193,7 +193,7 @@ def _parts_of_rows(
 ) -> torch.Tensor:
     """Returns the index of the part to which each row of a layer's weight belongs.
 
-    Only the rows on this rank are considered. There are ``rows`` of them, and this rank has the
+    The result contains only the ``rows`` rows of the weight that are on this rank, which has the
     index ``tp_rank`` among ``ranks`` tensor-parallel ranks. ``is_gated`` is true for a gated layer.
 
     The parts of a gated layer are gate (0) and up (1). The parts of other layers are query (0), key

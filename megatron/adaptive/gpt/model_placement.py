@@ -337,7 +337,7 @@ def set_up_unequal_mesh(widths: Widths, timeout_minutes: int) -> None:
 def _set(names: Sequence[str], value: Any) -> None:
     for name in names:
         # Fail if the installed megatron-core has renamed the variable.
-        assert hasattr(parallel_state, name), f"megatron-core has no {name}"
+        assert hasattr(parallel_state, name), f"parallel_state of megatron-core has no {name}"
         setattr(parallel_state, name, value)
 
 

@@ -1,4 +1,4 @@
-"""Cuts microbatches into slices of their sequences, and keeps keys and values for later slices.
+"""Cuts microbatches into slices of their sequences, and stores keys and values for later slices.
 
 A step runs the slices of all microbatches, which are called *items*. The number of slices may
 differ between microbatches. On each chunk, the forward passes (F) of a microbatch's slices run in
@@ -14,22 +14,22 @@ ascending order, and the backward passes (B) in descending order::
 Each attention layer has one buffer for the keys and one for the values of a microbatch. A slice
 writes its keys and values to the buffers, and attends to all tokens in them up to its own last
 token. The slice's backward pass computes the gradients of all these keys and values. For its own
-tokens, it adds the gathered contributions of later slices and returns the sum. The gradients of
-earlier tokens are gathered for the backward passes of their slices. The autograd graph of a slice
-therefore never contains the graph of another slice, and each graph is freed by its own backward
-pass.
+tokens, it adds the accumulated gradients of later slices and returns the sum. The gradients of
+earlier tokens are accumulated for the backward passes of their slices. The autograd graph of a
+slice therefore never contains the graph of another slice, and each graph is freed by its own
+backward pass.
 
 Recomputing the forward pass of a layer writes the same keys and values again.
 
 **Windows.** In a layer with a sliding window of w tokens, a slice attends to at most w keys of
-earlier slices, so gradients are gathered for only w tokens. In evaluation, and in a layer that is
-recomputed, only the last w keys of each slice are kept instead of a buffer. Evaluation drops these
-keys as soon as later slices no longer attend to them. Otherwise, the backward passes need all keys
-anyway, and the buffer stores each key only once for all slices.
+earlier slices, so gradients are accumulated for only w tokens. In evaluation, and in a recomputed
+layer, only the last w keys of each slice are kept instead of a buffer. Evaluation drops these keys
+as soon as later slices no longer attend to them. Otherwise, a buffer is used: the backward passes
+need all keys anyway, and the buffer stores each key only once for all slices.
 
 **Packed documents.** If a microbatch is a row of documents, only documents that extend over several
 slices have buffers. A slice attends to earlier slices only within the document in which it begins.
-Documents that lie within a single slice are processed as they are without slices. Positions are
+Documents that lie within a single slice are processed as if there were no slices. Positions are
 counted from the first token of each document.
 """
 
@@ -73,7 +73,7 @@ class Attention(NamedTuple):
 
 
 class KeysAndValues:
-    """Stores the keys and values of a document in one layer, and gathers their gradients.
+    """Stores the keys and values of a document in one layer, and accumulates their gradients.
 
     Positions are relative to the document's first token.
 
@@ -113,7 +113,7 @@ class KeysAndValues:
     def exchange(
         self, first: int, start: int, gradients: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Gathers the gradients of earlier tokens, and returns the complete gradients of a slice.
+        """Accumulates gradients of earlier tokens, and returns the complete gradients of a slice.
 
         The backward passes of all later slices must have called this method before. Gradients of
         16-bit tensors are summed in 32 bits.
@@ -223,8 +223,8 @@ class SequenceSlices:
     calling thread waits.
 
     Args:
-        ends: Token position at which each slice ends, in ascending order. Microbatches are cut
-            there unless there is a ``rule``.
+        ends: Token position at which each slice ends, in ascending order. Microbatches are cut at
+            these positions unless there is a ``rule``.
         rule: Rule for cutting microbatches; ``None`` if all microbatches are cut in the same way.
 
     Attributes:
@@ -263,14 +263,17 @@ class SequenceSlices:
 
     @property
     def stride(self) -> int:
-        """Returns an upper limit of slices per microbatch that is the same on all ranks."""
+        """Returns an upper limit for the number of slices per microbatch, equal on all ranks."""
         if isinstance(self.count, int) and (self._rule is None or not self._rule.varies):
             return self.count
         return self._most
 
     @property
     def sizes(self) -> list[int] | None:
-        """Returns the token counts of all slices, or ``None`` if microbatches are cut equally."""
+        """Returns the token counts of all slices.
+
+        The result is ``None`` if all microbatches are cut in the same way.
+        """
         if self._rule is None:
             return None
         return [self.tokens(item) for item in range(item_count(len(self._cuts), self.count))]
@@ -352,10 +355,9 @@ class SequenceSlices:
             return
         if not hasattr(attention, "slices"):
             raise ConfigError(
-                f"--sequence-slices {self._most} cannot be used, because layer "
-                f"{layer.layer_number} computes attention with {type(attention).__name__}, which "
-                "cannot attend to earlier slices; remove the flag, or choose a model with "
-                "standard attention"
+                f"--sequence-slices {self._most} is not supported by the attention of layer "
+                f"{layer.layer_number} ({type(attention).__name__}), which cannot attend to "
+                "earlier slices; remove the flag, or use a model with standard attention"
             )
         attention.slices = self
 
@@ -382,7 +384,7 @@ class SequenceSlices:
             ranges = [torch.arange(p.start - p.begin, p.end - p.begin) for p in pieces]
             self._positions = to_device(torch.cat(ranges), rotation.device)
         picked = rotation[self._positions]
-        return (picked, *more) if more else picked  # YaRN's class also returns a factor.
+        return (picked, *more) if more else picked  # YaRN also returns a scaling factor.
 
     def parts(
         self, microbatch: int, batch: Mapping[str, torch.Tensor]
@@ -472,7 +474,7 @@ class SequenceSlices:
 
 
 class _AttendSlice(torch.autograd.Function):
-    """Attends to stored keys and values. The backward pass gathers their gradients.
+    """Attends to stored keys and values. The backward pass accumulates their gradients.
 
     Autograd differentiates the attention in a separate graph, whose inputs are the queries and the
     stored keys and values.

@@ -54,11 +54,11 @@ from megatron.adaptive.schedule.document_rows import batching_of, most_slices
 from megatron.adaptive.schedule.stage_placement import Placement
 
 _SHORT = 0.5
-"""Ratio of the shortest to the mean microbatch length that is assumed for choosing buffer sizes."""
+"""Assumed ratio of the shortest to the mean microbatch length, used to choose buffer sizes."""
 
 
 def _orders(job: TrainingJob, placement: Placement) -> Orders:
-    """Creates the object that orders the actions of each rank. All ranks must call this."""
+    """Creates the object that chooses the order of a rank's actions. All ranks must call this."""
     config = job.config
     settings = job.config.schedule
     orders = Orders(
@@ -126,7 +126,7 @@ def make_recording(run: Run, after_step: int) -> Recording | None:
     path = job.config.schedule.record_schedule
     if path is None:
         return None
-    assert isinstance(run.forward_backward, ForwardBackward)  # Checked when flags are parsed.
+    assert isinstance(run.forward_backward, ForwardBackward)  # The parser of the flags checks this.
     recorded = (
         (job.config.balance != "off" or parallel_state.get_data_parallel_rank() == 0)
         and parallel_state.get_context_parallel_rank() == 0
@@ -201,8 +201,8 @@ class Run:
 class KeptParts(NamedTuple):
     """Contains the parts of a :class:`Run` that remain valid when the layer partition changes.
 
-    ``orders`` is ``None`` if the way of cutting sequences also changes, because this changes every
-    list of actions.
+    ``orders`` is ``None`` if sequences are cut into different slices than before, because this
+    changes the order of actions on every rank.
     """
 
     samples: Samples
@@ -448,7 +448,7 @@ def _build_samples(job: TrainingJob, placement: Placement, tokenizer: Tokenizer)
         iterations = run.train_iters
         train_samples = iterations * config.batch.global_batch_size
     else:
-        assert run.train_samples is not None  # Checked when flags are parsed.
+        assert run.train_samples is not None  # The parser of the flags checks this.
         train_samples = run.train_samples
         iterations = sizes.iterations_for(train_samples)
     per_validation = run.eval_iters * config.batch.global_batch_size

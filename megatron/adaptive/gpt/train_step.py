@@ -488,7 +488,7 @@ def _cap_advice(run: Run, num_microbatches: int) -> str:
     least = static_cap(run.placement)
     hint = ""
     if orders.widths is None and least < cap:
-        hint = f"; with {least:.3g}, ranks keep as little as with a fixed order such as 1f1b"
+        hint = f"; {least:.3g} needs no more memory than a static schedule such as 1f1b"
     return f" or --activation-cap (now {cap:.3g}{hint})"
 
 
@@ -506,8 +506,8 @@ def out_of_memory(run: Run, error: Exception, num_microbatches: int) -> DeviceMe
     asked = str(error).splitlines()[0].rstrip(".") if str(error) else "out of memory"
     return DeviceMemoryError(
         f"rank {run.job.rank} (pipeline rank {pp_rank}, {accelerator.name}) ran out of memory with "
-        f"{accelerator.memory_in_use_bytes() / gib:.2f} GiB allocated, peak "
-        f"{accelerator.peak_memory_bytes() / gib:.2f} GiB: {asked}; lower --micro-batch-size"
+        f"{accelerator.memory_in_use_bytes() / gib:.2f} GiB allocated (peak "
+        f"{accelerator.peak_memory_bytes() / gib:.2f} GiB): {asked}; lower --micro-batch-size"
         f"{_cap_advice(run, num_microbatches)}, or use --recompute-granularity selective (or full "
         "with --recompute-method uniform --recompute-num-layers 1), a larger "
         "--pipeline-model-parallel-size, or --use-distributed-optimizer"
@@ -516,7 +516,7 @@ def out_of_memory(run: Run, error: Exception, num_microbatches: int) -> DeviceMe
 
 def _diverged(run: Run, iteration: int, error: Exception) -> AdaptiveError:
     return AdaptiveError(
-        f"iteration {iteration}: rank {run.job.rank} found a gradient that is not a finite number: "
+        f"iteration {iteration}: rank {run.job.rank} found an infinite or NaN gradient: "
         f"{str(error).splitlines()[0]}; lower --lr, or pass "
-        "--no-check-for-nan-in-loss-and-grad to continue"
+        "--no-check-for-nan-in-loss-and-grad to ignore such gradients"
     )

@@ -106,12 +106,15 @@ class FileIndex:
                 if isinstance(record, TraceHeader):
                     if self.header is not None:
                         raise TraceError(
-                            f"{self} is a second header, but a trace file must have only one; use "
-                            "a separate folder for each start"
+                            f"{self}: the file has a second header, but must have only one; use a "
+                            "separate trace folder for each start of a job"
                         )
                     self.header = record
                 elif self.header is None:
-                    raise TraceError(f"{self} is before the header; this is not a trace file")
+                    raise TraceError(
+                        f"{self}: a trace file must begin with a header, but this line precedes "
+                        "it; remove the file from the folder"
+                    )
                 elif isinstance(record, IterationStart):
                     if is_growing and file.tell() + record.size_bytes > size:
                         break
@@ -194,7 +197,7 @@ def _table(index: FileIndex, blocks: Sequence[Block], parts: Sequence[bytes]) ->
             if line < count:
                 return f"{index.path}:{_line_number(index.path, block.offset) + line}"
             line -= count
-        raise AssertionError("a line beyond the last block")
+        raise AssertionError("the index of the line is beyond the last block")
 
     rows = parse_spans(b"".join(parts), where)
     rows[:, 4] += np.repeat([block.marker.start_ns for block in blocks], counts)
@@ -239,8 +242,7 @@ _PLAIN = bytes(range(ord("0"), ord("9") + 1)) + b",-[]\n"
 _COMMAS = bytes.maketrans(b"]", b",")
 _ENDS = {-(2**63), 2**63 - 1}
 _UNKNOWN = (("kind", OTHER, OTHER), ("of", OTHER, -1), ("reason", len(REASONS), 0))
-"""Columns of indices: name, number of known values, and replacement for unknown values.
-"""
+"""Columns that contain indices: name, number of known values, replacement for unknown values."""
 
 
 def parse_spans(data: bytes, where: Callable[[int], str]) -> Ints:
@@ -303,6 +305,6 @@ def _refusal(data: bytes, where: Callable[[int], str]) -> TraceError:
     pattern = re.compile(rb"\[(-?\d{1,18},){%d}-?\d{1,18}\]" % (len(COLUMNS) - 1))
     wrong = (n for n, line in enumerate(data.splitlines()) if not pattern.fullmatch(line))
     return TraceError(
-        f"{where(next(wrong, 0))} is not a span, which must have {len(COLUMNS)} integers in "
-        f"brackets for {', '.join(COLUMNS)}; remove the damaged file or this line"
+        f"{where(next(wrong, 0))} is not a span, but must be one: a list of {len(COLUMNS)} "
+        f"integers in brackets ({', '.join(COLUMNS)}); remove this line or the damaged file"
     )

@@ -355,10 +355,10 @@ class Alignment:
         if len(self.clocks) <= 1:
             return "one for all ranks"
         if not measured:
-            return f"{len(self.clocks)} clocks, none measured"
+            return f"{len(self.clocks)} clocks, whose offsets were not measured"
         drift = max((fit.drift_ppm for fit in measured), key=abs)
         return (
-            f"{len(self.clocks)} clocks, {len(measured)} measured: residual "
+            f"{len(self.clocks)} clocks, {len(measured)} with measured offsets: residual "
             f"{self.residual_ns / 1e3:.1f} us, error below "
             f"{max(fit.delay_ns for fit in measured) / 2e3:.1f} us, drift up to {drift:+.1f} ppm"
         )
@@ -369,17 +369,17 @@ class Alignment:
         for how, advice in (
             (
                 "messages",
-                "were not measured; they were aligned by messages, with an error of up to the "
-                "travel time",
+                "were not measured, but estimated from messages; the error may be as large as the "
+                "travel time of a message",
             ),
-            ("time of day", "were not measured; they were aligned by the machines' time of day"),
+            ("time of day", "were not measured, but estimated from the machines' time of day"),
         ):
             ranks = [rank for clock in self.clocks if clock.how == how for rank in clock.ranks]
             if ranks:
-                lines.append(f"the clocks of ranks {_ranks(ranks)} {advice}")
+                lines.append(f"the clock offsets of ranks {_ranks(ranks)} {advice}")
         if self.contradiction_ns:
             lines.append(
-                "the clocks contradict the messages: a message arrives "
+                "the clocks of the ranks do not match: according to them, a message arrives "
                 f"{self.contradiction_ns / 1e3:.1f} us before it is sent"
             )
         return lines
@@ -652,7 +652,7 @@ class ClockSampler:
                 raise ConnectionError("rank 0 closed the connection")
             number, received_ns, answered_ns = _ANSWER.unpack(answer)
             if number != self._number:
-                raise ConnectionError("rank 0 answered a different request")
+                raise ConnectionError("rank 0 replied to a different request")
             samples.append(ClockExchange(sent_ns, received_ns, answered_ns, returned_ns))
             time.sleep(PAUSE_S)
         return tuple(samples)

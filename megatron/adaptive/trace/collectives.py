@@ -219,7 +219,7 @@ def _kept(group: GroupCollectives, operation: str) -> dict[int, tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveFigures:
-    """Contains the mean times of one kind of collective in a step over all groups of one kind.
+    """Contains the times of one kind of collective in a step, averaged over groups of one kind.
 
     Attributes:
         kind: Kind of the groups, such as ``tensor``.

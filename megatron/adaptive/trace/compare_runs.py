@@ -47,7 +47,7 @@ OF_STEP = 0.002
 """Minimum size of a reported change, as a fraction of a step. Not used for computing times."""
 
 RANKS_DIFFER = 0.008
-"""Standard deviation of the change of a rank's speed between two runs with equal settings."""
+"""Standard deviation of a rank's change in speed between two runs with equal settings."""
 
 FEWEST_LAYERS = 3
 """Minimum number of layers on the same ranks for comparing these layers with each other."""
@@ -107,12 +107,12 @@ class Change:
             return f"messages from rank {self.ranks[0]} to rank {self.ranks[1]}"
         rank = f"rank {self.ranks[0]}"
         if self.kind == "data":
-            return f"reading of data on {rank}"
+            return f"reading data on {rank}"
         if self.kind == "layer":
             ranks = f"rank{'s' * (len(self.ranks) != 1)} {describe_numbers(self.ranks)}"
             return f"layer {self.layer} ({ranks})"
         if self.kind == "transfers":
-            return f"transfers of {self.collective} of ranks {describe_numbers(self.ranks)}"
+            return f"transfers in {self.collective} on ranks {describe_numbers(self.ranks)}"
         if self.kind == "waits":
             return f"waits for {rank} in {self.collective}"
         if self.kind == "action":
@@ -176,7 +176,7 @@ class Comparison:
         ]
         lines += [f"  {change.format()}" for change in self.changes]
         if not self.changes:
-            lines.append("  no part of the work changed by more than 2% and more than the noise")
+            lines.append("  no part of the work changed by more than 2% and by more than the noise")
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -208,8 +208,8 @@ def compare_runs(
     for run, measured in ((before, first), (after, second)):
         if len(measured.iterations) < 3:
             raise TraceError(
-                f"{run.origin} must have at least 3 iterations after the first, got "
-                f"{len(measured.iterations)}; record a longer run"
+                f"{run.origin} has {len(measured.iterations)} iterations after the first, but a "
+                "comparison requires at least 3 iterations; record a longer run"
             )
     changes = [
         *_computing(first, second),
@@ -235,8 +235,8 @@ def _check_shapes(before: RunTrace, after: RunTrace) -> None:
         header = run.ranks[min(run.ranks)].header
         layers = "-".join(map(str, header.layers))
         shapes.append(
-            f"{len(run.ranks)} ranks, {run.num_ranks} of them per pipeline, {run.num_chunks} chunks"
-            f" per rank in a {header.placement}{f' of {layers} layers' * bool(layers)}"
+            f"{len(run.ranks)} ranks ({run.num_ranks} per pipeline), {run.num_chunks} chunks per "
+            f"rank, placement {header.placement}{f', {layers} layers per stage' * bool(layers)}"
         )
     if shapes[0] != shapes[1] or before.ranks.keys() != after.ranks.keys():
         raise TraceError(
@@ -347,7 +347,7 @@ that comes first is used.
 """
 
 _PREFERRED = 1 + 1e-9
-"""Factor by which a kind of part must explain more than the kinds that are listed before it.
+"""Minimum ratio of what a kind of part explains to what the kinds listed before it explain.
 
 A factor of 1 would not work, because sums of the same numbers over different axes may have
 different rounding errors.
@@ -582,10 +582,10 @@ def _median_ms(times_ns: Floats) -> float:
 
 
 def _is_changed(before: Floats, after: Floats, step_ns: float, error_ns: float) -> float | None:
-    """Returns the confidence that the times changed, or ``None`` if the change does not count.
+    """Returns the confidence that the times changed, or ``None`` if the change is not reported.
 
-    A change counts if it is not random, and is at least the fraction :data:`LEAST` of the time in
-    the first run and at least the fraction :data:`OF_STEP` of a step.
+    A change is reported if it is unlikely to be random, and is at least the fraction :data:`LEAST`
+    of the time in the first run and at least the fraction :data:`OF_STEP` of a step.
 
     Args:
         before: Times in ns in the first run.

@@ -26,7 +26,7 @@ from megatron.adaptive.errors import TraceError
 PASSING = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG, errno.ENODEV)
 )
-"""Error numbers of disk problems that may be temporary, unlike those of a wrong path."""
+"""Error numbers (``errno``) of disk problems that may be temporary, such as a full disk."""
 
 
 _ROOM_BYTES = 1 << 16
@@ -70,13 +70,18 @@ class Outage:
         if not self.is_on:
             self.is_on = True
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            self._say(f"warning: cannot write {self._name}: {reason}; the run continues without it")
+            self._say(
+                f"warning: cannot write {self._name}: {reason}; the run continues and drops the "
+                "data"
+            )
 
     def ends(self) -> None:
         """Ends the current outage, if there is one, and prints how much data was lost."""
         if self.is_on:
             self.is_on = False
-            self._say(f"note: {self._name} can be written again; lost: {self.lost} {self._unit}")
+            self._say(
+                f"note: {self._name} can be written again; {self.lost} {self._unit} were lost"
+            )
         self.lost = 0
 
     @staticmethod
@@ -305,8 +310,8 @@ def set_aside(folder: str | os.PathLike[str]) -> Path | None:
         return None  # Another machine that shares the folder has just renamed it.
     except OSError as error:
         raise TraceError(
-            f"cannot rename {path}, which has the traces of an earlier start: {error.strerror}; "
-            "give this user write permission, or choose another --trace-dir"
+            f"cannot rename {path}, which contains the traces of an earlier start of the job: "
+            f"{error.strerror}; give this user write permission, or choose another --trace-dir"
         ) from error
     return kept
 

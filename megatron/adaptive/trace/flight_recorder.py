@@ -1,4 +1,4 @@
-"""Reads dumps of torch's flight recorder, and finds the stuck collective and the late ranks.
+"""Reads dumps of torch's flight recorder, and finds stuck calls and the ranks that block them.
 
 torch writes a dump on each rank if ``TORCH_FR_BUFFER_SIZE`` is set and a NCCL collective takes too
 long. The file name ends with ``trace_rank_`` and the rank, as in ``comm_lib_trace_rank_0`` or, in
@@ -76,8 +76,8 @@ class Dump:
         calls: Calls in the order in which they were made.
         members: Global ranks of each process group, keyed by the name of the group. Groups that
             torch did not list are missing.
-        begun: Number of the last collective that the rank called in each group, even if the entry
-            of the collective was overwritten.
+        begun: Index of the last collective that the rank called in each group, even if the entry
+            of this collective was overwritten.
         is_whole: Whether the dump contains all calls of the rank, which means that no entry was
             overwritten.
     """
@@ -112,21 +112,21 @@ class StuckCall:
     is_entered: bool
 
     def format(self) -> str:
-        """Returns the call, the waiting ranks and the late ranks as lines of text."""
+        """Returns as text the call, the ranks that wait in it, and those that have not made it."""
         call = self.call
         kind = "message" if call.is_message else "collective"
         line_of_code = f", at {call.line_of_code}" if call.line_of_code else ""
         lines = [
             f"stuck: {kind} {call.number} of group {call.group}: {call.name} of {call.sizes}",
-            f"  {_ranks(self.waiting)} {_verb(self.waiting, 'wait')} in it{line_of_code}",
+            f"  {_ranks(self.waiting)} {_verb(self.waiting, 'wait')} in this call{line_of_code}",
         ]
         if self.late:
             has = "has" if len(self.late) == 1 else "have"
-            lines.append(f"  {_ranks(self.late)} {has} not entered it")
+            lines.append(f"  {_ranks(self.late)} {has} not made this call")
         if self.missing:
             lines.append(f"  no dump of {_ranks(self.missing)}")
         if self.mismatch:
-            lines.append(f"  other ranks called a different operation: {self.mismatch}")
+            lines.append(f"  other ranks made a different call at this position: {self.mismatch}")
         return "\n".join(lines)
 
 
@@ -154,7 +154,7 @@ class StuckCalls:
         """Returns the stuck calls, the reason and the advice as text."""
         count = len(self.stuck)
         lines = [
-            f"flight recorder of {len(self.ranks)} rank{'s' * (len(self.ranks) != 1)}: "
+            f"flight recorder dumps of {len(self.ranks)} rank{'s' * (len(self.ranks) != 1)}: "
             f"{count or 'no'} stuck call{'s' * (count != 1)}",
             *(stuck.format() for stuck in self.stuck),
             self.text,
@@ -228,7 +228,7 @@ def _collective(calls: Sequence[RecordedCall], dumps: Mapping[int, Dump]) -> Stu
     """
     call = calls[0]
     listed = {rank for dump in dumps.values() for rank in dump.members.get(call.group, ())}
-    # torch does not list the members of gloo groups, so take the ranks that have used the group.
+    # torch does not list the members of gloo groups, so use the ranks that have used the group.
     members = sorted(listed or {rank for rank, dump in dumps.items() if call.group in dump.begun})
     waiting = tuple(sorted(other.rank for other in calls))
     with_dump = [rank for rank in members if rank in dumps and rank not in waiting]
@@ -247,7 +247,7 @@ def _collective(calls: Sequence[RecordedCall], dumps: Mapping[int, Dump]) -> Stu
         waiting=waiting,
         late=tuple(late),
         missing=missing,
-        mismatch="; ".join(f"rank {o.rank} {o.name} of {o.sizes}" for o in differ),
+        mismatch="; ".join(f"rank {o.rank} called {o.name} of {o.sizes}" for o in differ),
         is_entered=not (late or missing or differ),
     )
 
@@ -350,15 +350,16 @@ def _conclude(stuck: Sequence[StuckCall]) -> tuple[tuple[int, ...], str, str]:
     if free := tuple(sorted(late - waiting)):
         return (
             free,
-            f"{_ranks(free)} {_verb(free, 'block')} the job: the other ranks wait, and "
-            f"{'it does' if len(free) == 1 else 'they do'} not wait in a collective",
-            f"find out what {_ranks(free)} did at that time (py-spy dump, log, data reader)",
+            f"{_ranks(free)} {_verb(free, 'block')} the job: other ranks wait for {_ranks(free)}, "
+            f"which {'does' if len(free) == 1 else 'do'} not wait in a recorded call",
+            f"find out what {_ranks(free)} {'was' if len(free) == 1 else 'were'} doing "
+            "(py-spy dump, log, data reader)",
         )
     if missing:
         return (
             missing,
-            f"{_ranks(missing)} did not write a dump, while other ranks wait",
-            f"look for errors in the log of {_ranks(missing)}, and for a failed machine",
+            f"{_ranks(missing)} did not write a dump, and other ranks are waiting",
+            f"check the log of {_ranks(missing)} for errors, and whether a machine has failed",
         )
     if entered := next((call for call in stuck if call.is_entered), None):
         return (), *_endless(entered)
@@ -366,8 +367,8 @@ def _conclude(stuck: Sequence[StuckCall]) -> tuple[tuple[int, ...], str, str]:
         ends = _ranks(sorted(late | waiting))
         return (
             (),
-            f"{ends} wait for messages or collectives of each other, or still compute",
-            f"look at what {ends} do (py-spy dump, their logs)",
+            f"{ends} wait for messages or collectives from each other, or are still computing",
+            f"find out what {ends} were doing (py-spy dump, logs)",
         )
     if late:
         return (
@@ -378,7 +379,7 @@ def _conclude(stuck: Sequence[StuckCall]) -> tuple[tuple[int, ...], str, str]:
     return (
         (),
         f"{_ranks(sorted(waiting))} wait for messages, but the dumps do not show the senders",
-        f"look at what {_ranks(sorted(waiting))} do (py-spy dump, their logs)",
+        f"find out what {_ranks(sorted(waiting))} were doing (py-spy dump, logs)",
     )
 
 
@@ -388,12 +389,12 @@ def _endless(stuck: StuckCall) -> tuple[str, str]:
     if call.is_message:
         return (
             f"both ranks of the message {call.name.split(':')[-1]} of group {call.group} have made"
-            " the call, but its transfer does not finish",
+            " their calls, but the transfer of the message does not finish",
             f"check the network and the devices of {_ranks(stuck.waiting)}",
         )
     return (
         f"all ranks of group {call.group} have entered collective {call.number}, "
-        "but its transfer does not finish",
+        "but the collective does not finish",
         f"check the network and the devices of {_ranks(stuck.waiting)}",
     )
 
@@ -424,7 +425,7 @@ def _read_dump(rank: int, path: Path) -> Dump:
     if not isinstance(version, str) or not _VERSION.fullmatch(version):
         raise TraceError(
             f"{path} must be a dump of version 2.x of torch's flight recorder, got version "
-            f"{printable(str(version))[:40]}; use a version of torch that writes 2.x"
+            f"{printable(str(version))[:40]}; use a release of torch that writes this version"
         )
     try:
         return _parse(rank, content)

@@ -9,8 +9,8 @@ This process imports only the standard library to start fast, and works even if 
     other machines, by the job's store ──> machine_N.json ───┘          signal to faulthandler
 
 The culprit is the rank that waits for no other rank. It may be stopped, blocked in a system call,
-holding the interpreter lock (GIL), reading data, or late for a collective. If all ranks wait, a
-message was lost or there is a deadlock. This process exits when its parent exits.
+holding the interpreter lock (GIL), reading data, or computing before a collective. If all ranks
+wait, a message was lost or there is a deadlock. This process exits when its parent exits.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from typing import Any, NamedTuple
 
 LEAST_S = 30.0
 STEPS = 10.0
-"""Multiple of the median step time that is the default of ``--hang-after-s``, at least 30 s."""
+"""Default of ``--hang-after-s`` as a multiple of the median step time. It is at least 30 s."""
 _LOOK_S = 1.0
 _PATIENCE = 10.0
-"""Multiple of ``--hang-after-s`` for which ranks may compute without progress between steps."""
+"""Time that ranks may compute between steps without progress, in units of the hang limit."""
 _BUSY = (0.05, 0.5, float(1 << 17))
 """Minimum usage per second of a rank that works: processor time, processor time plus time in the
 run queue (both in seconds), and bytes read or written. Monitoring threads alone use less."""
@@ -102,7 +102,7 @@ class RankEvidence:
             item = ".".join(str(now[name]) for name in ("microbatch", "slice") if name in now)
             suffix = f" of microbatch {item}" if item else ""
             return f"{_KINDS[doing]}{suffix} (chunk {now.get('chunk', 0)}) in {iteration}"
-        return f"{doing or 'between actions'} in {iteration}"
+        return f"{doing or 'none'} in {iteration}"
 
     @property
     def place(self) -> str:
@@ -137,7 +137,7 @@ class RankEvidence:
         return self.is_in(_WAITING, 4) or (".wait(" in self.line and not self.is_in(_LOCKS, 1))
 
     def has_done(self, kind: str, chunk: int, turn: int, step: int) -> bool:
-        """Returns whether the rank has finished ``kind`` number ``turn`` (from 0) on ``chunk``."""
+        """Returns whether the rank has finished ``kind`` action ``turn`` (from 0) on ``chunk``."""
         own_step = int(self.now.get("step", -1))
         done = self.now.get("finished", {}).get(f"{kind}{chunk}", 0)
         return own_step > step or (own_step == step and done > turn)
@@ -171,7 +171,7 @@ def find_culprit(ranks: Sequence[RankEvidence]) -> Culprit:
             return Culprit(
                 ranks=tuple(rank.rank for rank in matching),
                 cause=symptom.cause,
-                text=f"{state}, last seen in: {first.doing}, {first.place}",
+                text=f"{state} (last action: {first.doing}), {first.place}",
                 advice=symptom.advice.format(pid=first.pid),
             )
     edges = _waits_for(ranks)
@@ -199,14 +199,14 @@ def find_culprit(ranks: Sequence[RankEvidence]) -> Culprit:
             ranks=tuple(sorted(circle)),
             cause="deadlock",
             text=f"{_names([by_rank[member] for member in circle])} wait for each other: {waits}",
-            advice="the ranks' orders of actions contradict each other; check that all ranks use "
+            advice="the ranks run their actions in conflicting orders; check that all ranks use "
             "the same --schedule-file, or use another --pipeline-schedule",
         )
     behind = [waiting for waiting, others in edges.items() if not others]
     return Culprit(
         ranks=tuple(behind),
         cause="collective",
-        text="all ranks wait for others; "
+        text="all ranks wait for other ranks: "
         + "; ".join(f"{rank.name} {rank.place}" for rank in ranks[:4]),
         advice="all ranks have entered a collective that does not finish; check the GPUs and the "
         "network between the ranks",
@@ -233,19 +233,19 @@ _SYMPTOMS = (
     _Symptom(
         "file system",
         lambda rank: rank.state == "D",
-        "is blocked in a system call of a disk, a file system or the GPU driver",
-        "check its disk, mount and GPU (dmesg); no signal ends the process until the call returns",
+        "is blocked in a system call for a disk, a file system or the GPU driver",
+        "check disks, mounts and the GPU (dmesg); the process cannot be killed during the call",
     ),
     _Symptom(
         "interpreter lock",
         lambda rank: rank.state in ("R", "S") and bool(rank.now) and rank.age_s > _STALE_S,
         "holds the interpreter lock (GIL) in C code, so no other Python thread of its process runs",
-        "check that call; C code must release the lock while it waits",
+        "change the C code that the rank is running, so that it releases the lock while it waits",
     ),
     _Symptom(
         "silent machine",
         lambda rank: not rank.state,
-        "does not report, and neither does its machine",
+        "does not report, and neither does the hang detector on its machine",
         "check the machine and its network connection",
     ),
 )
@@ -265,28 +265,28 @@ def _blame_free_rank(rank: RankEvidence, ranks: Sequence[RankEvidence]) -> Culpr
     if rank.is_in(_READING) or rank.now.get("doing") == "data":
         cause = "data reader"
         activity = "reads data"
-        advice = "check the disk with the data, or the data reader's workers"
+        advice = "check the disk that stores the data, and the data reader's workers"
     elif rank.is_in(_SAVING) or rank.now.get("doing") == "checkpoint":
         cause = "file system"
         activity = "reads or writes a checkpoint"
-        advice = "check the disk with the checkpoints"
+        advice = "check the disk that stores the checkpoints"
     elif rank.is_in(_LOCKS, 3):
         cause = "lock"
         activity = "waits for a lock or thread"
-        advice = "see the file with all stacks for the thread that holds the lock"
+        advice = "find the thread that holds the lock in the file with all stacks"
     elif rank.is_in(_DEVICE, 2):
         cause = "device"
         activity = "waits for its GPU"
         advice = "check the GPU with nvidia-smi and dmesg"
     else:
         cause = "collective" if missed else "code"
-        activity = "runs other code" if missed else "waits for no other rank"
+        activity = "runs other code" if missed else "is not waiting for any other rank"
         advice = "check the code that the rank is running"
     source = f" ({rank.line})" if rank.line else ""
     return Culprit(
         ranks=(rank.rank,),
         cause=cause,
-        text=f"{rank.name} {activity}, {rank.doing}, {rank.place}{source}{missed}",
+        text=f"{rank.name} {activity} (action: {rank.doing}), {rank.place}{source}{missed}",
         advice=advice,
     )
 
@@ -295,7 +295,7 @@ def _ahead_of(candidate: RankEvidence, ranks: Iterable[RankEvidence]) -> int:
     """Returns the number of ranks that have started more collectives than ``candidate``.
 
     A rank counts if it is ahead in at least one process group and behind in none. If background
-    threads wait for each other, only the numbers of started collectives show which rank is late.
+    threads wait for each other, only these counts show which rank has not entered a collective.
     """
 
     def is_behind(rank: RankEvidence, other: RankEvidence) -> bool:
@@ -308,13 +308,13 @@ def _ahead_of(candidate: RankEvidence, ranks: Iterable[RankEvidence]) -> int:
 
 
 def _ahead(ranks: Iterable[RankEvidence], name: str, begun: int) -> list[int]:
-    """Returns the numbers above ``begun`` of collectives in group ``name`` in which ranks wait."""
+    """Returns the indices, after ``begun``, of collectives of ``name`` in which ranks wait."""
     waited_in = (rank.collectives.get(name, (0,))[0] for rank in ranks if rank.waits)
     return [number for number in waited_in if number > begun]
 
 
 def _waits_for(ranks: Sequence[RankEvidence]) -> dict[int, set[int]]:
-    """Maps each rank to those that it waits for: senders of inputs, or late group members."""
+    """Maps each rank to those it waits for: senders of inputs, or members that are behind."""
     by_rank = {rank.rank: rank for rank in ranks}
     edges: dict[int, set[int]] = {}
     for rank in ranks:
@@ -336,7 +336,7 @@ def _waits_for(ranks: Sequence[RankEvidence]) -> dict[int, set[int]]:
 
 
 def _waiters(rank: int, edges: Mapping[int, set[int]]) -> int:
-    """Returns one more than the number of ranks that wait for ``rank``, directly or indirectly."""
+    """Returns the number of ranks that wait for ``rank``, even indirectly, including ``rank``."""
     waiting = {rank}
     while more := {other for other, peers in edges.items() if peers & waiting} - waiting:
         waiting |= more
@@ -504,7 +504,7 @@ def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]
     stacks = {rank: _spy(job.get("py_spy"), pid, before[rank]) for rank, pid in pids.items()}
     nows = _read_nows(folder, pids)
     for rank, pid in pids.items():
-        # The signal kills a rank without a handler, so signal only ranks that have reported.
+        # The signal would kill a rank without a handler. Ranks that have reported have a handler.
         if not stacks[rank] and nows[rank] and before[rank] not in "XZTt":
             with contextlib.suppress(OSError):
                 os.kill(pid, int(job["signal"]))
@@ -528,7 +528,7 @@ def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]
                 pid=pid,
                 now=nows[rank],
                 age_s=max(0.0, time.time() - nows[rank].get("unix_ns", 0) / 1e9),
-                # A healthy process may briefly wait for a disk (D), so only count D if seen twice.
+                # A healthy process may briefly wait for a disk, so D counts only if seen twice.
                 state="S" if state == "D" and before[rank] != "D" else state,
                 wchan=wchan,
                 frames=frames,
@@ -612,19 +612,19 @@ def _read_json(path: Path) -> dict[str, Any]:
 def format_page(culprit: Culprit, ranks: Sequence[RankEvidence], still_s: float) -> str:
     """Returns a hang report as text: the culprit, one line per rank, and all stacks."""
     lines = [
-        f"Nothing moved for {still_s:.0f} s ({time.strftime('%Y-%m-%d %H:%M:%S')}).",
+        f"No rank made progress for {still_s:.0f} s ({time.strftime('%Y-%m-%d %H:%M:%S')}).",
         f"Cause: {culprit.cause}. {culprit.text}.",
         f"Remedy: {culprit.advice}.",
         "",
-        "rank  state  report  doing, place",
+        "rank  state  report  action; location",
     ]
     for rank in ranks:
-        needs = f"; needs {_needs(rank)}" if rank.needs else ""
+        needs = f"; waits for {_needs(rank)}" if rank.needs else ""
         begun = " ".join(f"{name}:{count}" for name, (count, _) in rank.collectives.items())
         lines.append(
             f"{rank.rank:4}  {rank.state or '?':5}  {rank.age_s:4.0f} s  {rank.doing}{needs}; "
             f"{rank.place}{f' [{rank.wchan}]' if rank.wchan not in ('', '0') else ''}"
-            f"; collectives begun, by group: {begun or 'unknown'}"
+            f"; started collectives of each group: {begun or 'unknown'}"
         )
     for rank in ranks:
         lines += ["", f"--- {rank.name}", rank.stack.rstrip() or "no stack"]
@@ -660,7 +660,7 @@ class _Watch:
                 any(
                     after[n] - self._work[r][n] > _BUSY[n] * elapsed_s
                     for r, after in work.items()
-                    if n == 2 or not nows[r].get("spins")  # CUDA spins while it waits for a GPU.
+                    if n == 2 or not nows[r].get("spins")  # CUDA uses CPU time while it waits.
                 )
                 for n in range(len(_BUSY))
             ]
@@ -674,7 +674,7 @@ class _Watch:
     def _decide(self, still_s: float, now_s: float) -> None:
         limit_s = self._still.limit_s
         others = self._others(now_s)
-        # A hang detector that sends evidence has found a hang and waits for the evidence from here.
+        # A machine that sends evidence has found a hang and waits for the evidence of the others.
         is_asked = any(other.get("ranks") for other in others.values())
         if self._reported_s is not None:
             if still_s < self._reported_s:
@@ -740,9 +740,9 @@ class _Watch:
         suffix = f" in iteration {iteration}" if iteration else ""
         if self._job["machine"] == 0 or not self._others(time.monotonic()).get(0):
             _say(
-                f"hang: nothing moved for {still_s:.0f} s{suffix}: {culprit.text}; "
+                f"hang: no progress for {still_s:.0f} s{suffix}: {culprit.text}; "
                 f"{culprit.advice}; stacks of all ranks: {path}"
-                f"{'; the job ends (--on-hang end)' if ends else ''}"
+                f"{'; stopping the job (--on-hang end)' if ends else ''}"
             )
         if ends:
             for pid in self._pids.values():

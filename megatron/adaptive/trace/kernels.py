@@ -29,11 +29,11 @@ MOST_KEPT = 20_000
 """Maximum number of kernels per step whose times are kept. These times need less than 1 MB."""
 
 MOST_NAMES = 1_000
-"""Maximum number of totals per step. All other kernels are added up as :data:`OTHERS`."""
+"""Maximum number of totals per step. Further kernels count under the name :data:`OTHERS`."""
 
 OTHERS = "others"
 OUTSIDE = "outside"
-"""Name that replaces the action for kernels that begin outside of all actions."""
+"""Name used instead of an action for kernels that begin outside of all actions."""
 
 _LONGEST_NAME = 200
 _LIMIT = 1 << 62
@@ -72,8 +72,9 @@ class StepKernels:
     Attributes:
         iteration: Iteration number.
         device: Kind of device, ``cpu`` (operators) or ``cuda`` (kernels).
-        totals: Totals for each action and name, including kernels that are not in ``kept``.
-        kept: Longest kernels with their times, sorted by start.
+        totals: Count and total time for each action and kernel name, including kernels that are not
+            in ``kept``.
+        kept: Longest kernels with their times, sorted by start time.
     """
 
     iteration: int
@@ -299,7 +300,7 @@ class KernelFigures:
 
 
 def kernel_figures(run: RunTrace, iteration: int) -> list[KernelFigures]:
-    """Returns the totals of a step's kernels by rank, action and name, with the longest first.
+    """Returns the totals of a step's kernels for each rank, action and name, longest first.
 
     Args:
         run: Trace of the run.

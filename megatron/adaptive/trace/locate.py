@@ -130,7 +130,9 @@ def _latest_run() -> Path | None:
         TraceError: The link points to a folder that does not exist.
     """
     if _LATEST.is_file():
-        text = read_text(_LATEST, "write the folder of a run into it, or run again", TraceError)
+        text = read_text(
+            _LATEST, "write the path of a run's folder into this file, or run again", TraceError
+        )
         folder = _LATEST.parent / text.strip()
     elif _LATEST.is_symlink() or _LATEST.is_dir():
         folder = _LATEST
@@ -173,7 +175,8 @@ def _read(source: Path, num_ranks: int | None, num_chunks: int | None) -> RunTra
     else:
         raise TraceError(
             f"{source} contains no trace: neither {TRACES}/trace_rank_*.jsonl nor "
-            "trace_pipeline_<p>_model_chunks_<c>.txt; was the run traced, and did it finish a step?"
+            "trace_pipeline_<p>_model_chunks_<c>.txt; check that the run was traced and finished a "
+            "step"
         )
     shape = (num_ranks or run.num_ranks, num_chunks or run.num_chunks)
     if shape != (run.num_ranks, run.num_chunks):

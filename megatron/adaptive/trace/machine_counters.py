@@ -58,7 +58,7 @@ TURN_WAIT = "turn_wait_ns"
 """Name of the counter for the mean time in ns that a thread waited until it got a processor.
 
 The value is that of the longest-waiting thread among those that run actions, send or receive. A
-receiver that has no processor may notice a message late by about this time.
+receiver that has no processor may notice a message about this much too late.
 """
 
 THROTTLED = "throttled_ns"
@@ -188,9 +188,9 @@ _BUSY_FIELDS = (1, 2, 3, 6, 7)
 _STEAL_FIELD = 8
 """Index of the stolen time in the first line of ``/proc/stat``."""
 _MAJOR_FAULTS_FIELD = 9
-"""Index of the number of major page faults in ``/proc/self/stat``. The state has index 0."""
+"""Index of the number of major page faults in ``/proc/self/stat``. The state is field 0."""
 _LAST_PROCESSOR_FIELD = 36
-"""Index of the last processor's number in ``/proc/self/stat``. The state has index 0."""
+"""Index of the last processor's number in ``/proc/self/stat``. The state is field 0."""
 _NS_PER_US = 1000
 
 

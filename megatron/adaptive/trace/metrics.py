@@ -60,9 +60,9 @@ For smaller files, starting several processes would take longer than reading the
 """
 
 HANDED_OVER_NS = 100_000
-"""Maximum time in ns between the end of a send and the end of an action that includes the send.
+"""Maximum time in ns from the end of a send to the end of an action that includes the send.
 
-If the send itself took longer, the duration of the send is the maximum.
+If the send itself took longer than this, its duration is the maximum instead.
 """
 
 Floats = npt.NDArray[np.float64]
@@ -159,7 +159,7 @@ class RunFigures(RankFigures):
 
     @cached_property
     def _step(self) -> tuple[Ints, Ints]:
-        """Start and end of the step in each rank's pipeline in ns, both ``[iterations, ranks]``."""
+        """Start and end in ns of the step in each rank's pipeline, both ``[iterations, ranks]``."""
         is_recorded = self.num_actions > 0
         far = np.iinfo(np.int64)
         starts = np.where(is_recorded, self.start_ns, far.max)
@@ -174,7 +174,7 @@ class RunFigures(RankFigures):
 
     @property
     def step_start_ns(self) -> Ints:
-        """Start of the first action in each rank's pipeline in ns, ``[iterations, ranks]``."""
+        """Start in ns of the first action in each rank's pipeline, ``[iterations, ranks]``."""
         return self._step[0]
 
     @property
@@ -264,7 +264,7 @@ def run_figures(
     only = None if iterations is None else frozenset(iterations)
     parts = list(_parts(chosen, only, run.num_chunks, workers))
     if not any(len(part.iterations) for part in parts):
-        raise TraceError(f"{run.origin} does not contain spans of these iterations and ranks")
+        raise TraceError(f"{run.origin} contains no spans of the requested iterations and ranks")
     return stack_figures(parts, [trace.header for trace in chosen])
 
 

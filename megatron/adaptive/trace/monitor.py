@@ -85,8 +85,8 @@ class LiveRank:
         iteration: Number of the latest iteration in the rank's trace, or 0 if there is none.
         held_bytes: Maximum total size in bytes of the activations in memory during the latest
             iteration.
-        busy: Fraction of the step time that the rank computes, or ``None`` if unknown.
-        waits: Fraction of the step time that the rank waits, keyed by cause.
+        busy: Fraction of the step time during which the rank computes, or ``None`` if unknown.
+        waits: Fractions of the step time during which the rank waits, keyed by cause of the wait.
         compute_ms: Total time in ms of the rank's actions per iteration, or ``None`` if unknown.
         slow: Ratio of the rank's computing time to the expected time, if the rank is slow according
             to the latest diagnosis; otherwise ``None``.
@@ -383,12 +383,12 @@ def _rows(figures: RankFigures, rows: Ints | Mask) -> RankFigures:
 
 
 def _parts_of_steps(tails: Mapping[int, RankTail]) -> tuple[dict[int, Any], list[float]]:
-    """Returns the fractions of the latest steps that each rank computes and waits.
+    """Returns the fractions of the step time during which each rank computes and waits.
 
     Returns:
-        Dict from rank to the fractions of the step time that the rank computes (``busy``) and waits
-        (``waits``), and a list of the step times in ms. The fractions are medians over the latest
-        iterations that all ranks of the pipeline recorded.
+        Dict from rank to the fractions of the step time during which it computes (``busy``) and
+        waits (``waits``), and a list of the step times in ms. The fractions are medians over the
+        latest iterations that all ranks of the pipeline recorded.
     """
     shifts: dict[str, int] = {}
     headers: list[TraceHeader] = []
@@ -465,15 +465,15 @@ def _state(ranks: Sequence[LiveRank], progress: ProgressTail) -> tuple[str, str]
         return "ended", ""
     gone = [rank.rank for rank in started if rank.is_gone and not rank.is_ended]
     if gone:
-        return "killed", f"the process of {_ranks(gone)} is gone"
+        return "killed", f"the process of {_ranks(gone)} no longer exists"
     silent = [
         rank.rank
         for rank in started
         if (rank.age_s or 0.0) > (LONG_S if rank.now is None else SILENT_S) and not rank.is_ended
     ]
     if len(silent) == len(started):
-        return "silent", "no rank reports; the ranks may be stopped, or killed on another machine"
-    return "running", f"no report from {_ranks(silent)}" if silent else ""
+        return "silent", "no rank has reported recently; the ranks may have been stopped or killed"
+    return "running", f"no recent report from {_ranks(silent)}" if silent else ""
 
 
 def _ranks(ranks: Sequence[int]) -> str:

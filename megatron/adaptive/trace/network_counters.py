@@ -27,7 +27,7 @@ RESENT_SEGMENTS = "resent_segments"
 """Name of the counter for TCP segments that this process retransmitted."""
 
 LINK_ERRORS = "link_errors"
-"""Name of the counter for faulty or dropped packets, counted on the port with the most of them."""
+"""Name of the counter for faulty or dropped packets, on the port that has the most of them."""
 
 LINK_RETRIES = "link_retries"
 """Name of the counter for packets that an RDMA port retransmitted for the most common reason."""

@@ -74,7 +74,7 @@ _INTERNAL = 1  # Code for an internal span in OTLP.
 
 
 def resource_of(header: TraceHeader, *, replicas: int, tensor: int) -> dict[str, Any]:
-    """Creates a rank's OTLP resource, with the attribute names of Megatron-LM for the sizes.
+    """Creates a rank's OTLP resource. Parallel sizes have the attribute names of Megatron-LM.
 
     Args:
         header: Header of the rank's trace.
@@ -268,12 +268,12 @@ _Batch = tuple[IterationStart, Sequence[SpanRow]]
 
 
 class _SentBefore(NamedTuple):
-    """Describes the spans of an iteration that were converted before late spans arrived.
+    """Describes the already converted spans of an iteration, to which later spans may be added.
 
     Attributes:
         num_spans: Number of spans that were converted.
         has_step: Whether these spans include the span of the step.
-        slices: Number of slices of each microbatch, which the markers of late spans do not contain.
+        slices: Number of slices of each microbatch. The markers of later spans do not contain it.
     """
 
     num_spans: int
@@ -352,8 +352,8 @@ class SpanSender:
         self._thread.join(max(0.0, end_s - time.monotonic()))
         if lost := self._given - self.sent:
             say(
-                f"warning: rank {self._header.rank}: {lost:,} spans were not sent to {self._shown},"
-                f" and {self.sent:,} spans were sent; the trace file contains all spans"
+                f"warning: rank {self._header.rank} sent {self.sent:,} spans to {self._shown}, and "
+                f"dropped {lost:,} spans; the trace file contains all of them"
             )
 
     def _run(self) -> None:
@@ -397,8 +397,8 @@ class SpanSender:
         if not self._is_down:
             self._is_down = True
             say(
-                f"warning: rank {self._header.rank}: {self._shown}: {reason}; spans are dropped"
-                " until the collector responds, and training continues"
+                f"warning: rank {self._header.rank} cannot send spans to {self._shown}: {reason};"
+                " training continues, and spans are dropped until the collector responds"
             )
 
     def _answers(self) -> None:
@@ -407,8 +407,8 @@ class SpanSender:
         if self._is_down:
             self._is_down = False
             say(
-                f"note: rank {self._header.rank}: {self._shown} responds again; spans dropped so"
-                f" far: {self.dropped:,}"
+                f"note: rank {self._header.rank}: {self._shown} responds again; {self.dropped:,}"
+                " spans were dropped"
             )
 
     def _count(self, *, sent: int = 0, dropped: int = 0) -> None:

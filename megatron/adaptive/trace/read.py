@@ -42,7 +42,7 @@ REFINED_ITERATIONS = 5
 """Number of evenly spaced iterations whose messages are used to correct the clocks."""
 
 MOST_MATCHED = 4_000_000
-"""Maximum total number of spans in these iterations. Only a single iteration may have more."""
+"""Maximum total number of spans in these iterations, unless a single iteration has more."""
 
 _FILE_NAME = re.compile(r"trace_rank_(\d{5,7})\.jsonl")
 _STARTS_BACK_NS = 1_000_000
@@ -130,7 +130,7 @@ class RankTrace:
 
     @cached_property
     def experts(self) -> Mapping[int, IterationStart]:
-        """Markers of those iterations in which the load of the experts was recorded."""
+        """Markers of the iterations in which the load of the experts was recorded."""
         markers = ((i, blocks[0].marker) for i, blocks in self._blocks.items())
         return {i: marker for i, marker in markers if marker.tokens}
 
@@ -230,7 +230,7 @@ class RankTrace:
 
     @cached_property
     def _blocks(self) -> dict[int, list[Block]]:
-        """Blocks of spans, keyed by iteration, without the first run of repeated iterations."""
+        """Blocks of spans, keyed by iteration; only the last ones if an iteration was repeated."""
         blocks: dict[int, list[Block]] = {}
         for block in self.index.blocks:
             iteration = block.marker.iteration
@@ -374,19 +374,19 @@ class RunTrace:
             )
         if self.truncated_lines:
             lines.append(
-                f"{self.truncated_lines} truncated lines at the ends of files were dropped; the run"
-                " may have been killed"
+                f"{self.truncated_lines} truncated lines at the ends of trace files were dropped; "
+                "the run may have been killed"
             )
         for rank, trace in self.ranks.items():
             lines += [
-                f"{gap.count} iterations of rank {rank} from {gap.first} to {gap.last} are "
-                "missing, because its disk did not accept data at that time"
+                f"{gap.count} iterations of rank {rank} between {gap.first} and {gap.last} are "
+                "missing, because its trace file could not be written at that time"
                 for gap in trace.index.gaps
             ]
             if jumps := trace.clock_jumps():
                 lines.append(
                     f"the clock of rank {rank} was set back before iterations "
-                    f"{describe_numbers(jumps)}; times across that moment are meaningless"
+                    f"{describe_numbers(jumps)}; ignore times that span this moment"
                 )
         return lines + self.alignment.warnings()
 

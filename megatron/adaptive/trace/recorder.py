@@ -95,7 +95,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         try:
             if self._path.exists() and self._path.stat().st_size:
                 raise TraceError(
-                    f"{self._path} has the trace of another start; use an empty folder"
+                    f"{self._path} contains the trace of another start of the job; use an empty "
+                    "folder"
                 )
             self._file = BestEffortFile(self._path, "iterations", lambda: line)
         except OSError as error:
@@ -299,7 +300,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         try:
             self._queue.put(batch, timeout=0.0 if self._delay.lost else WRITER_PATIENCE_S)
         except queue.Full:
-            self._delay.begins(f"the disk did not accept data for {WRITER_PATIENCE_S:.0f} s")
+            self._delay.begins(f"the disk accepted no data for {WRITER_PATIENCE_S:.0f} s")
             return False
         self._delay.ends()
         return True

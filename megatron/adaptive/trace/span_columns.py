@@ -25,10 +25,10 @@ Ints: TypeAlias = npt.NDArray[Any]
 Mask: TypeAlias = npt.NDArray[np.bool_]
 
 KIND = {word: number for number, word in enumerate(KINDS)}
-"""Maps each kind of span to its number in the columns ``kind`` and ``of``."""
+"""Maps each kind of span to the number used for it in the columns ``kind`` and ``of``."""
 
 REASON = {word: number for number, word in enumerate(REASONS)}
-"""Maps each reason to its number in the column ``reason``."""
+"""Maps each reason to the number used for it in the column ``reason``."""
 
 OTHER = len(KINDS)
 """Number for all kinds of spans that this version of the program does not know."""
@@ -177,7 +177,7 @@ class TraceTable:
         return is_chosen[self.kind]
 
     def take(self, rows: Ints | Mask | slice) -> TraceTable:
-        """Returns a table with only the rows that a mask, indices or a slice select."""
+        """Returns a table with only some ``rows``, which are a mask, indices or a slice."""
         return TraceTable(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     def of_kind(self, *kinds: str) -> TraceTable:

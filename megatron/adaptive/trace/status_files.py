@@ -134,7 +134,7 @@ class NowFile:
                 if self._failed and not self._is_said:
                     self._is_said = True
                     reason = f"cannot read the rank's current action: {error!r}"
-                    say(f"warning: {self._path.name}: {reason}; the trace continues")
+                    say(f"warning: {self._path.name}: {reason}; tracing continues")
                 self._failed = True
         return self._due_s - now_s
 

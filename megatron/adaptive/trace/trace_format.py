@@ -20,7 +20,7 @@ The text format::
     {"begin_iteration": 11, ..., "collectives": [{"kind": "tensor", ...}]}           collectives
     {"begin_iteration": 12, ..., "sizes": [4096, 512, ...]}            activations of microbatches
     [0,0,3,0,5120,2210000,4096,67108864,1,-1,-1,8]                                          span
-    {"after_iteration": 7, ...}                               marker of late spans of iteration 7
+    {"after_iteration": 7, ...}                               marker before spans added later
     {"clock_samples": [[8, 93, 95, 11], ...], "reference": 0}                      clock samples
     {"missing": [8, 93, 80]}                    first, last and number of the lost iterations
 
@@ -156,14 +156,14 @@ COLUMNS = (
     "of",
     "reason",
 )
-"""Names of the numbers in the line of a span, in the order of the line."""
+"""Names of the numbers in the line of a span, in the same order as in the line."""
 
 PLACEMENTS = ("loop", "v")
 """Ways to assign stages to ranks: round-robin (``loop``), or down the ranks and back up (``v``)."""
 
 
 Lengths: TypeAlias = tuple[tuple[int, ...], ...]
-"""Row for each microbatch: the number of token positions, then the tokens of each document.
+"""Row per microbatch: number of token positions, then number of tokens of each document.
 
 Positions that belong to no document are padding. The tuple is empty if all microbatches have the
 same size.
@@ -251,8 +251,8 @@ class TraceHeader:
         clock: ID of the monotonic clock; ranks with the same ID share a clock. Empty in traces read
             from the older text format.
         layers: Number of transformer layers per stage, in pipeline order; empty if unknown.
-        work: Expected computing time of each stage, including embedding and loss, as a number of
-            layers with the same computing time; empty if unknown.
+        work: Expected computing time of each stage, including embedding and loss, in units of
+            the computing time of a layer; empty if unknown.
         gpu_ranks: Number of ranks that use the GPU of this rank, including this rank; 1 on a CPU or
             if unknown.
         num_slices: Number of slices into which each microbatch is split along its sequence; 1 if
@@ -266,9 +266,9 @@ class TraceHeader:
         layer_kinds: Kind of each layer, as a number. Layers of the same kind do the same work. The
             tuple is empty if all layers do the same work.
         layer_work: Expected computing time of each layer, in any unit; empty if unknown.
-        order: Setting ``order`` of ``Pipeline``; empty in traces of other programs.
-        dealing: Setting ``dealing`` of ``Pipeline``, which controls how microbatches are
-            distributed over replicas; empty in traces of other programs.
+        order: Value of the setting ``order`` of ``Pipeline``; empty in traces of other programs.
+        dealing: Value of the setting ``dealing`` of ``Pipeline``, which controls how microbatches
+            are distributed over replicas; empty in traces of other programs.
         token_ranks: Number of tensor-parallel ranks that share the tokens of a sequence; 1 without
             sequence parallelism, 0 if unknown.
         frozen_stages: Number of leading stages that run no backward passes, because no gradient
@@ -577,8 +577,8 @@ def shared_gpu_note(gpu_ranks: int) -> str:
         gpu_ranks: Maximum number of ranks on one GPU.
     """
     return (
-        f"up to {gpu_ranks} ranks share a GPU: busy, wait and bubble are {SLICES}, and do not show "
-        "how a pipeline with one GPU per rank would perform"
+        f"up to {gpu_ranks} ranks share a GPU, so the times of a rank include the work of the "
+        "other ranks; they do not show the performance of a pipeline with one GPU per rank"
     )
 
 
@@ -669,10 +669,12 @@ def parse_line(
         record = parse_json(line)
     except ValueError as error:
         raise TraceError(
-            f"{origin} is not valid JSON ({error}); remove the damaged file or this line"
+            f"{origin} is not valid JSON ({error}); remove this line or the damaged file"
         ) from None
     if not isinstance(record, dict):
-        raise TraceError(f"{origin} is not a JSON object; this is not a trace file")
+        raise TraceError(
+            f"{origin} is not a JSON object, unlike the lines of a trace file; remove the file"
+        )
     if "format" in record or "version" in record:
         return _header(record, origin)
     for key in ("begin_iteration", "after_iteration"):
@@ -681,7 +683,7 @@ def parse_line(
             if not 0 <= iteration <= MAX_ITERATION:
                 raise TraceError(
                     f"{origin}: field {key!r} must be from 0 to {MAX_ITERATION:,}, got {iteration};"
-                    " remove the damaged file or this line"
+                    " remove this line or the damaged file"
                 )
             start_ns = value_of(record, "start_ns", "int", origin)
             groups = value_of(record, "collectives", "collectives", origin, [])
@@ -715,7 +717,9 @@ def parse_line(
     if "missing" in record:
         numbers = value_of(record, "missing", "counts", origin)
         if len(numbers) != 3:
-            raise TraceError(f"{origin}: field 'missing' must be three numbers, got {numbers}")
+            raise TraceError(
+                f"{origin}: field 'missing' must be a list of three numbers, got {numbers}"
+            )
         return Gap(*numbers)
     return None
 
@@ -767,7 +771,7 @@ def _header(record: Mapping[str, Any], origin: object) -> TraceHeader:
                 f"{origin}: {size} must be from 1 to {most:,}, got {getattr(header, size)}"
             )
     if header.num_ranks * header.num_chunks > MAX_STAGES:
-        raise TraceError(f"{origin}: num_ranks times num_chunks must be at most {MAX_STAGES:,}")
+        raise TraceError(f"{origin}: num_ranks * num_chunks must be at most {MAX_STAGES:,}")
     check_layers(values, origin)
     for position, limit in (("rank", header.world_size), ("pp_rank", header.num_ranks)):
         if not 0 <= getattr(header, position) < limit:

@@ -29,7 +29,7 @@ MAX_STAGES = 1 << 16
 """Maximum number of stages of a run."""
 
 MAX_ITERATION = 1 << 40
-"""Maximum iteration number. The product with the number of ranks still fits into 64 bits."""
+"""Maximum iteration number, whose product with the number of ranks still fits into 64 bits."""
 
 _MAX_LAYERS = 1 << 16
 _MAX_WORK = 1e30
@@ -100,7 +100,7 @@ EXPECTED: dict[Any, tuple[Callable[[Any], bool], str]] = {
         lambda value: (
             isinstance(value, dict) and all(_is_int(n) and n >= 0 for n in value.values())
         ),
-        "non-negative integers by name",
+        "a mapping from names to non-negative integers",
     ),
     "samples": (
         lambda value: _is_list(value, lambda row: _is_list(row, _is_int) and len(row) == 4),
@@ -126,7 +126,7 @@ EXPECTED: dict[Any, tuple[Callable[[Any], bool], str]] = {
                 and abs(row[2]) < 1 << 53
             ),
         ),
-        "lists of four integers, with the second 0 or 1",
+        "lists of four integers, of which the second is 0 or 1",
     ),
     "collectives": (
         lambda value: _is_list(value, _is_group),
@@ -165,8 +165,8 @@ def number_of_microbatches(record: Mapping[str, Any], origin: object) -> int:
     most = MAX_SIZES["num_microbatches"]
     if not 0 <= number <= most:
         raise TraceError(
-            f"{origin}: num_microbatches must be from 0 to {most:,}, got {number}; remove the"
-            " damaged file or this line"
+            f"{origin}: num_microbatches must be from 0 to {most:,}, got {number}; remove this"
+            " line or the damaged file"
         )
     return number
 
