@@ -375,7 +375,7 @@ def test_a_recipe_is_a_command_line() -> None:
         ({}, ["num_layrs=3"], "the command line: num_layrs is not a setting"),
         ({"yaml_cfg": "x"}, [], "this trainer refuses it"),
         ({"model": {}}, [], "model is not a setting"),
-        ({"seed": {"x": 1}}, [], "seed must be a single value, but has keys"),
+        ({"seed": {"x": 1}}, [], "seed must be a single value, but contains"),
         ({"swiglu": 7}, [], "swiglu must be true or false, got 7"),
         ({}, ["nodes=many"], "nodes must be a positive integer, got many"),
         ({"variants": []}, [], "variants must contain keys"),

@@ -70,11 +70,11 @@ pipeline_placement=v needs pipeline_schedule={names(lambda spec: "v" in spec.pla
         _CHUNKS
     }>1
 activation_cap needs pipeline_schedule={names(lambda spec: spec.is_rule)}
-    | other schedules hold a fixed number of microbatches
+    | other schedules keep the activations of a fixed number of microbatches
 split_backward=False excludes pipeline_schedule={
         names(lambda spec: spec.splits_backward == "always")
     }
-    | its order computes weight gradients separately
+    | this schedule always computes weight gradients in separate actions
 split_backward=True needs pipeline_schedule={splits}
     | other schedules do not split the backward pass
 pipeline_schedule=file needs schedule_file
@@ -83,7 +83,8 @@ auto_candidates needs pipeline_schedule=auto
 keyed_dropout excludes pipeline_schedule=megatron | megatron-core runs the forward passes
 pipeline_schedule={names(lambda spec: spec.recomputes)} needs recompute_granularity=full
     | it keeps the inputs of many microbatches and repeats their forward passes
-sequence_slices=0 needs pipeline_schedule=auto | auto measures steps and simulates others
+sequence_slices=0 needs pipeline_schedule=auto
+    | auto measures steps to choose the number of slices
 sequence_slices needs pipeline_schedule={
         names(
             lambda spec: (
@@ -91,18 +92,19 @@ sequence_slices needs pipeline_schedule={
             )
         )
     }
-    | other schedules order whole microbatches
-slice_tokens=0 needs pipeline_schedule=auto | auto measures steps and simulates others
+    | other schedules do not divide microbatches into slices
+slice_tokens=0 needs pipeline_schedule=auto | auto measures steps to choose the length of slices
 pipeline_schedule=auto+slice_tokens needs variable_seq_lengths
     | sequences of equal length use --sequence-slices instead
 pipeline_schedule=seq-1f1b+slice_tokens excludes repartition | ranks hold unequal numbers of slices
-pipeline_schedule=auto+slice_tokens excludes repartition | auto measures layers that must not move
+pipeline_schedule=auto+slice_tokens excludes repartition
+    | layers must not move while auto measures them
 slice_tokens needs pipeline_schedule={
         names(
             lambda spec: spec.orders_slices or (spec.kind in ("rule", "auto") and not spec.is_own)
         )
     }
-    | other schedules order whole microbatches, or a fixed number of slices
+    | other schedules do not support slices, or require a fixed number of slices
 overlap_moe_expert_parallel_comm needs pipeline_schedule={names(lambda spec: spec.overlaps_experts)}
     | other schedules never overlap two actions
 overlap_moe_expert_parallel_comm needs moe_token_dispatcher_type=alltoall

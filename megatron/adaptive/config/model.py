@@ -392,5 +392,5 @@ def model_flags(model: str, folder: Path) -> list[str]:
         f"the nearest name is {nearest[0]}" if nearest else f"known names are {', '.join(MODELS)}"
     )
     raise ConfigError(
-        f"MODEL={model} is neither the name of a known model nor a file of flags; {hint}"
+        f"MODEL={model} is neither the name of a known model nor a file with flags; {hint}"
     )

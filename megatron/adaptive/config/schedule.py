@@ -144,7 +144,9 @@ def uneven_split(
     of_stage[0] -= bool(embedding)
     of_stage[-1] -= bool(loss)
     if min(of_stage) < 0:
-        raise ValueError("embedding and loss would be counted on stages without layers")
+        raise ValueError(
+            "the embedding or the loss cannot count as a layer of a stage without layers"
+        )
     return tuple(of_stage)
 
 

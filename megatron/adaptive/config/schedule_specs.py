@@ -243,7 +243,7 @@ def why_whole_backward(*, recompute: str | None, overlaps: bool, replicas: int) 
         replicas: Number of data-parallel replicas.
     """
     if recompute == "full":
-        return "full recomputation keeps less memory than weight gradients need"
+        return "with full recomputation, separate weight gradients need additional memory"
     if overlaps and replicas > 1:
         return "gradients are reduced while the last backward pass is still running"
     return None

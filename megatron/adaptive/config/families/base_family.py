@@ -219,7 +219,7 @@ class Family:
         except Exception as error:  # A user's method may raise any exception.
             line = line_of_error(error, type(self))
             raise ConfigError(
-                f"{where}: adjust of {type(self).__name__} ({line}) raised"
+                f"{where}: the method adjust of {type(self).__name__} ({line}) raised"
                 f" {type(error).__name__}: {error}"
             ) from error
 
