@@ -1,7 +1,7 @@
 """Divides layers among stages according to Megatron-LM's flags, and checks the result.
 
 All layers for multi-token prediction (MTP) are on the same stage, after all transformer layers. By
-default, it is the last stage. Like the first stage, this stage needs the word embedding.
+default, this is the last stage. Like the first stage, it needs the word embedding.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class UnlikeLayer(NamedTuple):
     Attributes:
         groups: Number of key and value heads, or 0 if the layer has no attention.
         width: Inner width of the feed-forward block, or 0 if the layer has none.
-        linear: Number of blocks (attention and feed-forward) that a linear layer replaces, from 0
-            to 2.
+        linear: Number of blocks (attention or feed-forward) of the layer that are replaced by a
+            linear layer, from 0 to 2.
     """
 
     groups: int

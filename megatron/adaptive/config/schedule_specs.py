@@ -229,12 +229,13 @@ def _own_spec(name: str) -> ScheduleSpec:
 
 
 def why_whole_backward(*, recompute: str | None, overlaps: bool, replicas: int) -> str | None:
-    """Returns why separate weight gradients would be a disadvantage, or ``None`` if they are not.
+    """Returns why separate weight-gradient passes would be a disadvantage, or ``None`` otherwise.
 
     Usually, a backward pass for inputs (B) frees more memory than it keeps for the later backward
     pass for weights (W), so the limit on activations still holds. In the cases that this function
     detects, B keeps more memory than it frees, or gradients are no longer reduced while backward
-    passes run. Schedules that split ``by default`` then run whole backward passes.
+    passes run. In these cases, schedules whose ``splits_backward`` is ``by default`` do not
+    split the backward pass.
 
     Args:
         recompute: Granularity of recomputation (``--recompute-granularity``), or ``None`` if
