@@ -52,7 +52,7 @@ BROKEN = """\
 --sequence-slices none => --sequence-slices | 'none'
 --sequence-slices 0 => --sequence-slices | 0 is too small; give at least 1
 --sequence-slices auto --pipeline-schedule 1f1b PP2 @2
-    => --sequence-slices auto | 1f1b needs --pipeline-schedule auto (auto measures
+    => --sequence-slices auto requires --pipeline-schedule auto | 1f1b (auto measures
 --sequence-slices 2 --pipeline-schedule 1f1b => --sequence-slices 2 | 1f1b | adaptive | seq-1f1b
 --sequence-slices 2 --pipeline-schedule zb-v --model-chunks 2 PP2 @2
     => --sequence-slices 2 | zb-v | adaptive | auto | file | seq-1f1b
@@ -92,7 +92,7 @@ PP2 --model-chunks 2 --pipeline-placement v --pipeline-schedule megatron @2
     => --pipeline-placement v | megatron | adaptive
 --transport-slots 1 => --transport-slots | at least 2
 --transport tcp --rdma-device mlx5_0
-    => --rdma-device mlx5_0 with --transport tcp | --transport auto, rdma
+    => --rdma-device mlx5_0 requires | got --transport tcp | --transport auto, rdma
 --transport gloo --pipeline-schedule megatron
     => --transport gloo and --pipeline-schedule megatron | uses megatron-core's communication
 UNEQUAL @4 => --stage-data-parallel-sizes 2-1 | needs 3 processes | has 4
@@ -117,12 +117,12 @@ UNEQUAL --micro-batch-size 2 --global-batch-size 6 @3 => --global-batch-size 6 |
 --lr-decay-style WSD => WSD | --lr-wsd-decay-iters
 --lr-decay-style WSD --lr-wsd-decay-iters 11 => 11 | 10 iters
 --start-weight-decay 0.1 => --start-weight-decay | constant | --weight-decay
---weight-decay-incr-style linear => linear | needs --start-weight-decay
+--weight-decay-incr-style linear => linear | requires --start-weight-decay
 --weight-decay-incr-style linear --start-weight-decay 0.2 --end-weight-decay 0.1
     => --start-weight-decay 0.2 | --end-weight-decay 0.1
 --recompute-activations --recompute-granularity full => --recompute-activations | full | selective
 --recompute-granularity full => full | --recompute-method | uniform and 1
---recompute-method block => --recompute-method block needs --recompute-granularity full
+--recompute-method block => --recompute-method block requires --recompute-granularity full
 --recompute-granularity selective --recompute-num-layers 1
     => --recompute-num-layers | selective | full
 --recompute-modules mlp => --recompute-modules | selective
@@ -197,8 +197,8 @@ PP2 --account-for-embedding-in-pipeline-split @2 => --account | --num-layers 4 |
 PP2 --model-chunks 2 --decoder-last-pipeline-num-layers 2 @2
     => 2 cannot be used with V placement | loop
 PARALLEL ENGINE --checkpoint-activations --distribute-saved-activations @2 => --sequence-parallel
---moe-grouped-gemm => --moe-grouped-gemm needs --num-experts
---expert-model-parallel-size 2 @2 => --expert-model-parallel-size 2 needs --num-experts
+--moe-grouped-gemm => --moe-grouped-gemm requires --num-experts
+--expert-model-parallel-size 2 @2 => --expert-model-parallel-size 2 requires --num-experts
 --num-experts 0 => --num-experts | 0 is too small
 --num-experts 4 --moe-router-topk 5 => --moe-router-topk 5 is above --num-experts 4
 --num-experts 4 --moe-expert-capacity-factor 0 => --moe-expert-capacity-factor 0 | above 0
@@ -208,8 +208,8 @@ PARALLEL ENGINE --checkpoint-activations --distribute-saved-activations @2 => --
 --num-experts 4 --moe-token-dispatcher-type flex => flex requires GPUs and DeepEP | alltoall
 --num-experts 4 --variable-seq-lengths => allgather | alltoall
 --num-experts 4 --moe-grouped-gemm --disable-bias-linear => --bf16
---num-experts 4 --moe-shared-expert-intermediate-size 8 => 8 needs --disable-bias-linear
---num-experts 4 --moe-latent-size 8 => --moe-latent-size 8 with --transformer-impl local
+--num-experts 4 --moe-shared-expert-intermediate-size 8 => 8 requires --disable-bias-linear
+--num-experts 4 --moe-latent-size 8 => --moe-latent-size 8 requires | got --transformer-impl local
 --num-experts 4 --expert-model-parallel-size 3 @3 => --num-experts 4 | 3 | not a multiple
 --num-experts 4 --expert-model-parallel-size 4 --global-batch-size 12 @6
     => world size 6 | expert tensor 1 x expert 4
@@ -217,7 +217,7 @@ PARALLEL ENGINE --checkpoint-activations --distribute-saved-activations @2 => --
 --num-experts 4 --expert-tensor-parallel-size 2 --disable-bias-linear @2
     => --expert-tensor-parallel-size 2 | make the first two equal
 --num-experts 4 --overlap-moe-expert-parallel-comm
-    => --overlap-moe-expert-parallel-comm with --expert-model-parallel-size 1 | above 1
+    => --overlap-moe-expert-parallel-comm requires | got --expert-model-parallel-size 1 | above 1
 SPREAD @2 => --moe-token-dispatcher-type allgather | cannot pause | alltoall
 --num-experts 4 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1
     --global-batch-size 8 --balance-replicas speed @2 => global_aux_loss | same number

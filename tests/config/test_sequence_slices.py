@@ -153,8 +153,8 @@ AUTO = "--pipeline-schedule auto --slice-tokens"
             "--pipeline-model-parallel-size 2",
             "ranks hold unequal numbers of slices",
         ),
-        (f"{LENGTHS} auto", "--slice-tokens auto with .* needs --pipeline-schedule auto"),
-        (f"{AUTO} auto --pipeline-model-parallel-size 2", "auto needs --variable-seq-lengths"),
+        (f"{LENGTHS} auto", "--slice-tokens auto requires --pipeline-schedule auto, got"),
+        (f"{AUTO} auto --pipeline-model-parallel-size 2", "auto requires --variable-seq-lengths"),
         (
             f"{AUTO} 64 --pipeline-model-parallel-size 2",
             "sequences of equal length use --sequence-slices",

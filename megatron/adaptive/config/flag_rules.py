@@ -194,7 +194,7 @@ class GivenFlags:
             return ""
         flags = " with ".join(map(self._text, joined))
         if rule.verb == "needs":
-            return f"{flags}{self._unsuitable(options[0])} needs {self._needed(options)}"
+            return f"{flags} requires {self._needed(options)}{self._unsuitable(options[0])}"
         return f"{flags} and {self._text(rule.right)} exclude each other"
 
     def _beyond(self, rule: _Rule, product: str) -> str:
@@ -239,7 +239,7 @@ class GivenFlags:
         """
         name = _parts(term)[0]
         is_absent = self._values[name] is None or self._specs[name].is_switch
-        return "" if is_absent else f" with {self._text(term)}"
+        return "" if is_absent else f", got {self._text(term)}"
 
     def _needed(self, terms: list[str]) -> str:
         """Returns ``terms`` as flags with the required values, joined by "or"."""
