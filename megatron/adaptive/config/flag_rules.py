@@ -153,7 +153,7 @@ class GivenFlags:
                 raise ConfigError(f"{violation}{reason}; {_REMEDIES[rule.verb]}")
 
     def without_effect(self, table: str) -> list[str]:
-        """Returns texts with the flags that have no effect and, for each flag, the flags it needs.
+        """Returns the flags that have no effect, each with the flags that it requires, as text.
 
         Args:
             table: Rules with the verb ``acts with``.
@@ -233,9 +233,10 @@ class GivenFlags:
         return str(getattr(self, _parts(term)[0]))
 
     def _unsuitable(self, term: str) -> str:
-        """Returns a phrase with the current value of a setting in a rule, or an empty string.
+        """Returns a clause with the current value of the required setting, or an empty string.
 
-        ``term`` is the term of the rule that contains the setting.
+        ``term`` is the term of the rule with the required setting. The result is empty if the setting
+        has no value, or is a switch.
         """
         name = _parts(term)[0]
         is_absent = self._values[name] is None or self._specs[name].is_switch

@@ -34,7 +34,7 @@ ENTRY_POINTS = "megatron_adaptive.schedules"
 
 
 def no_function(*arguments: Any) -> Any:
-    """Stands in for the function of ``auto``, ``file`` and ``megatron``, which have none."""
+    """Replaces the function of the schedules ``auto``, ``file`` and ``megatron``, which have none."""
     raise AssertionError("this schedule has no function")
 
 

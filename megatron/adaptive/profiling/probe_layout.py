@@ -111,7 +111,7 @@ def batches(
     Args:
         subjects: Global ranks of each measurement.
         machines: ID of each rank's machine.
-        most_busy: Maximum number of busy ranks on each rank's machine. A measurement with more
+        most_busy: Maximum number of ranks that measure at the same time on each rank's machine. A measurement with more
             ranks is made alone on that machine.
 
     Returns:
