@@ -235,8 +235,8 @@ class GivenFlags:
     def _unsuitable(self, term: str) -> str:
         """Returns a clause with the current value of the required setting, or an empty string.
 
-        ``term`` is the term of the rule with the required setting. The result is empty if the setting
-        has no value, or is a switch.
+        ``term`` is the term of the rule with the required setting. The result is empty if the
+        setting has no value, or is a switch.
         """
         name = _parts(term)[0]
         is_absent = self._values[name] is None or self._specs[name].is_switch

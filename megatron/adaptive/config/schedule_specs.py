@@ -34,7 +34,7 @@ ENTRY_POINTS = "megatron_adaptive.schedules"
 
 
 def no_function(*arguments: Any) -> Any:
-    """Replaces the function of the schedules ``auto``, ``file`` and ``megatron``, which have none."""
+    """Replaces the function of schedules that have none: ``auto``, ``file`` and ``megatron``."""
     raise AssertionError("this schedule has no function")
 
 
