@@ -235,7 +235,7 @@ def test_adapters_that_cannot_be_are_refused(flags: str, message: str) -> None:
         parse(arguments, world_size=1, last_wins=True)
     assert "\n" not in str(info.value)
     without = arguments[: arguments.index("--lora-rank")]
-    with pytest.raises(ConfigError, match="--lora-alpha 2 needs --lora-rank"):
+    with pytest.raises(ConfigError, match="--lora-alpha 2 requires --lora-rank"):
         parse([*without, "--lora-alpha", "2"], world_size=1)
 
 

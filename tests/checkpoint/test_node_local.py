@@ -50,7 +50,7 @@ def test_every_file_is_copied_once_by_one_that_has_it() -> None:
 
 def test_there_must_be_somewhere_to_copy_to(make: Make) -> None:
     with pytest.raises(
-        ConfigError, match="--save-local x needs --save .checkpoints are copied from the local"
+        ConfigError, match="--save-local x requires --save .checkpoints are copied from the local"
     ):
         make(save_local="x")
 

@@ -125,7 +125,7 @@ def test_its_settings_are_those_of_the_class(aurora: Path) -> None:
         parse([*RUN, "--load-hf", "model"], world_size=1)
     sizes = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8"
     sizes += " --max-position-embeddings 8 --vocab-size 40"
-    with pytest.raises(ConfigError, match="--hf-family .* needs --load-hf"):
+    with pytest.raises(ConfigError, match="--hf-family .* requires --load-hf"):
         parse([*RUN, *flags[2:], *sizes.split()], world_size=1)
 
 

@@ -149,5 +149,5 @@ def test_a_collector_that_is_down_is_named(folder: Path) -> None:
 
 
 def test_another_scheme_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="give the path of a file, or a URL"):
+    with pytest.raises(ConfigError, match="must be the path of a file, or a URL"):
         trace_export.main([str(folder), "--otlp", "grpc://localhost:4317"])

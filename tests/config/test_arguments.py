@@ -190,7 +190,7 @@ NO_LENGTH => --train-iters or --train-samples
     => --batch-size is a flag of Megatron-LM that this trainer refuses | --micro-batch-size
 --ckpt-format torch => --ckpt-format | 'torch' | torch_dist
 --tokenizer-type Llama2Tokenizer => Llama2Tokenizer | --tokenizer-model
---kv-lora-rank 8 => --kv-lora-rank 8 needs | --multi-latent-attention
+--kv-lora-rank 8 => --kv-lora-rank 8 requires | --multi-latent-attention
 --multi-latent-attention --group-query-attention => --group-query-attention | remove
 --window-size 8 => '8' | 128,0
 --window-size=-1,0 => '-1,0' begins with -1 | remove the flag
@@ -199,7 +199,7 @@ NO_LENGTH => --train-iters or --train-samples
 --rope-type linear => 'linear' | rope, yarn
 --optimizer soap => 'soap' | state of adam, sgd and muon | use one of these
 --optimizer dist_muon => 'dist_muon' | state of adam, sgd and muon | use one of these
---muon-momentum 0.8 => --muon-momentum 0.8 with --optimizer adam needs --optimizer muon
+--muon-momentum 0.8 => --muon-momentum 0.8 requires --optimizer muon, got --optimizer adam
 --optimizer muon --fp16 => --optimizer muon and --fp16 exclude each other | use bf16
 --optimizer muon --lora-rank 4 => --optimizer muon and --lora-rank 4 exclude each other | adapters
 --optimizer muon --use-distributed-optimizer
@@ -375,7 +375,7 @@ def test_a_recipe_is_a_command_line() -> None:
         ({}, ["num_layrs=3"], "the command line: num_layrs is not a setting"),
         ({"yaml_cfg": "x"}, [], "this trainer refuses it"),
         ({"model": {}}, [], "model is not a setting"),
-        ({"seed": {"x": 1}}, [], "seed must be a single value, but has keys"),
+        ({"seed": {"x": 1}}, [], "seed must be a single value, but contains"),
         ({"swiglu": 7}, [], "swiglu must be true or false, got 7"),
         ({}, ["nodes=many"], "nodes must be a positive integer, got many"),
         ({"variants": []}, [], "variants must contain keys"),

@@ -52,7 +52,7 @@ BROKEN = """\
 --sequence-slices none => --sequence-slices | 'none'
 --sequence-slices 0 => --sequence-slices | 0 is too small; give at least 1
 --sequence-slices auto --pipeline-schedule 1f1b PP2 @2
-    => --sequence-slices auto | 1f1b needs --pipeline-schedule auto (auto measures
+    => --sequence-slices auto requires --pipeline-schedule auto | 1f1b (auto measures
 --sequence-slices 2 --pipeline-schedule 1f1b => --sequence-slices 2 | 1f1b | adaptive | seq-1f1b
 --sequence-slices 2 --pipeline-schedule zb-v --model-chunks 2 PP2 @2
     => --sequence-slices 2 | zb-v | adaptive | auto | file | seq-1f1b
@@ -92,9 +92,9 @@ PP2 --model-chunks 2 --pipeline-placement v --pipeline-schedule megatron @2
     => --pipeline-placement v | megatron | adaptive
 --transport-slots 1 => --transport-slots | at least 2
 --transport tcp --rdma-device mlx5_0
-    => --rdma-device mlx5_0 with --transport tcp | --transport auto, rdma
+    => --rdma-device mlx5_0 requires | got --transport tcp | --transport auto, rdma
 --transport gloo --pipeline-schedule megatron
-    => --transport gloo and --pipeline-schedule megatron | megatron-core sends the messages
+    => --transport gloo and --pipeline-schedule megatron | uses megatron-core's communication
 UNEQUAL @4 => --stage-data-parallel-sizes 2-1 | needs 3 processes | has 4
 UNEQUAL --pipeline-model-parallel-size 3 @3
     => --stage-data-parallel-sizes 2-1 | 2 entries | --pipeline-model-parallel-size is 3
@@ -117,12 +117,12 @@ UNEQUAL --micro-batch-size 2 --global-batch-size 6 @3 => --global-batch-size 6 |
 --lr-decay-style WSD => WSD | --lr-wsd-decay-iters
 --lr-decay-style WSD --lr-wsd-decay-iters 11 => 11 | 10 iters
 --start-weight-decay 0.1 => --start-weight-decay | constant | --weight-decay
---weight-decay-incr-style linear => linear | needs --start-weight-decay
+--weight-decay-incr-style linear => linear | requires --start-weight-decay
 --weight-decay-incr-style linear --start-weight-decay 0.2 --end-weight-decay 0.1
     => --start-weight-decay 0.2 | --end-weight-decay 0.1
 --recompute-activations --recompute-granularity full => --recompute-activations | full | selective
 --recompute-granularity full => full | --recompute-method | uniform and 1
---recompute-method block => --recompute-method block needs --recompute-granularity full
+--recompute-method block => --recompute-method block requires --recompute-granularity full
 --recompute-granularity selective --recompute-num-layers 1
     => --recompute-num-layers | selective | full
 --recompute-modules mlp => --recompute-modules | selective
@@ -156,7 +156,7 @@ NO_DATA --valid-data-path x => --train-data-path
 NO_DATA --data-path x => GPT2BPETokenizer | --vocab-file and --merge-file
 NO_DATA --mock-data --tokenizer-type NullTokenizer => NullTokenizer | --vocab-size
 GROWS --train-samples 10 --rampup-batch-size 8 2 10 => starts at 8 | start lower
-GROWS --train-samples 10 --rampup-batch-size 2 4 10 => never reaches | 8 | distance 6
+GROWS --train-samples 10 --rampup-batch-size 2 4 10 => never reaches | 8 | must divide | 6
 GROWS --train-samples 10 --rampup-batch-size 1 1 10 => 2 x data parallel size 1 = 2
 GROWS --train-samples 4 => --train-samples 4 | --global-batch-size 8
 GROWS --micro-batch-size 1 --rampup-batch-size 2 1 10 --model-chunks 2
@@ -167,7 +167,7 @@ PARALLEL ENGINE --seq-length 31 @2 => --seq-length 31 is not a multiple of | siz
 --context-parallel-size 2 --seq-length 30 @2
     => --seq-length 30 is not a multiple of 2 x --context-parallel-size 2 = 4
 --context-parallel-size 2 --window-size 8,0 @2
-    => --window-size | these layers do not support windows | --context
+    => --window-size | these layers do not support sliding windows | --context
 --mtp-num-layers 1 => --position-embedding-type learned_absolute | --mtp-num-layers 1 | rope
 --mtp-num-layers 0 => --mtp-num-layers | at least 1
 --heterogeneous-layers-config-path /no/file => /no/file: No such file | block_configs
@@ -179,26 +179,26 @@ UNLIKE{"attention":{"num_query_groups":2},"ffn":{"ffn_hidden_size":8}}]}
     => describes 1 layers | --num-layers 4
 UNLIKE{"attention":{"num_query_groups":1},"ffn":{"ffn_hidden_size":8}}]} --num-layers 1
     --tensor-model-parallel-size 2 @2
-    => layer 1 has 1 key and value heads | size 2 | divided equally
+    => layer 1 has 1 key and value heads | size 2 | multiples
 UNLIKE{"attention":{"num_query_groups":4},"ffn":{"ffn_hidden_size":8}}]} --num-layers 1 MTP
-    => --mtp-num-layers 1 | these require equal layers
+    => --mtp-num-layers 1 | this requires layers of equal size
 MTP --context-parallel-size 2 @2 => --mtp-num-layers 1 | --calculate-per-token-loss
 PP2 MTP --pipeline-model-parallel-layout Ett|ttL @2 => Ett|ttL | 0 layers | (m) | make them equal
 PP2 --pipeline-model-parallel-layout Ett|ttmL @2 => 1 layers | (m) | make them equal
 PP2 MTP --pipeline-model-parallel-layout Et|t|ttm|L @2
-    => Et|t|ttm|L in a v | stage 2 | last stage of all
+    => Et|t|ttm|L | stage 2 | with v placement | last stage
 PP2 MTP --pipeline-schedule interleaved --pipeline-model-parallel-layout Et|tttm||L @2
-    => in a loop | stage 1 | any rank except the first
+    => stage 1 | with loop placement | any rank except the first
 PP2 --pipeline-model-parallel-layout Ett|ttt|L @2 => has 3 stages | pipeline 2 x chunks
 PP2 --model-chunks 2 --pipeline-model-parallel-layout Ett|ttL @2 => 2 stages | pipeline 2 x chunks 2
 PP2 --pipeline-model-parallel-layout Ett|tttL @2 => 5 transformer layers (t) | --num-layers 4
 PP2 --decoder-first-pipeline-num-layers 5 @2 => 5 | --num-layers 4 | do not divide evenly
 PP2 --account-for-embedding-in-pipeline-split @2 => --account | --num-layers 4 | evenly over 2
 PP2 --model-chunks 2 --decoder-last-pipeline-num-layers 2 @2
-    => 2 cannot be used with stages in a V | loop
+    => 2 cannot be used with V placement | loop
 PARALLEL ENGINE --checkpoint-activations --distribute-saved-activations @2 => --sequence-parallel
---moe-grouped-gemm => --moe-grouped-gemm needs --num-experts
---expert-model-parallel-size 2 @2 => --expert-model-parallel-size 2 needs --num-experts
+--moe-grouped-gemm => --moe-grouped-gemm requires --num-experts
+--expert-model-parallel-size 2 @2 => --expert-model-parallel-size 2 requires --num-experts
 --num-experts 0 => --num-experts | 0 is too small
 --num-experts 4 --moe-router-topk 5 => --moe-router-topk 5 is above --num-experts 4
 --num-experts 4 --moe-expert-capacity-factor 0 => --moe-expert-capacity-factor 0 | above 0
@@ -208,8 +208,8 @@ PARALLEL ENGINE --checkpoint-activations --distribute-saved-activations @2 => --
 --num-experts 4 --moe-token-dispatcher-type flex => flex requires GPUs and DeepEP | alltoall
 --num-experts 4 --variable-seq-lengths => allgather | alltoall
 --num-experts 4 --moe-grouped-gemm --disable-bias-linear => --bf16
---num-experts 4 --moe-shared-expert-intermediate-size 8 => 8 needs --disable-bias-linear
---num-experts 4 --moe-latent-size 8 => --moe-latent-size 8 with --transformer-impl local
+--num-experts 4 --moe-shared-expert-intermediate-size 8 => 8 requires --disable-bias-linear
+--num-experts 4 --moe-latent-size 8 => --moe-latent-size 8 requires | got --transformer-impl local
 --num-experts 4 --expert-model-parallel-size 3 @3 => --num-experts 4 | 3 | not a multiple
 --num-experts 4 --expert-model-parallel-size 4 --global-batch-size 12 @6
     => world size 6 | expert tensor 1 x expert 4
@@ -217,14 +217,14 @@ PARALLEL ENGINE --checkpoint-activations --distribute-saved-activations @2 => --
 --num-experts 4 --expert-tensor-parallel-size 2 --disable-bias-linear @2
     => --expert-tensor-parallel-size 2 | make the first two equal
 --num-experts 4 --overlap-moe-expert-parallel-comm
-    => --overlap-moe-expert-parallel-comm with --expert-model-parallel-size 1 | above 1
+    => --overlap-moe-expert-parallel-comm requires | got --expert-model-parallel-size 1 | above 1
 SPREAD @2 => --moe-token-dispatcher-type allgather | cannot pause | alltoall
 --num-experts 4 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1
     --global-batch-size 8 --balance-replicas speed @2 => global_aux_loss | same number
 EXCHANGE --pipeline-schedule 1f1b @2 => --pipeline-schedule 1f1b | combined-1f1b
 EXCHANGE --pipeline-schedule auto @2 => --pipeline-schedule auto | adaptive
-EXCHANGE PP2 --repartition auto @4 => --repartition auto | overlapped work
-EXCHANGE --checkpoint-activations @2 => --recompute-granularity full | paused forward pass
+EXCHANGE PP2 --repartition auto @4 => --repartition auto | would change its results
+EXCHANGE --checkpoint-activations @2 => --recompute-granularity full | a forward pass is paused
 EXCHANGE --moe-shared-expert-intermediate-size 8 --moe-shared-expert-overlap
     --disable-bias-linear @2 => --moe-shared-expert-overlap | remove one
 --num-experts 4 --heterogeneous-layers-config-encoded-json {"block_configs":[]}

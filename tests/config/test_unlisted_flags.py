@@ -98,9 +98,7 @@ def test_the_other_spelling_of_a_flag_is_listed_as_the_first(flag: str, listed: 
 
 
 def test_the_other_spelling_of_a_flag_of_the_trainer_is_named() -> None:
-    message = (
-        "^--disable-align-grad-reduce is Megatron-LM's other spelling of --no-align-grad-reduce"
-    )
+    message = "^--disable-align-grad-reduce is another spelling of --no-align-grad-reduce"
     with pytest.raises(ConfigError, match=message):
         parse(["--disable-align-grad-reduce"], world_size=1)
 

@@ -103,7 +103,7 @@ def test_kernels_are_recorded_unless_another_profiler_runs(
         ),
         ({"profile_step_end": -1}, "profile_step_end must be an integer of at least 0, got -1"),
         ({"profile_step_start": 12}, "profile_step_end must be greater than profile_step_start"),
-        ({"trace_otlp": "localhost:4318"}, "trace_otlp localhost:4318: give a URL such as"),
+        ({"trace_otlp": "localhost:4318"}, "trace_otlp must be a URL such as"),
         (
             {"trace_otlp": "http://me:secret@h:4318", "trace_dir": None},
             "trace_otlp http://...@h:4318 requires trace_dir",

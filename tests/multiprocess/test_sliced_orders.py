@@ -105,12 +105,12 @@ def test_the_number_of_slices_is_chosen_from_two_that_were_measured(
     assert losses_of(tmp_path / "auto", auto) == pytest.approx(ran, rel=1e-6)
     log = (tmp_path / "auto.txt").read_text()
     # Sequences of 64 tokens can have at most 4 slices.
-    assert "auto has measured 4 slices, and measures 2 next" in log
+    assert "auto has measured 4 slices per sequence, and measures 2 next" in log
     assert "sequences now run in 2 slices: rebuilt in" in log
     assert re.search(r"auto takes .*simulated steps by number of slices: 1: .* ms, 2: .* 4: ", log)
     hinted = f"{longer} --pipeline-schedule hinted --sequence-slices 2"
     assert losses_of(tmp_path / "hinted", hinted) == pytest.approx(ran, rel=1e-6)
-    pattern = r"hinted follows .* a forward pass, messages take [0-9.]+, B [0-9.]+ and W "
+    pattern = r"hinted adapts .* a forward pass, a message takes [0-9.]+, B [0-9.]+ and W "
     assert re.search(pattern, (tmp_path / "hinted.txt").read_text())
     assert "sequences are now whole: rebuilt in" in log
     run = read_run(traces)

@@ -67,11 +67,11 @@ def test_kernels_are_recorded_where_settings_or_megatron_lms_flags_say() -> None
         ),
         (
             {"schedule": "1f1b", "placement": "v"},
-            "--pipeline-placement v with --pipeline-schedule 1f1b needs --pipeline-schedule "
-            "adaptive, auto, .*",
+            "--pipeline-placement v requires --pipeline-schedule adaptive, auto, .*, got "
+            "--pipeline-schedule 1f1b; .*",
         ),
         ({"placement": "w"}, "placement: 'w' is not one of loop, v"),
-        ({"schedule": "file"}, "--pipeline-schedule file needs --schedule-file; .*"),
+        ({"schedule": "file"}, "--pipeline-schedule file requires --schedule-file; .*"),
         (
             {"schedule": "megatron", "keyed_dropout": True},
             "--keyed-dropout True and --pipeline-schedule megatron exclude each other .*",
@@ -79,12 +79,12 @@ def test_kernels_are_recorded_where_settings_or_megatron_lms_flags_say() -> None
         ({"schedule": "nimble"}, "schedule: 'nimble' is neither one of .*"),
         (
             {"schedule": "1f1b", "activation_cap": 4},
-            "--activation-cap 4 with --pipeline-schedule 1f1b needs --pipeline-schedule adaptive.*",
+            "--activation-cap 4 requires --pipeline-schedule adaptive.* got .* 1f1b .*",
         ),
         ({"activation_cap": float("nan")}, "activation_cap: nan is not a finite number"),
         (
             {"schedule": "gpipe", "split_backward": True},
-            "--split-backward True with --pipeline-schedule gpipe needs .* zb-h1.*",
+            "--split-backward True requires .* zb-h1.*, got --pipeline-schedule gpipe .*",
         ),
         (
             {"schedule": "zb-h1", "split_backward": False},

@@ -184,7 +184,7 @@ def test_refused_spans_are_counted(tmp_path: Path) -> None:
     "url", ["", "localhost:4318", "grpc://localhost:4317", "http://", "http://[::1", "http://a:x"]
 )
 def test_what_is_no_url_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="give a URL such as http://127.0.0.1:4318"):
+    with pytest.raises(ConfigError, match="must be a URL such as http://127.0.0.1:4318"):
         SpanSender(url, header_of())
 
 

@@ -259,13 +259,19 @@ def _matching(pattern: str, base: Base, where: str) -> list[str]:
     ]
     beyond = [name for name in family.outer_weights if fits(name)]
     if beyond:
-        raise ConfigError(f"{where} {pattern!r} matches {beyond[0]}, which cannot have adapters")
+        raise ConfigError(
+            f"{where} {pattern!r} matches {beyond[0]}, which cannot have adapters; change the "
+            "pattern"
+        )
     if not any(by_layer):
-        raise ConfigError(f"{where} {pattern!r} matches no linear layer of {family.model_types[0]}")
+        raise ConfigError(
+            f"{where} {pattern!r} matches no linear layer of {family.model_types[0]}; change the "
+            "pattern"
+        )
     if len({*by_layer}) > 1:
         number = next(number for number, fitting in enumerate(by_layer) if fitting != by_layer[0])
         raise ConfigError(
             f"{where} {pattern!r} matches different linear layers in layer {number} and in layer "
-            "0, but all layers must have the same adapters"
+            "0, but adapters must be on the same linear layers in every layer"
         )
     return sorted(by_layer[0])

@@ -260,8 +260,8 @@ def _arguments_of(spec: FieldSpec, value: Any, where: str) -> list[str]:
         return [] if (text == "true") == (spec.default is True) else [spec.name]
     if isinstance(value, dict):
         raise ConfigError(
-            f"{where}: {spec.dest} must be a single value, but has keys below it; write settings "
-            "at the top level"
+            f"{where}: {spec.dest} must be a single value, but contains other keys; write all "
+            "settings at the top level"
         )
     items = value if isinstance(value, list) else str(value).split()
     texts = [str(item) for item in items]
@@ -365,11 +365,11 @@ def _why_not_taken(name: str, accepted: list[str]) -> str:
         return f"{name} is a flag of Megatron-LM that this trainer refuses: {reason}"
     if name in NEWER:
         return (
-            f"{name} is a setting of a newer megatron-core than the installed version; install a "
-            "newer release or remove the flag"
+            f"{name} requires a newer megatron-core than the installed version; install a newer "
+            "release or remove the flag"
         )
     if (other := with_no(name)) in accepted and other != name:
-        return f"{name} is Megatron-LM's other spelling of {other}; use {other}"
+        return f"{name} is another spelling of {other} in Megatron-LM; use {other}"
     (nearest,) = difflib.get_close_matches(name, [*accepted, *refused_flags()], n=1, cutoff=0.0)
     note = "" if nearest in accepted else ", which is refused"
     return f"{name} is not a flag of this trainer; the nearest is {nearest}{note} (see --help)"

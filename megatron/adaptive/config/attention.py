@@ -47,7 +47,7 @@ class Kernel(enum.Enum):
 
     Attributes:
         SCORES: No fused kernel. The scores of all pairs of tokens are kept until the backward pass.
-        CAUSAL: Fused kernel that masks later tokens and needs no mask tensor.
+        CAUSAL: Fused kernel that masks later tokens itself, without a mask tensor.
         MASKED: Fused kernel with a mask tensor.
         PACKED: Fused kernel for rows of several documents, with or without a sliding window.
     """
@@ -110,8 +110,9 @@ class AttentionCase:
 def kernel_for(case: AttentionCase) -> Kernel:
     """Chooses how to compute attention for a call with the properties ``case``.
 
-    If rows are packed but the result is not ``PACKED``, the caller must compute attention
-    separately for each document, and call this function again for a single document.
+    If ``case.is_packed`` is true but the result is not ``PACKED``, the caller must compute
+    attention separately for each document, with the kernel that this function returns for a
+    single document.
     """
     if case.has_sinks or case.has_bound or case.backend in ("unfused", "local"):
         return Kernel.SCORES

@@ -31,7 +31,7 @@ def collector_url(flag: str, target: str, *, or_give: str = "") -> str:
         is_url = False
     if not is_url:
         raise ConfigError(
-            f"{flag} {shown_url(target)}: give {or_give}a URL such as http://127.0.0.1:4318"
+            f"{flag} must be {or_give}a URL such as http://127.0.0.1:4318, got {shown_url(target)}"
         )
     return target if parts.path.strip("/") else parts._replace(path=OTLP_PATH).geturl()
 

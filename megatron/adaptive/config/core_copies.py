@@ -54,9 +54,10 @@ def core_version() -> str | None:
 
 
 def shadowed_copies() -> str | None:
-    """Describes copies of megatron-core whose versions differ from the copy that Python imports.
+    """Returns a warning about copies of megatron-core that Python does not import.
 
-    Returns a line of text, or ``None`` if there are no such copies.
+    Only copies whose versions differ from the imported copy are mentioned. The result is ``None``
+    if there are no such copies.
     """
     copies = core_copies()
     others = [copy for copy in copies[1:] if copy.version != copies[0].version]

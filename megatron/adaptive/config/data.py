@@ -143,8 +143,8 @@ class DataConfig(TokenizerConfig):
         "single",
         choices=("single",),
         refused_choices={
-            "cyclic": "single already shuffles the samples and repeats them after the last one, "
-            "and a resumed run can continue at the same sample only with single; use single",
+            "cyclic": "single already shuffles and repeats the samples, and only with single can a "
+            "resumed run continue at the same sample; use single",
             "external": "this trainer does not support a user's own data loader; use single",
         },
     )

@@ -255,7 +255,7 @@ class Environment:
 
 @dataclass(frozen=True, kw_only=True)
 class Installed:
-    """Records which optional packages are installed. Some settings require such a package.
+    """Records which optional packages are installed. Some settings require one of them.
 
     Attributes:
         transformer_engine: Whether Transformer Engine (fused layers) is installed.
@@ -314,14 +314,14 @@ def _require_below(name: str, rank: int, size: int) -> None:
 
 
 _FILES_OF_RANK = 128
-"""Number of files and connections that the rank of a one-rank job may open, with a safety margin.
+"""Maximum number of files and connections that a rank opens in a job with a single rank.
 
-A measurement without the margin counted 105.
+The number contains a safety margin: in a measurement, the rank opened 105.
 """
 _FILES_OF_PEER = 24
-"""Number of additional files and connections that a rank may open for each other rank.
+"""Maximum number of additional files and connections that a rank opens per other rank.
 
-In a job with two ranks, a measurement counted 150 files and connections per rank.
+In a measurement with two ranks, each rank opened 150 files and connections.
 """
 _GROUP = 64
 _FILES_AIMED_AT = 65_536

@@ -74,40 +74,41 @@ pipeline_schedule=megatron+num_virtual_stages_per_pipeline_rank>1+overlap_p2p_co
     needs pipeline_model_parallel_size>2 | messages between the same two ranks could be mixed up
 repartition needs pipeline_model_parallel_size>1
 repartition excludes pipeline_schedule=file,megatron
-    | their order cannot be simulated for another partition; use adaptive
+    | its order cannot be simulated for another partition; use adaptive
 record_schedule replay_schedule excludes pipeline_schedule=auto,megatron
     | auto changes its order during the run, and megatron-core's order cannot be read or set
-transport excludes pipeline_schedule=megatron | megatron-core sends the messages
+transport excludes pipeline_schedule=megatron | this schedule uses megatron-core's communication
 rdma_device rdma_gid_index rdma_mtu_bytes needs transport=auto,rdma
 overlap_moe_expert_parallel_comm excludes repartition recompute_granularity=full moe_layer_recompute
-    | the overlapped work would affect the results or the measured time of a paused forward pass
+    | work that runs while a forward pass is paused would change its results or measured time
 overlap_moe_expert_parallel_comm excludes moe_shared_expert_overlap
     | both overlap the same token exchanges with computation
 sequence_parallel needs tensor_model_parallel_size>1
 window_size+context_parallel_size>1 excludes transformer_impl=local attention_softcap
-    | these layers do not support windows in sequences that ranks share
+    | these layers do not support sliding windows with context parallelism
 pack_to sft needs variable_seq_lengths
 variable_seq_lengths excludes stage_data_parallel_sizes ddp_average_in_collective
     reset_position_ids reset_attention_mask eod_mask_loss
     | documents are never joined, and the loss is per token
 sft excludes mock_data | conversations come from files
 pack_to excludes micro_batch_size>1 context_parallel_size>1 pipeline_schedule=file
-    multi_latent_attention | a microbatch is one row of whole documents on one rank, with plain
-    attention, and the number of microbatches differs between steps
-balance_replicas=lengths needs variable_seq_lengths | only speed works without it
+    multi_latent_attention | packing requires microbatches of one row, whole rows on each rank,
+    plain attention, and a schedule that supports any number of microbatches
+balance_replicas=lengths needs variable_seq_lengths | without it, only speed has an effect
 balance_replicas=lengths,speed,both excludes stage_data_parallel_sizes
     expert_model_parallel_size>1 moe_router_load_balancing_type=global_aux_loss
     ddp_average_in_collective pipeline_schedule=file,megatron
     | this requires the same number of microbatches on all replicas
 slice_tokens excludes sequence_slices pack_to
-    | --slice-tokens determines the number of slices and tokens of a row
+    | --slice-tokens already determines the length of a row and its number of slices
 slice_tokens+variable_seq_lengths excludes micro_batch_size>1
     | a microbatch is a single row of documents
 sequence_parallel+tensor_model_parallel_size divides slice_tokens
     | every rank has an equal share of each slice
 sequence_slices=0 slice_tokens=0 needs pipeline_model_parallel_size>1
-    | a single rank never waits for other ranks
-sequence_slices=0 excludes variable_seq_lengths | steps with different lengths cannot be compared
+    | a single rank has no waiting time to reduce
+sequence_slices=0 excludes variable_seq_lengths
+    | auto can only compare steps whose sequences have equal length
 sequence_slices slice_tokens needs transformer_impl=local
     | only local layers attend to earlier slices
 sequence_slices slice_tokens excludes context_parallel_size>1 mtp_num_layers
@@ -118,14 +119,14 @@ num_moe_experts+sequence_slices num_moe_experts+slice_tokens
     | load-balancing losses require whole microbatches
 num_moe_experts+sequence_slices num_moe_experts+slice_tokens
     excludes moe_z_loss_coeff moe_expert_capacity_factor
-    | these require all tokens of a microbatch
+    | this setting requires all tokens of a microbatch at the same time
 slice_tokens excludes record_schedule replay_schedule balance_replicas=speed,both
     | the number of slices differs between steps
 use_distributed_optimizer excludes optimizer=sgd,muon
     | megatron-core distributes only the state of adam
 optimizer=muon excludes lora_rank
-    | with adapters, there are no weights for the second optimizer of muon
-optimizer=muon excludes fp16 | megatron-core has no loss scale for muon; use bf16
+    | with adapters, the second optimizer that muon uses would have no weights
+optimizer=muon excludes fp16 | megatron-core does not support loss scaling with muon; use bf16
 optimizer=muon excludes expert_model_parallel_size>1 moe_grouped_gemm stage_data_parallel_sizes
     | muon requires whole experts on each rank, with separate weights
 muon_momentum muon_nesterov muon_split_qkv=False muon_scale_mode muon_fp32_matmul_prec
@@ -146,12 +147,12 @@ distribute_saved_activations needs tensor_model_parallel_size>1
 distribute_saved_activations excludes sequence_parallel | the second flag already splits activations
 lora_alpha lora_dropout lora_targets load_lora needs lora_rank
 hf_family needs load_hf
-perform_initialization=False needs load/load_hf | the weights would have arbitrary values
+perform_initialization=False needs load/load_hf | otherwise, the weights would be uninitialized
 lora_rank excludes {_UNLIKE} overlap_moe_expert_parallel_comm | such layers do not support adapters
 sample_prompt excludes context_parallel_size>1 mtp_num_layers variable_seq_lengths
-    | the sample is a single plain text
+    | text generation does not support this
 reset_attention_mask excludes create_attention_mask_in_dataloader=False
-    | only the data loader has the ends of documents
+    | only the data loader can find the ends of documents
 valid_data_path test_data_path needs train_data_path/skip_train | otherwise, training has no data
 lr_decay_style=WSD needs lr_wsd_decay_iters/lr_wsd_decay_samples
     | the final part of the decay needs a length
@@ -176,16 +177,16 @@ moe_grouped_gemm+transformer_impl=local moe_shared_expert_intermediate_size
 num_moe_experts+tensor_model_parallel_size>1 needs sequence_parallel
     | the ranks share the tokens of a sequence
 attention_softcap excludes use_flash_attn attention_backend=flash,fused
-    | these kernels do not support bounded scores
+    | these kernels do not support soft-capping of attention scores
 attention_backend=flash use_flash_attn cross_entropy_fusion_impl=te moe_latent_size
     use_te_activation_func fused_single_qkv_rope
     needs {_ENGINE}
 attention_backend=local needs transformer_impl=local
 window_rotary_base needs window_size position_embedding_type=rope
 {_UNLIKE} excludes multi_latent_attention mtp_num_layers num_moe_experts pack_to
-    | these require equal layers
+    | this requires layers of equal size
 mtp_num_layers excludes position_embedding_type=learned_absolute
-    | the table of positions would be on two stages; use rope or none
+    | two stages would need the learned position embedding; use rope or none
 mtp_num_layers+recompute_method=uniform needs recompute_num_layers=1
 mtp_num_layers+context_parallel_size>1 needs calculate_per_token_loss
     | megatron-core would average the loss over the tokens of each rank separately
@@ -350,8 +351,8 @@ def _shape(config: TrainerConfig, flags: GivenFlags, installed: Installed) -> Ru
     )
     yield (
         model.ffn_hidden_size < 1,
-        f"--swiglu with {flags.hidden_size} makes a feed-forward block of width 0, because the "
-        "width is rounded down to a multiple of 64; add --ffn-hidden-size",
+        f"--swiglu with {flags.hidden_size} results in a feed-forward block of width 0, because "
+        "the default width is rounded down to a multiple of 64; set --ffn-hidden-size",
     )
     yield (
         model.query_groups % tensor != 0 and tensor % model.query_groups != 0,
@@ -369,8 +370,8 @@ def _experts(config: TrainerConfig, flags: GivenFlags, installed: Installed) -> 
     best = config.model.moe_router_group_best
     yield (
         best is not None and (groups is None or best > experts // groups or core.moe_router_fusion),
-        f"{flags.moe_router_group_best} requires groups with at least this number of experts "
-        "(--moe-router-num-groups) and no --moe-router-fusion; change one of them",
+        f"{flags.moe_router_group_best} requires at least this number of experts in each group of "
+        "--moe-router-num-groups, and conflicts with --moe-router-fusion; change one of them",
     )
     pattern = parse_pattern(core.moe_layer_freq)
     layers = config.model.num_layers
@@ -446,7 +447,7 @@ def _batch(config: TrainerConfig, flags: GivenFlags) -> Rules:
     yield (
         distance % increment != 0,
         f"{flags.rampup_batch_size} never reaches {flags.global_batch_size}; the increment "
-        f"{increment} must divide the distance {distance}",
+        f"{increment} must divide the difference, {distance}",
     )
     yield (
         start % unit != 0 or increment % unit != 0,

@@ -70,11 +70,11 @@ pipeline_placement=v needs pipeline_schedule={names(lambda spec: "v" in spec.pla
         _CHUNKS
     }>1
 activation_cap needs pipeline_schedule={names(lambda spec: spec.is_rule)}
-    | other schedules hold a fixed number of microbatches
+    | other schedules keep the activations of a fixed number of microbatches
 split_backward=False excludes pipeline_schedule={
         names(lambda spec: spec.splits_backward == "always")
     }
-    | its order computes weight gradients separately
+    | this schedule always computes weight gradients in separate actions
 split_backward=True needs pipeline_schedule={splits}
     | other schedules do not split the backward pass
 pipeline_schedule=file needs schedule_file
@@ -83,7 +83,8 @@ auto_candidates needs pipeline_schedule=auto
 keyed_dropout excludes pipeline_schedule=megatron | megatron-core runs the forward passes
 pipeline_schedule={names(lambda spec: spec.recomputes)} needs recompute_granularity=full
     | it keeps the inputs of many microbatches and repeats their forward passes
-sequence_slices=0 needs pipeline_schedule=auto | auto measures steps and simulates others
+sequence_slices=0 needs pipeline_schedule=auto
+    | auto measures steps to choose the number of slices
 sequence_slices needs pipeline_schedule={
         names(
             lambda spec: (
@@ -91,18 +92,19 @@ sequence_slices needs pipeline_schedule={
             )
         )
     }
-    | other schedules order whole microbatches
-slice_tokens=0 needs pipeline_schedule=auto | auto measures steps and simulates others
+    | other schedules do not divide microbatches into slices
+slice_tokens=0 needs pipeline_schedule=auto | auto measures steps to choose the length of slices
 pipeline_schedule=auto+slice_tokens needs variable_seq_lengths
     | sequences of equal length use --sequence-slices instead
 pipeline_schedule=seq-1f1b+slice_tokens excludes repartition | ranks hold unequal numbers of slices
-pipeline_schedule=auto+slice_tokens excludes repartition | auto measures layers that must not move
+pipeline_schedule=auto+slice_tokens excludes repartition
+    | layers must not move while auto measures them
 slice_tokens needs pipeline_schedule={
         names(
             lambda spec: spec.orders_slices or (spec.kind in ("rule", "auto") and not spec.is_own)
         )
     }
-    | other schedules order whole microbatches, or a fixed number of slices
+    | other schedules do not support slices, or require a fixed number of slices
 overlap_moe_expert_parallel_comm needs pipeline_schedule={names(lambda spec: spec.overlaps_experts)}
     | other schedules never overlap two actions
 overlap_moe_expert_parallel_comm needs moe_token_dispatcher_type=alltoall
@@ -151,7 +153,7 @@ class GivenFlags:
                 raise ConfigError(f"{violation}{reason}; {_REMEDIES[rule.verb]}")
 
     def without_effect(self, table: str) -> list[str]:
-        """Returns texts with the flags that have no effect and, for each flag, the flags it needs.
+        """Returns the flags that have no effect, each with the flags that it requires, as text.
 
         Args:
             table: Rules with the verb ``acts with``.
@@ -192,7 +194,7 @@ class GivenFlags:
             return ""
         flags = " with ".join(map(self._text, joined))
         if rule.verb == "needs":
-            return f"{flags}{self._unsuitable(options[0])} needs {self._needed(options)}"
+            return f"{flags} requires {self._needed(options)}{self._unsuitable(options[0])}"
         return f"{flags} and {self._text(rule.right)} exclude each other"
 
     def _beyond(self, rule: _Rule, product: str) -> str:
@@ -231,13 +233,14 @@ class GivenFlags:
         return str(getattr(self, _parts(term)[0]))
 
     def _unsuitable(self, term: str) -> str:
-        """Returns a phrase with the current value of a setting in a rule, or an empty string.
+        """Returns a clause with the current value of the required setting, or an empty string.
 
-        ``term`` is the term of the rule that contains the setting.
+        ``term`` is the term of the rule with the required setting. The result is empty if the
+        setting has no value, or is a switch.
         """
         name = _parts(term)[0]
         is_absent = self._values[name] is None or self._specs[name].is_switch
-        return "" if is_absent else f" with {self._text(term)}"
+        return "" if is_absent else f", got {self._text(term)}"
 
     def _needed(self, terms: list[str]) -> str:
         """Returns ``terms`` as flags with the required values, joined by "or"."""

@@ -1,7 +1,7 @@
 """Divides layers among stages according to Megatron-LM's flags, and checks the result.
 
 All layers for multi-token prediction (MTP) are on the same stage, after all transformer layers. By
-default, it is the last stage. Like the first stage, this stage needs the word embedding.
+default, this is the last stage. Like the first stage, it needs the word embedding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megatron.adaptive.config.trainer import TrainerConfig
 
 _MAX_EXAMPLE = 64
-_HINT = 'pass as --heterogeneous-layers-config-path a JSON file with "block_configs"'
+_HINT = 'pass a JSON file with "block_configs" as --heterogeneous-layers-config-path'
 _UNEVEN = (
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
@@ -75,8 +75,8 @@ def lay_out(values: dict[str, Any], specs: Mapping[str, FieldSpec]) -> None:
     flags = " and ".join(uneven_flags)
     if placement == "v" and not any("account" in text for text in uneven_flags):
         raise ConfigError(
-            f"{flags} cannot be used with stages in a V, whose first rank also has the last "
-            "stage; use --partition or --pipeline-placement loop"
+            f"{flags} cannot be used with V placement, which puts the first and the last stage "
+            "on the same rank; use --partition or --pipeline-placement loop"
         )
     try:
         values["partition"] = uneven_split(
@@ -111,8 +111,8 @@ class UnlikeLayer(NamedTuple):
     Attributes:
         groups: Number of key and value heads, or 0 if the layer has no attention.
         width: Inner width of the feed-forward block, or 0 if the layer has none.
-        linear: Number of blocks (attention and feed-forward) that a linear layer replaces, from 0
-            to 2.
+        linear: Number of blocks (attention or feed-forward) of the layer that are replaced by a
+            linear layer, from 0 to 2.
     """
 
     groups: int
@@ -155,8 +155,8 @@ def unlike_layers(config: TrainerConfig) -> list[UnlikeLayer] | None:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"--heterogeneous-layers-config-path: layer {len(layers) + 1} does not have the "
-            f"format of megatron-core ({type(error).__name__}: {error}); see its "
-            "HeterogeneousTransformerConfig"
+            f"format of megatron-core ({type(error).__name__}: {error}); see the class "
+            "HeterogeneousTransformerConfig of megatron-core"
         ) from None
     return layers if text else None
 
@@ -178,9 +178,9 @@ def _unlike(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str]]:
     for number, (groups, width, _) in enumerate(layers, 1):
         yield (
             groups % tensor != 0 or width % tensor != 0 or heads % (groups or heads) != 0,
-            f"{flag}: layer {number} has {groups} key and value heads and width {width}, which "
-            f"cannot be divided equally with {flags.num_attention_heads} and "
-            f"{flags.tensor_model_parallel_size}; change one of them",
+            f"{flag}: layer {number} has {groups} key and value heads and width {width}, which do "
+            f"not match {flags.num_attention_heads} and {flags.tensor_model_parallel_size}; use "
+            "multiples of the tensor parallel size, and a divisor of the number of heads",
         )
 
 
@@ -246,9 +246,7 @@ def _predictions(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, st
     yield (
         config.mtp_stage != stages - 1
         and (kind == "v" or config.mtp_stage not in range(stages - pipeline + 1, stages)),
-        f"{flags.pipeline_model_parallel_layout} in a {kind} with {flags.mtp_num_layers} has the "
-        f"layers of multi-token prediction (m) on stage {config.mtp_stage}, but they must be on "
-        "the last stage"
-        + " of all" * (kind == "v")
-        + ", or in a loop on the last stage of any rank except the first; move m",
+        f"{flags.pipeline_model_parallel_layout} has the layers of multi-token prediction (m) on "
+        f"stage {config.mtp_stage}; with {kind} placement, move m to the last stage"
+        + (", or to the last stage of any rank except the first" * (kind == "loop")),
     )

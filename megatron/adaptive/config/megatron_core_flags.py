@@ -139,7 +139,7 @@ def _window(text: str) -> tuple[int, ...]:
     try:
         left, right = map(int, text.strip("()").split(","))
     except ValueError:
-        raise ValueError(f"{text!r} is not two numbers such as 128,0") from None
+        raise ValueError(f"{text!r} is not a pair of numbers such as 128,0") from None
     if left < 0:
         raise ValueError(
             f"{text!r} begins with {left}, but the number of earlier tokens that a token attends "

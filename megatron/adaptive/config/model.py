@@ -89,7 +89,7 @@ class ModelConfig:
         off="--no-position-embedding",
     )
     moe_router_group_best: Count | None = flag(
-        "Number of best experts of a group whose scores are added up to the group's score.",
+        "Number of highest-scoring experts of a group whose scores add up to the group's score.",
         derived="--moe-router-topk divided by --moe-router-group-topk",
     )
     rotary_base: Count = flag("Base of the rotary frequencies.", 10000)
@@ -193,9 +193,9 @@ class ModelConfig:
         if self.use_rotary_position_embeddings:
             assign(self, "position_embedding_type", "rope")
         if self.ffn_hidden_size is None:
-            # A gated block has three matrices instead of two. It has the same number of parameters
-            # if its width is two thirds of the usual width. The width is rounded down to a multiple
-            # of 64, as in Megatron-LM.
+            # A gated block has three matrices instead of two. With two thirds of the usual width,
+            # it has the same number of parameters. As in Megatron-LM, the width is rounded down to
+            # a multiple of 64.
             gated = int((4 * self.hidden_size * 2 / 3) / _SWIGLU_MULTIPLE) * _SWIGLU_MULTIPLE
             assign(self, "ffn_hidden_size", gated if self.swiglu else 4 * self.hidden_size)
         if self.kv_channels is None:
@@ -392,5 +392,5 @@ def model_flags(model: str, folder: Path) -> list[str]:
         f"the nearest name is {nearest[0]}" if nearest else f"known names are {', '.join(MODELS)}"
     )
     raise ConfigError(
-        f"MODEL={model} is neither the name of a known model nor a file of flags; {hint}"
+        f"MODEL={model} is neither the name of a known model nor a file with flags; {hint}"
     )

@@ -110,7 +110,7 @@ class OptimizerConfig:
         off=("--no-muon-split-qkv", "--muon-no-split-qkv"),
     )
     muon_scale_mode: str = flag(
-        "Rule that scales muon's updates by the shape of a weight.",
+        "Rule by which muon's updates are scaled, depending on the shape of the weight.",
         "spectral",
         choices=("spectral", "unit_rms_norm", "shape_scaling"),
     )
@@ -131,7 +131,7 @@ class OptimizerConfig:
     )
     muon_extra_scale_factor: Positive = flag("Factor by which muon's updates are multiplied.", 1.0)
     muon_scalar_optimizer: str = flag(
-        "Optimizer of the weights that muon does not train.",
+        "Optimizer for the weights that muon does not train.",
         "adam",
         choices=("adam",),
         refused_choices={"lion": _NOT_MOVED},

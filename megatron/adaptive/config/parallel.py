@@ -89,7 +89,7 @@ class ParallelConfig:
         refused_choices={"a2a+p2p": "hierarchical context parallelism is not supported; use p2p"},
     )
     distributed_backend: str | None = flag(
-        "Library for collectives.",
+        "Backend of torch.distributed for collectives.",
         choices=("nccl", "gloo"),
         derived="nccl if each rank has its own GPU, otherwise gloo",
     )
@@ -106,8 +106,8 @@ class ParallelConfig:
         """Number of data-parallel replicas. Each replica processes different samples.
 
         If stages have unequal numbers of ranks, this is the least common multiple of these numbers.
-        The number of microbatches per step is a multiple of the result, so all ranks of a stage run
-        the same number of microbatches.
+        The number of microbatches per step is a multiple of the result. Therefore, all ranks of a
+        stage run the same number of microbatches.
         """
         if self.unequal_sizes is not None:
             return math.lcm(*self.unequal_sizes)

@@ -153,7 +153,9 @@ class LoggingConfig:
     log_interval: Iterations = flag("Number of iterations between two lines of the log.", 100)
     log_throughput: bool = switch("Add throughput to the log.")
     log_params_norm: bool = switch("Add the norm of all parameters to the log.")
-    log_num_zeros_in_grad: bool = switch("Add the number of zeros in the gradient to the log.")
+    log_num_zeros_in_grad: bool = switch(
+        "Add the number of gradient elements that are zero to the log."
+    )
     timing_log_level: int = flag(
         "Level of detail of timers: 0 for iterations, 1 for parts of an iteration, 2 for parts "
         "of a microbatch.",
@@ -185,7 +187,9 @@ class LoggingConfig:
         "Number of iterations between two points of TensorBoard's curves.", 1
     )
     tensorboard_queue_size: Count = flag(
-        "Number of points that TensorBoard buffers before it writes them.", 1000, unit="POINTS"
+        "Maximum number of points that TensorBoard buffers before it writes them.",
+        1000,
+        unit="POINTS",
     )
     wandb_project: str | None = flag(
         "Project of Weights & Biases to which curves are sent; requires the package wandb.",

@@ -120,7 +120,7 @@ def _entries(file: BinaryIO, size: int) -> dict[str, TensorEntry]:
         raise ValueError(f"the file has {len(head)} bytes, but a header needs at least 8")
     (length,) = struct.unpack("<Q", head)
     if length > min(size - 8, _LONGEST):
-        raise ValueError(f"the header claims {length} bytes, but the file has {size}")
+        raise ValueError(f"the file has {size} bytes, too few for a header of {length} bytes")
     raw = file.read(length)
     if len(raw) < length:
         raise ValueError(f"the file ends after {8 + len(raw)} bytes")

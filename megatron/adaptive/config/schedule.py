@@ -115,7 +115,8 @@ def uneven_split(
     """Returns the number of layers per stage if the first or last rank has a specified number.
 
     The result is the same as in Megatron-LM. Stages are assigned to ranks round-robin (in a loop).
-    If the embedding or the loss counts as a layer, its stage gets one transformer layer fewer.
+    If the embedding or the loss counts as a layer, the stage that contains it gets one
+    transformer layer fewer.
 
     Args:
         num_layers: Number of layers in the model.
@@ -144,7 +145,9 @@ def uneven_split(
     of_stage[0] -= bool(embedding)
     of_stage[-1] -= bool(loss)
     if min(of_stage) < 0:
-        raise ValueError("embedding and loss would be counted on stages without layers")
+        raise ValueError(
+            "the embedding or the loss cannot count as a layer of a stage without layers"
+        )
     return tuple(of_stage)
 
 

@@ -34,7 +34,7 @@ ENTRY_POINTS = "megatron_adaptive.schedules"
 
 
 def no_function(*arguments: Any) -> Any:
-    """Stands in for the function of ``auto``, ``file`` and ``megatron``, which have none."""
+    """Replaces the function of schedules that have none: ``auto``, ``file`` and ``megatron``."""
     raise AssertionError("this schedule has no function")
 
 
@@ -229,12 +229,13 @@ def _own_spec(name: str) -> ScheduleSpec:
 
 
 def why_whole_backward(*, recompute: str | None, overlaps: bool, replicas: int) -> str | None:
-    """Returns why separate weight gradients would be a disadvantage, or ``None`` if they are not.
+    """Returns why separate weight-gradient passes would be a disadvantage, or ``None`` otherwise.
 
     Usually, a backward pass for inputs (B) frees more memory than it keeps for the later backward
     pass for weights (W), so the limit on activations still holds. In the cases that this function
     detects, B keeps more memory than it frees, or gradients are no longer reduced while backward
-    passes run. Schedules that split ``by default`` then run whole backward passes.
+    passes run. In these cases, schedules whose ``splits_backward`` is ``by default`` do not
+    split the backward pass.
 
     Args:
         recompute: Granularity of recomputation (``--recompute-granularity``), or ``None`` if
@@ -243,7 +244,7 @@ def why_whole_backward(*, recompute: str | None, overlaps: bool, replicas: int) 
         replicas: Number of data-parallel replicas.
     """
     if recompute == "full":
-        return "full recomputation keeps less memory than weight gradients need"
+        return "with full recomputation, separate weight gradients need additional memory"
     if overlaps and replicas > 1:
         return "gradients are reduced while the last backward pass is still running"
     return None

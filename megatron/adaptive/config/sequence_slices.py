@@ -131,16 +131,17 @@ class Cut:
         return pieces
 
     def work(self, index: int) -> tuple[int, int]:
-        """Returns the number of tokens in slice ``index``, and the number of pairs they attend to.
+        """Returns the number of tokens and the number of attention pairs in slice ``index``.
 
-        The first x tokens of a document count as x^2 pairs.
+        An attention pair is a token and a token to which it attends. The first x tokens of a
+        document count as x^2 pairs.
         """
         parts = self.pieces(index)
         pairs = sum((p.end - p.begin) ** 2 - (p.start - p.begin) ** 2 for p in parts)
         return sum(part.end - part.start for part in parts), pairs
 
     def kept_tokens(self, index: int) -> int:
-        """Returns the number of a slice's tokens whose documents extend beyond the slice."""
+        """Returns the number of the slice's tokens whose documents extend over several slices."""
         parts = self.pieces(index)
         return sum(part.end - part.start for part in parts if not part.is_whole)
 
@@ -194,7 +195,7 @@ class SliceRule:
         """
         if self.tokens is not None:
             return self.tokens
-        # Each token costs at least 1, and each slice has 1 / slices of the cost of the whole row.
+        # Each token costs at least 1, and the cost of each slice is the cost of the row / slices.
         share = width * (1 + self.pair_cost * longest) / self.slices
         least = LEAST_TOKENS + 2 * self.multiple
         return min(width, max(least, math.ceil(share) + self.multiple))

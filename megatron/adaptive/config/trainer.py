@@ -277,7 +277,7 @@ class TrainerConfig:
 
     @property
     def _layer_costs(self) -> tuple[int, int]:
-        """Multiply-adds of a layer: per token outside of attention, and per pair of tokens.
+        """Numbers of multiply-adds of a layer: per token outside of attention, and per token pair.
 
         Half of the pairs are masked, so the second number is half of the work for one pair.
         """

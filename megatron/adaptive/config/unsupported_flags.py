@@ -21,7 +21,7 @@ the engine itself delays weight gradients and frees activations; use --split-bac
     delay-wgrad-compute ep-overlap-early-attn-memory-release
 only Megatron-LM's own converter can create experts from a dense checkpoint; drop the flag
     moe-use-upcycling moe-upcycling-granularity
-this run's router assigns tokens to experts, not a recorded routing; drop the flag
+this trainer cannot replay a recorded routing of tokens to experts; drop the flag
     moe-enable-routing-replay moe-n-hash-layers
 it was renamed long ago; use --expert-tensor-parallel-size
     moe-extended-tp
@@ -29,7 +29,8 @@ it turns on parts of megatron-core that change from version to version; drop the
     enable-experimental
 latent attention is the only variant that is supported; use --multi-latent-attention
     experimental-attention-variant linear-attention-type experimental-attention-* o-groups
-it needs a hook after the optimizer's step and kernels that report scores; use --qk-layernorm
+it requires a hook after the optimizer's step and kernels that report attention scores, which this
+trainer does not have; use --qk-layernorm
     qk-clip log-max-attention-logit
 state space and hybrid models are not supported; drop the flag
     hybrid-attention-ratio hybrid-mlp-ratio hybrid-override-pattern hybrid-layer-pattern
@@ -43,7 +44,7 @@ the model has no separate encoder with its own stages; use --pipeline-model-para
     pipeline-model-parallel-split-rank
 the pipeline sends its messages itself; choose the order with --pipeline-schedule
     use-ring-exchange-p2p pipeline-model-parallel-comm-backend defer-embedding-wgrad-compute
-training is in float32, --fp16 or --bf16; use one of these
+other data types are not supported; use --fp16, --bf16 or, without a flag, float32
     fp8-format fp8-param-gather fp4-format fp4-param-gather reuse-grad-buf-for-mxfp8-param-ag
     kitchen-config-file kitchen-recipe-number te-precision-config-file
 optimizer state is kept in float32 on the device; split it with --use-distributed-optimizer
@@ -54,16 +55,15 @@ activations stay on the device; save memory with --recompute-granularity
     cpu-offloading-num-layers fine-grained-activation-offloading
 the engine frees activations in the order that it chooses at run time; drop the flag
     moe-paged-stash
-each tensor-parallel rank of a stage keeps its whole part of the weights; use
---use-distributed-optimizer
+weights cannot be sharded further; use --use-distributed-optimizer
     tensor-parallel-num-weight-shards expert-tensor-parallel-num-weight-shards
 megatron-core's layers always add their input to their output; drop the flag
     apply-residual-connection-post-layernorm
 megatron-core does not implement it; limit the tokens of experts with --moe-expert-capacity-factor
     moe-token-dropping
-layers have a single residual stream; drop the flag
+layers with several residual streams are not supported; drop the flag
     enable-mhc-connections enable-hyper-connections
-learning rate and initialization do not depend on the width; set --lr and --init-method-std
+scaling by the width of the model (muP) is not supported; set --lr and --init-method-std
     use-mup
 fully sharded data parallelism replaces the pipeline; use --use-distributed-optimizer
     use-megatron-fsdp use-custom-fsdp use-torch-fsdp2 init-model-with-meta-device
@@ -79,22 +79,24 @@ this trainer sets up its communicators itself; drop the flag
     use-tp-pp-dp-mapping hierarchical-context-parallel-sizes hybrid-context-parallel
     disable-gloo-process-groups distributed-timeout-seconds-after-init lazy-mpu-init ddp-num-buckets
     nccl-* create-all-gather-group dynamic-context-parallel
-torch reads settings of its flight recorder from the environment; set TORCH_FR_BUFFER_SIZE there
+torch reads the settings of its flight recorder from the environment; set the variable
+TORCH_FR_BUFFER_SIZE
     flight-recorder-dump-path
-each rank computes its own part; predict a step with python -m megatron.adaptive plan or simulate
+fake process groups are not supported; predict a step with python -m megatron.adaptive plan or
+simulate
     fake-process-group
 torchrun sets the rank in the environment; start the program with torchrun
     local-rank local_rank
-this program has no reinforcement learning; drop the flag
+reinforcement learning is not supported; drop the flag
     perform-rl-step
 metrics go to the log and to loggers; use --tensorboard-dir, --wandb-project or --prometheus-address
     log-energy log-progress otel-enabled
-only Megatron-LM's own trainer writes these tensors and choices; drop the flag
+only Megatron-LM's own trainer records this; drop the flag
     save-activations-interval save-wgrads-interval save-dgrads-interval save-params-interval
     save-tokens-per-expert-interval moe-routing-trace-path log-moe-overload-factor
-there is no distillation from saved logits; drop the flag
+distillation from saved logits is not supported; drop the flag
     logits-load-dir logits-save-dir
-quantization and distillation need ModelOpt, which this trainer does not call; drop the flag
+quantization and distillation with ModelOpt are not supported; drop the flag
     export-* modelopt-enabled enable-gpt-oss finetune-hf-dataset qad-train-target
 all parameters of the model are trained; drop the flag, or train adapters with --lora-rank
     freeze-base-for-mtp
@@ -136,7 +138,7 @@ validation uses --eval-iters batches of one mixed dataset; drop the flag
     full-validation multiple-validation-sets
 validation uses the batch size of training and starts together with training; use --eval-interval
     eval-global-batch-size eval-micro-batch-size start-eval-at-iter
-the mixture of data stays the same during a run; resume with another --data-path
+the mixture of datasets cannot change during a run; resume with another --data-path
     phase-transition-iterations
 documents are joined, so that every sample is full; drop the flag
     allow-ambiguous-pad-tokens fim-data
@@ -158,14 +160,14 @@ initial weights are normally distributed and the same on all replicas; use --ini
     data-parallel-random-init init-method-xavier-uniform
 --transformer-impl selects the layers; use local or transformer_engine
     spec use-legacy-models
-the choice of compiled functions is fixed; drop the flag
+the set of compiled functions cannot be changed; drop the flag
     disable-jit-fuser
 results are always the same with the same --seed on the same machine; drop the flag
     deterministic-mode batch-invariant-mode
 PyTorch manages device memory; see --log-memory-to-tensorboard
     record-memory-history empty-unused-memory-level train-sync-interval
     log-device-memory-used log-memory-interval
-settings can be passed only as flags; write them out
+this trainer does not read settings from such a file; pass them as flags
     yaml-cfg
 it was renamed long ago; use --micro-batch-size
     batch-size

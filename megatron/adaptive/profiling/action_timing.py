@@ -112,7 +112,7 @@ def time_microbatches(
 
 
 def spread(lanes: Iterable[Sequence[float]]) -> float:
-    """Returns the relative standard deviation of the durations in ``lanes``.
+    """Returns the relative standard deviation of the durations of actions.
 
     Each duration is divided by the median of its sequence. The result is the standard deviation of
     the logarithms. It is computed from quartiles, which are insensitive to a few actions that the

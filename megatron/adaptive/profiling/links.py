@@ -5,11 +5,11 @@ sends bursts of messages, one directly after another. It separates the latency o
 occupancy, which is the additional time of each further message in a burst::
 
     round with a burst of 1      leader ──> follower ──> leader      2 (latency + occupancy)
-    round with a burst of n      leader ══> follower ──> leader      (n - 1) occupancy more
+    round with a burst of n      leader ══> follower ──> leader      plus (n - 1) occupancy
 
 For a profile, messages use the transport that a run would choose for the pair. Each kind of link is
-measured twice: with one pair of ranks, and with as many pairs at the same time as possible. The
-pairs share the bandwidth of a network card, but not the bandwidth of a switch between GPUs.
+measured twice: with one pair of ranks, and with the maximum number of pairs at the same time. This
+shows whether pairs share the bandwidth, as on a network card, or not, as on a switch between GPUs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ If a message takes longer, larger messages are not measured, because the bandwid
 
 _LIMIT_S = 60.0
 _SLOT_BYTES = 4 << 20
-"""Smallest slot size in bytes. A message that is larger gets slots of its own size."""
+"""Minimum size in bytes of a channel's slots, which are buffers for one message each.
+
+A channel for larger messages has slots of the size of these messages.
+"""
 _REPEATS = 6
 
 Pair = tuple[int, int]
@@ -69,8 +72,8 @@ class Rounds:
     """Numbers of warm-up and timed repetitions for measuring a link.
 
     In a short round, the leader sends one message and gets a reply. In a long round, it sends a
-    burst of messages and gets one reply. The first short round and the first long round are
-    warm-up. The leader's values of ``least`` and ``seconds`` apply to both ranks.
+    burst of messages and gets one reply. The first round of each kind is warm-up. The leader's
+    values of ``least`` and ``seconds`` apply to both ranks.
 
     Attributes:
         burst: Number of messages in a long round, at least 2.

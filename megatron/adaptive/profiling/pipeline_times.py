@@ -306,8 +306,8 @@ class LayerShare:
             marks = self._marks[chunk]
             if begins and module.training and len(marks) <= _FORWARDS:
                 marks.append([])
-            # If activations are recomputed, the hooks are called again. By then, the forward pass
-            # already has all its marks, so further marks are ignored.
+            # If activations are recomputed, the hooks are called again. By then, all times of the
+            # forward pass are recorded, so ignore these calls.
             if marks and len(marks) <= _FORWARDS and len(marks[-1]) < complete:
                 marks[-1].append(self._clock.mark())
 

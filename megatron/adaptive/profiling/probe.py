@@ -3,14 +3,14 @@
 This table lists the measurements. Measurements of the same class are compared with each other:
 
 =================  ==============================================  ============================
-figure             measurement                                     class
+quantity           measurement                                     class
 =================  ==============================================  ============================
 matrix product     mean of products of square matrices             same device
 memory bandwidth   mean of copies within the device's memory       same device
 copies             pinned memory to the GPU and back               same device
 clock              of the processor or GPU, after the products     same device
 small message      half a round trip of 1 KiB                      same transport, within nodes
-large message      a message in a burst of 512 KiB (CPU) or 4 MiB  or between nodes
+large message      512 KiB (CPU) or 4 MiB (GPU), sent in a burst   or between nodes
 all-reduce         median over a group                             same kind, size and nodes
 all-to-all         median over an expert-parallel group            same kind, size and nodes
 checkpoint folder  a file written, flushed and read again          all nodes

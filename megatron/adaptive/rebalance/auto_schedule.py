@@ -178,7 +178,7 @@ class Tuner:
             self._last_measured += MORE
             self.say(
                 f"auto measures {MORE} more steps before it moves layers, because a rank may be "
-                "slow for a short time only"
+                "slow only temporarily"
             )
             return None
         if decision.stay is not None and decision.move is None:
@@ -193,8 +193,8 @@ class Tuner:
         message, backward, weight = pace
         return Decision(
             text=(
-                f"{present.name} follows an order for the measured times: relative to a forward "
-                f"pass, messages take {message:g}, B {backward:g} and W {weight:g}"
+                f"{present.name} adapts its order to measured times: relative to a forward pass, a "
+                f"message takes {message:g}, B {backward:g} and W {weight:g}"
             ),
             stay=replace(present, cap=self.cap, pace=pace),
         )
@@ -204,7 +204,10 @@ class Tuner:
         profile = profile_of(samples, orders.placement, num_microbatches)
         half = orders.num_slices // 2
         return NextTrial(
-            text=f"auto has measured {orders.num_slices} slices, and measures {half} next",
+            text=(
+                f"auto has measured {orders.num_slices} slices per sequence, and measures {half} "
+                "next"
+            ),
             trial=SliceTrial(num_slices=orders.num_slices, times=profile.times),
             num_slices=half,
         )

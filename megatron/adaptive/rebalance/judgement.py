@@ -45,7 +45,7 @@ _PAYS = 0.01
 """Minimum fraction of the step time that a move must save. Otherwise the move is undone."""
 
 Lanes = dict[tuple[ActionKind, int], float]
-"""Maps (kind of action, chunk) to the median duration of a rank's actions in a step, in ns."""
+"""Median duration in ns of a rank's actions in a step, keyed by (kind of action, chunk)."""
 
 Part = float | Times
 """Fraction of a stage's time that a layer takes: one value, or a value for each of the forward,
@@ -241,7 +241,7 @@ def judge(
 def _with_least(
     step_s: Callable[[Partition], float], least_layers: int
 ) -> Callable[[Partition], float]:
-    """Wraps ``step_s`` so that the step time is infinite if a stage has too few layers.
+    """Returns ``step_s``, changed so that partitions with too few layers take infinitely long.
 
     ``least_layers`` is the minimum number of layers of each stage.
     """

@@ -29,7 +29,7 @@ from megatron.adaptive.schedule.microbatch_assignment import EQUAL, Dealt, Size
 
 
 def rows_with_tokens(config: TrainerConfig, tokens: int, lengths: Sequence[int]) -> list[Cut]:
-    """Returns the microbatches of the replica with the most work for a given slice length.
+    """Returns the microbatches of the replica with the most work if slices have ``tokens`` tokens.
 
     Args:
         config: Settings of a run with ``--slice-tokens auto``.

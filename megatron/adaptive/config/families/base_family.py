@@ -64,9 +64,9 @@ class Family:
         other_keys: Additional keys of ``config.json`` that :meth:`adjust` reads, or that have no
             effect.
         defaults: Values that ``transformers`` uses for models of the family if keys are absent.
-        window_period: Number n if every n-th layer attends to all tokens and all other layers have
-            a sliding window, or 0 if all layers have a sliding window. It is used only if
-            ``config.json`` does not specify which layers have a sliding window.
+        window_period: Period n if every n-th layer attends to all tokens and all other layers have
+            a sliding window, or 0 if all layers have a sliding window. The period is used only
+            if ``config.json`` does not specify which layers have a sliding window.
         refuse: Functions that check the keys for which only some values are supported, keyed by
             key.
         missing_feature: Feature of the models that the trainer's layers do not support, or empty if
@@ -219,7 +219,7 @@ class Family:
         except Exception as error:  # A user's method may raise any exception.
             line = line_of_error(error, type(self))
             raise ConfigError(
-                f"{where}: adjust of {type(self).__name__} ({line}) raised"
+                f"{where}: the method adjust of {type(self).__name__} ({line}) raised"
                 f" {type(error).__name__}: {error}"
             ) from error
 

@@ -62,8 +62,8 @@ def window_settings(config: Mapping[str, Any], period: int, layers: int, where: 
 
     Args:
         config: Contents of ``config.json``.
-        period: Number n if every n-th layer attends to all tokens, or 0 if all layers have a
-            window. It is ignored if the file specifies which layers have a window.
+        period: Period n if every n-th layer attends to all tokens, or 0 if all layers have a
+            window. The period is ignored if the file specifies which layers have a window.
         layers: Number of layers in the model.
         where: Path of the file, shown in error messages.
 

@@ -163,8 +163,8 @@ def _instance(kind: Any, name: str) -> Family:
     for module in OUTER.values():
         if module not in kind.outer_weights.values():
             raise ConfigError(
-                f"{where}: outer_weights does not contain {module}; add the module's name in your "
-                "files"
+                f"{where}: outer_weights does not contain {module}; add the name that this "
+                "module has in the files of your models"
             )
     family: Family = kind()
     return family
