@@ -232,8 +232,9 @@ def make_documents(
     """
     if not model.arguments:
         raise ConfigError(
-            f"--slice-tokens: model {model.name} is not described by the trainer's settings, so its"
-            " runs cannot pack documents; give a model's name, arguments or config.json"
+            f"--slice-tokens: the trainer cannot pack documents for model {model.name}, which is"
+            " not described by the trainer's settings; pass another model's name, arguments or"
+            " config.json"
         )
     implementation = "transformer_engine" if model.attention == "fused" else "local"
     names = {argument.split("=")[0] for argument in model.arguments}

@@ -278,7 +278,7 @@ class Settings:
             if value != getattr(Settings, name):
                 raise ConfigError(
                     f"{name}={value} was passed to install() for one model, but {reason}; pass it "
-                    "to install() without model"
+                    "in a call of install() without the argument model"
                 )
 
     def overridden(self, arguments: Any) -> Settings:

@@ -88,7 +88,7 @@ def test_a_file_that_is_cut_off_is_used_as_far_as_it_goes(copied: Path) -> None:
     path = copied / "rank0.json.gz"
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
     run = read_profiles(copied)
-    assert "rank0.json.gz is truncated; the events before its end are used" in run.notes()
+    assert "rank0.json.gz is truncated; only the events before its end are used" in run.notes()
     assert run.ranks[0].iterations
 
 
@@ -237,7 +237,7 @@ def test_spans_that_lack_something_are_said_or_refused(tmp_path: Path) -> None:
         "kinds of ranges are unknown: megatron.new.thing (6)" in note for note in loaded.notes()
     )
     cut = load_run(spans_with(tmp_path / "cut", lambda text: text[: len(text) * 3 // 4]))
-    assert "spans.jsonl is truncated; the events before its end are used" in cut.notes()
+    assert "spans.jsonl is truncated; only the events before its end are used" in cut.notes()
     assert any("no trace of ranks 1" in note for note in cut.notes())
 
 

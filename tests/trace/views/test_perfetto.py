@@ -237,6 +237,6 @@ def test_what_is_not_there_is_refused(run: RunTrace, tmp_path: Path) -> None:
         write_perfetto(run, tmp_path / "a.json.gz", [9])
     with pytest.raises(TraceError, match="data-parallel rank 7"):
         write_perfetto(run, tmp_path / "a.json.gz", [1], dp_rank=7)
-    with pytest.raises(TraceError, match="do not contain spans"):
+    with pytest.raises(TraceError, match="do not contain any spans"):
         write_perfetto(run, tmp_path / "a.json.gz", [])
     assert not list(tmp_path.glob("*.json*"))

@@ -240,7 +240,10 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
         is_message = table.where("send", "receive") & np.isin(table.iteration, shown)
         tables[rank] = table.take(is_message)
     if not np.isfinite(action_ns).any():
-        raise TraceError(f"{run.origin} does not contain F, B or W actions in these iterations")
+        raise TraceError(
+            f"{run.origin} does not contain F, B or W actions in the examined iterations; choose "
+            "other iterations"
+        )
     headers = [run.ranks[rank].header for rank in ranks]
     pipelines = [(header.dp_rank, header.tp_rank) for header in headers]
     order = sorted(range(len(ranks)), key=pipelines.__getitem__)

@@ -226,7 +226,7 @@ def read_profiles(source: Path, pipeline: int | None = None) -> RunTrace | None:
         return None
     _check_same_job(source, files)
     cut = dict.fromkeys(rank_file.path.name for rank_file in files if rank_file.is_cut)
-    notes = [f"{name} is truncated; the events before its end are used" for name in cut]
+    notes = [f"{name} is truncated; only the events before its end are used" for name in cut]
     notes += [
         f"{rank_file.path.name}: {names.total()} events {reason} are left out: {_listed(names)}"
         for rank_file in files

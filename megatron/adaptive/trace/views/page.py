@@ -229,9 +229,9 @@ def _blocks(
             num_unsimulated += not block["simulated_ms"]
             yield f"block-{number}-{index}", block
     if num_short:
-        notes.append(f"{num_short:,} of the shortest spans of large steps are left out")
+        notes.append(f"the {num_short:,} shortest spans of large steps are not drawn")
     if num_unsimulated:
-        notes.append(f"{num_unsimulated} steps, incomplete or very large, are not simulated")
+        notes.append(f"{num_unsimulated} incomplete or very large steps are not simulated")
 
 
 def _block(
@@ -340,7 +340,7 @@ def choose(
     if not asked:
         raise TraceError(
             f"iterations {describe_numbers(iterations)} in {run.origin} do not contain F, B or W "
-            "to draw"
+            "actions to draw; choose other iterations"
         )
     groups, notes = _groups(run, figures, dp_rank, labels)
     ranks = [trace.header.rank for group in groups for trace in group.traces if trace]

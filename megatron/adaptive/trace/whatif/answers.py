@@ -170,7 +170,8 @@ def what_if(run: RunTrace, iterations: Iterable[int] | None = None) -> WhatIf:
     orphans = sum(part.ops.orphans for part in parts)
     if orphans:
         notes.append(
-            f"{orphans} operations start without their input, which no recorded operation produced"
+            f"{orphans} operations start without their input, because the trace does not contain "
+            "the operations that produced it"
         )
     return _Answers(run, where, parts).all(notes)
 

@@ -63,7 +63,7 @@ def token_repairs(
     tokens = _tokens(rows.values())
     if header.num_slices > 1 or tokens is None or ops.where.num_stages == 1:
         return {}
-    without = "slices of another length are not simulated: "
+    without = "other slice lengths are not simulated: "
     if header.schedule not in _RULES:
         notes.append(f"{without}the schedule must be {' or '.join(_RULES)}, not {header.schedule}")
         return {}

@@ -27,7 +27,7 @@ class Spikes(Cause):
         return find_spikes(evidence.measured)
 
     def describe(self, finding: Finding) -> str:
-        return f"{finding.culprit} has actions that take {finding.delay_text} more"
+        return f"some actions of {finding.culprit} take {finding.delay_text} longer"
 
     def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
         ops, duration_s = steps.operations, steps.duration_s
