@@ -96,7 +96,7 @@ def test_chunks_and_unnumbered_microbatches() -> None:
         ({"rank": -2}, "rank that are missing or negative"),
         ({"start_ts": np.nan}, "start_ts that are missing"),
         ({"stage": "first"}, "has a column with text"),
-        ({"gmc": 7}, "gmc .chunk in the model. is not mc"),
+        ({"gmc": 7}, "gmc .the index of a chunk in the model. must equal mc"),
         ({"optype": "sleep"}, "does not contain forward-compute"),
     ],
 )

@@ -136,7 +136,7 @@ def test_of_too_many_spans_there_are_fewer_iterations_and_the_longest(
     few = written.block(0, 0)
     left_out = len(whole["start"]) - 200
     assert notes == [
-        "1 of 4 iterations: the slowest, and evenly spaced ones",
+        "the page shows only 1 of 4 iterations: the slowest, and evenly spaced ones",
         f"the {left_out} shortest spans of large steps are not drawn",
     ]
     assert sorted(few["length"]) == sorted(whole["length"])[left_out:]

@@ -355,8 +355,8 @@ class _Table:
         chunk = np.maximum(self._chunk[rows], 0)
         if (chunk * num_ranks + self._stage[rows] != self._model_chunk[rows]).any():
             raise TraceError(
-                f"{origin}: gmc (chunk in the model) is not mc * {num_ranks} + stage; check the "
-                "columns mc, gmc and stage"
+                f"{origin}: gmc (the index of a chunk in the model) must equal mc * {num_ranks} + "
+                "stage; check the columns mc, gmc and stage"
             )
         return Placement(num_ranks=num_ranks, num_chunks=num_chunks)
 

@@ -348,7 +348,8 @@ def choose(
     shown = _iterations(figures, asked, max(1, min(MAX_ITERATIONS, MAX_SPANS // spans)))
     if len(shown) < len(asked):
         notes.append(
-            f"{len(shown)} of {len(asked)} iterations: the slowest, and evenly spaced ones"
+            f"the page shows only {len(shown)} of {len(asked)} iterations: the slowest, and evenly "
+            "spaced ones"
         )
     return shown, groups, notes
 
@@ -368,10 +369,14 @@ def _groups(
     tensor = sorted({trace.header.tp_rank for trace in run.ranks.values()})
     replicas = _replicas(figures, present) if dp_rank is None else (dp_rank,)
     if len(replicas) < len(present) and dp_rank is None:
-        notes.append(f"{len(replicas)} of {len(present)} replicas (the first and the slowest)")
+        notes.append(
+            f"the page shows only {len(replicas)} of {len(present)} replicas (the first and the "
+            "slowest)"
+        )
     if len(tensor) > 1:
         notes.append(
-            f"rank {tensor[0]} of every tensor-parallel group, not {describe_numbers(tensor[1:])}"
+            f"the page shows only rank {tensor[0]} of every tensor-parallel group, not ranks "
+            f"{describe_numbers(tensor[1:])}"
         )
     groups = []
     for replica in replicas:
