@@ -265,7 +265,7 @@ class Decision:
 
 
 def travelling(old: Sequence[int], new: Sequence[int], placement: Placement) -> int:
-    """Returns how many layers change ranks if the partition changes from ``old`` to ``new``."""
+    """Returns how many layers change ranks if the partition ``new`` replaces ``old``."""
     ranks = [placement.locate(stage)[0] for stage in range(placement.num_stages)]
     return int((np.repeat(ranks, old) != np.repeat(ranks, new)).sum())
 

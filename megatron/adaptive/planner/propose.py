@@ -289,7 +289,7 @@ def pareto(
 class _Points(Best):
     """Collects the plans on the Pareto front, sorted by step time.
 
-    The search visits levels, which are sets of nodes, in ascending order of the lower bound of
+    The search goes through the levels (sets of nodes) in ascending order of the lower bound of
     their step time.
     """
 

@@ -133,8 +133,8 @@ class Placed:
     def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Creates megatron-core's process groups by calling ``original``.
 
-        If the placement is V-shaped, the rank that now has the first stage takes the place of the
-        first rank in the embedding groups.
+        If the placement is V-shaped, the embedding groups contain the rank that now has the first
+        stage instead of the first rank.
         """
         renew_program()  # The program has imported all of its modules by now.
         if self.is_v:
@@ -284,8 +284,8 @@ def _first_moved(choose: Callable[..., list[int]], pp_ranks: list[int], *rest: A
 def _check_groups_of_loop() -> None:
     """Raises an error if megatron-core's process groups were created for a V.
 
-    The first rank would not be in the embedding groups, so the copies of a tied embedding would
-    become different.
+    These embedding groups do not contain the first rank, so the copies of a tied embedding would
+    diverge.
     """
     group = parallel_state.get_pipeline_model_parallel_group(check_initialized=False)
     if group is not None and group in _GROUPS_OF_V:

@@ -82,7 +82,7 @@ FAULT_TIMES = 4.0
 """Minimum ratio of a port's faults to the faults on other machines for a report."""
 
 SLOWER_PORT = 0.6
-"""Interfaces are called slow below this ratio of their speed to the speed on other machines."""
+"""Ratio of an interface's speed to the speed on other machines below which it is called slow."""
 
 OVER_TCP = ("gloo", "tcp")
 """Names of transports that use TCP even between ranks on the same machine."""

@@ -52,7 +52,7 @@ _KINDS = len(DRAWN_ACTIONS)
 class Measured:
     """Holds the measured times of a run as arrays.
 
-    The "column" of a rank is its index on the rank axis of these arrays.
+    Below, the "column" of a rank is its index on the rank axis of these arrays.
 
     Attributes:
         headers: Trace header of each rank, by column.
@@ -407,7 +407,7 @@ The unit is the rise, which is the median inside minus the median outside.
 """
 
 TAME = 1.75
-"""Distance from the median, in standard deviations, at which :func:`tame_mean` clips values."""
+"""Distance from the median, in standard deviations, at which :func:`tame_mean` clips outliers."""
 
 
 @dataclass(frozen=True)

@@ -213,7 +213,7 @@ def what_if_table(table: Any) -> Any:
 
 
 def _in_turn(run: RunTrace, where: Pipelines, chosen: Sequence[int]) -> Iterable[list[int]]:
-    """Splits the iterations in ``chosen`` into lists of at most :data:`SPANS_AT_ONCE` spans."""
+    """Splits ``chosen`` into lists whose iterations have at most :data:`SPANS_AT_ONCE` spans."""
     ranks = where.ranks.tolist()
     group: list[int] = []
     spans = 0
@@ -229,7 +229,7 @@ def _in_turn(run: RunTrace, where: Pipelines, chosen: Sequence[int]) -> Iterable
 
 
 Durations = Callable[[_Part], Floats]
-"""Function that returns the duration of each operation in seconds, some of them replaced."""
+"""Function that replaces some durations, and returns the duration of each operation in seconds."""
 
 
 def _by_length(part: _Part, durations_s: Floats, power: int) -> Floats:
@@ -604,7 +604,7 @@ class _Answers:
         return kept_s | {names: whole - saved for names, saved in content.saved_s.items()}
 
     def _replays(self, simulated: Floats) -> dict[tuple[str, str], float]:
-        """Simulates steps under a different schedule, with microbatches on other replicas, or both.
+        """Simulates steps with a different schedule, other assignments to replicas, or both.
 
         Returns:
             Dict from (description, flag) of each change to the mean step time in seconds.

@@ -242,7 +242,7 @@ class _Simulation:
         return float(np.std(costs)) > UNEQUAL * float(np.mean(costs))
 
     def _cut(self, step: RecordedStep, partition: Sequence[int]) -> RecordedStep:
-        """Returns ``step`` with its segments divided among the stages by ``partition``."""
+        """Returns a copy of ``step`` whose segments are divided according to ``partition``."""
         segments = step.durations_s[:, self._stage_of] * self._shares[:, :, None]
         stages = [segments[:, part].sum(axis=1) for part in _slices(partition)]
         # If a trained segment moves to a frozen stage, this stage needs backward passes.

@@ -17,7 +17,7 @@ from megatron.adaptive.trace.whatif.operations import FORWARD
 
 
 class SlowData(Cause):
-    """Finds ranks that take a long time to read the data of a microbatch."""
+    """Finds ranks that read the data of a microbatch slowly."""
 
     name = "slow data"
     order = 30
