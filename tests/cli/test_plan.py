@@ -294,7 +294,7 @@ def test_the_front_is_written_and_drawn(
         ),
         (
             "--model gpt2 --global-batch-size 8 --partition 6-6 --pp 3",
-            "--partition has 2 stages, but --pp is 3, and .* one stage per pipeline rank. Remove",
+            "--partition has 2 stages, but --pp is 3; .* one stage per pipeline rank. Remove",
         ),
         (f"{PLAN} --time-limit 1us", "a step takes at least"),
         ("--model gpt2 --global-batch-size 8 --time-limit 1", "--time-limit must be a number"),

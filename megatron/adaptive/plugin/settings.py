@@ -47,14 +47,14 @@ class _PluginFlags:
     moe_token_dispatcher_type: str = flag("How tokens are sent to their experts.", "allgather")
 
     first_weights: str = flag(
-        "Draw initial weights by pipeline rank, as Megatron-LM does, or by layer number, so that "
-        "they are the same in a loop, in a V and for every number of stages.",
+        "Seed initial weights by pipeline rank, as Megatron-LM does, or by layer number, so that "
+        "they do not depend on the placement or the number of stages.",
         "by-rank",
         choices=("by-rank", "by-layer"),
     )
     keyed_dropout: bool = flag(
-        "Draw dropout's random numbers from step, microbatch and layer, so that they do not depend "
-        "on the order of actions; otherwise Megatron-LM draws them in the order of forward passes.",
+        "Seed dropout with step, microbatch and layer, so that it does not depend on the order of "
+        "actions; otherwise, Megatron-LM draws random numbers in the order of forward passes.",
         False,
         takes_value=True,
     )
