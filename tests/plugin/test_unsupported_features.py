@@ -107,7 +107,7 @@ def test_what_is_not_refused() -> None:
             "a CUDA graph replays the order in which it was captured",
         ),
         ("moe_paged_stash", True, "only megatron-core's own loop resets the stash"),
-        ("hybrid_context_parallel", True, "it requires a different loop"),
+        ("hybrid_context_parallel", True, "it requires a different loop over the microbatches"),
         (
             "dynamic_context_parallel",
             True,
