@@ -144,7 +144,7 @@ def test_spans_that_overlap_lie_on_threads_of_their_own(tmp_path: Path) -> None:
     names = [e["args"]["name"] for e in of_phase(events, "M") if e["name"] == "thread_name"]
     assert sorted(names) == [
         *("compute", "compute 2"),
-        *("ideal: nobody slower than others", "ideal: nobody slower than others 2"),
+        *("ideal: no rank slower than others", "ideal: no rank slower than others 2"),
         *("inputs", "inputs 2", "step"),
     ]
 

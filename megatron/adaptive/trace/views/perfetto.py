@@ -244,7 +244,7 @@ def _tid(rank: int, number: int) -> int:
     return (rank + 1) * (len(THREADS) + 1) * LANES + number
 
 
-_IDEAL = "ideal: nobody slower than others"
+_IDEAL = "ideal: no rank slower than others"
 _SIDE_BY_SIDE = ("inputs", "sends", _IDEAL)
 """Threads whose overlapping spans are independent, so they must not be drawn as nested."""
 

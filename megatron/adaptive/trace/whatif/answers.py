@@ -75,7 +75,7 @@ WORTH = 0.002
 """Minimum fraction of the step time that a change must save to be listed."""
 SLICES = 8
 """Number of slices per microbatch in simulations of runs whose microbatches are not split."""
-SLICES_TEXT = f"sequences in {SLICES} slices that cost nothing more"
+SLICES_TEXT = f"sequences cut into {SLICES} slices at no extra cost"
 SLICES_FLAG = f"--sequence-slices {SLICES}"
 _EVEN = "stages of equal work"
 """Name of a change that is only listed if there are no better estimates for other partitions.
@@ -555,7 +555,7 @@ class _Answers:
             self._advice.links,
             _without("kind", [FORWARD_COMM, BACKWARD_COMM]),
         )
-        repairs["microbatches of one length"] = (
+        repairs["microbatches of equal length"] = (
             self._advice.one_length if is_alone else self._advice.lengths,
             lambda part: _by_length(part, part.ops.duration_s, -1),
         )

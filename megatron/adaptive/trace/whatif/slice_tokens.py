@@ -89,7 +89,7 @@ def token_repairs(
         # A run with slices of this length would fail with the same error, so do not suggest the
         # length.
         with contextlib.suppress(ConfigError):
-            names = f"slices of {n} tokens that cost nothing more", f"--slice-tokens {n}"
+            names = f"slices of {n} tokens at no extra cost", f"--slice-tokens {n}"
             repairs[names] = whole_s - now_s + model.mean_s(n)
     return repairs
 

@@ -200,8 +200,8 @@ def _slow_member(
         confidence=chance(sure),
         delay_ms=delay_ns / 1e6,
         counts={"collectives": sum(len(joined.iteration) for joined in groups)},
-        detail=f"{kind}: ranks {describe_numbers(ranks)} meet {number_text(number, 4)} times "
-        "in a step",
+        detail=f"{kind}: ranks {describe_numbers(ranks)} synchronize "
+        f"{number_text(number, 4)} times per step",
     )
 
 
