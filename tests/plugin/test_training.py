@@ -230,8 +230,8 @@ def test_two_ranks(tmp_path: Path) -> None:
         "a job with the same settings",
     }
     assert results[1]["refused"] == {
-        "fewer": "this step has 2 pipeline ranks with 1 chunks each, but the model's first step had "
-        "2 ranks with 2 chunks each; pass all chunks of the model in every step, or call "
+        "fewer": "this step has 2 pipeline ranks with 1 chunks each, but the model's first step "
+        "had 2 ranks with 2 chunks each; pass all chunks of the model in every step, or call "
         "megatron.adaptive.uninstall() and install() on all ranks between the steps"
     }
     said = (tmp_path / "output.txt").read_text()
