@@ -98,14 +98,14 @@ def test_many_lengths_are_never_python_objects(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--slice-tokens 64", "--slice-tokens 64 needs the lengths of the documents; add --docum"),
-        ("--slice-tokens auto", "--slice-tokens auto needs the lengths of the documents"),
+        ("--slice-tokens 64", "--slice-tokens 64 requires the lengths of the documents; add -"),
+        ("--slice-tokens auto", "--slice-tokens auto requires the lengths of the documents"),
         (LONG_TAIL, "lognormal:20:1.5 has no effect without .*; add --slice-tokens auto"),
         (f"{LONG_TAIL} --slice-tokens 8", "a slice must have at least 16 tokens"),
-        (f"{LONG_TAIL} --slice-tokens 512", "512 must be at most the longest document, .* 256"),
+        (f"{LONG_TAIL} --slice-tokens 512", "512 must not exceed the longest document, .* 256"),
         (f"{LONG_TAIL} --slice-tokens x", "must be a list of different positive integers"),
         (f"{LONG_TAIL} --slice-tokens 32 --sequence-slices 4", "excludes --sequence-slices 4"),
-        (f"{LONG_TAIL} --slice-tokens 32 --schedules 1f1b", "excludes --schedules 1f1b"),
+        (f"{LONG_TAIL} --slice-tokens 32 --schedules 1f1b", "got --schedules 1f1b"),
         (f"{LONG_TAIL} --slice-tokens 32 --export megatron", "does not cut packed documents"),
         ("--slice-tokens 32 --document-lengths lognormal:20", "must be lognormal:MEDIAN:SIGMA"),
         ("--slice-tokens 32 --document-lengths lognormal:0:1", "must be lognormal:MEDIAN:SIGMA"),

@@ -213,7 +213,7 @@ def test_a_plan_without_measurements_is_no_profile(tmp_path: Path) -> None:
     cluster = {"format": 1, "nodes": [{**node, "link": {"bandwidth": "1 GB/s"}}]}
     (tmp_path / "cluster.json").write_text(json.dumps(cluster), encoding="utf-8")
     arguments = ["--model", SMALL, "--cluster", str(tmp_path / "cluster.json")]
-    with pytest.raises(ConfigError, match="is a plan without measurements; measure a rank"):
+    with pytest.raises(ConfigError, match="contains no measurements; measure a rank"):
         main([*arguments, "--profile", str(path), "--global-batch-size", "8"])
 
 

@@ -52,7 +52,7 @@ def test_a_rank_beside_another_program(tmp_path: Path, monkeypatch: pytest.Monke
         finally:
             other.kill()
     assert [reason.counter for reason in hindrances] == [PROCESSOR_WAIT]
-    assert "may use: 1, fewer than other ranks" in hindrances[0].text
+    assert "may use fewer processors than other ranks" in hindrances[0].text
 
 
 @pytest.fixture

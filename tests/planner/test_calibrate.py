@@ -117,7 +117,7 @@ def test_refused(tmp_path: Path) -> None:
         calibrate(_model(12), [replace(traced, skip=12)])
     sliced = _traced(tmp_path / "sliced", schedule="adaptive", num_slices=2)
     with pytest.raises(
-        ConfigError, match="times of sequence slices, .*; trace a run without --seq"
+        ConfigError, match="traced with sequence slices, .*; trace a run without --seq"
     ):
         calibrate(_model(12), [sliced])
 

@@ -97,12 +97,12 @@ bandwidth = "100 Gbit/s"
             "hosts: [n1, n1]",
             "hosts contains n1 twice; list each host once",
         ),
-        ("price_per_hour: 32.77", "hosts: [n1]", "contains 1 nodes, but count is 2"),
+        ("price_per_hour: 32.77", "hosts: [n1]", "lists 1 hosts, but count is 2"),
         ("format: 1", "format: 7", "format must be 1.*got 7"),
         (
             "between_zones",
             "  - {between: [a100-40, old], bandwidth: 2 GB/s}\nbetween_zones",
-            "already have a link",
+            "is a second link of",
         ),
     ],
 )
@@ -164,7 +164,7 @@ def test_rails_carry_a_pair_each_and_switches_what_they_can() -> None:
     link = made.link_of_types(made.nodes[0], made.nodes[1])
     assert [link.bandwidth(1e9, pairs) for pairs in (1, 2, 4, 8)] == [25e9, 25e9, 25e9, 12.5e9]
     network["sizes"] = [["1 MB", "3 GB/s"]]
-    with pytest.raises(ConfigError, match="must have either measured sizes and by_pairs"):
+    with pytest.raises(ConfigError, match="combines measured speeds .sizes, by_pairs. with rails"):
         make_cluster({"format": 1, "nodes": [node], "network": network}, "file", {})
 
 
@@ -203,11 +203,11 @@ def test_islands_nest_and_groups_of_neighbours_find_the_least() -> None:
 @pytest.mark.parametrize(
     ("islands", "text"),
     [
-        ([{"bandwidth": "1 GB/s"}], "must have either gpus, for parts of a node, or nodes"),
-        ([{"gpus": 3, "bandwidth": "1 GB/s"}], "has 3 GPUs, which must be a multiple"),
+        ([{"bandwidth": "1 GB/s"}], "requires either gpus .*; set exactly one"),
+        ([{"gpus": 3, "bandwidth": "1 GB/s"}], "has 3 GPUs; an island must contain a multiple"),
         (
             [{"nodes": 4, "bandwidth": "1 GB/s"}, {"nodes": 6, "bandwidth": "1 GB/s"}],
-            "be a multiple",
+            "contain a multiple",
         ),
     ],
 )
@@ -327,14 +327,14 @@ def test_sinfo_alone_says_nodes_and_their_gpus() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("hello", r"given \(it begins with 'hello'\) must be the output of scontrol show node"),
-        ("", r"it begins with ''\) must be .*; save the output of one of them to a file"),
-        ('{"host": "n1"}', r"given \('node' is missing\) must be the output of"),
+        ("hello", r"it begins with 'hello'\); pass a file with the output of scontrol"),
+        ("", r"it begins with ''\); pass a file with the output"),
+        ('{"host": "n1"}', r"tool \('node' is missing\); pass a file"),
         ('{"host": "n1", "node": {"gpu": "x"}}', "'gpus_per_node' is missing"),
-        ("NODELIST GRES STATE\na[1-x] gpu:h100:8 idle", r"invalid .* 'x'\) must be the output of"),
-        ("SwitchName=s0 Level=x Nodes=n1", r"invalid .* 'x'\) must be the output of"),
+        ("NODELIST GRES STATE\na[1-x] gpu:h100:8 idle", r"invalid .* 'x'\); pass a file with"),
+        ("SwitchName=s0 Level=x Nodes=n1", r"invalid .* 'x'\); pass a file with"),
         ("NODELIST STATE\nn1 idle", "no column GRES"),
-        (slurm_node("n1", "gpu:8"), "does not report which GPU n1 has, only 'how many'"),
+        (slurm_node("n1", "gpu:8"), "does not report the GPU model of node n1, only 'how many'"),
         (slurm_node("n1", "(null)"), "no node with GPUs is up"),
     ],
 )

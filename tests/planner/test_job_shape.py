@@ -223,7 +223,7 @@ def test_short_simulations_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("options", "required", "phrases"),
     [
-        ({"batch": 2}, {"pipeline_sizes": (1,)}, ["2 samples", "4 processes", "pipeline_size"]),
+        ({"batch": 2}, {"pipeline_sizes": (1,)}, ["batch_size 2", "4 processes", "pipeline_size"]),
         ({"pieces": 3}, {"pipeline_sizes": (4,)}, ["3 segments", "mark more cut points"]),
         ({"memory": 1e6}, {}, ["fit into memory", "0.001 GB", "smaller batch_size"]),
     ],

@@ -154,7 +154,7 @@ def test_a_hint_names_packed_rows_that_are_faster() -> None:
         if prediction.fits
     )
     assert fastest < 0.98 * row.prediction.seconds
-    pattern = rf"rows of up to {LONGEST} tokens, in 4 slices would take [\d.]+% less time .*: "
+    pattern = rf"rows of up to {LONGEST} tokens, in 4 slices would take [\d.]+% less time .*; use "
     pattern += rf"--pack-to {LONGEST} --sequence-slices 4 instead of --slice-tokens"
     assert re.fullmatch(pattern, packed_advice(row, inputs_80()))
 
@@ -376,19 +376,19 @@ def test_lengths_to_try_are_those_of_the_trainer_but_long_enough() -> None:
     ("changes", "text"),
     [
         ({"slice_tokens": (8,)}, "--slice-tokens 8: a slice must have at least 16 tokens"),
-        ({"slice_tokens": (33000,)}, "33000 must be at most the longest document, which has 32768"),
-        ({"pp": (1,), "tp": (4,)}, "excludes --pp 1, because a single stage never waits"),
-        ({"context_ranks": (2,)}, "excludes --context-parallel-size 2"),
-        ({"micro_batch": (2, 4)}, "excludes --micro-batch-sizes 2,4, because a microbatch is one"),
-        ({"unequal": True}, "excludes --unequal.*; remove one"),
-        ({"schedules": ("1f1b", "zb-v")}, "excludes --schedules 1f1b,zb-v.* add adaptive"),
-        ({"schedules": ("hinted",)}, "excludes --schedules hinted"),
+        ({"slice_tokens": (33000,)}, "33000 must not exceed the longest document, which has 32768"),
+        ({"pp": (1,), "tp": (4,)}, "conflicts with --pp 1: .* only one stage"),
+        ({"context_ranks": (2,)}, "conflicts with --context-parallel-size 2"),
+        ({"micro_batch": (2, 4)}, "conflicts with --micro-batch-sizes 2,4: each microbatch is"),
+        ({"unequal": True}, "conflicts with --unequal.*; remove one"),
+        ({"schedules": ("1f1b", "zb-v")}, "got --schedules 1f1b,zb-v; add adaptive"),
+        ({"schedules": ("hinted",)}, "got --schedules hinted"),
         (
             {"slice_tokens": (1022,), "tp": (4,), "pp": (), "sequence_parallel": (True,)},
             "--slice-tokens 1022 must be a multiple of --tp 4",
         ),
         ({"dp": (2,), "pp": (4,), "tp": (1,)}, "at least 8 GPUs are needed"),
-        ({"dp": (4,), "pp": (), "tp": (1,)}, "no plan has several stages"),
+        ({"dp": (4,), "pp": (), "tp": (1,)}, "slices require at least two stages"),
     ],
 )
 def test_bad_requests_are_named_in_one_line(changes: dict[str, Any], text: str) -> None:
@@ -420,15 +420,14 @@ def test_drawn_documents_are_as_long_as_all_documents(batch: int) -> None:
 
 
 def test_without_lengths_of_documents_the_request_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--slice-tokens 32768,.* needs the lengths of the docum"):
+    with pytest.raises(ConfigError, match="--slice-tokens 32768,.* requires the lengths of the d"):
         propose(inputs_with(), Request(global_batch=BATCH, options=OPTIONS))
 
 
 def test_documents_that_fit_nowhere_are_named() -> None:
     inputs = replace(inputs_80(), cluster=inputs_with(6e9).cluster)
     with pytest.raises(
-        ConfigError,
-        match=r"does not fit on this cluster: .* of 32768 tokens, but has only .* GB; use",
+        ConfigError, match=r"fits into the memory .* of 32768 tokens, .* but has only .* GB; use"
     ):
         propose(inputs, Request(global_batch=BATCH, options=OPTIONS))
 

@@ -99,8 +99,8 @@ def test_settings_that_come_too_late(engines: Engines) -> None:
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"placement": "v"}, "placement=v was given to .* for one model, but process groups"),
-        ({"on_hang": "end"}, "on_hang=end was given to .* for one model, but all models share"),
+        ({"placement": "v"}, "placement=v was passed to .* for one model, but process groups"),
+        ({"on_hang": "end"}, "on_hang=end was passed to .* for one model, but all models share"),
     ],
 )
 def test_settings_of_the_whole_process(settings: dict[str, Any], line: str) -> None:

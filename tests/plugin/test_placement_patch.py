@@ -103,12 +103,12 @@ def test_one_rank_is_no_v() -> None:
         (
             {"num_layers": 4, "pipeline_model_parallel_layout": "Et|t|tt|mL", "mtp_num_layers": 1},
             {"load": "here", "ckpt_format": "torch"},
-            "placement v does not support checkpoints with --ckpt-format torch, because they name",
+            "placement v does not support --ckpt-format torch, because such checkpoints name",
         ),
         (
             {"num_layers": 4, "pipeline_model_parallel_layout": "Ett|tt|m|L", "mtp_num_layers": 1},
             {},
-            "pipeline_model_parallel_layout of the model has multi-token prediction on",
+            "pipeline_model_parallel_layout of the model puts multi-token prediction on",
         ),
         (
             {},
@@ -117,7 +117,7 @@ def test_one_rank_is_no_v() -> None:
                 "use_distributed_optimizer": True,
                 "dist_ckpt_optim_fully_reshardable": False,
             },
-            "placement v does not support checkpoints of the distributed optimizer by buckets",
+            "placement v does not support checkpoints that store the distributed optimizer",
         ),
     ],
 )

@@ -216,22 +216,22 @@ def test_two_ranks(tmp_path: Path) -> None:
     check_numbers([{"runs": {**by_layer, "plain": by_layer["loop"]}}])
     check_numbers(results)
     assert results[0]["refused"] == {
-        "shapes": "adjust_tensor_shapes_fn is not supported, because stages exchange one tensor "
-        "and its shape (distillation uses this argument); remove it or use --pipeline-schedule "
+        "shapes": "adjust_tensor_shapes_fn (used for distillation) is not supported, because "
+        "stages exchange exactly one tensor and its shape; remove it or use --pipeline-schedule "
         "megatron",
         "groups": "pg_collection has no pp, tp, cp, dp, dp_cp, but the engine connects the "
         "ranks of pp, tp, cp, dp, dp_cp; set these groups, or remove pg_collection to use the "
         "groups of parallel_state",
-        "messages": "p2p_communicator has a different pipeline than the step's process groups, "
-        "but the engine connects the ranks of these groups; create the communicator with their "
-        "pp group or use --pipeline-schedule megatron",
+        "messages": "p2p_communicator has a different pipeline group than the step, but the engine "
+        "connects the ranks of the step's process groups; create the communicator with their pp "
+        "group or use --pipeline-schedule megatron",
         "again": "",  # A second model needs separate channels, but must not cause an error.
         "settings": "schedule=gpipe on rank 1, but schedule=adaptive on rank 0; start all ranks of "
         "a job with the same settings",
     }
     assert results[1]["refused"] == {
-        "fewer": "a step has 2 pipeline ranks with 1 chunks each, but the model's first step had 2 "
-        "ranks with 2 chunks each; pass all chunks of the model in every step, or call "
+        "fewer": "this step has 2 pipeline ranks with 1 chunks each, but the model's first step "
+        "had 2 ranks with 2 chunks each; pass all chunks of the model in every step, or call "
         "megatron.adaptive.uninstall() and install() on all ranks between the steps"
     }
     said = (tmp_path / "output.txt").read_text()

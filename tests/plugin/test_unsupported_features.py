@@ -60,7 +60,7 @@ def test_weights_in_parts(name: str) -> None:
 
 def test_groups_of_another_job_than_ours() -> None:
     check(None, Chunk(pg_collection=SimpleNamespace(pp=PIPELINE)))
-    line = "^chunk 0 was built with a different pipeline than the step's process groups, but the"
+    line = "^chunk 0 was built with a different pipeline group than the step's, but the"
     with pytest.raises(ConfigError, match=line):
         check(None, Chunk(pg_collection=SimpleNamespace(pp=None)))
 
@@ -68,7 +68,7 @@ def test_groups_of_another_job_than_ours() -> None:
 @pytest.mark.parametrize(
     ("config", "settings", "line"),
     [
-        ({}, {"placement": "v"}, "^pg_collection is not supported for stages in a V, because"),
+        ({}, {"placement": "v"}, "^pg_collection is not supported with placement v, which"),
         (
             {"num_moe_experts": 4},
             {},
@@ -107,7 +107,7 @@ def test_what_is_not_refused() -> None:
             "a CUDA graph replays the order in which it was captured",
         ),
         ("moe_paged_stash", True, "only megatron-core's own loop resets the stash"),
-        ("hybrid_context_parallel", True, "it requires a special loop"),
+        ("hybrid_context_parallel", True, "it requires a different loop over the microbatches"),
         (
             "dynamic_context_parallel",
             True,

@@ -79,8 +79,8 @@ def test_shares_are_printed_only_if_there_is_a_slowdown_to_share_out() -> None:
     text = slow.format()
     assert "too small to attribute to causes" not in text
     share = f"{slow.worker_share:.0%}" if slow.worker_share < 0.995 else "all"
-    assert f"repairing the slowest workers would remove {share} of the slowdown" in text
-    assert "repairing the last stage, none;" in text
+    assert f"speeding up the slowest ranks would remove {share} of the slowdown" in text
+    assert "speeding up the last stage, none;" in text
 
 
 def test_a_slow_worker_is_named_with_its_share_and_gain() -> None:
@@ -243,7 +243,7 @@ def test_the_first_contradiction_is_named() -> None:
     for (way, stage), starts in times.items():
         rows = (table["optype"] == f"{way}-compute") & (table["stage"] == stage)
         table["start_ts"][rows] = starts
-    with pytest.raises(TraceError, match=r"waits for an operation that waits for it.*contradicts"):
+    with pytest.raises(TraceError, match=r"waits for another operation .* order is impossible"):
         what_if(run_of_columns(table, Path("job")))
 
 

@@ -301,8 +301,8 @@ def test_a_trace_without_some_actions_is_not_said_to_differ_by_nothing(
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if not line.startswith("[1,0,7,")))
     assert [note for note in what_if(read_run(tmp_path)).notes if "not simulated" in note] == [
-        "order, dealing and partition are not simulated: the trace lacks F or B of some "
-        "microbatches"
+        "changes of order, dealing and partition are not simulated: the trace lacks F or "
+        "B actions of some microbatches"
     ]
 
 

@@ -91,8 +91,8 @@ class TracedRun:
         layers = next(iter(self.trace.ranks.values())).header.layers
         if not layers:
             raise ConfigError(
-                f"{self.trace.origin}: the trace does not contain the number of layers of each "
-                "stage; trace the run again"
+                f"{self.trace.origin}: the trace does not contain the number of layers per stage, "
+                "which a profile requires; trace the run again"
             )
         return tuple(layers)
 
@@ -135,7 +135,7 @@ def calibrate(
     for run in runs:
         if run.trace.is_sliced:
             raise ConfigError(
-                f"{run.trace.origin} contains times of sequence slices, but a profile requires "
+                f"{run.trace.origin} was traced with sequence slices, but a profile requires the "
                 "times of whole sequences; trace a run without --sequence-slices and "
                 "--slice-tokens"
             )

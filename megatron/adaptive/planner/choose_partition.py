@@ -265,7 +265,7 @@ class Decision:
 
 
 def travelling(old: Sequence[int], new: Sequence[int], placement: Placement) -> int:
-    """Returns how many layers change ranks if the partition changes from ``old`` to ``new``."""
+    """Returns how many layers change ranks if the partition ``new`` replaces ``old``."""
     ranks = [placement.locate(stage)[0] for stage in range(placement.num_stages)]
     return int((np.repeat(ranks, old) != np.repeat(ranks, new)).sum())
 
@@ -495,7 +495,7 @@ def _decision(
         layers = "-".join(map(str, loads.partition))
         layers_text = "" if new_partition is None else f" of {layers} layers"
         step_ms = number_text(stay.step_s * 1e3, 4)
-        text += f"; in a {loads.placement.kind}{layers_text} at best {step_ms} ms"
+        text += f"; keeping the {loads.placement.kind}{layers_text} takes at least {step_ms} ms"
     best = None if stay is None else stay.best
     return Decision(
         text=text,

@@ -266,7 +266,7 @@ def handed_over(plan: Plan, seconds: float, inputs: PlanInputs, most: int) -> tu
 
 
 def scheduled(plan: Plan, inputs: PlanInputs, schedules: Sequence[str]) -> PlanRow | None:
-    """Combines ``plan`` with the fastest schedule that fits into memory, and predicts the result.
+    """Chooses the fastest schedule for ``plan`` that fits into memory, and predicts the result.
 
     Args:
         plan: Plan from the search. If its stages have unequal parallel sizes, the plan is first

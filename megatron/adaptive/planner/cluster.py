@@ -112,10 +112,12 @@ def find_gpu(name: str, where: str) -> Gpu:
     gpu = known_gpu(name)
     if gpu is None:
         nearest = difflib.get_close_matches(name.lower(), gpu_names(), n=1, cutoff=0.4)
-        hint = f"the nearest is {nearest[0]}" if nearest else f"names are {', '.join(gpu_names())}"
+        names = ", ".join(gpu_names())
+        hint = f"the nearest is {nearest[0]}" if nearest else f"known names are {names}"
         raise ConfigError(
-            f"{where}: GPU {name!r} is neither in the profile nor in the table of GPUs ({hint});"
-            " correct the name, or measure the GPU with python -m megatron.adaptive profile"
+            f"{where}: GPU {name!r} is neither in the profile nor in the built-in table of GPUs"
+            f" ({hint}); correct the name, or measure the GPU with python -m megatron.adaptive"
+            " profile"
         )
     return gpu
 
@@ -311,8 +313,8 @@ class Cluster:
             for name in pair:
                 if name not in known_names:
                     raise ConfigError(
-                        f"cluster: the link between {' and '.join(pair)} has the unknown node type"
-                        f" {name!r}; the node types are {', '.join(names)}"
+                        f"cluster: the link between {' and '.join(pair)} refers to the unknown node"
+                        f" type {name!r}; the node types are {', '.join(names)}"
                     )
         if len(self.nodes) > 1:
             for i, node_type in enumerate(self.types):
@@ -374,8 +376,9 @@ class Cluster:
         networks = [node.network or self.network for node in (node_type, other)]
         if networks[0] is None or networks[1] is None:
             raise ConfigError(
-                f"cluster: no link is known between {node_type.name} and {other.name}; add a"
-                " network to the cluster, to both types or to this pair of types"
+                f"cluster: the speed between nodes of types {node_type.name} and {other.name} is"
+                " missing; add the key network to the cluster or to both node types, or add a link"
+                " between the two types"
             )
         return min(networks[0], networks[1], key=lambda network: network.bytes_per_s)
 
@@ -416,8 +419,8 @@ def make_cluster(document: Any, where: str, memories: Mapping[str, float]) -> Cl
         groups.append(NodePool(type=node, count=entry["count"], hosts=tuple(names)))
         if names and len(names) != entry["count"]:
             raise ConfigError(
-                f"{key}.hosts contains {len(names)} nodes, but count is {entry['count']}; make "
-                "them equal"
+                f"{key}.hosts lists {len(names)} hosts, but count is {entry['count']}; make the "
+                "numbers equal"
             )
         for host in names:
             if host in hosts:
@@ -428,7 +431,7 @@ def make_cluster(document: Any, where: str, memories: Mapping[str, float]) -> Cl
         key = f"{where}: links[{index}]"
         first, second = entry["between"]
         if (first, second) in links or (second, first) in links:
-            raise ConfigError(f"{key}: {first} and {second} already have a link; keep only one")
+            raise ConfigError(f"{key} is a second link of {first} and {second}; keep only one")
         links[first, second] = _speed(entry, key)
     for group in groups:
         for size, link in group.type.islands:
@@ -464,8 +467,8 @@ def _node_type(entry: Mapping[str, Any], key: str, memories: Mapping[str, float]
         memory = gpu.memory_bytes
     else:
         raise ConfigError(
-            f"{key}.memory is missing: GPU {name!r} is neither in the profile nor in the table"
-            " of GPUs; set the memory of each GPU, such as 40 GB"
+            f"{key}.memory is required, because GPU {name!r} is neither in the profile nor in the"
+            " built-in table of GPUs; set the memory of each GPU, such as 40 GB"
         )
     return NodeType(
         name=entry.get("type", name),
@@ -489,7 +492,10 @@ def _islands(node: Mapping[str, Any], key: str) -> tuple[tuple[int, LinkSpeed], 
         island_key = f"{key}.islands[{index}]"
         is_inner = "gpus" in entry
         if is_inner == ("nodes" in entry):
-            raise ConfigError(f"{island_key} must have either gpus, for parts of a node, or nodes")
+            raise ConfigError(
+                f"{island_key} requires either gpus (for a part of a node) or nodes (for a group of"
+                " nodes); set exactly one of them"
+            )
         size = entry["gpus"] if is_inner else entry["nodes"] * node_gpus
         if (
             size <= before
@@ -497,8 +503,9 @@ def _islands(node: Mapping[str, Any], key: str) -> tuple[tuple[int, LinkSpeed], 
             or (is_inner and (size == node_gpus or node_gpus % size))
         ):
             raise ConfigError(
-                f"{island_key} has {size} GPUs, which must be a multiple of the previous island's"
-                f" GPUs and, for a part of a node, a divisor of the node's {node_gpus} GPUs"
+                f"{island_key} has {size} GPUs; an island must contain a multiple of the previous"
+                f" island's GPUs, and a part of a node must evenly divide the node's {node_gpus}"
+                " GPUs"
             )
         link = {name: value for name, value in entry.items() if name not in ("gpus", "nodes")}
         islands.append((size, _speed(link, island_key, shared=not is_inner)))
@@ -527,7 +534,8 @@ def _speed(entry: Any, key: str, *, shared: bool = True) -> Any:
         entry = {name: value for name, value in entry.items() if name not in expanded}
         if "sizes" in entry or "by_pairs" in entry:
             raise ConfigError(
-                f"{key} must have either measured sizes and by_pairs, or rails and oversubscription"
+                f"{key} combines measured speeds (sizes, by_pairs) with rails or oversubscription,"
+                " which would change them; remove one or the other"
             )
         more = [{"pairs": count, "bandwidth": count * speed} for count in range(2, rails + 1)]
         entry |= {"bandwidth": speed, "by_pairs": more}

@@ -57,7 +57,10 @@ def describe_cluster(texts: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], 
             outputs.add(text, where)
         except (ValueError, KeyError, TypeError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else error
-            raise ConfigError(f"{where} ({reason}) must be the output of {_TOOLS}") from error
+            raise ConfigError(
+                f"{where} is not the output of a supported tool ({reason}); pass a file with the"
+                f" output of {_TOOLS}"
+            ) from error
     entries = outputs.entries(assumed)
     if not entries:
         names = ", ".join(where for where, _ in texts)
@@ -69,7 +72,7 @@ def describe_cluster(texts: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], 
         document["network"] = _ASSUMED_NETWORK
         assumed.append(f"the network of {', '.join(without)} is {_ASSUMED_NETWORK['bandwidth']}")
     if any("nodes" in island for group in nodes for island in group.get("islands", ())):
-        assumed.append("the network is as fast within switches as above them")
+        assumed.append("the network is equally fast within a switch and between switches")
     return document, list(dict.fromkeys(assumed))
 
 
@@ -143,10 +146,7 @@ class _ToolOutputs:
 
 
 _FIELD = re.compile(r"(\w+)=(\S*)")
-_TOOLS = (
-    "scontrol show node or topology, sinfo -N, nvidia-smi -q or topo -m, or doctor --json; save the"
-    " output of one of them to a file, and pass the file"
-)
+_TOOLS = "scontrol show node or topology, sinfo -N, nvidia-smi -q or topo -m, or doctor --json"
 _MATRIX = re.compile(r"^\s*GPU0\s", re.MULTILINE)
 
 
@@ -271,9 +271,9 @@ def _with_report(
     listed = known_gpu(node["gpu"])
     if not node["gpu"] or (listed is None and "memory" not in node):
         raise ConfigError(
-            f"Slurm does not report which GPU {node['hosts'][0]} has, only "
-            f"{node['gpu'] or 'how many'!r}; pass the output of nvidia-smi -q or doctor --json "
-            "from such a node"
+            f"Slurm does not report the GPU model of node {node['hosts'][0]}, only "
+            f"{node['gpu'] or 'how many'!r}; also pass the output of nvidia-smi -q or doctor "
+            "--json from this node or a similar one"
         )
     if listed is not None:
         if not alike and plain_name(node["gpu"]) != plain_name(listed.name):

@@ -175,10 +175,10 @@ class RunDocuments:
 def draw_steps(lengths: Lengths, batch: int) -> tuple[tuple[int, ...], ...]:
     """Draws documents for a few steps, so that they represent all known documents.
 
-    The sorted lengths are divided into equal parts, and one document is drawn from each part. Short
-    and long documents are thus drawn in the same proportion as they occur. The number of steps is
-    doubled until the mean and the mean square of the drawn lengths are close to those of all
-    lengths.
+    The sorted lengths are divided into equal parts, and one document is drawn from each part. As a
+    result, short and long documents are drawn in the same proportion as they occur. The number of
+    steps is doubled until the mean and the mean square of the drawn lengths are close to those of
+    all lengths.
 
     Args:
         lengths: Number of tokens of each known document, ``[documents]``.
@@ -224,16 +224,17 @@ def make_documents(
         model: Model to train.
         lengths: Number of tokens of each document, at least 1.
         batch: Number of documents per step.
-        longest: Maximum number of tokens per document. Longer documents are cut. Defaults to the
-            largest number in ``lengths``.
+        longest: Maximum number of tokens per document. Longer documents are truncated. Defaults to
+            the largest number in ``lengths``.
 
     Raises:
         ConfigError: The trainer's ``--slice-tokens`` does not support the model.
     """
     if not model.arguments:
         raise ConfigError(
-            f"--slice-tokens: model {model.name} is not described by the trainer's settings, so its"
-            " runs cannot pack documents; give a model's name, arguments or config.json"
+            f"--slice-tokens: the trainer cannot pack documents for model {model.name}, which is"
+            " not described by the trainer's settings; pass another model's name, arguments or"
+            " config.json"
         )
     implementation = "transformer_engine" if model.attention == "fused" else "local"
     names = {argument.split("=")[0] for argument in model.arguments}

@@ -31,8 +31,8 @@ _PARTS = {
     "embedding": "gradients of the tied embeddings",
     "optimizer": "the optimizer step of stage {stage}",
     "bubble": "idle time of the pipeline",
-    "jitter": "waiting for actions that happen to take longer",
-    "beside": "work besides pipeline, reduction and optimizer",
+    "jitter": "waiting because some actions randomly take longer",
+    "beside": "work outside of the pipeline, the reductions and the optimizer",
 }
 _WORDS = {"micro_batch": "microbatch", "schedules": "schedule", "slice_tokens": "tokens of a slice"}
 _PACKED_SLICES = (1, 4, 8, 16)
@@ -145,12 +145,12 @@ def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
             lines.append(f"{title} {str(error).removeprefix(flag)}")
             continue
         if not plans:
-            lines.append(f"{title} no plan uses whole nodes and divides the batch evenly")
+            lines.append(f"{title} no plan that uses whole nodes divides the batch evenly")
             continue
         prediction = predict(plans[0].plan, inputs)
         lack = max(stage.memory.missing_bytes for stage in prediction.stages)
         slower = prediction.seconds / best.prediction.seconds - 1
-        result = f"{slower:+.1%}" if fitting else f"exceeds the memory by {lack / _GB:.1f} GB"
+        result = f"{slower:+.1%}" if fitting else f"{lack / _GB:.1f} GB short of memory"
         lines.append(f"{title} {result} ({brief(plans[0].plan)})")
     return [*lines, *_packed_lines(best, inputs)]
 
@@ -210,7 +210,8 @@ def packed_advice(best: PlanRow, inputs: PlanInputs) -> str:
     flags = f"--pack-to {known_documents(inputs).config.model.seq_length}"
     return (
         f"{_packed_title(slices, inputs)} would take {gain:.1%} less time with the same layers per"
-        f" stage: {flags}{f' --sequence-slices {slices}' * (slices > 1)} instead of --slice-tokens"
+        f" stage; use {flags}{f' --sequence-slices {slices}' * (slices > 1)} instead of"
+        " --slice-tokens"
     )
 
 

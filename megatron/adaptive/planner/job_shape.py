@@ -435,10 +435,10 @@ def _nothing_divides(
     sizes = ", ".join(map(str, pipeline_sizes)) or "any"
     samples = ", ".join(map(str, micro_batches)) or "any"
     return (
-        f"a batch of {running.batch} samples on {_counted(world, 'process', 'es')}, pipeline_size "
-        f"{sizes}, micro_batch_size {samples}, schedule {running.schedule} and "
-        f"{running.model.num_layers} segments: no pipeline size divides the processes and gives "
-        "each replica whole microbatches and each stage a segment; use a batch_size that is "
+        f"no pipeline size divides {_counted(world, 'process', 'es')} evenly and gives each "
+        f"replica whole microbatches and each stage a segment (batch_size {running.batch}, "
+        f"pipeline_size {sizes}, micro_batch_size {samples}, schedule {running.schedule}, "
+        f"{running.model.num_layers} segments between cut points); use a batch_size that is "
         f"a multiple of {world}, or mark more cut points"
     )
 

@@ -91,8 +91,8 @@ PLAIN = StageSettings()
 _GRADIENT_BYTES = 4
 """Size in bytes of each element of the accumulated gradients of attention keys and values."""
 _HOST_MESSAGES = 8
-"""Number of message buffers in host memory that are allocated but usually empty, which are the free
-slots in the queues of a rank and its neighbour (``transport.select.size_of_channel``)."""
+"""Number of message buffers in host memory that are allocated but usually empty. They belong to the
+queues between a rank and its neighbours (``transport.select.size_of_channel``)."""
 _HOST_BLOCK_BYTES = 2**25
 """Minimum size in bytes of blocks that the C library allocates separately, and returns to the
 system when they are freed.
@@ -150,7 +150,7 @@ def in_flight(
 
 
 def _in_mean_slices(count: float, slices: int, attention_share: float) -> float:
-    """Returns the maximum total length of ``count`` slices in flight, in units of the mean length.
+    """Returns the maximum total length of ``count`` slices in flight, divided by the mean length.
 
     The backward passes of a microbatch's slices run in reverse order, so its first slices stay in
     memory the longest. The first slices are also the longest slices. Only two microbatches are

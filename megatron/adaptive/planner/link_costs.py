@@ -249,9 +249,9 @@ def _flows(
 def shares(sender: StagePlace, receiver: StagePlace) -> Iterator[tuple[Replica, Replica, int]]:
     """Yields each pair of replicas that exchange samples, and the number of samples they exchange.
 
-    Each stage numbers the samples of a round of microbatches consecutively over its replicas. If
-    the stages have different numbers of replicas, each receiver gets its samples from the replicas
-    that computed them::
+    Each stage numbers its samples consecutively over its replicas, with one microbatch per replica.
+    If the stages have different numbers of replicas, each receiver gets its samples from the
+    replicas that computed them::
 
         3 replicas of 2 samples send    | 0 1 | 2 3 | 4 5 |
         2 replicas of 3 receive         | 0 1 2 | 3 4 5   |    the second sends one sample to each

@@ -127,8 +127,8 @@ def preset(
     if name not in MODELS:
         names = preset_names()
         nearest = difflib.get_close_matches(name.lower(), names, n=1)
-        hint = f"the nearest is {nearest[0]}" if nearest else f"names are {', '.join(names)}"
-        raise ConfigError(f"model {name!r} is not known; {hint}")
+        hint = f"the nearest is {nearest[0]}" if nearest else f"known names are {', '.join(names)}"
+        raise ConfigError(f"unknown model {name!r}; {hint}")
     family = name.partition("-")[0]
     vocabulary = _VOCABULARY.get("gpt" if family.startswith("gpt") else family, _SMALL_VOCABULARY)
     flags = [*MODELS[name].split(), "--vocab-size", str(vocabulary)]
@@ -490,13 +490,13 @@ def _read_arguments(text: str, folder: Path, where: str) -> list[str]:
     context = only_groups(arguments, (), ("context_parallel_size",))
     if context and context[-1].rpartition("=")[2] != "1":
         raise ConfigError(
-            f"{where}: {' '.join(context)} is decided by the plan; pass --context-parallel-size to"
-            " plan instead"
+            f"{where}: the plan sets {' '.join(context)}; pass --context-parallel-size to the"
+            ' "plan" command instead'
         )
     if tokens := only_groups(arguments, (), ("slice_tokens",)):
         raise ConfigError(
-            f"{where}: {' '.join(tokens)} is decided by the plan; pass --slice-tokens to plan"
-            " instead, with --document-lengths"
+            f"{where}: the plan sets {' '.join(tokens)}; pass --slice-tokens and"
+            ' --document-lengths to the "plan" command instead'
         )
     return arguments
 
@@ -583,9 +583,9 @@ def _with_length(model: Model, sequence: int | None, text: str) -> Model:
     is_fixed = not model.arguments
     if is_fixed and sequence not in (None, model.sequence, model.tokens_per_sample):
         raise ConfigError(
-            f"--seq-length {sequence}: model {text} has samples of {model.tokens_per_sample} "
-            "tokens, which this flag cannot change; remove it, or describe the model by the "
-            "trainer's arguments"
+            f"--seq-length {sequence} cannot change the length of model {text}, whose samples "
+            f"have {model.tokens_per_sample} tokens; remove the flag, or describe the model with "
+            "the trainer's arguments"
         )
     return model
 
@@ -657,15 +657,15 @@ def listed_model(document: Mapping[str, Any], name: str, precision: Precision) -
             )
         if kinds.setdefault(kind.name, kind) != kind and sizes:
             raise ConfigError(
-                f"model {name}: layers[{index}] has different sizes than an earlier layer of "
-                f"kind {kind.name!r}; use a separate kind"
+                f"model {name}: the sizes of layers[{index}] differ from an earlier layer of "
+                f"kind {kind.name!r}; give this layer a different kind"
             )
         layers += [kind.name] * entry.get("count", 1)
     frozen_layers = document.get("frozen_layers", 0)
     if frozen_layers >= len(layers):
         raise ConfigError(
-            f"model {name}: frozen_layers must be less than the number of layers, {len(layers)}, "
-            f"because a gradient flows through the last layer, got {frozen_layers}"
+            f"model {name}: frozen_layers must be less than {len(layers)}, the number of layers, "
+            f"got {frozen_layers}; a gradient must flow through at least the last layer"
         )
     return Model(
         name=name,
@@ -692,6 +692,7 @@ def _of_profile(
     arguments: Sequence[str] = model.get("arguments", ())
     if not arguments:
         raise ConfigError(
-            f"{where}: the profile does not contain its model; pass the model's name as --model"
+            f"{where}: the profile does not describe the model that was measured; pass the "
+            "model's name as --model"
         )
     return make(arguments, model["name"])

@@ -144,7 +144,7 @@ def _messages(plan: Plan, inputs: PlanInputs, sliced: bool) -> Iterator[_Transfe
 def _parts(
     plan: Plan, sender: StagePlace, receiver: StagePlace
 ) -> Iterator[tuple[Replica, Replica, int]]:
-    """Yields sender, receiver and number of samples of each message of a round of microbatches."""
+    """Yields sender, receiver and number of samples per message of one microbatch per replica."""
     samples = len(sender.replicas) * sender.micro_batch
     if samples == len(receiver.replicas) * receiver.micro_batch:
         yield from shares(sender, receiver)

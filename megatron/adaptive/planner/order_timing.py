@@ -9,9 +9,9 @@ microbatches. A forward pass takes 1 s and a backward pass 2 s. Messages take no
     rank 0    | F0 | F1 |         | B0      |    | B1      |
     rank 1         | F0 | B0      | F1 | B1      |
 
-``F1`` on rank 1 starts at 4 s. Its input arrives at 2 s, but the rank is busy until 4 s. Actions
-are visited in topological order, which means that each action comes after all actions on which it
-depends (:func:`steps_of`), so one visit per action is enough. The order depends only on the
+``F1`` on rank 1 starts at 4 s. Its input arrives at 2 s, but the rank is busy until 4 s. The
+actions are sorted topologically, so that each action comes after all actions on which it depends
+(:func:`steps_of`). A single pass over them is therefore enough. The order depends only on the
 schedule, so it is cached.
 
 A message is sent when its action has ended and the previous message has left the link. It occupies
@@ -242,8 +242,8 @@ def _compiled_steps() -> Any:
 
 
 DRAWS = 32
-"""Number of simulated steps from which the mean delay due to jitter is computed. With this number,
-the mean is accurate to about 10 %."""
+"""Number of steps that are simulated to compute the mean delay due to jitter. This number makes the
+mean accurate to about 10 %."""
 
 
 def jitter_s(steps: Steps, durations_s: Any, message_s: Any, sigma: float) -> float:

@@ -303,7 +303,8 @@ def place_ranks(
     gpus = sum(cluster.nodes[node].gpus for node in order)
     if gpus < tp * dp * pp:
         raise ConfigError(
-            f"tp {tp} x dp {dp} x pp {pp} needs {tp * dp * pp} GPUs, but these nodes have {gpus}"
+            f"tp {tp} x dp {dp} x pp {pp} needs {tp * dp * pp} GPUs, but the nodes of the plan have"
+            f" {gpus}"
         )
     return tuple(
         place_stage(cluster, order, tp, dp, micro_batch, position=rank) for rank in range(pp)
@@ -494,8 +495,8 @@ def export_text(document: Mapping[str, Any], form: str, arguments: Sequence[str]
     program = "Megatron-LM" if form == "megatron" else "torchtitan"
     if "stages" in document:
         raise ConfigError(
-            f"--export {form}: {program} does not support stages of unequal widths; plan without"
-            " --unequal"
+            f"--export {form}: {program} does not support stages with different parallel sizes;"
+            " plan without --unequal"
         )
     if "slice_tokens" in document:
         raise ConfigError(

@@ -32,7 +32,7 @@ def compare_text(files: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         prediction = document.get("prediction")
         keys = {"parts_s", "memory_bytes", *_COMPARED}
         if not isinstance(prediction, dict) or not keys <= set(prediction):
-            raise ConfigError(f"{name}: the plan has no prediction; write it with plan --output")
+            raise ConfigError(f"{name} contains no prediction; write the plan with plan --output")
     predictions = [document["prediction"] for _, document in files]
     lines = [["", *(name for name, _ in files)]]
     settings = [_settings(document) for _, document in files]
@@ -84,7 +84,7 @@ def _reason(prediction: Mapping[str, Any], first: Mapping[str, Any], first_name:
         if abs(gain) > _LEAST_SHARE * first["step_s"]
     )
     word = "slower" if prediction["step_s"] > first["step_s"] else "faster"
-    return f"{word} than {first_name}: {differences or 'no part differs noticeably'}"
+    return f"{word} than {first_name}: {differences or 'no part of the step differs much'}"
 
 
 def _settings(document: Mapping[str, Any]) -> dict[str, str]:

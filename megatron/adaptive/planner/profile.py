@@ -160,8 +160,8 @@ class Profile:
             f"on {measured_gpu} with {width}" for measured_gpu, width in measured
         )
         raise ConfigError(
-            f"profile: layer kind {kind!r} on {gpu} with tensor parallelism {tp} was not "
-            f"measured, only {measured_text or 'other kinds'}; measure it with the profile "
+            f"profile: layer kind {kind!r} was not measured on {gpu} with tensor-parallel size "
+            f'{tp}, only {measured_text or "other kinds were"}; measure it with the "profile" '
             "command, or exclude this GPU or tensor-parallel size"
         )
 

@@ -70,8 +70,8 @@ def profile_of_plan(content: Any, where: str) -> Any:
     tried = content.get("tried")
     if not isinstance(tried, dict) or not isinstance(tried.get("profile"), dict):
         raise ConfigError(
-            f"{where} is a plan without measurements; measure a rank with plan --try {where}, or "
-            "pass a profile"
+            f"{where} is a plan that contains no measurements; measure a rank with plan --try "
+            f"{where}, or pass a profile"
         )
     return tried["profile"]
 
@@ -365,7 +365,7 @@ def profile_of_cut_points(path: Path, name: str, precision: str = "fp32") -> dic
         for number, row in enumerate(_rows(path), start=1)
     ]
     if not rows:
-        raise ConfigError(f"{path} has no measurements; add a row for each piece of the model")
+        raise ConfigError(f"{path} has no measurements; add a row for each cut point")
     pieces: dict[int, dict[str, Any]] = {}
     for row in sorted(rows, key=lambda row: -row["micro_batch"]):
         pieces.setdefault(row["cut_point"], row)
@@ -428,14 +428,15 @@ def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
     """
     measured = content["model"]
     subject = f"{where} describes model {measured['name']}"
-    advice = "measure the model that is being planned, or remove --profile"
+    advice = "profile the model that you plan for, or remove --profile"
     # The suffix after "/" is the number of ranks over which experts are distributed. The profile
     # may contain a different number, so the suffix is ignored.
     kinds = {row["kind"].partition("/")[0] for row in content["layers"]}
     missing = [kind for kind in model.kinds if kind.partition("/")[0] not in kinds]
     if missing:
         raise ConfigError(
-            f"{subject}, which has no layers of kind {missing[0]!r}, unlike {model.name}; {advice}"
+            f"{subject} and has no times for layers of kind {missing[0]!r}, which {model.name}"
+            f" contains; {advice}"
         )
     arguments = measured.get("arguments", ())
     if arguments:
@@ -450,8 +451,8 @@ def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
                 if not math.isclose(measured_value, value, rel_tol=_SAME):
                     raise ConfigError(
                         f"{subject}, whose {name} has {measured_value:.4g}"
-                        f" {field.replace('_', ' ')}, but {model.name} has {value:.4g};"
-                        f" {advice}"
+                        f" {field.replace('_', ' ')}, but the {name} of {model.name} has"
+                        f" {value:.4g}; {advice}"
                     )
         precision = precision_of(measured)
         if precision != model.precision.name:

@@ -133,15 +133,16 @@ def propose(inputs: PlanInputs, request: Request) -> Proposal:
         free = replace(request, options=replace(request.options, schedules=("1f1b",)))
         if "1f1b" not in asked and 1 in slices and searcher_for(inputs, free).search(goal).plans:
             raise ConfigError(
-                f"--schedules {','.join(asked)}: no plan that fits into memory supports these "
-                "schedules, which restrict the numbers of stages, layers and microbatches; add 1f1b"
+                f"--schedules {','.join(asked)}: no plan that fits into memory meets the "
+                "requirements of these schedules for the numbers of stages, layers and "
+                "microbatches; add 1f1b"
             )
         whole = replace(request, options=replace(request.options, slices=(1,)))
         if 1 not in slices and searcher_for(inputs, whole).search(goal).plans:
             raise ConfigError(
-                f"--sequence-slices {_list(slices)}: slices require several "
-                "stages and a run-time rule, but no such plan fits into memory; add 1 to allow "
-                "whole sequences"
+                f"--sequence-slices {_list(slices)} requires several stages and a run-time rule, "
+                "but no such plan fits into memory; add 1 to --sequence-slices to allow whole "
+                "sequences"
             )
         if goal == Objective(least=goal.least) or not searcher.search(Objective()).plans:
             raise ConfigError(_explain_memory(inputs, request.global_batch, searcher.options))
@@ -288,7 +289,7 @@ def pareto(
 class _Points(Best):
     """Collects the plans on the Pareto front, sorted by step time.
 
-    The search visits levels, which are sets of nodes, in ascending order of the lower bound of
+    The search goes through the levels (sets of nodes) in ascending order of the lower bound of
     their step time.
     """
 
@@ -503,9 +504,10 @@ def _check_request(request: Request, options: SearchOptions, inputs: PlanInputs)
     stages = len(options.partition)
     if stages and options.pp and options.pp != (stages,):
         raise ConfigError(
-            f"--partition has {stages} stages, but --pp is {_list(options.pp)}, and --partition"
-            " takes one stage per pipeline rank; remove one of the two flags. With several chunks"
-            " per rank, the planner chooses the partition itself; save such a plan with --output"
+            f"--partition has {stages} stages, but --pp is {_list(options.pp)}; --partition"
+            " requires exactly one stage per pipeline rank. Remove one of the two flags. With"
+            " several chunks per rank, the planner chooses the partition; save such a plan with"
+            " --output"
         )
     least = math.prod(min(values) for values in (options.tp, options.dp, options.pp) if values)
     if least > cluster.num_gpus:
@@ -541,10 +543,10 @@ def _check_ranks(options: SearchOptions, model: Model, cluster: Cluster) -> None
     for shared in options.context_ranks:
         if not model.divides_sequence(1, shared, False):
             raise ConfigError(
-                f"--context-parallel-size {shared} requires causal attention without experts or "
-                f"local windows, and a multiple of {2 * shared} tokens per sequence, but "
-                f"{model.name} has {model.sequence} tokens or a different attention; change the "
-                "size or the model"
+                f"--context-parallel-size {shared} requires causal attention, no experts, no "
+                f"local windows, and sequences of a multiple of {2 * shared} tokens; {model.name} "
+                f"(sequences of {model.sequence} tokens) does not meet these requirements; change "
+                "the size or the model"
             )
     for tp in options.tp:
         if model.max_tp % tp:
@@ -555,7 +557,7 @@ def _check_ranks(options: SearchOptions, model: Model, cluster: Cluster) -> None
         if all(node.gpus % tp for node in cluster.types):
             counts = ", ".join(f"{node.gpus} on {node.name}" for node in cluster.types)
             raise ConfigError(
-                f"--tp {tp} must divide the number of GPUs of a node, which is {counts}"
+                f"--tp {tp} must divide the number of GPUs of a node ({counts}); use another size"
             )
 
 
@@ -615,10 +617,9 @@ def _explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOption
     nearest = find(cluster.with_memory(more_bytes=NO_LIMIT_BYTES), options)
     if nearest is None:
         return (
-            f"no plan for {model.name} on {cluster.num_gpus} GPUs with a global batch of"
-            f" {global_batch}: no allowed sizes use whole nodes and divide the batch evenly;"
-            " allow other sizes with --tp, --dp, --pp, --micro-batch-sizes and --partition, or"
-            " change --global-batch-size"
+            f"no plan for {model.name} on {cluster.num_gpus} GPUs uses whole nodes and divides the"
+            f" global batch of {global_batch} evenly with the allowed sizes; allow other sizes with"
+            " --tp, --dp, --pp, --micro-batch-sizes and --partition, or change --global-batch-size"
         )
     stage, memory = _fullest_stage(nearest, inputs)
     least = 0.0
@@ -635,8 +636,8 @@ def _explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOption
     return (
         f"{model.name} does not fit on this cluster: in the closest plan ({brief(nearest)}),"
         f" stage {stage} on {node.name} needs {memory.total_bytes / _GB:.1f} GB but has only"
-        f" {memory.limit_bytes / _GB:.1f} GB, so {memory.missing_bytes / _GB:.1f} GB are missing;"
-        f" it would fit with {', or '.join(remedies)}"
+        f" {memory.limit_bytes / _GB:.1f} GB, so it is {memory.missing_bytes / _GB:.1f} GB short;"
+        f" the model would fit with {', or '.join(remedies)}"
     )
 
 
@@ -647,15 +648,15 @@ def _explain_rows(inputs: PlanInputs, request: Request) -> str:
     plans = searcher_for(roomy, request).search().plans
     if not plans:
         return (
-            f"{flag}: no plan has several stages that divide the model, the nodes and a batch of"
-            f" {request.global_batch} documents; allow other sizes with --pp, --tp, --dp, or change"
-            " --global-batch-size"
+            f"{flag}: slices require at least two stages, but no such plan divides the model, the"
+            f" nodes and the batch of {request.global_batch} documents evenly; allow other sizes"
+            " with --pp, --tp, --dp, or change --global-batch-size"
         )
     stage, memory = _fullest_stage(plans[0].plan, inputs)
     return (
-        f"{flag} does not fit on this cluster: in the fastest plan without a memory limit"
-        f" ({brief(plans[0].plan)}), stage {stage} needs {memory.total_bytes / _GB:.1f} GB for at"
-        f" least one document of {known_documents(inputs).longest} tokens, but has only"
+        f"no plan with {flag} fits into the memory of this cluster: to hold one document of"
+        f" {known_documents(inputs).longest} tokens, stage {stage} of the fastest plan"
+        f" ({brief(plans[0].plan)}) needs {memory.total_bytes / _GB:.1f} GB, but has only"
         f" {memory.limit_bytes / _GB:.1f} GB; use more stages, --recompute full, more memory"
         " or shorter documents"
     )
@@ -744,10 +745,10 @@ def _explain_limits(searcher: Searcher, objective: Objective) -> str:
             for name in names
         )
         if len(names) == 1:
-            return f"{flags} cannot be satisfied: {least}; raise the limit"
-        return f"{flags} contradict each other: with the other limit, {least}; raise one of them"
+            return f"{flags} is too low: {least}; raise the limit"
+        return f"{flags} conflict: within the other limit, {least}; raise one of them"
     flags = ", ".join(_LIMITS[name] for name in active)
-    return f"{flags} cannot be satisfied together, but any two can; raise one of them"
+    return f"no plan satisfies {flags} together, but any two can be satisfied; raise one of them"
 
 
 def _least(searcher: Searcher, name: str, others: dict[str, Any]) -> str:

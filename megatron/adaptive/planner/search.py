@@ -8,9 +8,9 @@ The search is a branch and bound over three levels of choices::
 
 1. A quick lower bound is computed for every shape (:meth:`Searcher._work_s`): the total work
    divided evenly among all GPUs.
-2. Shapes are visited in ascending order of their estimated step time. Each visit computes the
-   bounds of all levels of the shape (``search_kernel``), and searches the most promising level.
-   This finds good plans early.
+2. A first pass goes through the shapes in ascending order of their estimated step time. It computes
+   the bounds of all levels of each shape (``search_kernel``), and searches the most promising
+   level. This finds good plans early.
 3. Then shapes are searched completely, starting with the lowest bound. A shape or level is skipped
    if its bound is not below the time of the best plan so far. If all remaining shapes and levels
    have been skipped or searched, the best plan is optimal.
@@ -86,9 +86,9 @@ from megatron.adaptive.planner.stage_classes import (
 from megatron.adaptive.schedule.catalog import is_rule
 
 _FEW_LEVELS = 2000
-"""Maximum number of levels (set of nodes and class of first stage) in a shape's first visit."""
+"""Maximum number of levels (set of nodes and class of first stage) per shape in the first pass."""
 _SMALL_LEVELS = 200
-"""Maximum number of levels of a shape that is searched fully during its first visit."""
+"""Maximum number of levels of a shape that is searched completely in the first pass."""
 _WHOLE_BACKWARD = selectable_names(
     lambda spec: spec.planned != "no" and spec.splits_backward == "never"
 )
@@ -118,9 +118,10 @@ class SearchShape:
         classes: Stage classes (parallel sizes and node types) that pipelines of the shape can use.
         choice: Settings that all stages share.
         bound_s: Lower bound of the step time in seconds, known before the shape is searched.
-        least_s: Lower bound of the step time in seconds, known after a complete visit.
-        least_value: Lower bound of the objective (step time or price), known after the first visit.
-        partial: Whether some orders of nodes were skipped during the visit.
+        least_s: Lower bound of the step time in seconds, known after :meth:`Searcher.visit`.
+        least_value: Lower bound of the objective (step time or price), known after the first pass
+            over all shapes.
+        partial: Whether :meth:`Searcher.visit` skipped some orders of nodes.
     """
 
     classes: tuple[StageClass, ...]
@@ -174,7 +175,7 @@ class _Bounded(NamedTuple):
 
 
 class _Cutting(NamedTuple):
-    """A way to cut the microbatches of a step into slices.
+    """One option for cutting the microbatches of a step into slices.
 
     Attributes:
         num_items: Number of slices of all microbatches of a replica. If microbatches are not cut,
@@ -344,7 +345,7 @@ class Searcher:
     def _cuts(
         self, classes: Sequence[StageClass], microbatches: int, shared: int
     ) -> tuple[_Cutting, ...]:
-        """Returns the ways to cut sequences or packed documents into slices that the search tries.
+        """Returns the options that the search tries for cutting sequences or documents into slices.
 
         Args:
             classes: Stage classes that a pipeline may combine.
@@ -609,8 +610,8 @@ class Searcher:
             shape.least_value = max(bound, least)
         is_small = len(bounded.levels.used) <= _SMALL_LEVELS
         for goal in sorted(bounded.goals, key=lambda goal: goal.likely_s)[:1]:
-            # Small shapes are searched with the same limit as in their second visit. Otherwise, the
-            # result would depend on the order of the first visits.
+            # Small shapes are searched with the same limit as in the second pass. Otherwise, the
+            # result would depend on the order of the shapes in the first pass.
             most_leaves = self.options.most_leaves if is_small else 10
             self._search_goal(bounded, goal, best, most_leaves, finish=True)
 

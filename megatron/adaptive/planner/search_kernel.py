@@ -185,7 +185,7 @@ class Walk(NamedTuple):
 
     Attributes:
         bounds: Lower bound in seconds of the step time with each child, ``[stages, children]``.
-        edges: Index of the edge that each child takes, ``[stages, children]``.
+        edges: Index of each child's edge to the next stage, ``[stages, children]``.
         nexts: For each child, the index of the next stage's first layer, ``[stages, children]``.
         order: Indices of the children in ascending order of their bound, ``[stages, children]``.
         count: Number of children of each stage, ``[stages]``.

@@ -1,10 +1,10 @@
 """Enumerates the possible orders of nodes in a pipeline, as a graph that the search traverses.
 
-The search builds pipelines backwards from their last stage (``search_kernel``). A *level* is a way
-in which the last stages of a pipeline can use the cluster's nodes. It describes the nodes in use
-and the class of the first of these stages, but not the layers. In this example, there are two nodes
-of type a and one node of type b, with one stage on each node. The class of a level's first stage is
-written in brackets. An arrow points to the level of the next stage::
+The search builds pipelines backwards from their last stage (``search_kernel``). A *level* describes
+how the last stages of a pipeline use the cluster's nodes: the nodes in use, and the class of the
+first of these stages, but not the layers. In this example, there are two nodes of type a and one
+node of type b, with one stage on each node. The class of a level's first stage is written in
+brackets. An arrow points to the level of the next stage::
 
     1 stage        2 stages           3 stages
     [a] a      <-  [a] 2a         <-  [b] 2a + b
@@ -89,7 +89,7 @@ def make_dp_states(
 
 
 class _Level(NamedTuple):
-    """State of the search: a way in which the last stages of a pipeline use the cluster's nodes.
+    """State of the search, which describes how the last stages of a pipeline use the nodes.
 
     Attributes:
         follow: Number of stages after the level's first stage.

@@ -523,8 +523,8 @@ class Tables:
             first = self.place(sender)
             second = first if kind else self.place(receiver, skip=sender.nodes)
             if first is None or second is None or (kind and a != b):
-                # Skip this combination, because stages of these two classes are never neighbours in
-                # this way.
+                # Skip this combination of classes and kind of boundary, because no pipeline
+                # contains it.
                 continue
             if not kind or sender.block > 1:
                 # Each rank that shares a sequence sends only its part of the sequence. If sequences

@@ -126,8 +126,8 @@ def tokens_to_try(documents: RunDocuments, multiple: int) -> tuple[int, ...]:
 def needs_lengths(tokens: str) -> str:
     """Returns the error message for ``--slice-tokens`` without the lengths of the documents."""
     return (
-        f"--slice-tokens {tokens} needs the lengths of the documents; add --document-lengths with"
-        " the prefix of a .bin and .idx file, a file of numbers, or lognormal:MEDIAN:SIGMA"
+        f"--slice-tokens {tokens} requires the lengths of the documents; add --document-lengths"
+        " with the prefix of a .bin and .idx file, a file of numbers, or lognormal:MEDIAN:SIGMA"
     )
 
 
@@ -152,33 +152,34 @@ def check_slice_tokens(options: SearchOptions, inputs: PlanInputs) -> None:
         multiple = widest_tp(options.tp, inputs.cluster)
         if length > longest and length > tokens_to_choose(longest, multiple)[0]:
             raise ConfigError(
-                f"{flag}: {length} must be at most the longest document, which has {longest}"
-                " tokens; lower it, or plan without it and pack documents with --pack-to"
+                f"{flag}: {length} must not exceed the longest document, which has {longest}"
+                " tokens; lower it, or remove it and pack documents with --pack-to"
             )
     size = max(inputs.documents.batch, round(inputs.documents.mean_tokens / min(tokens)))
     if size > _MOST_ITEMS:
         raise ConfigError(
-            f"{flag}: a step has about {size:,} documents or slices, and the planner simulates at"
-            f" most {_MOST_ITEMS:,}; use longer slices, or plan for a smaller --global-batch-size"
+            f"{flag}: a step has about {size:,} documents or slices, but the planner can simulate"
+            f" at most {_MOST_ITEMS:,}; use longer slices or a smaller --global-batch-size"
         )
     for name, reason in (
-        ("pp", "a single stage never waits, so slices gain nothing"),
-        ("context_ranks", "ranks that share a sequence cannot cut it into slices"),
-        ("micro_batch", "a microbatch is one row of documents"),
+        ("pp", "slices cannot save time if there is only one stage"),
+        ("context_ranks", "a sequence that is divided among ranks cannot be cut into slices"),
+        ("micro_batch", "each microbatch is a single row of packed documents"),
     ):
         values = getattr(options, name)
         is_wrong = values == (1,) if name == "pp" else bool(values) and 1 not in values
         if is_wrong:
             other = f"{_FLAGS[name]} {','.join(map(str, values))}"
-            raise ConfigError(f"{flag} excludes {other}, because {reason}; remove one of them")
+            raise ConfigError(f"{flag} conflicts with {other}: {reason}; remove one of them")
     if options.unequal:
         raise ConfigError(
-            f"{flag} excludes --unequal, whose stages run whole microbatches; remove one of them"
+            f"{flag} conflicts with --unequal, whose stages cannot run parts of a microbatch;"
+            " remove one of them"
         )
     if not any(map(orders_rows, options.schedules)):
         raise ConfigError(
-            f"{flag} excludes --schedules {','.join(options.schedules)}, which order whole"
-            " microbatches or the same number of slices in each; add adaptive to --schedules"
+            f"{flag} requires a schedule that supports different numbers of slices per microbatch,"
+            f" got --schedules {','.join(options.schedules)}; add adaptive to --schedules"
         )
     _check_divided(flag, options)
 

@@ -82,8 +82,8 @@ def tried_ranks(content: Mapping[str, Any], where: str) -> dict[int, TriedRank]:
     for row in rows:
         if set(row) != names:
             raise ConfigError(
-                f"{where}: tried.ranks must have exactly the keys {', '.join(sorted(names))};"
-                " remove the key tried, and try the plan again"
+                f"{where}: each entry of tried.ranks must have exactly the keys"
+                f" {', '.join(sorted(names))}; remove the key tried, and try the plan again"
             )
     return {row["rank"]: TriedRank(**row) for row in rows}
 

@@ -140,8 +140,8 @@ class Engines:
         """
         self._watch.close()
         is_orderly = not any(engine.has_failed for engine in self._engines)
-        # Each trace wraps functions of megatron-core that earlier traces have already wrapped, so
-        # close the last engine first.
+        # Each engine's trace wraps functions of megatron-core that the traces of earlier engines
+        # have already wrapped, so close the last engine first.
         with contextlib.ExitStack() as stack:
             for engine in self._engines:
                 stack.callback(engine.close, is_orderly=is_orderly)

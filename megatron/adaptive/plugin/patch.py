@@ -121,7 +121,7 @@ class Seam:
         return step
 
     def end(self) -> None:
-        """Closes the engines. Afterwards, this object returns megatron-core's own functions."""
+        """Closes the engines. From then on, this object returns megatron-core's own functions."""
         self._in_force = False
         atexit.unregister(self.leave_at_once)
         engines = self.engines

@@ -133,8 +133,8 @@ class Placed:
     def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Creates megatron-core's process groups by calling ``original``.
 
-        If the placement is V-shaped, the rank that now has the first stage takes the place of the
-        first rank in the embedding groups.
+        If the placement is V-shaped, the embedding groups contain the rank that now has the first
+        stage instead of the first rank.
         """
         renew_program()  # The program has imported all of its modules by now.
         if self.is_v:
@@ -284,15 +284,16 @@ def _first_moved(choose: Callable[..., list[int]], pp_ranks: list[int], *rest: A
 def _check_groups_of_loop() -> None:
     """Raises an error if megatron-core's process groups were created for a V.
 
-    The first rank would not be in the embedding groups, so the copies of a tied embedding would
-    become different.
+    These embedding groups do not contain the first rank, so the copies of a tied embedding would
+    diverge.
     """
     group = parallel_state.get_pipeline_model_parallel_group(check_initialized=False)
     if group is not None and group in _GROUPS_OF_V:
         raise ConfigError(
             "megatron-core's process groups were created for placement v, but the model has "
-            "placement loop, in which other ranks share an embedding; after install(), call "
-            "parallel_state.destroy_model_parallel() and initialize_model_parallel() again"
+            "placement loop, which requires different groups for the tied embedding; after "
+            "install(), call parallel_state.destroy_model_parallel() and "
+            "initialize_model_parallel() again"
         )
 
 
@@ -307,17 +308,17 @@ def _check(config: Any) -> None:
         )
     if getattr(config, "mtp_standalone", False):
         raise ConfigError(
-            "pipeline_model_parallel_layout of the model has multi-token prediction on a "
-            "separate stage, but a V requires it on the last stage; move its layers there, or "
-            "use placement loop"
+            "pipeline_model_parallel_layout of the model puts multi-token prediction on a "
+            "separate stage, but placement v requires it on the last stage; move its layers "
+            "there, or use placement loop"
         )
     holders = parallel_state.get_embedding_group(check_initialized=False)
     if holders is not None and holders.size() > 1:
         ranks = ", ".join(map(str, dist.get_process_group_ranks(holders)))
         raise ConfigError(
-            f"ranks {ranks} share an embedding, as in a loop, but in a V both copies are on one "
-            "rank; call install() with placement v before megatron-core's process groups are "
-            "created"
+            "megatron-core's process groups were created for placement loop, in which ranks "
+            f"{ranks} share the tied embedding, but the model has placement v; call install() "
+            "with placement v before the process groups are created"
         )
     arguments = megatron_arguments()
     if arguments is None or not (
@@ -326,16 +327,17 @@ def _check(config: Any) -> None:
         return
     if getattr(arguments, "ckpt_format", None) == "torch":
         raise ConfigError(
-            "placement v does not support checkpoints with --ckpt-format torch, because they "
-            "name layers by their position on a rank and a loop would misread them; use "
-            "torch_dist"
+            "placement v does not support --ckpt-format torch, because such checkpoints name "
+            "layers by their position on a rank, so a job with placement loop would load the "
+            "wrong layers; use torch_dist"
         )
     if getattr(arguments, "use_distributed_optimizer", False) and not getattr(
         arguments, "dist_ckpt_optim_fully_reshardable", True
     ):
         raise ConfigError(
-            "placement v does not support checkpoints of the distributed optimizer by buckets, "
-            "because a loop would misread them; add --dist-ckpt-optim-fully-reshardable"
+            "placement v does not support checkpoints that store the distributed optimizer's "
+            "state by bucket, because a job with placement loop would load the wrong values; add "
+            "--dist-ckpt-optim-fully-reshardable"
         )
 
 

@@ -4,7 +4,7 @@ The executor traces actions, waits and messages, as in the trainer of this packa
 traced without changes to Megatron-LM, as spans of these kinds: ``data`` for reads from the data
 iterator, ``reduce`` for the function that completes gradients, ``optimizer`` for optimizer steps
 (using torch's hooks), ``evaluate`` for evaluation steps, and ``checkpoint`` for
-``dist_checkpointing.save``. Losses are read from the result of a step.
+``dist_checkpointing.save``. Losses are read from the return value of the step function.
 """
 
 from __future__ import annotations

@@ -47,14 +47,14 @@ class _PluginFlags:
     moe_token_dispatcher_type: str = flag("How tokens are sent to their experts.", "allgather")
 
     first_weights: str = flag(
-        "Draw initial weights by pipeline rank, as Megatron-LM does, or by layer number, so that "
-        "they are the same in a loop, in a V and for every number of stages.",
+        "Seed initial weights by pipeline rank, as Megatron-LM does, or by layer number, so that "
+        "they do not depend on the placement or the number of stages.",
         "by-rank",
         choices=("by-rank", "by-layer"),
     )
     keyed_dropout: bool = flag(
-        "Draw dropout's random numbers from step, microbatch and layer, so that they do not depend "
-        "on the order of actions; otherwise Megatron-LM draws them in the order of forward passes.",
+        "Seed dropout with step, microbatch and layer, so that it does not depend on the order of "
+        "actions; otherwise, Megatron-LM draws random numbers in the order of forward passes.",
         False,
         takes_value=True,
     )
@@ -278,7 +278,7 @@ class Settings:
             if value != getattr(Settings, name):
                 raise ConfigError(
                     f"{name}={value} was passed to install() for one model, but {reason}; pass it "
-                    "to install() without model"
+                    "in a call of install() without the argument model"
                 )
 
     def overridden(self, arguments: Any) -> Settings:

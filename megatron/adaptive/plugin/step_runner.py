@@ -287,7 +287,7 @@ class Engine:
         if num_ranks == placement.num_ranks and num_chunks == placement.num_chunks:
             if groups.connect_same_ranks(self._groups):
                 return
-            change = "process groups that differ from those of the model's first step"
+            change = "different process groups than the model's first step"
         else:
             change = (
                 f"{num_ranks} pipeline ranks with {num_chunks} chunks each, but the model's "
@@ -295,7 +295,7 @@ class Engine:
                 "each"
             )
         raise ConfigError(
-            f"a step has {change}; pass all chunks of the model in every step, or call "
+            f"this step has {change}; pass all chunks of the model in every step, or call "
             "megatron.adaptive.uninstall() and install() on all ranks between the steps"
         )
 
@@ -418,8 +418,8 @@ class Engine:
         if not has_dropout or not self._settings.keyed_dropout:
             if has_dropout and len(self._chunks) > 1 and self._settings.is_rule:
                 self._say(
-                    "dropout's random numbers depend on the order of forward passes, which a "
-                    "rule with several chunks chooses differently in each run; set "
+                    "dropout depends on the order of forward passes, which can differ between "
+                    "runs if a run-time rule schedules several chunks per rank; set "
                     "--keyed-dropout True for reproducible runs"
                 )
             return None
@@ -485,8 +485,8 @@ class Engine:
         reasons = [each for each in gather(reason) if each is not None]
         if requested and reasons:
             raise ConfigError(
-                f"backward passes cannot be split: {reasons[0]}; choose a schedule with whole "
-                "backward passes such as 1f1b, or remove split_backward"
+                f"backward passes cannot be split: {reasons[0]}; choose a schedule that does not "
+                "split them, such as 1f1b, or remove split_backward"
             )
         return requested is not False and not reasons
 

@@ -31,7 +31,7 @@ _CONFIG = {
     ),
     "fine_grained_activation_offloading": "it relies on the order of megatron-core's own loop",
     "moe_paged_stash": "only megatron-core's own loop resets the stash",
-    "hybrid_context_parallel": "it requires a special loop",
+    "hybrid_context_parallel": "it requires a different loop over the microbatches",
     "dynamic_context_parallel": "the context-parallel group changes between microbatches",
     "sequence_packing_scheduler": "it reassigns documents to microbatches in each step",
     "cuda_graph_impl": _GRAPHS,
@@ -58,17 +58,17 @@ def check_call(arguments: Mapping[str, Any]) -> None:
     """
     if arguments.get("adjust_tensor_shapes_fn") is not None:
         raise ConfigError(
-            "adjust_tensor_shapes_fn is not supported, because stages exchange one tensor and "
-            f"its shape (distillation uses this argument); remove it {_INSTEAD}"
+            "adjust_tensor_shapes_fn (used for distillation) is not supported, because stages "
+            f"exchange exactly one tensor and its shape; remove it {_INSTEAD}"
         )
     communicator = arguments.get("p2p_communicator")
     if communicator is not None:
         groups = ModelGroups(arguments.get("pg_collection"))
         if not has_same_ranks(getattr(communicator, "pp_group", None), groups.pp):
             raise ConfigError(
-                "p2p_communicator has a different pipeline than the step's process groups, but "
-                "the engine connects the ranks of these groups; create the communicator with their "
-                f"pp group {_INSTEAD}"
+                "p2p_communicator has a different pipeline group than the step, but the engine "
+                "connects the ranks of the step's process groups; create the communicator with "
+                f"their pp group {_INSTEAD}"
             )
 
 
@@ -139,14 +139,14 @@ def _check_groups(config: Any, settings: Settings, groups: ModelGroups) -> None:
     """
     if not groups.is_of_parallel_state and settings.kind == "v":
         raise ConfigError(
-            "pg_collection is not supported for stages in a V, because a V uses "
-            "parallel_state's groups; remove pg_collection, or choose placement loop"
+            "pg_collection is not supported with placement v, which always uses the groups of "
+            "parallel_state; remove pg_collection, or choose placement loop"
         )
     if getattr(config, "num_moe_experts", None) and not groups.experts:
         raise ConfigError(
             "pg_collection has no ep, expt_tp and tp_ep groups, but a model with experts "
-            "requires them, because ranks that exchange tokens run the same actions; set these "
-            "groups"
+            "requires them, because ranks that exchange tokens must run the same actions; set "
+            "these groups"
         )
 
 
@@ -165,9 +165,9 @@ def _check_fp8(config: Any, settings: Settings, groups: ModelGroups) -> None:
     if settings.is_rule:
         raise ConfigError(
             f"the model's fp8_recipe=delayed does not support schedule {settings.schedule} with "
-            f"{replicas} data-parallel replicas, because each forward pass reduces over replicas "
-            "that may choose different orders; use another recipe, tp_only_amax_red, or a fixed "
-            "order such as 1f1b"
+            f"{replicas} data-parallel replicas, because each forward pass communicates with the "
+            "other replicas, which may run a different order; use another recipe, "
+            "tp_only_amax_red, or a schedule with a fixed order, such as 1f1b"
         )
 
 
@@ -192,8 +192,8 @@ def _check_chunk(number: int, chunk: torch.nn.Module, groups: ModelGroups) -> No
     built_with = getattr(model, "pg_collection", None)
     if built_with is not None and not has_same_ranks(getattr(built_with, "pp", None), groups.pp):
         raise ConfigError(
-            f"chunk {number} was built with a different pipeline than the step's process groups, "
-            "but the engine connects the ranks of these groups; pass the pg_collection with "
+            f"chunk {number} was built with a different pipeline group than the step's, but the "
+            "engine connects the ranks of the step's process groups; pass the pg_collection with "
             f"which the model was built {_INSTEAD}"
         )
     if "FullyShardedDataParallel" in type(chunk).__name__:

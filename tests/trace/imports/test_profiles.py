@@ -88,7 +88,7 @@ def test_a_file_that_is_cut_off_is_used_as_far_as_it_goes(copied: Path) -> None:
     path = copied / "rank0.json.gz"
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
     run = read_profiles(copied)
-    assert "rank0.json.gz is truncated; the events before its end are used" in run.notes()
+    assert "rank0.json.gz is truncated; only the events before its end are used" in run.notes()
     assert run.ranks[0].iterations
 
 
@@ -112,7 +112,7 @@ def test_two_jobs_and_files_of_others_are_refused(copied: Path) -> None:
         copied / "again_rank1.json.gz",
         lambda text: text.replace(b'"rank": 1, "world_size": 2', b'"rank": 2, "world_size": 8'),
     )
-    with pytest.raises(TraceError, match="mixes jobs of 2 and 8 ranks"):
+    with pytest.raises(TraceError, match="contains jobs of 2 and 8 ranks"):
         read_profiles(copied)
 
 
@@ -225,7 +225,7 @@ def test_spans_that_lack_something_are_said_or_refused(tmp_path: Path) -> None:
         first, second = text.splitlines()
         return "\n".join([first, second.replace("job-7", "job-8")])
 
-    with pytest.raises(TraceError, match="mixes jobs job-7 .* and job-8"):
+    with pytest.raises(TraceError, match="contains jobs job-7 .* and job-8"):
         load_run(spans_with(tmp_path / "two", of_two))
     coarse = spans_with(tmp_path / "coarse", lambda text: text.replace("microbatch.", "layer."))
     with pytest.raises(TraceError, match="MEGATRON_OTEL_SPAN_GROUPS=per_step,microbatch"):
@@ -237,7 +237,7 @@ def test_spans_that_lack_something_are_said_or_refused(tmp_path: Path) -> None:
         "kinds of ranges are unknown: megatron.new.thing (6)" in note for note in loaded.notes()
     )
     cut = load_run(spans_with(tmp_path / "cut", lambda text: text[: len(text) * 3 // 4]))
-    assert "spans.jsonl is truncated; the events before its end are used" in cut.notes()
+    assert "spans.jsonl is truncated; only the events before its end are used" in cut.notes()
     assert any("no trace of ranks 1" in note for note in cut.notes())
 
 

@@ -136,8 +136,8 @@ def test_of_too_many_spans_there_are_fewer_iterations_and_the_longest(
     few = written.block(0, 0)
     left_out = len(whole["start"]) - 200
     assert notes == [
-        "1 of 4 iterations: the slowest, and evenly spaced ones",
-        f"{left_out} of the shortest spans of large steps are left out",
+        "the page shows only 1 of 4 iterations: the slowest, and evenly spaced ones",
+        f"the {left_out} shortest spans of large steps are not drawn",
     ]
     assert sorted(few["length"]) == sorted(whole["length"])[left_out:]
     for rank in range(4):
@@ -172,7 +172,7 @@ def test_missing_ranks_are_rows_that_say_so(make: Make, tmp_path: Path) -> None:
     run = make(num_ranks=3, iterations=1)
     (run.origin / trace_file_name(1)).unlink()
     notes = write_page(read_run(run.origin), tmp_path / "a.html", [1])
-    assert notes == ["1 steps, incomplete or very large, are not simulated"]
+    assert notes == ["1 incomplete or very large steps are not simulated"]
     page = Page(tmp_path / "a.html")
     assert page.head["groups"][0]["rows"][1] == "stage 1: no trace"
     assert any("no trace of ranks 1" in note for note in page.head["notes"])

@@ -205,9 +205,9 @@ def test_arrows_memory_and_the_simulated_step_are_switched(page: Any) -> None:
     assert page.execute_script(points, "message") > 100
     page.find_element("id", "arrows").click()
     wait_for(page, points.replace("return ", "return 0 === "), "message")
-    assert page.execute_script(points, "nobody slower (lower bars)") == 0
+    assert page.execute_script(points, "no rank slower (lower bars)") == 0
     page.find_element("id", "simulated").click()
-    wait_for(page, points.replace("return ", "return 100 < "), "nobody slower (lower bars)")
+    wait_for(page, points.replace("return ", "return 100 < "), "no rank slower (lower bars)")
     assert page.execute_script("return chart._fullLayout.yaxis2.visible")
     page.find_element("id", "memory").click()
     wait_for(page, "return !chart._fullLayout.yaxis2.visible")

@@ -144,7 +144,7 @@ def test_spans_that_overlap_lie_on_threads_of_their_own(tmp_path: Path) -> None:
     names = [e["args"]["name"] for e in of_phase(events, "M") if e["name"] == "thread_name"]
     assert sorted(names) == [
         *("compute", "compute 2"),
-        *("ideal: nobody slower than others", "ideal: nobody slower than others 2"),
+        *("ideal: no rank slower than others", "ideal: no rank slower than others 2"),
         *("inputs", "inputs 2", "step"),
     ]
 
@@ -237,6 +237,6 @@ def test_what_is_not_there_is_refused(run: RunTrace, tmp_path: Path) -> None:
         write_perfetto(run, tmp_path / "a.json.gz", [9])
     with pytest.raises(TraceError, match="data-parallel rank 7"):
         write_perfetto(run, tmp_path / "a.json.gz", [1], dp_rank=7)
-    with pytest.raises(TraceError, match="do not contain spans"):
+    with pytest.raises(TraceError, match="do not contain any spans"):
         write_perfetto(run, tmp_path / "a.json.gz", [])
     assert not list(tmp_path.glob("*.json*"))

@@ -108,7 +108,7 @@ def test_a_view_of_an_installed_package_is_chosen_by_name(trace: Trace, tmp_path
             "my_views:reader",
             r"view my_views:reader \(.*:\d+\): .*my_views.py:\d+ raised FileNotFoundError",
         ),
-        ("html,my_views:page", "html and my_views:page both write the file that ends in '.html'"),
+        ("html,my_views:page", "html and my_views:page both write a file that ends in '.html'"),
         ("my_views:none", "has no 'none'"),
     ],
 )

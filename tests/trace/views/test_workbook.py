@@ -293,7 +293,7 @@ def test_summary_and_iterations_are_the_figures(
         assert line["peak bytes in flight"] == 1 << 20
         assert line["bytes moved"] == 1600
     assert book["summary"]["A1"].value == "iteration 3"
-    assert book["summary"]["A6"].value == "mean of 3 iterations (1-3); peaks are the highest"
+    assert book["summary"]["A6"].value == "mean of 3 iterations (1-3); peaks are maxima instead"
     rows = list(book["iterations"].iter_rows(min_row=3, values_only=True))
     assert [row[0] for row in rows] == [1, 2, 3]
     assert [row[1] for row in rows] == pytest.approx([step.step_ns / 1e6] * 3)

@@ -91,8 +91,8 @@ def _uncounted(run: RunTrace) -> list[str]:
     if not names:
         return []
     return [
-        f"some machines lack or forbid these counters: {', '.join(sorted(names))}; the diagnosis "
-        "cannot use them"
+        f"these counters are missing or not readable on some machines: {', '.join(sorted(names))};"
+        " the diagnosis cannot use them"
     ]
 
 
@@ -122,8 +122,8 @@ class _Search:
         worst = sorted(bare_findings, key=_badness)[:MOST_FINDINGS]
         if len(worst) < len(bare_findings):
             self.notes.append(
-                f"{cause.name}: {len(bare_findings) - MOST_FINDINGS:,} findings are omitted, and "
-                f"the {MOST_FINDINGS} worst are examined"
+                f"{cause.name}: only the {MOST_FINDINGS} worst findings are examined; "
+                f"{len(bare_findings) - MOST_FINDINGS:,} others are omitted"
             )
             bare_findings = [bare for bare in bare_findings if any(bare is each for each in worst)]
         for bare in bare_findings:

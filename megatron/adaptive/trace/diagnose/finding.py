@@ -125,7 +125,7 @@ class Finding:
         counted = ", ".join(f"{count} {unit}" for unit, count in self.counts.items())
         lines = [
             self.headline,
-            f"  without it a step takes {number_text(self.cost_ms)} ms less "
+            f"  without it, a step would take {number_text(self.cost_ms)} ms less "
             f"({self.cost_fraction:.1%}); confidence {self.confidence:.0%}, compared with "
             f"{self.against}",
             f"  from {counted}{': ' if self.detail else ''}{self.detail}",

@@ -82,7 +82,7 @@ FAULT_TIMES = 4.0
 """Minimum ratio of a port's faults to the faults on other machines for a report."""
 
 SLOWER_PORT = 0.6
-"""Interfaces are called slow below this ratio of their speed to the speed on other machines."""
+"""Ratio of an interface's speed to the speed on other machines below which it is called slow."""
 
 OVER_TCP = ("gloo", "tcp")
 """Names of transports that use TCP even between ranks on the same machine."""
@@ -159,14 +159,14 @@ _WAITS = (
 )
 _PINNED = _Wait(
     PROCESSOR_WAIT,
-    "waits for a processor take {share:.0%} of a step; number of processors of {host} that the rank"
-    " may use: {processors}, fewer than other ranks",
+    "waits for a processor take {share:.0%} of a step, because the rank may use fewer processors"
+    " than other ranks (on {host}: {processors})",
     "let the rank use more processors (taskset, numactl, or --cpu-bind of srun)",
 )
 _CROWDED = _Wait(
     PROCESSOR_WAIT,
-    "waits for a processor take {share:.0%} of a step; ranks on {host}: {ranks}, processors that"
-    " they share: {processors}",
+    "waits for a processor take {share:.0%} of a step, because ranks share processors of {host}"
+    " (ranks: {ranks}, processors: {processors})",
     "run fewer ranks on {host}, or fewer threads per rank (OMP_NUM_THREADS)",
 )
 
@@ -194,7 +194,7 @@ _FAULTS = (
 _GPU_FAULTS = (
     (
         GPU_ERRORS,
-        "errors in the memory of its GPU on {host} that cannot be corrected: {count} per step",
+        "the memory of its GPU on {host} has {count} uncorrectable errors per step",
         "exclude {host}, and check its GPU (nvidia-smi -q -d ECC,ROW_REMAPPER)",
     ),
     (

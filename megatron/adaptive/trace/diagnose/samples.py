@@ -52,7 +52,7 @@ _KINDS = len(DRAWN_ACTIONS)
 class Measured:
     """Holds the measured times of a run as arrays.
 
-    The "column" of a rank is its index on the rank axis of these arrays.
+    Below, the "column" of a rank is its index on the rank axis of these arrays.
 
     Attributes:
         headers: Trace header of each rank, by column.
@@ -240,7 +240,10 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
         is_message = table.where("send", "receive") & np.isin(table.iteration, shown)
         tables[rank] = table.take(is_message)
     if not np.isfinite(action_ns).any():
-        raise TraceError(f"{run.origin} does not contain F, B or W actions in these iterations")
+        raise TraceError(
+            f"{run.origin} does not contain F, B or W actions in the examined iterations; choose "
+            "other iterations"
+        )
     headers = [run.ranks[rank].header for rank in ranks]
     pipelines = [(header.dp_rank, header.tp_rank) for header in headers]
     order = sorted(range(len(ranks)), key=pipelines.__getitem__)
@@ -404,7 +407,7 @@ The unit is the rise, which is the median inside minus the median outside.
 """
 
 TAME = 1.75
-"""Distance from the median, in standard deviations, at which :func:`tame_mean` clips values."""
+"""Distance from the median, in standard deviations, at which :func:`tame_mean` clips outliers."""
 
 
 @dataclass(frozen=True)

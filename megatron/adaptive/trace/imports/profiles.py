@@ -226,7 +226,7 @@ def read_profiles(source: Path, pipeline: int | None = None) -> RunTrace | None:
         return None
     _check_same_job(source, files)
     cut = dict.fromkeys(rank_file.path.name for rank_file in files if rank_file.is_cut)
-    notes = [f"{name} is truncated; the events before its end are used" for name in cut]
+    notes = [f"{name} is truncated; only the events before its end are used" for name in cut]
     notes += [
         f"{rank_file.path.name}: {names.total()} events {reason} are left out: {_listed(names)}"
         for rank_file in files
@@ -346,7 +346,7 @@ def _read_spans(paths: list[Path]) -> list[_RankFile]:
             jobs.setdefault(str(resource.get("nemo.run.id")), path.name)
             if len(jobs) > 1:
                 both = " and ".join(f"{job} ({name})" for job, name in jobs.items())
-                raise TraceError(f"{path.parent} mixes jobs {both}; keep the spans of one job")
+                raise TraceError(f"{path.parent} contains jobs {both}; keep the spans of one job")
             named = _RANK.findall(f"{path.name} {resource.get('service.instance.id')}")
             rank = _number(resource, "dl.rank", int(named[-1]) if named else 0)
             if rank not in ranks:
@@ -621,7 +621,7 @@ def _check_same_job(folder: Path, files: list[_RankFile]) -> None:
     sizes = {file.world_size for file in files if file.world_size}
     if len(sizes) > 1:
         both = " and ".join(map(str, sorted(sizes)))
-        raise TraceError(f"{folder} mixes jobs of {both} ranks; keep the files of one job")
+        raise TraceError(f"{folder} contains jobs of {both} ranks; keep the files of one job")
 
 
 def _ranks(file: _RankFile, pipeline: int | None) -> tuple[int, int, int]:

@@ -158,7 +158,7 @@ def run_of_columns(columns: Mapping[str, Any], origin: Path, world_size: int = 0
             if name != "optype" and name in columns
         }
     except (TypeError, ValueError) as error:
-        raise TraceError(f"{origin} has a column that is not numeric: {error}") from None
+        raise TraceError(f"{origin} has a column with text instead of numbers: {error}") from None
     names, kind = np.unique(np.asarray(columns["optype"]).astype(str), return_inverse=True)
     if not len(kind):
         raise TraceError(f"{origin} does not contain operations; check that the job was traced")
@@ -206,8 +206,8 @@ def _on_one_clock(rank: Ints, step: Ints, start_ts: Ints, duration: Ints) -> tup
     moved = start_ts - np.where(is_shifted, shift[nearest], 0.0)
     return moved, [
         f"clocks of ranks {describe_numbers(ranks[apart].tolist())} are up to "
-        f"{number_text(np.abs(shift).max() / 1e9)} s apart; their first steps are assumed "
-        "to begin together"
+        f"{number_text(np.abs(shift).max() / 1e9)} s apart; the import assumes that their first "
+        "steps begin together"
     ]
 
 
@@ -355,8 +355,8 @@ class _Table:
         chunk = np.maximum(self._chunk[rows], 0)
         if (chunk * num_ranks + self._stage[rows] != self._model_chunk[rows]).any():
             raise TraceError(
-                f"{origin}: gmc (chunk in the model) is not mc * {num_ranks} + stage; check the "
-                "columns mc, gmc and stage"
+                f"{origin}: gmc (the index of a chunk in the model) must equal mc * {num_ranks} + "
+                "stage; check the columns mc, gmc and stage"
             )
         return Placement(num_ranks=num_ranks, num_chunks=num_chunks)
 

@@ -229,9 +229,9 @@ def _blocks(
             num_unsimulated += not block["simulated_ms"]
             yield f"block-{number}-{index}", block
     if num_short:
-        notes.append(f"{num_short:,} of the shortest spans of large steps are left out")
+        notes.append(f"the {num_short:,} shortest spans of large steps are not drawn")
     if num_unsimulated:
-        notes.append(f"{num_unsimulated} steps, incomplete or very large, are not simulated")
+        notes.append(f"{num_unsimulated} incomplete or very large steps are not simulated")
 
 
 def _block(
@@ -340,7 +340,7 @@ def choose(
     if not asked:
         raise TraceError(
             f"iterations {describe_numbers(iterations)} in {run.origin} do not contain F, B or W "
-            "to draw"
+            "actions to draw; choose other iterations"
         )
     groups, notes = _groups(run, figures, dp_rank, labels)
     ranks = [trace.header.rank for group in groups for trace in group.traces if trace]
@@ -348,7 +348,8 @@ def choose(
     shown = _iterations(figures, asked, max(1, min(MAX_ITERATIONS, MAX_SPANS // spans)))
     if len(shown) < len(asked):
         notes.append(
-            f"{len(shown)} of {len(asked)} iterations: the slowest, and evenly spaced ones"
+            f"the page shows only {len(shown)} of {len(asked)} iterations: the slowest, and evenly "
+            "spaced ones"
         )
     return shown, groups, notes
 
@@ -368,10 +369,14 @@ def _groups(
     tensor = sorted({trace.header.tp_rank for trace in run.ranks.values()})
     replicas = _replicas(figures, present) if dp_rank is None else (dp_rank,)
     if len(replicas) < len(present) and dp_rank is None:
-        notes.append(f"{len(replicas)} of {len(present)} replicas (the first and the slowest)")
+        notes.append(
+            f"the page shows only {len(replicas)} of {len(present)} replicas (the first and the "
+            "slowest)"
+        )
     if len(tensor) > 1:
         notes.append(
-            f"rank {tensor[0]} of every tensor-parallel group, not {describe_numbers(tensor[1:])}"
+            f"the page shows only rank {tensor[0]} of every tensor-parallel group, not ranks "
+            f"{describe_numbers(tensor[1:])}"
         )
     groups = []
     for replica in replicas:

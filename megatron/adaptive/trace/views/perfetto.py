@@ -186,8 +186,8 @@ def _within_limit(
         ranks = [r for r in ranks if run.ranks[r].header.dp_rank == dp_rank]
     if not run.num_spans(chosen, ranks):
         raise TraceError(
-            f"iterations {describe_numbers(iterations)} in {run.origin} do not contain spans to "
-            "write"
+            f"iterations {describe_numbers(iterations)} in {run.origin} do not contain any spans; "
+            "choose other iterations"
         )
     asked = len(chosen)
     counts = _num_slices(run, chosen, ranks)
@@ -195,8 +195,8 @@ def _within_limit(
         del chosen[0]
     if len(chosen) < asked:
         notes.append(
-            f"the last {len(chosen)} of {asked} iterations; all would be more than "
-            f"{MAX_SPANS:,} spans"
+            f"only the last {len(chosen)} of {asked} iterations are written, because all have "
+            f"more than {MAX_SPANS:,} spans"
         )
     return chosen, ranks, notes
 
@@ -244,7 +244,7 @@ def _tid(rank: int, number: int) -> int:
     return (rank + 1) * (len(THREADS) + 1) * LANES + number
 
 
-_IDEAL = "ideal: nobody slower than others"
+_IDEAL = "ideal: no rank slower than others"
 _SIDE_BY_SIDE = ("inputs", "sends", _IDEAL)
 """Threads whose overlapping spans are independent, so they must not be drawn as nested."""
 

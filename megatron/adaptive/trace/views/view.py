@@ -173,7 +173,7 @@ def refuse_shared_files(views: Sequence[View]) -> None:
         other = by_ending.setdefault(view.ending, view)
         if view.ending and other is not view:
             raise ConfigError(
-                f"argument --format: {other.name} and {view.name} both write the file that ends in "
+                f"argument --format: {other.name} and {view.name} both write a file that ends in "
                 f"{view.ending!r}; choose one view, or use another ending for your own view"
             )
 

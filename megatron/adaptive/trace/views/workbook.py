@@ -230,7 +230,7 @@ def add_order(workbook: Workbook, step: PipelineStep, title: str) -> None:
     Columns beyond Excel's maximum number are omitted.
     """
     chart = lay_out(step)
-    about = "cells read chunk-microbatch, width is time"
+    about = "each cell shows chunk-microbatch, and its width is the time"
     if chart.num_columns > GRID_COLUMNS:
         about += f"; the first {GRID_COLUMNS / chart.num_columns:.0%} of the step, all in *time*"
     sheet = workbook.create_sheet("order")
@@ -242,7 +242,7 @@ def _add_time(workbook: Workbook, step: PipelineStep, title: str) -> None:
     chart = fill_bins(step)
     sheet = workbook.create_sheet("time")
     unit = f"{chart.unit_ns / NS_PER_MS:g} ms"
-    about = f"a column is {unit} and shows the action at its middle, as chunk-microbatch"
+    about = f"each column covers {unit} and shows the action (chunk-microbatch) in its middle"
     last = _draw(sheet, step, chart, f"{title}; one column is {unit}", about, 0.9, 20)
     spans = [cell.span for row in chart.rows for cell in row if cell.span is not None]
     causes = {cause_of(span) for span in spans if span.action == "wait"}
@@ -373,7 +373,7 @@ def _add_summary(workbook: Workbook, step: PipelineStep, figures: RunFigures) ->
         numbers = figures.iterations.tolist()
         title = f"mean of {len(numbers)} iterations ({describe_numbers(numbers)}){step.replica}"
         every = _columns(figures, list(range(len(numbers))))
-        _block(sheet, next_row + 1, f"{title}; peaks are the highest", step, figures, every)
+        _block(sheet, next_row + 1, f"{title}; peaks are maxima instead", step, figures, every)
     for number, (name, _, _) in enumerate(drawn, start=2):
         width = max(10, min(15, len(name) + 2))
         sheet.column_dimensions[get_column_letter(number)].width = width
@@ -394,7 +394,7 @@ def _add_iterations(workbook: Workbook, step: PipelineStep, figures: RunFigures)
     rows = range(0, total, stride)
     ranks = range(min(len(figures.ranks), MAX_RANK_COLUMNS))
     labels = [step.label(int(figures.pp_rank[rank])).split(" (")[0] for rank in ranks]
-    text = "parts of the step are means over the ranks"
+    text = "the parts of a step are means over all ranks"
     if stride > 1:
         text += f"; one iteration in {stride} of {total}"
     if len(ranks) < len(figures.ranks):

@@ -75,7 +75,7 @@ WORTH = 0.002
 """Minimum fraction of the step time that a change must save to be listed."""
 SLICES = 8
 """Number of slices per microbatch in simulations of runs whose microbatches are not split."""
-SLICES_TEXT = f"sequences in {SLICES} slices that cost nothing more"
+SLICES_TEXT = f"sequences cut into {SLICES} slices at no extra cost"
 SLICES_FLAG = f"--sequence-slices {SLICES}"
 _EVEN = "stages of equal work"
 """Name of a change that is only listed if there are no better estimates for other partitions.
@@ -170,7 +170,8 @@ def what_if(run: RunTrace, iterations: Iterable[int] | None = None) -> WhatIf:
     orphans = sum(part.ops.orphans for part in parts)
     if orphans:
         notes.append(
-            f"{orphans} operations start without their input, which no recorded operation produced"
+            f"{orphans} operations start without their input, because the trace does not contain "
+            "the operations that produced it"
         )
     return _Answers(run, where, parts).all(notes)
 
@@ -212,7 +213,7 @@ def what_if_table(table: Any) -> Any:
 
 
 def _in_turn(run: RunTrace, where: Pipelines, chosen: Sequence[int]) -> Iterable[list[int]]:
-    """Splits the iterations in ``chosen`` into lists of at most :data:`SPANS_AT_ONCE` spans."""
+    """Splits ``chosen`` into lists whose iterations have at most :data:`SPANS_AT_ONCE` spans."""
     ranks = where.ranks.tolist()
     group: list[int] = []
     spans = 0
@@ -228,7 +229,7 @@ def _in_turn(run: RunTrace, where: Pipelines, chosen: Sequence[int]) -> Iterable
 
 
 Durations = Callable[[_Part], Floats]
-"""Function that returns the duration of each operation in seconds, some of them replaced."""
+"""Function that replaces some durations, and returns the duration of each operation in seconds."""
 
 
 def _by_length(part: _Part, durations_s: Floats, power: int) -> Floats:
@@ -554,7 +555,7 @@ class _Answers:
             self._advice.links,
             _without("kind", [FORWARD_COMM, BACKWARD_COMM]),
         )
-        repairs["microbatches of one length"] = (
+        repairs["microbatches of equal length"] = (
             self._advice.one_length if is_alone else self._advice.lengths,
             lambda part: _by_length(part, part.ops.duration_s, -1),
         )
@@ -603,7 +604,7 @@ class _Answers:
         return kept_s | {names: whole - saved for names, saved in content.saved_s.items()}
 
     def _replays(self, simulated: Floats) -> dict[tuple[str, str], float]:
-        """Simulates steps under a different schedule, with microbatches on other replicas, or both.
+        """Simulates steps with a different schedule, other assignments to replicas, or both.
 
         Returns:
             Dict from (description, flag) of each change to the mean step time in seconds.

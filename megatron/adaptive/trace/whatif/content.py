@@ -102,12 +102,16 @@ def content_answers(run: RunTrace, parts: Sequence[Operations]) -> ContentAnswer
             if max(errors) <= ALIKE:
                 steps.append([step for step, _ in replicas])
     except ScheduleError as refusal:
-        return ContentAnswers({}, f"order, dealing and partition are not simulated: {refusal}")
+        return ContentAnswers(
+            {}, f"changes of order, dealing and partition are not simulated: {refusal}"
+        )
     if not steps:
         reason = f"simulated steps differ by {error:.0%} from the recorded ones"
         if not error:
-            reason = "the trace lacks F or B of some microbatches"
-        return ContentAnswers({}, f"order, dealing and partition are not simulated: {reason}")
+            reason = "the trace lacks F or B actions of some microbatches"
+        return ContentAnswers(
+            {}, f"changes of order, dealing and partition are not simulated: {reason}"
+        )
     simulation = _Simulation(header, steps, _segment_shares(run, header))
     return ContentAnswers(simulation.answers(), covers_partitions=simulation.covers_partitions)
 
@@ -238,7 +242,7 @@ class _Simulation:
         return float(np.std(costs)) > UNEQUAL * float(np.mean(costs))
 
     def _cut(self, step: RecordedStep, partition: Sequence[int]) -> RecordedStep:
-        """Returns ``step`` with its segments divided among the stages by ``partition``."""
+        """Returns a copy of ``step`` whose segments are divided according to ``partition``."""
         segments = step.durations_s[:, self._stage_of] * self._shares[:, :, None]
         stages = [segments[:, part].sum(axis=1) for part in _slices(partition)]
         # If a trained segment moves to a frozen stage, this stage needs backward passes.

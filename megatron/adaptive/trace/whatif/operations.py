@@ -575,8 +575,8 @@ def build_graph(operations: Operations) -> Graph:
         stuck = np.flatnonzero(~is_known[1 : len(operations) + 1])
         first = stuck[np.argmin(operations.start_ns[stuck])]
         raise TraceError(
-            f"{operations.describe(int(first))} waits for an operation that waits for it, so the "
-            "recorded order contradicts the dependencies; check whether clocks differ, or two jobs "
+            f"{operations.describe(int(first))} waits for another operation that waits for this "
+            "one, so the recorded order is impossible; check whether clocks differ, or two jobs "
             "share a folder"
         )
     order = np.argsort(level, kind="stable")

@@ -171,8 +171,8 @@ class WhatIf:
         if self.slowdown < SLOW:
             return f"  the slowdown is too small to attribute to causes (less than {SLOW})"
         return (
-            f"  repairing the slowest workers would remove {_format_share(self.worker_share)} of "
-            f"the slowdown; repairing the last stage, {_format_share(self.last_stage_share)}; "
+            f"  speeding up the slowest ranks would remove {_format_share(self.worker_share)} of "
+            f"the slowdown; speeding up the last stage, {_format_share(self.last_stage_share)}; "
             f"equal lengths of microbatches, {_format_share(self.length_share)}"
         )
 

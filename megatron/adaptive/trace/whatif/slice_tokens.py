@@ -63,7 +63,7 @@ def token_repairs(
     tokens = _tokens(rows.values())
     if header.num_slices > 1 or tokens is None or ops.where.num_stages == 1:
         return {}
-    without = "slices of another length are not simulated: "
+    without = "other slice lengths are not simulated: "
     if header.schedule not in _RULES:
         notes.append(f"{without}the schedule must be {' or '.join(_RULES)}, not {header.schedule}")
         return {}
@@ -89,7 +89,7 @@ def token_repairs(
         # A run with slices of this length would fail with the same error, so do not suggest the
         # length.
         with contextlib.suppress(ConfigError):
-            names = f"slices of {n} tokens that cost nothing more", f"--slice-tokens {n}"
+            names = f"slices of {n} tokens at no extra cost", f"--slice-tokens {n}"
             repairs[names] = whole_s - now_s + model.mean_s(n)
     return repairs
 

@@ -49,7 +49,7 @@ class BusyMachineCause(Cause):
 
     def describe(self, finding: Finding) -> str:
         hosts = " and ".join(dict.fromkeys(finding.hosts))
-        return f"ranks on {hosts} are kept from computing"
+        return f"something keeps the ranks on {hosts} from computing"
 
     def advise(self, finding: Finding, evidence: Evidence) -> Remedy:
         return Remedy((finding.reason.remedy,) if finding.reason else ())

@@ -73,7 +73,7 @@ class SlowMember(Cause):
 
     def describe(self, finding: Finding) -> str:
         group = finding.detail.partition(":")[0]
-        return f"the {group} ranks wait {finding.delay_text} of a step for {finding.culprit}"
+        return f"the {group} ranks wait {finding.delay_text} per step for {finding.culprit}"
 
     def advise(self, finding: Finding, evidence: Evidence) -> Remedy:
         host = finding.hosts[0]
@@ -108,8 +108,8 @@ class CongestedCollectives(Cause):
         hosts = ", ".join(dict.fromkeys(finding.hosts))
         return (
             f"{finding.detail.partition(':')[0]} of ranks {describe_numbers(finding.ranks)} "
-            f"({hosts}) transfers {finding.factor:.2f} times as long, {finding.delay_text} "
-            "of a step more"
+            f"({hosts}) takes {finding.factor:.2f} times as long to transfer, "
+            f"{finding.delay_text} more per step"
         )
 
     def advise(self, finding: Finding, evidence: Evidence) -> Remedy:
@@ -200,8 +200,8 @@ def _slow_member(
         confidence=chance(sure),
         delay_ms=delay_ns / 1e6,
         counts={"collectives": sum(len(joined.iteration) for joined in groups)},
-        detail=f"{kind}: ranks {describe_numbers(ranks)} meet {number_text(number, 4)} times "
-        "in a step",
+        detail=f"{kind}: ranks {describe_numbers(ranks)} synchronize "
+        f"{number_text(number, 4)} times per step",
     )
 
 

@@ -17,7 +17,7 @@ from megatron.adaptive.trace.whatif.operations import FORWARD
 
 
 class SlowData(Cause):
-    """Finds ranks that take a long time to read the data of a microbatch."""
+    """Finds ranks that read the data of a microbatch slowly."""
 
     name = "slow data"
     order = 30
@@ -106,7 +106,8 @@ def find_slow_reading(m: Measured) -> list[Finding]:
             confidence=chance(excess / error),
             delay_ms=excess / 1e6,
             counts={"reads": int(m.reads[chosen, column].sum())},
-            detail=f"a read takes {number_text(level / 1e6)} ms, all reads {share:.1%} of the step",
+            detail=f"one read takes {number_text(level / 1e6)} ms, all reads take {share:.1%} of "
+            "the step",
         )
         findings.append(replace(finding, reason=reading_reason(m, column, chosen)))
     return sorted(findings, key=lambda finding: -(finding.delay_ms or 0))

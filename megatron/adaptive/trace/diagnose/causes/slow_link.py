@@ -48,7 +48,8 @@ class SlowLink(Cause):
     def describe(self, finding: Finding) -> str:
         source, target = finding.ranks
         hosts = " to ".join(dict.fromkeys(finding.hosts))
-        return f"rank {source} to rank {target} ({hosts}) messages are {finding.delay_text} late"
+        link = f"rank {source} to rank {target} ({hosts})"
+        return f"messages from {link} are {finding.delay_text} late"
 
     def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
         ops, duration_s = steps.operations, steps.duration_s

@@ -71,7 +71,7 @@ SURE = 3.2
 QUICKER = 0.7
 """Minimum ratio of the evidence for a slow rank to the evidence for an unusually fast rank.
 
-With a lower ratio, the fast rank is considered the exception. The other ranks only appear slow in
+Below this ratio, the fast rank is considered the exception, and the other ranks only appear slow in
 comparison.
 """
 

@@ -27,7 +27,7 @@ class Spikes(Cause):
         return find_spikes(evidence.measured)
 
     def describe(self, finding: Finding) -> str:
-        return f"{finding.culprit} has actions that take {finding.delay_text} more"
+        return f"some actions of {finding.culprit} take {finding.delay_text} longer"
 
     def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
         ops, duration_s = steps.operations, steps.duration_s
@@ -57,7 +57,7 @@ SPIKE_LEAST = math.log(1.4)
 """Minimum ratio of a spike's duration to the action's usual duration, as a logarithm."""
 
 SPIKE_SPREADS = 5.0
-"""Minimum excess of a spike over the action's usual duration, in standard deviations."""
+"""Minimum difference between a spike's and the action's usual duration, in standard deviations."""
 
 SPIKE_FEWEST = 4
 """Minimum number of spikes to report. Fewer spikes may be random."""

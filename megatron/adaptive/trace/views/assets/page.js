@@ -97,7 +97,7 @@ function draw() {
   element("group").value = state.group;
   element("numbers").innerHTML = `step <b>${formatMs(block.step_ms)}</b>, bubble ` +
     `<b>${(100 * block.bubble).toFixed(1)}%</b>` +
-    (block.simulated_ms ? `, nobody slower <b>${formatMs(block.simulated_ms)}</b>` : "");
+    (block.simulated_ms ? `, no rank slower <b>${formatMs(block.simulated_ms)}</b>` : "");
   chart.dataset.iteration = number;
   return Plotly.react(chart, makeTraces(view), makeLayout(view), CONFIG);
 }

@@ -144,7 +144,7 @@ function simulatedTraces(block, view, options, labels) {
   }
   const actions = CATEGORIES.map((_, i) => i).filter((i) => CATEGORIES[i].chunk >= 0);
   return actions.map((i, at) => barTrace(per[i], CATEGORIES[i], total <= LIMITS.outlined / 2, {
-    name: "nobody slower (lower bars)", legendgroup: "simulated", opacity: 0.5,
+    name: "no rank slower (lower bars)", legendgroup: "simulated", opacity: 0.5,
     showlegend: shown && at === 0, visible: shown,
   }));
 }

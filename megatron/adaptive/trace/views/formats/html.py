@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron.adaptive.trace.views.view import ViewInput, trace_view
 
 
-@trace_view(name="html", ending=".html", summary="page with a timeline to zoom in")
+@trace_view(name="html", ending=".html", summary="web page with a zoomable timeline")
 def html(shown: ViewInput, path: Path) -> list[str]:
     """Writes a page with ``shown``, the chosen iterations and ranks of a run, to ``path``.
 
