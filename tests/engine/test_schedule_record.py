@@ -154,7 +154,10 @@ def damaged(change: Any) -> str:
         (damaged(lambda c: c.update(orders=3)), "not iterable"),
         (damaged(lambda c: c["orders"][0].pop()), "must contain every action exactly once"),
         (damaged(lambda c: c["orders"][0].append(2)), "must contain every action exactly once"),
-        (damaged(lambda c: c["orders"][0].append("x")), "an order must contain only codes"),
+        (
+            damaged(lambda c: c["orders"][0].append("x")),
+            "an order must contain only non-negative integers",
+        ),
         (
             damaged(lambda c: c["steps"].update({"1": [0, 2]})),
             "step 1 must have the index of an order",

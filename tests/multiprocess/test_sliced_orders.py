@@ -107,7 +107,9 @@ def test_the_number_of_slices_is_chosen_from_two_that_were_measured(
     # Sequences of 64 tokens can have at most 4 slices.
     assert "auto has measured 4 slices, and measures 2 next" in log
     assert "sequences now run in 2 slices: rebuilt in" in log
-    assert re.search(r"auto takes .*simulated steps by number of slices: 1: .* ms, 2: .* 4: ", log)
+    assert re.search(
+        r"auto takes .*simulated step times by number of slices: 1: .* ms, 2: .* 4: ", log
+    )
     hinted = f"{longer} --pipeline-schedule hinted --sequence-slices 2"
     assert losses_of(tmp_path / "hinted", hinted) == pytest.approx(ran, rel=1e-6)
     pattern = r"hinted follows .* a forward pass, messages take [0-9.]+, B [0-9.]+ and W "

@@ -219,8 +219,8 @@ def test_two_ranks(tmp_path: Path) -> None:
         "shapes": "adjust_tensor_shapes_fn is not supported, because stages exchange one tensor "
         "and its shape (distillation uses this argument); remove it or use --pipeline-schedule "
         "megatron",
-        "groups": "pg_collection has no pp, tp, cp, dp, dp_cp, but the engine connects the "
-        "ranks of pp, tp, cp, dp, dp_cp; set these groups, or remove pg_collection to use the "
+        "groups": "pg_collection has no pp, tp, cp, dp, dp_cp, but the engine requires the "
+        "groups pp, tp, cp, dp, dp_cp; set these groups, or remove pg_collection to use the "
         "groups of parallel_state",
         "messages": "p2p_communicator has a different pipeline than the step's process groups, "
         "but the engine connects the ranks of these groups; create it with their pp group or use "

@@ -139,7 +139,7 @@ def test_a_job_is_told_which_way_its_tensors_go(
     assert {offer["cuda_device"] for offer in offered} == {0}
     assert not any("cuda_refusal" in offer for offer in offered)
     outcome = connect_all(ROW, transport_gpu="pinned")
-    why = "through pinned memory, no CUDA IPC: rank "
+    why = "through pinned memory, without CUDA IPC: rank "
     assert outcome.log == [
         f"transport: shm for ranks {low}-{low + 1} (same machine; tensors {why}{low}: "
         "--transport-gpu pinned)"

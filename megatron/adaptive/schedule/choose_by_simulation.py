@@ -421,7 +421,7 @@ def _reason(
     if fixed is not None and fixed is not best:
         text += f"; best fixed order {fixed.candidate}: {number_text(fixed.mean_s * 1e3, 4)} ms"
     if profile.action_sigma:
-        text += f"; measured spread of an action {profile.action_sigma:.2f}"
+        text += f"; measured relative spread of action times {profile.action_sigma:.2f}"
     if profile.microbatch_factors:
         longest = max(max(factors) for factors in profile.microbatch_factors)
         text += f"; the longest microbatch takes {longest:.3g} times the mean"
