@@ -185,7 +185,7 @@ SECTIONS: dict[str, tuple[Subcommand, ...]] = {
         Subcommand(
             "data corpus",
             "preprocess_data.make_corpus_main",
-            "make training data from Python's own sources",
+            "make training data from Python's standard library",
             former="make-corpus",
         ),
         Subcommand(
@@ -206,7 +206,9 @@ SECTIONS: dict[str, tuple[Subcommand, ...]] = {
     ),
     "check machines": (
         Subcommand(
-            "doctor", "doctor.main", "check whether this node and its links are ready for a run"
+            "doctor",
+            "doctor.main",
+            "check whether this node, and its link to another node, are ready for a run",
         ),
         Subcommand(
             "transport",

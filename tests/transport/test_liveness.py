@@ -46,7 +46,7 @@ def check_line(text: str, dead: int, pid: int, survivor: int, reason: str, host:
     assert lines[0].startswith(f"error: {name} {reason}")
     assert f"; this is rank {survivor} (stage {survivor})" in lines[0]
     assert lines[0].endswith(
-        "; the job cannot continue without it; restart it from the last checkpoint"
+        "; the job cannot continue without the lost rank; restart the job from the last checkpoint"
     )
 
 

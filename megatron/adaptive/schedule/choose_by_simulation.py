@@ -415,8 +415,8 @@ def _reason(
 ) -> str:
     text = (
         f"auto takes {best.candidate}: simulated step {number_text(best.mean_s * 1e3, 4)} ms, "
-        f"bubble {best.bubble_fraction:.1%}, {best.peak_units:.3g} of {most:.3g} microbatches of "
-        "memory"
+        f"bubble {best.bubble_fraction:.1%}, memory for {best.peak_units:.3g} of {most:.3g} "
+        "microbatches"
     )
     if fixed is not None and fixed is not best:
         text += f"; best fixed order {fixed.candidate}: {number_text(fixed.mean_s * 1e3, 4)} ms"

@@ -268,7 +268,8 @@ class Watcher:
                 f"{fact}; this is rank {self._rank} (stage "
                 f"{self._places[self._rank]['pp_rank']})"
                 f"{f' in {self.position}' if self.position else ''}; "
-                "the job cannot continue without it; restart it from the last checkpoint"
+                "the job cannot continue without the lost rank; restart the job from the last "
+                "checkpoint"
             )
         # This thread may never run again if another thread keeps the GIL, or if the interpreter
         # hangs at exit. In both cases, the C thread of faulthandler ends the process.

@@ -77,7 +77,7 @@ class _Slots:
         self._slots = itertools.cycle(slots.copy_(values).unbind())
 
     def next(self) -> torch.Tensor:
-        """Returns the next slot, even if it is in use, which is safe because no rank reads slots."""
+        """Returns the next slot, even if it is in use. This is safe: no rank reads the slots."""
         return next(self._slots).detach()
 
 
