@@ -232,16 +232,16 @@ FORMER: Mapping[str, Subcommand] = {
 
 _ADVICE = {
     "train": """\
-which one to take:
-  to see it work, here and now                          train single
+which mode to choose:
+  a first try on this machine                           train single
   Llama 3, Qwen3, Mistral, DeepSeek-V2-Lite             train recipe
-  any model of transformers, to fine-tune it            train finetune
-  machines that join, leave or fail while it trains     train elastic
+  fine-tuning of a Hugging Face model                   train finetune
+  machines that join, leave or fail during training     train elastic
   any GPT, started by your own torchrun or script       train rank, or pretrain_gpt.py
-  a command line of Megatron-LM, all of its features    train megatron-lm
-  a fixed number of nodes with one file of settings     conf.sh, with job submit (Slurm), or with
+  all features and flags of Megatron-LM                 train megatron-lm
+  a fixed number of nodes, with one settings file       conf.sh, with job submit (Slurm), or with
                                                         run_master.sh and run_worker.sh (pods)
-  a model of your own that is no GPT                    Pipeline in a script, see docs/cutpoint.md
+  your own model that is not a GPT                      Pipeline in a script, see docs/cutpoint.md
 
 train recipe, elastic and rank run the same trainer; train flags lists its flags."""
 }

@@ -117,7 +117,7 @@ def test_steps_that_are_missing_are_named(tmp_path: Path) -> None:
         record.require_steps(2, 9)
     assert str(info.value) == (
         f"{tmp_path / 'f'} contains steps 1-3, 7, but the replay also needs 4-6, 8-9; train "
-        "other iterations, or record more steps"
+        "only the recorded iterations, or record more steps"
     )
     replay = Replay(record, SHAPE, 0)
     replay.begin(4)

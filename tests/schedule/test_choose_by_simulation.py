@@ -113,7 +113,7 @@ def test_one_chunk_has_its_own_schedules() -> None:
 
 
 def test_no_memory_at_all_is_an_error() -> None:
-    with pytest.raises(ScheduleError, match="memory for 0.5 microbatches"):
+    with pytest.raises(ScheduleError, match="memory, which has room for 0.5 microbatches"):
         pick(most=0.5)
 
 

@@ -8,7 +8,7 @@ rank. To detect this, two additional threads watch the ranks:
     ranks on this machine    pidfd of each ──> poll(); stopped? ──────┐
                                                                       ├──> line on stderr,
     ranks elsewhere          the store, every 2 s: a notice of ───────┘    on_lost(), and after
-                             a loss, and a beat per machine                the grace _exit(1)
+                             a loss, and a beat per machine                grace_s, _exit(1)
 
 A pidfd is a file descriptor for a process, which becomes readable when the process exits. The store
 is the key-value store of the job. This module does not determine why a process exited, and does not
