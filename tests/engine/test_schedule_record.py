@@ -160,7 +160,7 @@ def damaged(change: Any) -> str:
         ),
         (
             damaged(lambda c: c["steps"].update({"1": [0, 2]})),
-            "step 1 must have the index of an order",
+            "step 1 must list one valid order index",
         ),
         (damaged(lambda c: c["steps"].update({"a": [0, 1]})), "invalid literal"),
     ],
