@@ -293,7 +293,7 @@ def test_nccl_on_a_shared_gpu_is_refused_on_all_ranks(monkeypatch: pytest.Monkey
     refused = agreed(["a", "b", "a"], monkeypatch, "nccl")
     assert {str(answer) for answer in refused} == {
         "--distributed-backend nccl: ranks 0, 2 share a GPU, but NCCL does not support two "
-        "ranks on one GPU; start 2 ranks, or remove the flag, or use gloo, with which "
-        "ranks can share a GPU"
+        "ranks on one GPU; start 2 ranks, or remove the flag, or use gloo, which "
+        "allows ranks to share a GPU"
     }
     assert all(answer.backend == "nccl" for answer in agreed(["a", "b"], monkeypatch, "nccl"))  # type: ignore[union-attr]

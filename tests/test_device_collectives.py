@@ -99,7 +99,7 @@ NO_GPU = "No CUDA GPUs are available"
 @pytest.mark.parametrize(
     ("why", "visible", "cause", "remedy"),
     [
-        (NO_DRIVER, None, "no NVIDIA driver answers", "nvidia-smi"),
+        (NO_DRIVER, None, "no working NVIDIA driver", "nvidia-smi"),
         (OLD_DRIVER, None, "the NVIDIA driver is older than CUDA 13.0", "update the driver"),
         (NO_GPU, "", "CUDA_VISIBLE_DEVICES is empty", "unset it"),
         (NO_GPU, "7", "CUDA_VISIBLE_DEVICES=7 contains no GPU of this", "unset the variable"),

@@ -131,7 +131,7 @@ from megatron.adaptive import extension
 assert extension.load() is None
 print(extension.why_missing())
 """
-        assert "has interface 0, but this code needs" in run_python(code).stdout
+        assert "has interface 0, but this code needs interface" in run_python(code).stdout
 
     def test_require_gives_the_module(self, native: ModuleType) -> None:
         assert extension.require("a test") is native

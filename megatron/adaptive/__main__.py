@@ -38,7 +38,8 @@ class Subcommand:
     """A subcommand, or one of the modes of a subcommand.
 
     Attributes:
-        name: Words to type after ``python -m megatron.adaptive``, such as ``train single``.
+        name: Words that select the subcommand, typed after ``python -m megatron.adaptive``, such as
+            ``train single``.
         function: Function that runs the subcommand, written as ``module.function``, with a module
             of the package ``cli``.
         summary: Short description, printed in the list of subcommands.
@@ -57,36 +58,36 @@ SECTIONS: dict[str, tuple[Subcommand, ...]] = {
         Subcommand(
             "train single",
             "run_single.main",
-            "a small GPT on this machine; it makes its own data",
+            "train a small GPT on this machine, with generated data",
             former="run-single",
         ),
         Subcommand(
             "train recipe",
             "pretrain_gpt.train",
-            "a model of examples/recipes, or of your own YAML file of flags",
+            "train a model from examples/recipes, or from your own YAML file of flags",
             former="train",
         ),
         Subcommand(
             "train finetune",
             "finetune.main",
-            "a folder of transformers, on conversations or text, also with images",
+            "fine-tune a Hugging Face model on conversations or text, also with images",
         ),
         Subcommand(
             "train elastic",
             "run.main",
-            "a job that continues with another layout when machines join or leave",
+            "run a job that adapts its layout when machines join or leave",
             former="run",
         ),
         Subcommand(
             "train rank",
             "pretrain_gpt.rank",
-            "one process of a run; torchrun or job launch starts it",
+            "run one process of a job (started by torchrun or job launch)",
             former="pretrain-gpt",
         ),
         Subcommand(
             "train megatron-lm",
             "pretrain.main",
-            "Megatron-LM's own trainer and flags (megatron-core 0.17 or newer)",
+            "run Megatron-LM's own trainer with its flags (megatron-core 0.17 or newer)",
             former="pretrain",
         ),
         Subcommand(
@@ -98,14 +99,14 @@ SECTIONS: dict[str, tuple[Subcommand, ...]] = {
         Subcommand(
             "evaluate",
             "pretrain_gpt.evaluate",
-            "perplexity of a model on a text, and a sample of its output",
+            "measure a model's perplexity on a text, and print a sample of its output",
         ),
     ),
     "start and watch jobs on one node or several": (
         Subcommand(
             "job launch",
             "launch.main",
-            "torchrun, with checks before the start and short messages at the end",
+            "run torchrun, with checks at the start and a short error summary at the end",
             former="launch",
         ),
         Subcommand(
@@ -117,44 +118,54 @@ SECTIONS: dict[str, tuple[Subcommand, ...]] = {
         Subcommand(
             "job node",
             "node.main",
-            "one node of a job; run_master.sh, run_worker.sh and Slurm call it",
+            "run one node of a job (called by run_master.sh, run_worker.sh and Slurm)",
             former="node",
         ),
         Subcommand("job top", "top.main", "show what each rank does now", former="top"),
         Subcommand(
             "job status",
             "status.main",
-            "state, progress and errors of a job; get_result.sh calls it",
+            "show state, progress and errors of a job (called by get_result.sh)",
             former="status",
         ),
         Subcommand("job report", "report.main", "write one HTML page about a job", former="report"),
     ),
     "find out where the time of a run goes": (
-        Subcommand("trace", "trace.main", "figures of each stage, and every view of the traces"),
-        Subcommand("trace diagnose", "trace.diagnose_run", "name what slows a run, and a remedy"),
         Subcommand(
-            "trace whatif", "trace.what_if_run", "how much faster a run would be without a fault"
+            "trace", "trace.main", "show statistics of each stage, and every view of the traces"
         ),
-        Subcommand("trace diff", "trace.compare", "what became slower from one run to another"),
         Subcommand(
-            "trace export", "trace_export.main", "write or send a run's spans as OpenTelemetry"
+            "trace diagnose",
+            "trace.diagnose_run",
+            "find what slows a run down, and suggest a remedy",
         ),
-        Subcommand("trace import", "trace.import_run", "read the traces of another program"),
+        Subcommand(
+            "trace whatif",
+            "trace.what_if_run",
+            "estimate how much faster a run would be without a slowdown",
+        ),
+        Subcommand(
+            "trace diff", "trace.compare", "show what became slower from one run to another"
+        ),
+        Subcommand("trace export", "trace_export.main", "export a run's spans to OpenTelemetry"),
+        Subcommand("trace import", "trace.import_run", "import the traces of another program"),
         Subcommand(
             "trace process",
             "trace.process",
-            "figures, and events for Perfetto, with the flags of process_trace.py",
+            "compute statistics, and events for Perfetto (flags of process_trace.py)",
             former="process-trace",
         ),
         Subcommand(
             "trace draw",
             "trace.visualize",
-            "a chart of one step, with the flags of visualize_trace.py",
+            "draw a chart of one step (flags of visualize_trace.py)",
             former="visualize-trace",
         ),
     ),
     "choose sizes and schedule": (
-        Subcommand("plan", "plan.main", "find the best ways to train a model on a cluster"),
+        Subcommand(
+            "plan", "plan.main", "find the fastest configurations for a model and a cluster"
+        ),
         Subcommand(
             "plan validate",
             "validate.main",
@@ -164,41 +175,45 @@ SECTIONS: dict[str, tuple[Subcommand, ...]] = {
         Subcommand("profile", "profile.main", "measure layers and links for the planner"),
         Subcommand("simulate", "simulate.main", "compare schedules on simulated work"),
     ),
-    "prepare data; keep and convert models": (
+    "prepare data, manage checkpoints and convert models": (
         Subcommand(
             "data preprocess",
             "preprocess_data.main",
-            "turn JSON lines into Megatron's .bin and .idx",
+            "convert JSON lines to Megatron's .bin and .idx files",
             former="preprocess-data",
         ),
         Subcommand(
             "data corpus",
             "preprocess_data.make_corpus_main",
-            "make training data from Python's own sources",
+            "make training data from Python's standard library",
             former="make-corpus",
         ),
         Subcommand(
-            "checkpoint", "checkpoint.main", "list checkpoints, show one, check them for damage"
+            "checkpoint", "checkpoint.main", "list checkpoints, show one, or check them for damage"
         ),
         Subcommand(
             "hf import",
             "checkpoint.import_hf",
-            "make a checkpoint of a Hugging Face folder",
+            "convert a Hugging Face folder to a checkpoint",
             former="import-hf",
         ),
         Subcommand(
             "hf export",
             "checkpoint.export_hf",
-            "write a checkpoint as a Hugging Face folder",
+            "convert a checkpoint to a Hugging Face folder",
             former="export-hf",
         ),
     ),
     "check machines": (
         Subcommand(
-            "doctor", "doctor.main", "is this node, and its link to another, ready for a run?"
+            "doctor",
+            "doctor.main",
+            "check whether this node, and its link to another node, are ready for a run",
         ),
         Subcommand(
-            "transport", "transport.main", "what can connect the ranks of a pipeline, how fast?"
+            "transport",
+            "transport.main",
+            "show which transports can connect pipeline ranks, and how fast they are",
         ),
     ),
 }
@@ -217,16 +232,16 @@ FORMER: Mapping[str, Subcommand] = {
 
 _ADVICE = {
     "train": """\
-which one to take:
-  to see it work, here and now                          train single
+which mode to choose:
+  a first try on this machine                           train single
   Llama 3, Qwen3, Mistral, DeepSeek-V2-Lite             train recipe
-  any model of transformers, to fine-tune it            train finetune
-  machines that join, leave or fail while it trains     train elastic
+  fine-tuning of a Hugging Face model                   train finetune
+  machines that join, leave or fail during training     train elastic
   any GPT, started by your own torchrun or script       train rank, or pretrain_gpt.py
-  a command line of Megatron-LM, all of its features    train megatron-lm
-  a fixed number of nodes with one file of settings     conf.sh, with job submit (Slurm), or with
+  all features and flags of Megatron-LM                 train megatron-lm
+  a fixed number of nodes, with one settings file       conf.sh, with job submit (Slurm), or with
                                                         run_master.sh and run_worker.sh (pods)
-  a model of your own that is no GPT                    Pipeline in a script, see docs/cutpoint.md
+  your own model that is not a GPT                      Pipeline in a script, see docs/cutpoint.md
 
 train recipe, elastic and rank run the same trainer; train flags lists its flags."""
 }
@@ -246,7 +261,10 @@ def _help_text() -> str:
     lines = [f"usage: {PROGRAM} SUBCOMMAND [OPTIONS]"]
     for title, section in SECTIONS.items():
         lines += ["", f"{title}:", *_listed(section)]
-    lines += ["", "SUBCOMMAND --help describes one of them; --version prints the versions."]
+    lines += [
+        "",
+        "Use SUBCOMMAND --help for help on a subcommand, and --version to print the versions.",
+    ]
     return "\n".join(lines)
 
 
@@ -366,7 +384,7 @@ def _check_misspelt_mode(name: str, word: str) -> None:
     if word.startswith("-") or "/" in word or os.path.exists(word):
         return
     if nearest := _nearest_mode(_modes(name), word):
-        raise ConfigError(f"{name}: there is no mode or folder {word!r}; did you mean {nearest}")
+        raise ConfigError(f"{name}: no mode or folder is named {word!r}; did you mean {nearest}")
 
 
 def _renamed(subcommand: Subcommand, arguments: Sequence[str]) -> ConfigError:

@@ -54,12 +54,13 @@ __all__ = [
 
 _CPU = torch.device("cpu")
 
-# Parameter numbers and values for the function mallopt, as in <malloc.h>.
+# Parameters of the C function mallopt and their values, as in <malloc.h>.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _HEAP_KEPT_BYTES = 1 << 30
 MAPPED_FROM_BYTES = 32 << 20
-"""CPU tensors of at least this size in bytes are outside the heap. glibc allows no larger value."""
+"""Size in bytes from which CPU tensors are mapped outside the heap. glibc allows no larger value.
+"""
 
 _ANCHOR_FOR_NS = 1_000_000_000
 """Time in nanoseconds after which :class:`CudaClock` replaces its reference event (the anchor)."""
@@ -92,10 +93,7 @@ class Accelerator:
 
     @property
     def is_shared(self) -> bool:
-        """Returns whether other ranks also use this GPU.
-
-        If they do, measured times include the work of these ranks.
-        """
+        """Returns whether other ranks also use this GPU. Measured times then include their work."""
         return self.shares > 1
 
     @property
@@ -146,7 +144,7 @@ class Accelerator:
         free_unused_memory(self.device)
 
     def clock(self) -> CpuClock | CudaClock:
-        """Returns a clock that measures when the device has completed a piece of work."""
+        """Returns a clock that measures when the device completes its work."""
         return CudaClock() if self.is_cuda else CpuClock()
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -433,7 +431,7 @@ def agree_on_sharing(
         raise SetupError(
             f"--distributed-backend nccl: ranks {', '.join(map(str, shared))} share a GPU, but "
             f"NCCL does not support two ranks on one GPU; start {len(owners)} ranks, or remove "
-            "the flag, or use gloo, with which ranks can share a GPU"
+            "the flag, or use gloo, which allows ranks to share a GPU"
         )
     backend = accelerator.asked_backend or ("nccl" if shared is None else "gloo")
     if backend == "gloo":
@@ -484,8 +482,8 @@ def _require_devices(backend: str | None, ranks: int) -> None:
         raise SetupError(
             f"--distributed-backend nccl: {ranks} ranks on this node have {count} "
             f"GPU{'' if count == 1 else 's'}, but NCCL does not support two ranks on one GPU; "
-            f"start at most {count} ranks per node, or remove the flag, or use gloo, with which "
-            "ranks can share a GPU"
+            f"start at most {count} ranks per node, or remove the flag, or use gloo, which "
+            "allows ranks to share a GPU"
         )
 
 
@@ -512,7 +510,7 @@ def why_no_gpu() -> str:
                 "torch for an older CUDA"
             )
         if "driver" in cause or "NVML" in cause:
-            return f"no NVIDIA driver answers ({cause}); check whether nvidia-smi lists a GPU"
+            return f"no working NVIDIA driver was found ({cause}); check it with nvidia-smi"
         if visible is None:
             return f"{cause}; check whether nvidia-smi lists a GPU"
     if visible is not None:
@@ -520,7 +518,7 @@ def why_no_gpu() -> str:
             f"CUDA_VISIBLE_DEVICES={visible} contains no GPU of this machine; use indices that "
             "nvidia-smi lists, or unset the variable"
         )
-    return "the NVIDIA driver lists no GPU; see nvidia-smi"
+    return "the NVIDIA driver lists no GPU; run nvidia-smi to find the cause"
 
 
 def keep_freed_memory() -> None:

@@ -66,7 +66,8 @@ def _attempt() -> tuple[ModuleType | None, str | None]:
     if interface != _INTERFACE:
         return (
             None,
-            f"{_NAME} has interface {interface}, but this code needs {_INTERFACE}; {_REMEDY}",
+            f"{_NAME} has interface {interface}, but this code needs interface {_INTERFACE}; "
+            f"{_REMEDY}",
         )
     return module, None
 

@@ -174,10 +174,12 @@ class Handshake:
             StrangerError: The other side did not prove that it knows the job's secret.
         """
         if len(data) != self.wanted:
-            raise StrangerError("the connection ended before the job's secret was proved")
+            raise StrangerError(
+                "the peer disconnected before it proved that it knows the job's secret"
+            )
         if not self._key:
             if data[: len(_MAGIC)] != _MAGIC:
-                raise StrangerError("the received data does not come from this program")
+                raise StrangerError("the received data does not follow this program's protocol")
             self._derive(data[len(_MAGIC) : _HELLO_BYTES])
             if not self._visiting:
                 self.wanted = _MAC_BYTES
@@ -210,7 +212,7 @@ class SealedSocket:
 
     Args:
         connection: Connected socket on which the handshake is complete.
-        session: Session from the handshake, which signs and checks the messages on this socket.
+        session: Session from the handshake. It signs and checks the messages on this socket.
     """
 
     def __init__(self, connection: socket.socket, session: Session) -> None:
@@ -331,7 +333,7 @@ def dial(
 
 
 _AGAIN_S = 0.1
-_NO_PROOF = "the listener did not prove the job's secret"
+_NO_PROOF = "the listener did not prove that it knows the job's secret"
 
 
 def bind(host: str, port: int, *, backlog: int = 4096) -> socket.socket:
@@ -379,7 +381,7 @@ def _local_address(host: str) -> tuple[socket.AddressFamily, str] | None:
 
 _MOST_WAITING = 4096
 _SHARE = 4
-"""Unauthenticated peers may use this fraction (1 / value) of the limit on open files.
+"""Unauthenticated peers may use at most 1 / ``_SHARE`` of the limit on open files.
 """
 _PROVE_S = 5.0
 _CLOSE_S = 1.0
@@ -422,8 +424,8 @@ class Gate:
         self._purpose = purpose
         self._admit = admit
         self._report = report
-        # Maps each task that waits for a visitor's proof to the address of the visitor. The oldest
-        # visitor comes first.
+        # Maps each task that waits for a visitor's proof to the address of the visitor. The
+        # dictionary begins with the oldest visitor.
         self._waiting: dict[asyncio.Task[Session | None], str] = {}
         # Tasks that were cancelled to make room for new visitors, but have not closed their
         # connections yet.
@@ -522,7 +524,9 @@ class Gate:
         try:
             return await asyncio.wait_for(self._prove(connection), _PROVE_S)
         except asyncio.TimeoutError:
-            self._refuse(address, f"the peer did not prove the secret within {_PROVE_S:g} s")
+            self._refuse(
+                address, f"the peer did not prove within {_PROVE_S:g} s that it knows the secret"
+            )
         except OSError as error:
             self._refuse(address, str(error))
         return None

@@ -16,9 +16,9 @@ and the stand-ins can be used in one process. The methods ``Tensor.cuda()`` and 
 belong to classes that all libraries share, so they are replaced for all libraries. The replacements
 check their caller, and behave differently from torch's methods only for modules of Megatron-LM.
 
-Each function ``_substitute_*`` makes one substitution, for which there is a test. The tests show
-which substitution is broken by a new release of torch or megatron-core. If CUDA is available, this
-module changes nothing.
+Each function ``_substitute_*`` makes one substitution and has its own test. When a new release of
+torch or megatron-core breaks a substitution, its test fails. If CUDA is available, this module
+changes nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from megatron.adaptive.errors import SetupError
 _CPU = torch.device("cpu")
 _OWN_PACKAGE = "megatron.adaptive"
 _SUBSTITUTED = ("megatron.", "emerging_optimizers")
-"""Name prefixes of the modules that get the substitutes.
+"""Name prefixes of the modules that use the substitutes.
 
 megatron-core imports the package ``emerging_optimizers`` if it is installed, and that package
 compiles functions when it is imported.
@@ -140,7 +140,7 @@ def install_for_trainer() -> bool:
 
 
 def include_program(namespace: dict[str, Any]) -> None:
-    """Gives the substitutes also to the modules of a program that uses Megatron-LM.
+    """Extends the substitution to the modules of a program that uses Megatron-LM.
 
     The program consists of the calling module, the modules in the same folder, and the modules in
     the folder that contains Megatron-LM (such as ``gpt_builders.py``). A module gets the
@@ -157,10 +157,10 @@ def include_program(namespace: dict[str, Any]) -> None:
 
 
 def renew_program() -> None:
-    """Gives the substitutes to modules that a program imported since :func:`include_program`.
+    """Extends the substitution to modules imported since :func:`include_program`.
 
     Call this function before the first training step. The code of these modules has already run, so
-    the function replaces those of their global names that refer to functions of torch.
+    this function replaces their global names that refer to functions of torch.
     """
     finder = _installed()
     if finder is not None:
@@ -267,13 +267,13 @@ class Finder(importlib.abc.MetaPathFinder):
         return spec
 
     def include_program(self, namespace: dict[str, Any]) -> None:
-        """Gives the substitutes to the program whose main module has the globals ``namespace``."""
+        """Includes the program whose main module has the globals ``namespace``."""
         if not any(program is namespace for program in self._programs):
             self._programs.append(namespace)
         self.renew_program()
 
     def renew_program(self) -> None:
-        """Gives the substitutes to all modules of the program that use Megatron-LM."""
+        """Extends the substitution to all modules of the program that use Megatron-LM."""
         self._replace_in(self._modules_of_program())
 
     def _replace_in(self, namespaces: list[dict[str, Any]]) -> None:
@@ -336,7 +336,7 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(SourceFileLoader):
-    """Loads a module of Megatron-LM and gives the substitutes to that module."""
+    """Loads a module of Megatron-LM so that it uses the substitutes."""
 
     def __init__(self, finder: Finder, plain: SourceFileLoader) -> None:
         super().__init__(plain.name, plain.path)
@@ -643,7 +643,7 @@ def _allowing_no_cuda(start: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _AnyIndex(tuple[Any, ...]):
-    """Tuple of a single element, which is returned for every index, even for a ``torch.device``."""
+    """Tuple that returns its single element for every index, even for a ``torch.device``."""
 
     def __new__(cls, element: Any) -> _AnyIndex:
         return super().__new__(cls, (element,))

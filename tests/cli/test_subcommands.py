@@ -103,7 +103,7 @@ def test_help_of_train_says_on_one_screen_which_mode_to_take(
 ) -> None:
     lines = run("train --help", capsys)[1].splitlines()
     assert len(lines) <= 24
-    advice = "\n".join(lines[lines.index("which one to take:") :])
+    advice = "\n".join(lines[lines.index("which mode to choose:") :])
     for mode in program._modes("train"):
         assert mode.name in advice or f"train recipe, elastic and {mode.name.split()[1]}" in advice
 

@@ -429,8 +429,8 @@ def test_layers_that_cannot_defer_run_whole() -> None:
     block.layers[1].mlp.linear_fc1.__class__ = subclass
     assert defer_layers(chunk) == [
         *(
-            f"module.decoder.layers.0.{name} is a {kind}ParallelLinear, a CUDA graph replays its "
-            "backward as it was captured"
+            f"module.decoder.layers.0.{name} is a {kind}ParallelLinear, whose backward pass is "
+            "replayed by a CUDA graph"
             for name, kind in (
                 ("self_attention.linear_proj", "Row"),
                 ("self_attention.linear_qkv", "Column"),
@@ -439,7 +439,7 @@ def test_layers_that_cannot_defer_run_whole() -> None:
             )
         ),
         "module.decoder.layers.1.mlp.linear_fc1 is a OwnLinear, which computes its weight gradient "
-        "in its backward",
+        "in its backward pass",
     ]
     assert type(chunk.module.output_layer) is DeferringColumnParallelLinear
     stores = attach_stores(chunks)

@@ -117,7 +117,7 @@ def test_steps_that_are_missing_are_named(tmp_path: Path) -> None:
         record.require_steps(2, 9)
     assert str(info.value) == (
         f"{tmp_path / 'f'} contains steps 1-3, 7, but the replay also needs 4-6, 8-9; train "
-        "other iterations, or record more steps"
+        "only the recorded iterations, or record more steps"
     )
     replay = Replay(record, SHAPE, 0)
     replay.begin(4)
@@ -154,10 +154,13 @@ def damaged(change: Any) -> str:
         (damaged(lambda c: c.update(orders=3)), "not iterable"),
         (damaged(lambda c: c["orders"][0].pop()), "must contain every action exactly once"),
         (damaged(lambda c: c["orders"][0].append(2)), "must contain every action exactly once"),
-        (damaged(lambda c: c["orders"][0].append("x")), "an order must contain only codes"),
+        (
+            damaged(lambda c: c["orders"][0].append("x")),
+            "an order must contain only non-negative integers",
+        ),
         (
             damaged(lambda c: c["steps"].update({"1": [0, 2]})),
-            "step 1 must have the index of an order",
+            "step 1 must list one valid order index",
         ),
         (damaged(lambda c: c["steps"].update({"a": [0, 1]})), "invalid literal"),
     ],

@@ -107,7 +107,9 @@ def test_the_number_of_slices_is_chosen_from_two_that_were_measured(
     # Sequences of 64 tokens can have at most 4 slices.
     assert "auto has measured 4 slices per sequence, and measures 2 next" in log
     assert "sequences now run in 2 slices: rebuilt in" in log
-    assert re.search(r"auto takes .*simulated steps by number of slices: 1: .* ms, 2: .* 4: ", log)
+    assert re.search(
+        r"auto takes .*simulated step times by number of slices: 1: .* ms, 2: .* 4: ", log
+    )
     hinted = f"{longer} --pipeline-schedule hinted --sequence-slices 2"
     assert losses_of(tmp_path / "hinted", hinted) == pytest.approx(ran, rel=1e-6)
     pattern = r"hinted adapts .* a forward pass, a message takes [0-9.]+, B [0-9.]+ and W "
@@ -128,8 +130,8 @@ def test_the_length_of_slices_is_chosen_from_two_that_were_measured(tmp_path: Pa
     log = (tmp_path / "auto.txt").read_text()
     assert "auto has measured slices of 16 tokens, and measures 32 next" in log
     assert "slices now have 32 tokens: rebuilt in" in log
-    pattern = r"auto takes slices of (\d+) tokens, adaptive \((v|loop), 2 chunks.*simulated steps "
-    chosen = re.search(pattern + r"by tokens of a slice: 16: .* ms, 32: .* ms, 64: ", log)
+    pattern = r"auto takes slices of (\d+) tokens, adaptive \((v|loop), 2 chunks.*simulated step "
+    chosen = re.search(pattern + r"times by slice length: 16: .* ms, 32: .* ms, 64: ", log)
     assert chosen is not None, log
     if chosen[1] != "32" or chosen[2] != "v":
         assert f"slices now have {chosen[1]} tokens" in log.split("auto takes")[1]
@@ -145,7 +147,7 @@ def test_cap_and_placement_are_chosen_for_a_given_length_of_slices(tmp_path: Pat
     assert auto == pytest.approx(ran, rel=1e-6)
     log = (tmp_path / "auto.txt").read_text()
     assert "auto simulates schedules for at most 60 s" in log
-    pattern = r"auto takes slices of 32 tokens, adaptive \((v|loop), 2 chunks.* of a slice: 32: "
+    pattern = r"auto takes slices of 32 tokens, adaptive \((v|loop), 2 chunks.*slice length: 32: "
     chosen = re.search(pattern, log)
     assert chosen is not None, log
     assert ("stages are placed in a loop: rebuilt in" in log) == (chosen[1] == "loop")

@@ -219,8 +219,8 @@ def test_two_ranks(tmp_path: Path) -> None:
         "shapes": "adjust_tensor_shapes_fn (used for distillation) is not supported, because "
         "stages exchange exactly one tensor and its shape; remove it or use --pipeline-schedule "
         "megatron",
-        "groups": "pg_collection has no pp, tp, cp, dp, dp_cp, but the engine connects the "
-        "ranks of pp, tp, cp, dp, dp_cp; set these groups, or remove pg_collection to use the "
+        "groups": "pg_collection has no pp, tp, cp, dp, dp_cp, but the engine requires the "
+        "groups pp, tp, cp, dp, dp_cp; set these groups, or remove pg_collection to use the "
         "groups of parallel_state",
         "messages": "p2p_communicator has a different pipeline group than the step, but the engine "
         "connects the ranks of the step's process groups; create the communicator with their pp "

@@ -76,5 +76,5 @@ def test_a_number_that_was_chosen_is_used(monkeypatch: pytest.MonkeyPatch) -> No
     decision = tuner._choose([sample(0), sample(1)], None, MICROBATCHES)
     assert decision.move is not None
     assert decision.move.num_slices == 1
-    assert "simulated steps by number of slices: 1: " in decision.text
+    assert "simulated step times by number of slices: 1: " in decision.text
     assert "no other schedules were compared: no schedule was simulated before the" in decision.text

@@ -81,7 +81,7 @@ def test_codes_say_which_actions_are_paired() -> None:
     ("orders", "message"),
     [
         (["F0-0+ B0-0"], "rank 0, position 1: B0-0 cannot be here: its own forward F0-0"),
-        (["F0-0+"], "F0-0[+] and the action after it must be an F and a B"),
+        (["F0-0+"], "F0-0[+] and the next action form a pair, which must consist of an F and a B"),
         # Rank 0 waits for a gradient from rank 1. However, rank 1 needs the output of the forward
         # pass that overlaps with this backward pass, so both ranks wait forever.
         (["F0-0 F0-1 F0-2+ B0-0 B0-1 B0-2", "F0-0 F0-1 F0-2 B0-0 B0-1 B0-2"], "deadlock"),

@@ -96,7 +96,7 @@ def test_noise_never_makes_a_part_negative() -> None:
 def test_short_slices_are_chosen_if_they_cost_nothing_and_long_ones_if_they_do() -> None:
     free = choice(CostParts(0.0, 1e-5, 0.0))
     assert free.tokens <= 64
-    assert "simulated steps by tokens of a slice: 32: " in free.text
+    assert "simulated step times by slice length: 32: " in free.text
     assert f"auto takes slices of {free.tokens} tokens, adaptive (v, 2 chunks, W in 1" in free.text
     dear = choice(CostParts(1e-2, 1e-5, 0.0))
     assert dear.tokens >= 256
@@ -136,7 +136,7 @@ def test_nothing_is_chosen_that_does_not_fit_into_memory() -> None:
     )
     assert chosen.candidate is not None
     assert (chosen.tokens, chosen.candidate.cap) == (64, 2.0)
-    with pytest.raises(ScheduleError, match="no slices of 128 tokens or another length fit"):
+    with pytest.raises(ScheduleError, match="no slice length fits into memory"):
         choice(parts, replace(SETTING, room=lambda tokens, placement: 100.0))
 
 

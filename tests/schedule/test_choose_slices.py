@@ -113,7 +113,8 @@ def test_numbers_that_do_not_fit_are_left_out() -> None:
     assert choice.num_slices == 2
     assert choice.schedule.step_s == 2.01
     assert (
-        choice.text == "simulated steps by number of slices: 2: 2,010 ms, 4: 2,000 ms, 8: 1,995 ms"
+        choice.text
+        == "simulated step times by number of slices: 2: 2,010 ms, 4: 2,000 ms, 8: 1,995 ms"
     )
     assert choose_number((4, 1, 2, 8), choose_for, 0.0).num_slices == 4
     with pytest.raises(ScheduleError, match="no number of slices fits into memory"):

@@ -79,8 +79,8 @@ def test_a_frozen_chunk_waits_until_the_next_stage_takes_its_outputs() -> None:
     state = make_state()
     run(state, "F0-0 F0-1")
     assert not state.is_ready(Action(F, 0, 2))
-    assert state.why_not(Action(F, 0, 2)) == "stage 1 has not taken the output of F0-0"
-    assert "stage 1 to take the output of F0-0" in state.missing()
+    assert state.why_not(Action(F, 0, 2)) == "stage 1 has not acknowledged the output of F0-0"
+    assert "stage 1 to acknowledge the output of F0-0" in state.missing()
     assert state.untaken(Action(F, 0, 2)) == Action(F, 0, 0)
     assert state.is_acknowledgment(Action(B, 0, 0))
     arrive(state, "B0-0")

@@ -139,8 +139,8 @@ def test_too_few_lengths_are_dealt_by_tokens_and_say_so_once() -> None:
     counts = [job.step(sizes)[0] for _ in range(20)]
     assert counts == [[5, 5]] * 20
     assert job.said == [
-        "microbatches are distributed over replicas by tokens, because 2 different lengths in 8 "
-        "steps are too few to fit costs"
+        "microbatches are distributed over replicas by token count, because the first 8 steps had "
+        "only 2 different lengths, too few to fit costs"
     ]
 
 

@@ -187,13 +187,16 @@ def test_a_module_that_raises(module: Module) -> None:
     ("body", "line"),
     [
         ("return {}['none']", r"rank 0: the function raised KeyError: 'none'; ready: F0-0"),
-        ("return 7", r"rank 0: the function must return an Action of state.ready\(\), .* got 7"),
+        (
+            "return 7",
+            r"rank 0: the function must return one of the actions in state.ready\(\), .* got 7",
+        ),
         ("return Action(B, 0, 0)", r"rank \d: B0-0 cannot start: its own forward F0-0 has not"),
         ("return None", r"deadlock: no rank can continue: rank 0 waits for"),
         (
             "return next((a for a in state.ready() if a.kind is F), None)"
             " or next(iter(state.ready()), None)",
-            r"rank \d: F0-\d exceeds the cap of 2 microbatches; return it only if state.fits",
+            r"rank \d: F0-\d exceeds the activation cap of 2 microbatches; .* if state.fits",
         ),
     ],
 )
@@ -214,7 +217,7 @@ def test_a_rule_that_breaks_the_rules(module: Module, body: str, line: str) -> N
         ("return count / 0", "raised ZeroDivisionError for 2 ranks and 3 microbatches"),
         (
             "return [[1]]",
-            r"rank 0, position 0: the function must return a tuple of Actions per rank, got 1",
+            r"rank 0, position 0: the function must return one tuple of Actions for .*, got 1",
         ),
         ("return []", "an order for each of the 2 ranks, got 0"),
         ("return [[Action(F, 0, 0)]] * 2", r"rank 0, position \d.*: list each action once"),

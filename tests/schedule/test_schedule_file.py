@@ -145,7 +145,10 @@ def test_pieces_names_and_defaults(tmp_path: Path) -> None:
         (content(orders="F0-0"), "orders must be a list.*got 'F0-0'"),
         (content(orders=[["F0-0"]]), r"orders\[0\] must be text.*got .*"),
         (content(ranks=2), "an order for each of the 2 ranks, got 1"),
-        (content(microbatches=10**12), "make 1000000000000 forwards per rank.*lists 4 actions"),
+        (
+            content(microbatches=10**12),
+            "require 1000000000000 forward actions per rank.*lists only 4 actions",
+        ),
         (content(orders=["F0-0 B0-0 F0_1"]), "rank 0, position 2: 'F0_1' is not an action"),
         (content(orders=["F0-0 B0-0.1"]), "rank 0, position 1: 'B0-0.1' is not an action"),
         (content(orders=["G0-0"]), "'G0-0' is not an action: write F0-3, B0-3, W0-3 or W0-3.1"),
@@ -237,7 +240,7 @@ def test_csv_with_communication_and_overlap(tmp_path: Path) -> None:
             "0F0,2F0\n1F0,5F0\n3F0,4F0",
             "in a loop or a V, got 0 in row 1, 1 in row 2, 2 in row 1, 3 in",
         ),
-        ("0F999999,0B999999", "make 1000000 forwards per rank, but the longest order lists 2"),
+        ("0F999999,0B999999", "require 1000000 forward actions per rank.*lists only 2 actions"),
     ],
 )
 def test_bad_csv_is_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:

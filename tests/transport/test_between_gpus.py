@@ -134,12 +134,12 @@ def test_a_job_is_told_which_way_its_tensors_go(
     monkeypatch.setattr(ShmKind, "channel_options", with_library)
     outcome = connect_all(ROW)
     shared = "transport: shm for ranks 0-1 1-2 (same machine; tensors "
-    assert outcome.log == [shared + "stay in GPU memory by CUDA IPC)"]
+    assert outcome.log == [shared + "stay in GPU memory, through CUDA IPC)"]
     close_all(outcome.made)
     assert {offer["cuda_device"] for offer in offered} == {0}
     assert not any("cuda_refusal" in offer for offer in offered)
     outcome = connect_all(ROW, transport_gpu="pinned")
-    why = "through pinned memory, no CUDA IPC: rank "
+    why = "pass through pinned memory, without CUDA IPC: rank "
     assert outcome.log == [
         f"transport: shm for ranks {low}-{low + 1} (same machine; tensors {why}{low}: "
         "--transport-gpu pinned)"

@@ -46,7 +46,7 @@ def check_line(text: str, dead: int, pid: int, survivor: int, reason: str, host:
     assert lines[0].startswith(f"error: {name} {reason}")
     assert f"; this is rank {survivor} (stage {survivor})" in lines[0]
     assert lines[0].endswith(
-        "; the job cannot continue without it; restart it from the last checkpoint"
+        "; the job cannot continue without the lost rank; restart the job from the last checkpoint"
     )
 
 
@@ -69,7 +69,7 @@ KILLS: dict[str, tuple[int, int, dict[str, Any], str, str]] = {
     # another machine, and learns this from rank 0 through the store.
     "elsewhere": (3, 1, {"machines": ["east", "east", "west"]}, ENDED, "east"),
     # No other rank runs on the machine of the killed rank, so nobody reports its exit.
-    "silent": (2, 1, {**APART, "silent_s": 4.0}, "cannot be reached, nothing was heard", "west"),
+    "silent": (2, 1, {**APART, "silent_s": 4.0}, "cannot be reached, no heartbeat from", "west"),
     # Rank 0 also serves the store, so the store is lost too.
     "no-answer": (2, 0, {**APART, "serve": True}, "cannot be reached, the job's store", "east"),
 }

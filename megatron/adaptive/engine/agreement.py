@@ -200,12 +200,12 @@ class Leader(Agreement):
         lacking: dict[str, list[str]] = {}
         for action, seen in self._seen.items():
             if not seen & 1:
-                lacking.setdefault("here", []).append(str(action))
+                lacking.setdefault("on this rank", []).append(str(action))
             for rank, bit in self._bits.items():
                 if not seen & bit:
                     lacking.setdefault(f"on {self._describe(rank)}", []).append(str(action))
         return ", ".join(
-            f"not {where} yet: the input of {' '.join(actions)}"
+            f"the input of {' '.join(actions)} has not arrived {where}"
             for where, actions in lacking.items()
         )
 

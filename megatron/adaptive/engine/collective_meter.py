@@ -249,7 +249,7 @@ class _TimedWork:
 
     A callback would cost more, because the thread that finishes the collective would have to
     acquire the GIL to run it. For GPU tensors, gloo would also run the callback in a thread without
-    the caller's stream. Some collectives of gloo have no future that could take a callback.
+    the caller's stream. Some collectives of gloo have no future to which a callback could be added.
     """
 
     __slots__ = ("_call", "_work")

@@ -196,7 +196,7 @@ class _MemoryWriter(_MemoryEnd, Writer):
         try:
             self._log.publish(value, timeout_s)
         except TransportError as error:
-            self._raise("no room for a message to", error)
+            self._raise("no message could be sent to", error)
 
     def close(self) -> None:
         self.publish(_CLOSED, _CLOSE_S)

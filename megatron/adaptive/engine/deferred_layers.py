@@ -13,10 +13,11 @@ that the layer has during the call's forward pass. If weight gradients are defer
 therefore gets a new one. Otherwise, it uses the one with which the layer was built.
 
 The output layer computes its weight gradient in B, because W would otherwise keep the gradients of
-the logits. They need far more memory than the tensors of any other layer: 1 GiB per microbatch for
-4,096 tokens, a vocabulary of 128,000 tokens and 16 bits. An exception is an output layer that uses
-the weight of an embedding in the same chunk. Its weight gradient is deferred together with the
-gradient of the embedding, so that the two are added to each other first, as in autograd.
+the logits. These gradients need far more memory than the tensors of any other layer, for example 1
+GiB per microbatch for 4,096 tokens, a vocabulary of 128,000 tokens and 16-bit numbers. An exception
+is an output layer that uses the weight of an embedding in the same chunk. Its weight gradient is
+deferred together with the gradient of the embedding, so that the two are added to each other first,
+as in autograd.
 
 If a layer adds its bias itself, the gradient of the bias is also deferred. B computes the gradients
 of all other parameters: biases that are added by the next operation (fused), norms (including those
@@ -483,7 +484,7 @@ def defer_layers(chunk: torch.nn.Module) -> list[str]:
     Returns:
         Text for each layer that has a weight matrix but cannot defer its gradient. The text names
         the layer and the reason, for example ``"layers.0.linear is a Linear, which computes its
-        weight gradient in its backward"``.
+        weight gradient in its backward pass"``.
     """
     whole: list[str] = []
     captured: tuple[str, ...] = ()
@@ -496,7 +497,7 @@ def defer_layers(chunk: torch.nn.Module) -> list[str]:
             continue
         reason = _why_whole(layer)
         if name.startswith(captured):
-            reason = "a CUDA graph replays its backward as it was captured"
+            reason = "whose backward pass is replayed by a CUDA graph"
         if reason is not None:
             whole.append(f"{name} is a {type(layer).__name__}, {reason}")
         elif type(layer) in _DEFERRING:
@@ -531,7 +532,7 @@ def _why_whole(layer: Any) -> str | None:
     return None
 
 
-_IN_ITS_BACKWARD = "which computes its weight gradient in its backward"
+_IN_ITS_BACKWARD = "which computes its weight gradient in its backward pass"
 
 
 def delays_by_itself(chunks: Sequence[torch.nn.Module]) -> bool:

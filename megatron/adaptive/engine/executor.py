@@ -77,9 +77,9 @@ class _Need(NamedTuple):
         waiting: Action that cannot start.
         sender: Global rank that must send the message.
         action: Action for which the message is the input. It differs from ``waiting`` if the rank
-            waits until another stage has taken an output.
+            waits until another stage has acknowledged an output.
         chunk: Chunk of ``sender`` that computes the message.
-        item: Index of the microbatch on ``sender``. With slices, microbatches count as slices.
+        item: Index of the microbatch on ``sender``, or of the slice if sequences are cut.
     """
 
     waiting: Action
@@ -373,7 +373,7 @@ class Executor:
             action = waiting
             untaken = state.untaken(action)
             if untaken is not None:
-                # This rank waits until the next stage takes one of its outputs.
+                # This rank waits until the next stage acknowledges one of its outputs.
                 source = self._placement.target_of(action.kind, self._pp_rank, action.chunk)
                 action = untaken
             elif action in self._inputs:
@@ -687,7 +687,7 @@ class Executor:
             elsewhere = self._agreement.missing()
             raise DeadlineError(
                 f"rank {self._pp_rank} of the pipeline waited {self._timeout_s:g} s in step "
-                f"{self._step} for {state.missing()}{elsewhere and f' ({elsewhere})'}; look at "
+                f"{self._step} for {state.missing()}{elsewhere and f' ({elsewhere})'}; check "
                 "those ranks, or raise --pipeline-timeout-s"
             )
         if self._log is not None:

@@ -265,17 +265,18 @@ class Lease:
         is_managed = "run" in owner
         holder = _text(owner)
         text = (
-            f"is {'managed' if is_managed else 'written'} by {holder}, and two jobs would damage "
-            "each"
+            f"is {'managed' if is_managed else 'written'} by {holder}; two jobs in one folder "
+            "would damage"
         )
-        text += " other's checkpoints"
+        text += " each other's checkpoints"
         if over:
             text = (
                 f"was taken over by {holder} while this job was stopped, so this job writes nothing"
             )
-            text += " there"
+            text += " to it"
         see = (
-            f"see python -m megatron.adaptive train elastic --status {self._folder}, "
+            "to see that job, run python -m megatron.adaptive train elastic --status "
+            f"{self._folder}; "
             if is_managed
             else ""
         )

@@ -1,7 +1,7 @@
 """Records the operators and kernels of selected steps with torch.profiler.
 
 On a CPU, the outermost operators are recorded; on a GPU, the kernels and copies. The profiler also
-records a mark, whose time is known on the trace's clock as well. The difference between the two
+records a mark whose time is also measured with the trace's clock. The difference between the two
 times of the mark is used to convert the profiler's times to the trace's clock.
 """
 
@@ -93,7 +93,7 @@ class KernelRecorder:
         if self._is_idle and iteration == self._iterations[-1]:
             self._say(
                 f"no kernels are recorded, because iterations {self._iterations[0]} to {iteration} "
-                "are not traced; change the interval of traced iterations or the profiled ones"
+                "are not traced; change the tracing interval, or profile other iterations"
             )
 
     def end(self, rows: Callable[[], Iterable[SpanRow]]) -> None:

@@ -54,7 +54,7 @@ class Lanes:
         mark: Function that returns a time mark of the device.
 
     Attributes:
-        away: For each action, pairs of time marks of the device: when the action's lane passed the
+        away: Pairs of time marks of the device for each action: when the action's lane passed the
             turn, and when it got the turn back.
     """
 

@@ -49,7 +49,7 @@ class ModelGroups:
         lacking = [name for name in _NEEDED if getattr(collection, name, None) is None]
         if lacking:
             raise ConfigError(
-                f"pg_collection has no {', '.join(lacking)}, but the engine connects the ranks of "
+                f"pg_collection has no {', '.join(lacking)}, but the engine requires the groups "
                 f"{', '.join(_NEEDED)}; set these groups, or remove pg_collection to use the "
                 "groups of parallel_state"
             )

@@ -310,7 +310,7 @@ class Orders:
             if schedule.num_microbatches != num_microbatches:
                 raise ConfigError(
                     f"schedule {schedule.name} is for {schedule.num_microbatches} microbatches, "
-                    f"but this step has {num_microbatches}; set --global-batch-size to match it"
+                    f"but this step has {num_microbatches}; set --global-batch-size to match"
                 )
             order = schedule.orders[self.pp_rank]
             return Follow(order, schedule.name, num_slices=schedule.num_slices)
@@ -341,9 +341,10 @@ def _load_schedule(path: str, placement: Placement, *, splits: bool, num_slices:
     if its != placement:
         raise ConfigError(
             f"--schedule-file {path} is for {its.num_ranks} pipeline ranks with {its.num_chunks} "
-            f"chunks in a {its.kind}, but this run has {placement.num_ranks} with "
-            f"{placement.num_chunks} in a {placement.kind}; set --pipeline-model-parallel-size, "
-            "--num-virtual-stages-per-pipeline-rank and --pipeline-placement to match"
+            f"chunks each ({its.kind} placement), but this run has {placement.num_ranks} with "
+            f"{placement.num_chunks} ({placement.kind} placement); set "
+            "--pipeline-model-parallel-size, --num-virtual-stages-per-pipeline-rank and "
+            "--pipeline-placement to match"
         )
     if schedule.num_slices != num_slices:
         raise ConfigError(

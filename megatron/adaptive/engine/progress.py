@@ -35,7 +35,7 @@ PERIOD_S = 0.5
 _MANY_SKIPPED = 0.1
 """Minimum fraction of skipped steps that is reported.
 
-Most runs in float16 skip a few steps at the start, until the loss scale fits.
+Most runs in float16 skip a few steps at the start, until the loss scale has been adjusted.
 """
 
 Value = float | int | str | list[float] | list[dict[str, Any]] | None

@@ -158,7 +158,9 @@ def reach(host: str, port: int, end_s: float, *, only_look_up: bool = False) -> 
     while True:
         left_s = end_s - time.monotonic()
         if left_s <= 0:
-            raise MeetingError(f"after {time.monotonic() - begin_s:.0f} s: {reason or 'no answer'}")
+            raise MeetingError(
+                f"after {time.monotonic() - begin_s:.0f} s: {reason or 'no response'}"
+            )
         try:
             within(left_s, attempt, reason or f"{host} was not resolved within {left_s:.0f} s")
             return
@@ -177,7 +179,7 @@ def connect(host: str, port: int, end_s: float) -> Any:
 
     Raises:
         NotAStoreError: A program listens at the address, but does not reply like a store.
-        MeetingError: No program listens at the address until ``end_s``, which is a value of
+        MeetingError: No program listened at the address before ``end_s``, which is a value of
             ``time.monotonic``.
     """
     reach(host, port, end_s)
@@ -258,6 +260,6 @@ def _wait_for_all(store: Any, environment: Environment, end_s: float) -> None:
         raise MeetingError(
             f"{size - len(missing)} of {size} ranks connected within "
             f"{time.monotonic() - begin_s:.0f} s, but not rank {names}; missing ranks may use "
-            "another MASTER_ADDR or MASTER_PORT, or connect later than "
-            "MEGATRON_ADAPTIVE_MEETING_S allows"
+            "another MASTER_ADDR or MASTER_PORT, or start too late (to wait longer, raise "
+            "MEGATRON_ADAPTIVE_MEETING_S)"
         )

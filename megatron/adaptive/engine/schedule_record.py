@@ -23,10 +23,10 @@ microbatches of each replica::
      "dealt": {"1": [[0, 3], [1, 2]]}
 
 If microbatches are cut into slices, ``slices`` in ``shape`` is the number of slices per microbatch.
-A run with a different number of slices can also replay the record. Each of its actions takes the
-position of a recorded action: the action for the slice that ends at the same position of the
-sequence, or else for the first slice that ends later. This cannot deadlock, because the recorded
-run executed the recorded actions in that order.
+A run with a different number of slices can also replay the record. Each of its actions runs at the
+position of a recorded action. This is the action of the slice that ends at the same position of the
+sequence, or else of the first slice that ends later. This cannot deadlock, because the recorded run
+executed the recorded actions in that order.
 """
 
 from __future__ import annotations
@@ -232,8 +232,8 @@ class ScheduleRecord:
         if missing:
             raise ConfigError(
                 f"{self._source} contains steps {describe_numbers(self.steps)}, but the replay "
-                f"also needs {describe_numbers(missing)}; train other iterations, or record more "
-                "steps"
+                f"also needs {describe_numbers(missing)}; train only the recorded iterations, "
+                "or record more steps"
             )
 
     def codes(self, step: int, index: int, num_microbatches: int) -> Codes:
@@ -325,7 +325,7 @@ class Recording:
         self._shape = shape
         self._order_index = order_index
         self._pending: dict[int, tuple[Codes, Shares | None]] = {}
-        self._outage = Outage(path, "writes, whose content is also in this one")
+        self._outage = Outage(path, "writes (the latest write contains their content)")
         self._record = ScheduleRecord(shape)
         if is_writer and after_step and self._path.exists():
             self._record = ScheduleRecord.load(path)
@@ -429,9 +429,9 @@ def _parse(content: Mapping[str, Any], source: str) -> ScheduleRecord:
     shape = record.shape
     for name in ("ranks", "chunks", "weight_pieces", "replicas"):
         if not _is_count(getattr(shape, name)):
-            raise ValueError(f'"{name}" is {getattr(shape, name)!r}')
+            raise ValueError(f'"{name}" must be a count, but "{name}" is {getattr(shape, name)!r}')
     if not _is_count(shape.slices) or shape.slices == 0:
-        raise ValueError(f'"slices" is {shape.slices!r}')
+        raise ValueError(f'"slices" must be at least 1, but "slices" is {shape.slices!r}')
     orders = [tuple(order) for order in content["orders"]]
     for order in orders:
         _require_whole(order, shape)
@@ -439,7 +439,7 @@ def _parse(content: Mapping[str, Any], source: str) -> ScheduleRecord:
         exist = all(_is_count(number) and number < len(orders) for number in numbers)
         if len(numbers) != shape.num_orders or not exist:
             raise ValueError(
-                f"step {step} must have the index of an order for each of {shape.num_orders} ranks"
+                f"step {step} must list one valid order index for each of {shape.num_orders} ranks"
             )
         dealt = None
         if shape.replicas:
@@ -457,7 +457,7 @@ def _require_whole(order: Codes, shape: RecordShape) -> None:
     ``shape`` contains the sizes of the recorded pipeline.
     """
     if not all(_is_count(code) for code in order):
-        raise ValueError("an order must contain only codes")
+        raise ValueError("an order must contain only non-negative integers")
     lanes = 3 * shape.chunks
     counts = Counter(code % lanes for code in order)
     expected = {

@@ -652,9 +652,9 @@ class ForwardBackward:
         placement = self.orders.placement
         if candidate.placement != placement or (candidate.weight_pieces and not self._stores):
             raise ConfigError(
-                f"{candidate} cannot run on chunks placed in a {placement.kind} with "
-                f"{'split' if self._stores else 'whole'} backwards; build the model for "
-                "this schedule"
+                f"{candidate} does not match this model, which has {placement.kind} placement "
+                f"{'with' if self._stores else 'without'} split backward passes; build the model "
+                "for this schedule"
             )
         self.orders.use(candidate)
 

@@ -22,7 +22,7 @@ _SEEN = _REASON["seen"]
 _FOUND = _REASON["found"]
 
 SHORT_NS = 20_000
-"""Shortest wait of a follower for the leader's decision that is traced, in nanoseconds."""
+"""Minimum duration in nanoseconds of a follower's wait for a decision to be traced."""
 
 
 class ActionInput(NamedTuple):

@@ -53,11 +53,13 @@ class LayerCall:
 
     def output(self, inputs: torch.Tensor) -> torch.Tensor:
         """Returns the output of the layer for the input ``inputs``."""
-        raise AssertionError(f"{type(self).__name__}: the layer runs its own forward")
+        raise AssertionError(
+            f"{type(self).__name__} has no output(), because it runs its own forward()"
+        )
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Returns the input gradient for ``gradient``, the gradient of the layer's output."""
-        raise AssertionError(f"{type(self).__name__}: there is no gradient of the input")
+        raise AssertionError(f"{type(self).__name__} does not compute an input gradient")
 
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
@@ -531,7 +533,7 @@ class SplitStages:
             raise ScheduleError(
                 f"weight gradients of chunk {chunk}, microbatch "
                 f"{item_label(microbatch, self._num_slices)} were requested in a step that does "
-                "not split backward passes; split the backward passes"
+                "not split backward passes; request them only after split backward passes"
             )
         self._stores[chunk].run(microbatch, piece, pieces)
 

@@ -46,9 +46,9 @@ from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.workload import Workload
 
 VISITS = 500_000_000
-"""Maximum number of action times that all attempts together may compute.
+"""Maximum number of end times of actions to compute, summed over all attempts.
 
-Computing this many action times takes about a second.
+Computing this number of end times takes about a second.
 """
 LEAST_ORDERS = 40_000
 """Minimum number of random changes to attempt.
@@ -204,7 +204,7 @@ def shift(o: OrderGraph, rank: int, index: int, to: int) -> None:
 
 
 def reach(o: OrderGraph, rank: int, index: int, to: int) -> int:
-    """Returns the index closest to ``to`` that the action at ``index`` of ``rank`` can reach.
+    """Returns the allowed index closest to ``to`` for the action at ``index`` of ``rank``.
 
     The action must not pass an action of the same kind and chunk, because each stage runs its
     microbatches in ascending order.
@@ -227,7 +227,7 @@ def holds(o: OrderGraph, rank: int) -> bool:
 
 
 def anneal(o: OrderGraph, orders: int) -> int:
-    """Improves the order of the actions in ``o`` by attempting ``orders`` random changes.
+    """Improves the order of the actions in ``o`` by trying ``orders`` random changes.
 
     Writes the best order to ``o.best`` and returns its step time in picoseconds.
     """

@@ -415,13 +415,13 @@ def _reason(
 ) -> str:
     text = (
         f"auto takes {best.candidate}: simulated step {number_text(best.mean_s * 1e3, 4)} ms, "
-        f"bubble {best.bubble_fraction:.1%}, {best.peak_units:.3g} of {most:.3g} microbatches of "
-        "memory"
+        f"bubble {best.bubble_fraction:.1%}, memory for {best.peak_units:.3g} of {most:.3g} "
+        "microbatches"
     )
     if fixed is not None and fixed is not best:
         text += f"; best fixed order {fixed.candidate}: {number_text(fixed.mean_s * 1e3, 4)} ms"
     if profile.action_sigma:
-        text += f"; measured spread of an action {profile.action_sigma:.2f}"
+        text += f"; measured relative spread of action times {profile.action_sigma:.2f}"
     if profile.microbatch_factors:
         longest = max(max(factors) for factors in profile.microbatch_factors)
         text += f"; the longest microbatch takes {longest:.3g} times the mean"

@@ -42,7 +42,7 @@ _ALIKE = 0.01
 _GAIN = 0.005
 """Minimum relative gain for preferring a setting over settings that need less memory."""
 _FAR = 3.0
-"""Largest residual of an action that is not an outlier, as a multiple of the median residual."""
+"""Actions with a residual above this multiple of the median residual are outliers."""
 
 
 class Timed(NamedTuple):
@@ -176,7 +176,7 @@ def choose_tokens(
 ) -> TokensChoice:
     """Chooses the slice length that gives the shortest simulated steps.
 
-    Each length is judged by its fastest schedule that fits into memory. If several lengths are
+    Lengths are compared by their fastest schedules that fit into memory. If several lengths are
     almost equally fast, the longest of them is chosen.
 
     Args:
@@ -211,8 +211,8 @@ def choose_tokens(
                     best[tokens] = step_s, candidate
     if not best:
         raise ScheduleError(
-            f"no slices of {lengths[0]} tokens or another length fit into memory; lower "
-            "--seq-length or recompute activations"
+            f"no slice length fits into memory (tried: {', '.join(map(str, lengths))} tokens); "
+            "lower --seq-length or recompute activations"
         )
     least_s = min(step_s for step_s, _ in best.values())
     chosen = max(n for n, (step_s, _) in best.items() if step_s <= least_s * (1 + _ALIKE))
@@ -220,7 +220,7 @@ def choose_tokens(
     step_s, candidate = best[chosen]
     text = (
         f"auto takes slices of {chosen} tokens, {candidate}: simulated step "
-        f"{number_text(step_s * 1e3, 4)} ms; simulated steps by tokens of a slice: {listed}"
+        f"{number_text(step_s * 1e3, 4)} ms; simulated step times by slice length: {listed}"
     )
     return TokensChoice(tokens=chosen, candidate=candidate, text=text)
 

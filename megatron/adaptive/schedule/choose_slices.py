@@ -167,12 +167,12 @@ def choose_number(
     least_s = min(steps_s.values())
     number = min(n for n, step_s in steps_s.items() if step_s <= least_s * (1 + _ALIKE))
     listed = ", ".join(f"{n}: {number_text(steps_s[n] * 1e3, 4)} ms" for n in sorted(steps_s))
-    text = f"simulated steps by number of slices: {listed}"
+    text = f"simulated step times by number of slices: {listed}"
     return SliceChoice(num_slices=number, schedule=schedules[number], text=text)
 
 
 def ratio(whole: StageTimes, measured: StageTimes) -> float:
-    """Returns the fraction of the measured time that remains without the cost of slicing.
+    """Returns the ratio of the time without the cost of slicing to the measured time.
 
     Both times are sums over all stages and kinds of action.
 

@@ -49,7 +49,7 @@ def squares_of(rows: Sequence[Numbers]) -> list[float]:
 
 
 def products_of(rows: Sequence[Numbers], costs: Sequence[float]) -> list[float]:
-    """Returns the sum of each column of ``rows``, with each row multiplied by its cost.
+    """Multiplies each row of ``rows`` by its cost, and returns the sum of each column.
 
     ``costs`` contains the cost of each row.
     """
@@ -143,7 +143,7 @@ class StageFit:
     def mean_cost(self) -> float:
         """Returns the mean cost of the microbatches that were added.
 
-        The last number that describes a microbatch must always be 1.
+        Requires that the last of the numbers that describe a microbatch is always 1.
         """
         return self._products[-1] / self._squares[-1] if self._squares[-1] else 0.0
 
@@ -151,7 +151,7 @@ class StageFit:
     def mean_numbers(self) -> Numbers:
         """Returns the mean of each number over the microbatches that were added.
 
-        The last number that describes a microbatch must always be 1.
+        Requires that the last of the numbers that describe a microbatch is always 1.
         """
         count = len(self.factors)
         # Each row of the upper triangle ends with the product of a number and the last number,
@@ -166,8 +166,9 @@ class ContentCosts:
     Args:
         placement: Assignment of stages to ranks.
         partition: Number of segments (parts of the model) in each stage.
-        segments: Cost of each segment as a function of these numbers, in counted operations instead
-            of measured time.
+        segments: Objects that predict the costs of the segments, one per segment, from the numbers
+            that describe a microbatch. These costs are counts of operations instead of measured
+            times.
 
     Attributes:
         stages: Fit of each stage to measured times.

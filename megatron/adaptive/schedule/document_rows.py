@@ -18,9 +18,7 @@ from megatron.adaptive.schedule.pack_documents import first_fit
 _LONGER = 4  # Rows that are cut into slices are at most 1/4 longer than the longest sample.
 _TRIES = 4  # Number of row lengths to try in addition to the shortest.
 _TOKEN_PER_PAIR = 12
-"""Cost of a token in pairs of tokens, divided by the hidden size.
-
-A token costs as much as attention between ``12 * hidden_size`` pairs of tokens.
+"""Number of pairs of tokens whose attention costs as much as one token, divided by the hidden size.
 """
 
 

@@ -282,9 +282,9 @@ def interleaved(
     remainder = num_microbatches % size
     if 0 < remainder < ranks:
         raise ScheduleError(
-            f"the interleaved schedule got {num_microbatches} microbatches in groups of {size}, "
-            f"but the remainder {remainder} is less than {ranks} (the number of ranks); use a "
-            f"multiple of {size} or schedule adaptive"
+            f"the interleaved schedule cannot divide {num_microbatches} microbatches into groups "
+            f"of {size}, because the remainder {remainder} is less than {ranks} (the number of "
+            f"ranks); use a multiple of {size} or schedule adaptive"
         )
     forwards, backwards = _in_groups(chunks, num_microbatches, size)
     return tuple(

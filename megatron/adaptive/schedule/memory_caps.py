@@ -6,7 +6,7 @@ one chunk takes ``1 / num_chunks``. The minimum cap is 1.
 The main rule (graded rule): A forward pass of chunk c may only start if one microbatch in every
 later chunk of the same rank still fits afterwards.
 
-Why this rule cannot deadlock: Suppose every rank waits. Take the deepest stage s that holds a
+This rule cannot deadlock. Proof: Suppose every rank waits. Take the deepest stage s that holds a
 microbatch whose forward pass ran and whose backward pass did not. If s is the last stage, that
 backward pass is ready. Otherwise the forward pass of stage s+1 has its input, so only the cap can
 block it. The rank of stage s+1 holds nothing at s+1 or deeper, only microbatches of earlier chunks.
@@ -150,7 +150,7 @@ def chunk_shares(
 
 
 def lead_of(cap: float | None, num_items: int, num_slices: SliceCounts = 1) -> int:
-    """Returns how many microbatches or slices a frozen stage may be ahead of the next stage.
+    """Returns by how many microbatches or slices a frozen stage may be ahead of the next stage.
 
     Args:
         cap: Limit on activations, or ``None`` for no limit. A value of 1 is the activation memory

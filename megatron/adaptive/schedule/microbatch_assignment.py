@@ -1,6 +1,6 @@
 """Assigns microbatches to data-parallel replicas so that all replicas take the same time.
 
-Only the replicas that process the microbatches change, not the microbatches themselves::
+The assignment does not change the microbatches themselves::
 
     cost of each             9  5  8  4  4  2     replica 0 is 1.5 times as slow
     in turns    replica 0    9     8     4        21 x 1.5 = 31.5
@@ -149,7 +149,7 @@ class CostFit:
         return sum(part * number for part, number in zip(self.parts, sums, strict=True))
 
     def age(self) -> None:
-        """Reduces the weight that all steps added so far have in the fit."""
+        """Reduces the weight in the fit of all steps that were added so far."""
         self._products = [_REMEMBERED * value for value in self._products]
         self._squares = [[_REMEMBERED * value for value in row] for row in self._squares]
 
@@ -329,8 +329,8 @@ class Dealer:
                     fit.fit()
             elif self._steps == _REFIT_STEPS:
                 text = (
-                    "microbatches are distributed over replicas by tokens, because "
-                    f"{len(self._different)} different lengths in {self._steps} steps are too "
+                    "microbatches are distributed over replicas by token count, because the first "
+                    f"{self._steps} steps had only {len(self._different)} different lengths, too "
                     "few to fit costs"
                 )
         return self._follow() or text
@@ -356,12 +356,12 @@ class Dealer:
         return [scale * fit.cost((1.0, *size)) for size in sizes]
 
     def _slowest(self, replica: int | None, sums: Sequence[float]) -> tuple[float, int]:
-        """Returns the time that a replica's slowest rank takes for some work, and the rank's index.
+        """Returns the time of a replica's slowest rank for the given work, and this rank's index.
 
         Args:
             replica: Index of the replica, or ``None`` for a replica of mean pace.
-            sums: Number of microbatches, number of tokens, and sum of squared document lengths in
-                the work.
+            sums: Number of microbatches in the work, their number of tokens, and the sum of their
+                squared document lengths.
         """
         times = []
         for rank, fit in enumerate(self._fits):
@@ -395,7 +395,7 @@ class Dealer:
             return None
         shown = ", ".join(f"{slowness:.2f}" for slowness in now)
         return (
-            f"for the same work, replicas take {shown} times as long as the fastest; microbatches "
+            f"times of the replicas for equal work, relative to the fastest: {shown}; microbatches "
             "are distributed accordingly"
         )
 

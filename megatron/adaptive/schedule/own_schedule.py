@@ -59,8 +59,8 @@ class OwnRule:
             return None
         if not isinstance(action, Action):
             raise ScheduleError(
-                f"{where}: the function must return an Action of state.ready(), or None to wait, "
-                f"got {action!r:.60}"
+                f"{where}: the function must return one of the actions in state.ready(), or None "
+                f"to wait, got {action!r:.60}"
             )
         name = action.label(state.num_slices)
         if not state.is_ready(action):
@@ -69,8 +69,8 @@ class OwnRule:
             )
         if not state.fits(action):
             raise ScheduleError(
-                f"{where}: {name} exceeds the cap of {state.cap:g} microbatches; return it only "
-                f"if state.fits(action); {state.describe()}"
+                f"{where}: {name} exceeds the activation cap of {state.cap:g} microbatches; "
+                f"return it only if state.fits(action); {state.describe()}"
             )
         return action
 
@@ -99,8 +99,8 @@ def own_schedule(spec: ScheduleSpec, placement: Placement, num_microbatches: int
         for position, action in enumerate(order):
             if not isinstance(action, Action):
                 raise ScheduleError(
-                    f"{where}, rank {rank}, position {position}: the function must return a "
-                    f"tuple of Actions per rank, got {action!r:.60}"
+                    f"{where}, rank {rank}, position {position}: the function must return "
+                    f"one tuple of Actions for each rank, got {action!r:.60}"
                 )
     schedule = Schedule(
         name=spec.name, placement=placement, num_microbatches=num_microbatches, orders=orders

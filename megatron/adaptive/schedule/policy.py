@@ -185,14 +185,14 @@ def rule_of(policies: Sequence[Policy]) -> tuple[Rule, tuple[tuple[int, ...], ..
 
 @cache
 def _reasons_by_rule() -> Mapping[Rule, tuple[str, str, str]]:
-    """Returns the reasons for F, B and W of each rule that has a single reason per kind."""
+    """Returns the reasons for F, B and W under each rule that has a single reason per kind."""
     specs = built_in_schedules().values()
     reasons = {spec.function: spec.reasons for spec in specs if spec.reasons is not None}
     return {**reasons, runtime_rules.follow: ("order", "order", "order")}
 
 
 def reasons_of(policy: Policy, codes: Sequence[int], num_chunks: int) -> list[str]:
-    """Returns the reason for choosing each action of a rank, as one word for the trace.
+    """Returns one word per action of a rank, which states in the trace why it was chosen.
 
     If the policy does not provide reasons, all words are empty.
 

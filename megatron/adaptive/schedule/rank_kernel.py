@@ -251,7 +251,8 @@ def arrive(s: State, kind: int, chunk: int, item: int) -> None:
 
     ``kind`` is the kind of the action, F or B.
 
-    For the B of a frozen chunk, the arrival means that the next stage has taken the chunk's output.
+    For the B of a frozen chunk, the arrival means that the next stage has acknowledged the chunk's
+    output.
     """
     chunks = s[CHUNKS]
     if kind == B and chunk < s[FROZEN]:

@@ -302,10 +302,10 @@ class RankState:
         return action.kind is ActionKind.B and action.chunk < self.frozen_chunks
 
     def untaken(self, action: Action) -> Action | None:
-        """Returns the F whose output the next stage must take before the F ``action`` may start.
+        """Returns the F whose output must be acknowledged before the F ``action`` may start.
 
-        Returns ``None`` unless ``action`` is the next F of a frozen chunk, and the chunk is as far
-        ahead of the next stage as the cap allows.
+        The next stage sends the acknowledgment. Returns ``None`` unless ``action`` is the next F of
+        a frozen chunk, and the chunk is as far ahead of the next stage as the cap allows.
         """
         chunk = action.chunk
         if action.kind is not ActionKind.F or chunk >= self.frozen_chunks:
@@ -326,7 +326,8 @@ class RankState:
         The action is the F or B (``kind``) of ``chunk`` for ``microbatch``.
 
         Inputs may arrive in any order, and earlier than they are needed. A frozen chunk has no B.
-        If an arrival is reported for its B, the next stage has taken an output of the chunk.
+        An arrival that is reported for its B means that the next stage has acknowledged an output
+        of the chunk.
 
         Do not call this for forward passes of the first stage, whose input is the data, or for
         backward passes of the last stage, which start from the loss. If the neighbouring stage is
@@ -431,7 +432,7 @@ class RankState:
             return "it is ready"
         if (untaken := self.untaken(action)) is not None:
             stage = self.placement.stage_of(self.rank, chunk) + 1
-            return f"stage {stage} has not taken the output of {self._name(untaken)}"
+            return f"stage {stage} has not acknowledged the output of {self._name(untaken)}"
         return f"its input from {self._sender(action)} has not arrived"
 
     def missing(self) -> str:
@@ -448,17 +449,17 @@ class RankState:
             untaken = self.untaken(action)
             if untaken is not None:
                 stage = self.placement.stage_of(self.rank, action.chunk) + 1
-                parts.append(f"stage {stage} to take the output of {self._name(untaken)}")
+                parts.append(f"stage {stage} to acknowledge the output of {self._name(untaken)}")
             elif not has_input:
                 parts.append(f"input of {self._name(action)} from {self._sender(action)}")
             elif not self.fits(action):
                 name = self._name(action)
                 parts.append(f"memory for {name} (holds {self.in_flight:g}, cap {self.cap:g})")
             else:
-                parts.append(f"nothing for {self._name(action)}, which is ready")
+                parts.append(f"nothing else ({self._name(action)} is ready)")
         if self.num_started > self.num_finished:
             parts.append("the end of a running action")
-        return ", ".join(parts) or "weight gradients, which are ready"
+        return ", ".join(parts) or "nothing else (weight gradients are ready)"
 
     def lacking(self) -> list[Action]:
         """Returns the next F and the next B of each chunk if their input has not arrived."""

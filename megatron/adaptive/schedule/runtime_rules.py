@@ -73,9 +73,9 @@ from megatron.adaptive.schedule.rank_kernel import (
 LOOKAHEAD = 96
 """Number of actions of the hint that ``hinted`` considers, from the first that has not started.
 
-Later actions are never started early. The first action that has not started is therefore at most
-this many positions before the number of started actions, and can be found without searching the
-whole hint.
+Later actions are never started early. The index of the first action that has not started is
+therefore at most this much smaller than the number of started actions. It can be found without
+searching the whole hint.
 """
 
 

@@ -78,8 +78,8 @@ def check_num_slices(num_slices: SliceCounts, num_microbatches: int = 1) -> None
     if not isinstance(num_slices, int):
         if len(num_slices) != num_microbatches:
             raise ScheduleError(
-                f"there must be a number of slices for each of the {num_microbatches} "
-                f"microbatches, got {len(num_slices)}"
+                f"num_slices must contain one number for each of the {num_microbatches} "
+                f"microbatches, got {len(num_slices)} numbers"
             )
         num_slices = min(num_slices)
     if num_slices < 1:

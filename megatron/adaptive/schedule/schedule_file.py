@@ -143,8 +143,8 @@ def _check_size(schedule: Schedule) -> None:
     longest = max((len(order) for order in schedule.orders), default=0)
     if forwards > max(10 * longest, _MOST_UNLISTED):
         raise ScheduleError(
-            f"{chunks} chunks and {microbatches} microbatches or slices make {forwards} forwards"
-            f" per rank, but the longest order lists {longest} actions"
+            f"{chunks} chunks and {microbatches} microbatches or slices require {forwards} forward"
+            f" actions per rank, but the longest order lists only {longest} actions"
         )
 
 

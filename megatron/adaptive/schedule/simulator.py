@@ -39,7 +39,7 @@ from megatron.adaptive.schedule.rank_kernel import (
 )
 
 DONE_ALL, DEADLOCK, NOT_READY = 0, 1, 2
-"""Return values of :func:`run`.
+"""Return values of :func:`run`: the step ended, the ranks deadlocked, or a choice was invalid.
 
 ``NOT_READY`` plus a rank means that the policy of this rank chose an action that cannot start.
 """
@@ -78,9 +78,8 @@ class World(NamedTuple):
         heap_size: Number of events in ``heap``, ``[1]``.
         turn: Slot in which each rank is computing, or -1.
         last: Slot in which each rank computed most recently.
-        was_filler: 1 for each rank whose most recent action was a weight gradient, otherwise 0.
-        waking: 1 for each rank that has had an event since the rank last chose an action, otherwise
-            0.
+        was_filler: 1 for each rank whose most recent action was a W, otherwise 0.
+        waking: 1 for each rank with an event since its last choice of an action, otherwise 0.
         wakes: Ranks that must choose an action, in the order of their events.
         num_woken: Number of ranks in ``wakes``, ``[1]``.
         link: Time when each rank's communication within its stages ends.
@@ -310,7 +309,7 @@ def is_frozen(world: World, stage: int) -> bool:
 
 
 def acknowledge(world: World, rank: int, stage: int, item: int, now: int) -> None:
-    """Acknowledges that an F of ``stage`` takes an output of the previous, frozen stage.
+    """Acknowledges that an F of ``stage`` uses an output of the previous, frozen stage.
 
     The output belongs to ``item``, and the current time is ``now``. This function does nothing if
     the previous stage is not frozen. It also does nothing for the last outputs, for which the

@@ -15,8 +15,8 @@ A rank may therefore exchange messages with several ranks of a neighbouring stag
 microbatch to only one of these ranks. Every rank has one chunk.
 
 **Order of actions.** A rank orders its microbatches as in a pipeline of equal stages, except for
-the warm-up. In the warm-up, a replica runs as many forward passes as the ranks of the next stage
-need for their warm-up and one more forward pass each. ``docs/reference/schedules.md`` contains a
+the warm-up. In its warm-up, a replica runs enough forward passes for the ranks of the next stage to
+run their warm-up and one more forward pass each. ``docs/reference/schedules.md`` contains a
 drawing.
 
 1F1B cannot deadlock: The backward pass of microbatch m needs forward passes on every earlier stage,
@@ -52,7 +52,7 @@ SCHEDULES = selectable_names(lambda spec: spec.allows_unequal_stages)
 """Names of the schedules and run-time rules that support stages of unequal widths."""
 
 _SLACK = 1.5
-"""Default limit on activations, as a multiple of the activations that a replica holds under 1F1B.
+"""Ratio of the default limit on activations to the activations that a replica holds under 1F1B.
 
 ``memory_caps`` uses the same ratio for stages of equal width.
 """

@@ -18,7 +18,7 @@ from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.schedule.schedule import Order, Schedule
 
 _CONTEXT = 6
-"""Number of columns to draw on each side of the action in brackets."""
+"""Number of actions to draw on each side of the action in brackets."""
 _ELLIPSIS = "..."
 
 
@@ -149,7 +149,7 @@ def _new_state(schedule: Schedule, rank: int) -> RankState:
 
 
 def _check_order(schedule: Schedule, rank: int) -> None:
-    """Checks the order of the actions of ``rank`` as if every input had already arrived."""
+    """Checks the order of the actions of ``rank``, assuming that every input has arrived."""
     placement = schedule.placement
     state = _new_state(schedule, rank)
     kinds = (ActionKind.F,) if schedule.forward_only else (ActionKind.F, ActionKind.B)
@@ -166,7 +166,9 @@ def _check_order(schedule: Schedule, rank: int) -> None:
             if not state.is_ready(action):
                 _fail(schedule, rank, index, f"{name} cannot be here: {state.why_not(action)}")
             if action.paired and kinds_together != {ActionKind.F, ActionKind.B}:
-                problem = f"{name} and the action after it must be an F and a B"
+                problem = (
+                    f"{name} and the next action form a pair, which must consist of an F and a B"
+                )
                 _fail(schedule, rank, index, problem)
             state.start(action)
         for action in actions:

@@ -31,7 +31,7 @@ from megatron.adaptive.schedule.stage_placement import Placement
 PS_PER_S = 10**12
 """Number of picoseconds in a second."""
 _LONGEST_S = 10**5
-"""Largest allowed time in seconds. Factors must not exceed this number either."""
+"""Largest allowed time in seconds, and largest allowed factor."""
 _LISTS = ("forward_s", "backward_s", "weight_s", "recompute_s", "exchange_s", "rank_factors")
 _SIGMAS = ("action_sigma", "microbatch_sigma", "latency_sigma")
 
@@ -477,8 +477,9 @@ def _check_times(placement: Placement, times: StageTimes) -> None:
         whole_s = min(times.forward_s[stage], times.backward_s[stage])
         if exchange_s > whole_s or not times.exchanges:
             raise ScheduleError(
-                f"stage {stage} communicates for {exchange_s} s in {times.exchanges} exchanges; "
-                f"use at least 1 exchange, and at most the {whole_s} s of the shorter pass"
+                f"stage {stage} spends {exchange_s} s on {times.exchanges} exchanges; use at least "
+                f"1 exchange, and at most {whole_s} s (the time of its forward or backward pass, "
+                "whichever is shorter)"
             )
 
 
@@ -498,7 +499,7 @@ def load_profile(path: Path, *, num_stages: int) -> StageProfile:
         ScheduleError: The file cannot be read, a value is missing or invalid, or a key is unknown.
     """
     try:
-        data = read_json(path, "specify a profile, see docs/reference/schedules.md")
+        data = read_json(path, "specify a profile (its format is in docs/reference/schedules.md)")
         check_form(data, "times", str(path))
     except ConfigError as error:
         raise ScheduleError(f"profile {error}") from error

@@ -112,7 +112,7 @@ class Connector:
         members: Global ranks of this rank's pipeline. Messages are only sent within a pipeline.
         gather: Function that exchanges values between all ranks of the job.
         accelerator: Device of this rank, on which received tensors are placed.
-        payloads: Shape and dtype of the messages, and the number in flight, as far as known.
+        payloads: Shape, dtype and number in flight of the messages, as far as known in advance.
         describe: Function that returns the name of a rank for error messages.
         timeout_s: Maximum time in seconds that a send waits for a peer that is not receiving
             messages.
@@ -228,7 +228,7 @@ class Connector:
             endpoint: Endpoint of this rank.
             options: Transport settings of the user.
             choices: Chosen transport of each pair of ranks.
-            ends: Endpoints of all ranks, by global rank.
+            ends: Endpoints of all ranks, keyed by global rank.
             seed: Random bytes that all ranks share. They contain the token that authenticates
                 links, the job ID, and the name of the lock that guards memory allocation on a
                 machine.
@@ -439,10 +439,10 @@ def _gpu_paths(node: Any, peers: Iterable[int]) -> list[tuple[int, str]]:
     for peer in peers:
         info = node.info(peer)
         if info.get("gpu_path") == "cuda-ipc":
-            paths.append((peer, "tensors stay in GPU memory by CUDA IPC"))
+            paths.append((peer, "tensors stay in GPU memory, through CUDA IPC"))
         elif "gpu_path" in info:
             reason = info["gpu_reason"]
-            paths.append((peer, f"tensors through pinned memory, no CUDA IPC: {reason}"))
+            paths.append((peer, f"tensors pass through pinned memory, without CUDA IPC: {reason}"))
     return paths
 
 

@@ -179,8 +179,8 @@ class GlooTransport:
                 if time.monotonic() < end - _TICK_S:
                     raise
             raise DeadlineError(
-                f"{count} messages were not received within {timeout_s:g} s, the oldest by "
-                f"{self._describe(peer)}; check that it is alive and on the network"
+                f"{count} messages were not received within {timeout_s:g} s (the oldest is for "
+                f"{self._describe(peer)}); check that this rank is running and reachable"
             )
 
     def close(self) -> None:

@@ -49,7 +49,7 @@ class Endpoint:
             each other's processes have the same identifier.
         user: Numeric ID of the Unix user who runs the rank.
         device: Type of the rank's device, ``cpu`` or ``cuda``.
-        addresses: Addresses at which the rank listens, by kind of link (``unix``, ``tcp``).
+        addresses: Addresses at which the rank listens, keyed by kind of link (``unix``, ``tcp``).
         cpus: Indices of the CPUs on which the rank may run, or empty if unknown.
         ports: Active RDMA ports of the rank's machine, such as ``mlx5_0:1``.
         lacks: Reason why the rank cannot use a transport, keyed by the name of the transport.
@@ -95,10 +95,10 @@ class Transport(Protocol):
     def reserve(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Returns an uninitialized tensor of ``shape`` and ``dtype`` for a message to ``peer``.
 
-        The tensor is allocated in a free slot of the channel, or in ordinary memory if there is
-        none. In both cases, the caller can send the tensor, or a view that begins at its first
-        element. A tensor in a slot is sent without a copy. The slot then belongs to the peer, so
-        the caller must not write to it after the send. If the tensor is released without being
+        The tensor is allocated in a free slot (buffer) of the channel, or in ordinary memory if no
+        slot is free. In both cases, the caller can send the tensor, or a view that begins at its
+        first element. A tensor in a slot is sent without a copy. The slot then belongs to the peer,
+        so the caller must not write to it after the send. If the tensor is released without being
         sent, the slot returns to the channel.
         """
 
@@ -153,7 +153,7 @@ class Arrival:
 
 
 class HeldArrival(Arrival):
-    """Received message whose payload is obtained by calling a given function."""
+    """Received message whose payload is the result of a function passed by the caller."""
 
     __slots__ = ("_take", "arrived_ns", "label", "nbytes", "peer")
 
@@ -177,7 +177,7 @@ class HeldArrival(Arrival):
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Reports that a message has arrived on another rank, with which this rank agrees on actions.
+    """Reports that a message has arrived on another rank of this rank's decision group.
 
     Attributes:
         label: Step and action for which the message is the input.

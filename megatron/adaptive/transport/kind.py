@@ -35,7 +35,7 @@ _COMPLETIONS = ("listen", "put", "poll", "wait")
 
 @dataclass(frozen=True, kw_only=True)
 class Payloads:
-    """Describes the messages of a job, as far as known in advance. Must be equal on all ranks.
+    """Properties of a job's messages that are known in advance. Must be equal on all ranks.
 
     Attributes:
         shape: Shape of the largest message, or ``None`` if unknown.
@@ -90,7 +90,7 @@ class Opening:
         members: Global ranks of this rank's pipeline. Messages are only sent within a pipeline.
         gather: Function that exchanges values between all ranks of the job.
         accelerator: Device of this rank, on which received tensors are placed.
-        payloads: Shape and dtype of the messages, and the number in flight, as far as known.
+        payloads: Shape, dtype and number in flight of the messages, as far as known in advance.
         describe: Function that returns the name of a rank for error messages.
         timeout_s: Maximum time in seconds that a send waits for a peer that is not receiving
             messages.

@@ -8,7 +8,7 @@ rank. To detect this, two additional threads watch the ranks:
     ranks on this machine    pidfd of each ──> poll(); stopped? ──────┐
                                                                       ├──> line on stderr,
     ranks elsewhere          the store, every 2 s: a notice of ───────┘    on_lost(), and after
-                             a loss, and a beat per machine                the grace _exit(1)
+                             a loss, and a beat per machine                grace_s, _exit(1)
 
 A pidfd is a file descriptor for a process, which becomes readable when the process exits. The store
 is the key-value store of the job. This module does not determine why a process exited, and does not
@@ -157,7 +157,7 @@ class Watcher:
         self._thread.start()
 
     def verdict(self, timeout_s: float) -> PeerLostError | None:
-        """Waits up to ``timeout_s`` seconds for a lost rank. Returns the error, or ``None``.
+        """Waits up to ``timeout_s`` seconds until a rank is lost. Returns the error, or ``None``.
 
         When a connection breaks, the main thread calls this method to find out which rank was lost.
         The message of the returned error has already been written to stderr.
@@ -204,7 +204,7 @@ class Watcher:
             self._thread.join(1.0)
 
     def _silence(self) -> bool:
-        """Ignores lost ranks from now on. Returns False if a rank was lost before."""
+        """Ignores ranks that are lost from now on. Returns False if a rank was lost earlier."""
         with self._lock:
             self._quiet = True
             return self._lost is None
@@ -219,12 +219,12 @@ class Watcher:
                     self._judge(gone)
                 if stopped:
                     event = (
-                        f"is stopped: nothing came from it for {local.stopped_s:g} s"
+                        f"is stopped, and did not run for {local.stopped_s:g} s"
                         f" (limit {self._silent_s:g} s, --transport-silence-s)"
                     )
                     self._lose(self._fact(stopped, event), publish=True)
                 if self._board is not None and self._board.busy_for_s() > self._silent_s:
-                    self._hear(_STORE, f"the job's store did not answer for {self._silent_s:g} s")
+                    self._hear(_STORE, f"the job's store did not respond for {self._silent_s:g} s")
         finally:
             local.close()
 
@@ -268,7 +268,8 @@ class Watcher:
                 f"{fact}; this is rank {self._rank} (stage "
                 f"{self._places[self._rank]['pp_rank']})"
                 f"{f' in {self.position}' if self.position else ''}; "
-                "the job cannot continue without it; restart it from the last checkpoint"
+                "the job cannot continue without the lost rank; restart the job from the last "
+                "checkpoint"
             )
         # This thread may never run again if another thread keeps the GIL, or if the interpreter
         # hangs at exit. In both cases, the C thread of faulthandler ends the process.
@@ -295,7 +296,7 @@ class _Local:
     """Watches the processes on this machine. Only `kill_stopped` is thread-safe.
 
     Args:
-        pids: Process IDs of the ranks to watch, by global rank.
+        pids: Process IDs of the ranks to watch, keyed by global rank.
         wake: File descriptor that becomes readable to interrupt a wait.
         stopped_s: Time in seconds after which a stopped process is considered lost.
 
@@ -502,7 +503,7 @@ class _Board:
         except RuntimeError as error:
             self._busy_since = None
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            self._hear(_STORE, f"the job's store does not answer: {reason}")
+            self._hear(_STORE, f"the job's store does not respond: {reason}")
 
     def _tick(self, store: dist.Store) -> None:
         """Sends a heartbeat to ``store``, and reads the notice and other machines' heartbeats."""
@@ -525,7 +526,9 @@ class _Board:
                 lost = {rank for rank in ranks if not store.check([f"left/{rank}"])}
                 self._busy_since = None
                 if lost:
-                    self._hear(lost, f"nothing was heard from there for {self._silent_s:g} s")
+                    self._hear(
+                        lost, f"no heartbeat from its machine arrived for {self._silent_s:g} s"
+                    )
 
 
 def _notice(store: dist.Store) -> str | None:

@@ -188,7 +188,7 @@ class NativeTransport:
         slow = ", ".join(self._describe(peer) for peer, count in waiting.items() if count)
         raise DeadlineError(
             f"{sum(waiting.values())} messages were not received within {timeout_s:g} s by "
-            f"{slow or 'the device'}; check that it is alive and on the network"
+            f"{slow or 'the device'}; check that each receiver is running and reachable"
         )
 
     def close(self) -> None:
@@ -241,7 +241,7 @@ def _arrival_class(module: ModuleType) -> type[Any]:
             return _label_of(self)
 
         def _take(self) -> torch.Tensor:
-            """Returns the payload in those cases that the extension's method does not handle."""
+            """Returns the payload in the cases that the extension's method does not handle."""
             tensor = _viewed(self, self.tensor())
             return tensor.clone() if self.free_slots < self.least_free else tensor
 
@@ -333,8 +333,8 @@ def _action(kind: int, chunk: int, microbatch: int) -> Action:
     """
     if kind >= len(KINDS):
         raise TransportError(
-            f"a message of kind {kind} arrived, which is not an input of an action; run the same "
-            "version on all ranks"
+            f"a message has the unknown kind {kind}; run the same version of this package on all "
+            "ranks"
         )
     return Action(KINDS[kind], chunk, microbatch)
 

@@ -58,8 +58,8 @@ class NativeKind(TransportKind):
     def open(self, opening: Opening) -> Transport | None:
         """Raises ``NotImplementedError``, because one node opens all native channels of a rank."""
         raise NotImplementedError(
-            f"{type(self).__name__} cannot be opened by itself, because transport/connect.py opens "
-            "shm, tcp and rdma together; your own transport can contain GlooKind or NcclKind"
+            f"{type(self).__name__} cannot be opened separately, because transport/connect.py "
+            "opens shm, tcp and rdma together; base your own transport on GlooKind or NcclKind"
         )
 
     def channel_options(self, channels: NativeChannels) -> dict[str, Any]:
@@ -156,7 +156,7 @@ class TcpKind(NativeKind):
             if is_loopback(end.addresses.get("tcp", "")):
                 return (
                     f"rank {end.rank} on {end.host} has only the address {end.addresses['tcp']}, "
-                    "which other machines cannot reach; set its network with "
+                    "which other machines cannot reach; select a network interface with "
                     "--transport-interface"
                 )
         return None

@@ -155,8 +155,8 @@ class NcclTransport(GlooTransport):
             count = sum(self._senders[peer].pending for peer in slow)
             raise DeadlineError(
                 f"{count} messages were not received within {timeout_s:g} s by "
-                f"{', '.join(map(self._describe, slow))}; check that it is alive and on the "
-                "network"
+                f"{', '.join(map(self._describe, slow))}; check that each receiver is running and "
+                "reachable"
             )
 
     def close(self) -> None:
@@ -312,7 +312,7 @@ class Channels:
 
 
 class Moment(Protocol):
-    """Point in a stream that is reached after all work submitted so far."""
+    """Point in a stream after all work that has been submitted so far."""
 
     def synchronize(self) -> None:
         """Blocks until the device has reached this point, without holding the GIL."""
@@ -392,7 +392,11 @@ class NcclKind(TransportKind):
     def lacks(self, facts: RankFacts) -> str | None:
         if facts.device.type != "cuda":
             return "it has no GPU"
-        return None if facts.own_gpu else "it shares its GPU, or the job's backend is gloo"
+        return (
+            None
+            if facts.own_gpu
+            else "it shares its GPU with another rank, or the job's backend is gloo"
+        )
 
     def is_candidate(self, first: Endpoint, second: Endpoint) -> bool:
         return "cuda" in (first.device, second.device)

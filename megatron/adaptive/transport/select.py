@@ -2,9 +2,9 @@
 
 ::
 
-    processors                             GPUs, one per rank
+    CPUs                                   GPUs, one per rank
       same machine    shm                    nccl, which moves device memory without the host
-      otherwise       rdma if both ends      GPUs that ranks share: as processors
+      otherwise       rdma if both ends      GPUs that ranks share: as on CPUs
                       have an active port,
                       else tcp
       no extension    gloo
@@ -88,7 +88,7 @@ def choose(first: Endpoint, second: Endpoint, forced: str | None = None) -> Choi
         if reason is not None:
             raise SetupError(
                 f"--transport {forced} cannot connect ranks {first.rank} and {second.rank}: "
-                f"{reason}; use --transport auto, or remove this cause"
+                f"{reason}; use --transport auto, or fix this problem"
             )
         return Choice(forced, "asked for")
     missed: list[str] = []
@@ -134,15 +134,15 @@ def queue_warning(
     if queues != 1 or collective_ranks == 1 or not has_nccl:
         return None
     return (
-        "warning: CUDA_DEVICE_MAX_CONNECTIONS is 1, so a message over nccl waits behind the "
-        f"collectives of the {collective_ranks} ranks that compute a layer together, and the job "
-        "may stand still if these wait for a rank that needs the message; set the variable to 8, "
-        "unset it, or choose another transport"
+        "warning: CUDA_DEVICE_MAX_CONNECTIONS is 1, so messages over nccl queue behind the "
+        f"collectives of the {collective_ranks} ranks that compute each layer together; the job "
+        "deadlocks if such a collective waits for a rank that needs a queued message; set the "
+        "variable to 8, unset it, or choose another transport"
     )
 
 
 def rounds_of(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Groups pairs of ranks into rounds, in which all ranks connect them.
+    """Groups pairs of ranks into rounds. All ranks connect their pairs round by round.
 
     No rank occurs twice in a round. Each pair is placed in the first round that contains neither of
     its two ranks. A chain or ring of ranks needs two or three rounds, regardless of its length. A

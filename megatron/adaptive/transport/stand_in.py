@@ -4,7 +4,7 @@ The messages that this rank sends are discarded. The inputs that it receives are
 created in the order in which the rank needs them::
 
     peer that does not exist                        executor
-      slots with made numbers ── view of a slot ──>   wait()
+      slots with random data ─── view of a slot ──>   wait()
       slots that nobody reads <────── copy ────────   send(peer, label, tensor)
 
 The number and size of the slots are the same as with shared memory. All slots are written at the
@@ -48,7 +48,7 @@ class ExpectedInput(NamedTuple):
     Attributes:
         action: Action of this rank that needs the input.
         peer: Global rank that would send the input.
-        length: Number of token positions in the input, or ``None`` for as many as in the largest
+        length: Number of token positions in the input, or ``None`` for the length of the largest
             message.
     """
 
@@ -77,7 +77,7 @@ class _Slots:
         self._slots = itertools.cycle(slots.copy_(values).unbind())
 
     def next(self) -> torch.Tensor:
-        """Returns the next slot, even if it is in use. This is safe, because no rank reads it."""
+        """Returns the next slot, even if it is in use. This is safe: no rank reads the slots."""
         return next(self._slots).detach()
 
 
