@@ -370,8 +370,8 @@ class Snapshots(NoSnapshots):
                 self._stream.synchronize()
         if self._versions() != versions:
             raise ValueError(
-                f"weights or optimizer state changed while they were copied, after step {step} "
-                "and before the update of the next step; change them only at the end of a step"
+                "weights or optimizer state changed while they were copied, between the end "
+                f"of step {step} and the next update; change them only at the end of a step"
             )
         file.finish(slot, step, len(extra))
         self._socket.send(json.dumps({"what": "taken", "step": step, "slot": slot}).encode())
@@ -384,16 +384,16 @@ class Snapshots(NoSnapshots):
         try:
             data = self._socket.recv(_MESSAGE)
         except TimeoutError:
-            return f"rank {rank}: the node's agent did not answer within {_KEPT_S:g} s"
+            return f"rank {rank}: the node's agent did not confirm a copy within {_KEPT_S:g} s"
         except OSError as error:
             return f"rank {rank}: {error}"
         if not data:
-            return f"rank {rank}: the node's agent has closed the connection for copies"
+            return f"rank {rank}: the node's agent closed the connection over which copies are sent"
         return str(parse_json(data).get("failed", ""))
 
     def _announce(self, sent: int, copied: int) -> None:
         every = "step" if self._settings.every == 1 else f"{self._settings.every} steps"
-        kept = f"every {every} {copied / _MIB:.1f} MiB are copied and {sent / _MIB:.1f} MiB sent"
+        kept = f"{copied / _MIB:.1f} MiB copied and {sent / _MIB:.1f} MiB sent every {every}"
         self._report(kept)
         self._say(f"  copies of the state are kept in memory: {kept}")
 
@@ -549,16 +549,16 @@ def why_not(plan: SnapshotPlan, ranks: Sequence[RankParts], limit_bytes: int | N
     for node, size in taken.items():
         if limit_bytes is not None and size > limit_bytes:
             return (
-                f"they need {size / _GIB:.3g} GiB on node {node}, but --replicate-memory allows "
-                f"only {limit_bytes / _GIB:.3g} GiB; increase --replicate-memory"
+                f"the copies need {size / _GIB:.3g} GiB on node {node}, but --replicate-memory "
+                f"allows only {limit_bytes / _GIB:.3g} GiB; increase --replicate-memory"
             )
     nodes = {parts.node: parts.machine for parts in ranks}
     for parts in ranks:
         size = sum(taken[node] for node, machine in nodes.items() if machine == parts.machine)
         if size > _SHARE * parts.available_bytes:
             return (
-                f"they need {size / _GIB:.3g} GiB on the machine of node {parts.node}, but may use "
-                f"only four fifths of its {parts.available_bytes / _GIB:.3g} GiB of available "
-                "memory; use more nodes, or free memory that is used for other purposes"
+                f"the copies need {size / _GIB:.3g} GiB on the machine of node {parts.node}, which "
+                f"is more than four fifths of its {parts.available_bytes / _GIB:.3g} GiB of "
+                "available memory; use more nodes, or free memory on this machine"
             )
     return None
