@@ -95,7 +95,7 @@ def test_training_goes_on_bit_for_bit_from_copies(
     copies.now.before_update()
     expected = training.learn(3, 8)
     copies.now.close()
-    assert "every step 0." in log.said
+    assert "are kept in memory: 0." in log.said
     assert left_with(*keepers).step == 3
     keepers[0].close()  # The first node and its snapshots are lost.
     source = left_with(keepers[1])

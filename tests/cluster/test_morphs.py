@@ -120,7 +120,7 @@ def test_a_job_goes_on_from_disks_of_its_nodes_and_from_shared_storage(
     assert "Traceback" not in job.said()
     assert second["resumed_iteration"] >= 10
     assert second["resumed_iteration"] % 5 == 0
-    assert " from its local disk" in job.said()
+    assert " on its local disk" in job.said()
     assert third["lost_steps"] == 0
     assert job.steps(3)[0] == max(job.steps(2)) + 1
     for step in folder.steps():

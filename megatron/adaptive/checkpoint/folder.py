@@ -394,8 +394,8 @@ class StepFolders:
             raise DamagedCheckpointError(f"{problems[0]}: {remedy}")
         if INDEX not in files and not trust:
             raise CheckpointError(
-                f"{path} was written by an earlier version and contains pickles, which can run "
-                f"code when they are loaded; pass {self._trust} if you trust its source"
+                f"{path} was written by an earlier version and contains pickles, which are "
+                f"read only from trusted sources; pass {self._trust} if you trust its source"
             )
         return body
 

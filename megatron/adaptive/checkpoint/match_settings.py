@@ -61,7 +61,7 @@ def require_same_model(
     if not _same_vocabulary(saved, manifest["padded_vocab_size"], config, padded_vocab_size):
         different.append(
             f"padded vocabulary has {manifest['padded_vocab_size']} rows in the checkpoint and "
-            f"{padded_vocab_size} rows here, and more than the padding differs"
+            f"{padded_vocab_size} rows here, and the difference is not only padding"
         )
     if different:
         raise CheckpointError(

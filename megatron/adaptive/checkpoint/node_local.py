@@ -237,8 +237,8 @@ class LocalDisk:
             least = min(held) / total
             most = max(held) / total
             self._say(
-                f"  each rank reads {least:.0%} to {most:.0%} of the checkpoint of iteration "
-                f"{step} from its local disk"
+                f"  each rank has {least:.0%} to {most:.0%} of the checkpoint of iteration "
+                f"{step} on its local disk"
             )
         return {name: folder / name for name in here}
 
@@ -273,7 +273,9 @@ class LocalDisk:
             raise
         shares = share_out(held, stored["files"])
         if shares is None:
-            raise CheckpointError(f"files in {partial} have other sizes than the ranks wrote")
+            raise CheckpointError(
+                f"{partial}: files are missing, or their sizes differ from those that were written"
+            )
         return stored, shares
 
     def _begin(self, step: int) -> None:

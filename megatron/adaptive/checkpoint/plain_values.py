@@ -86,7 +86,9 @@ class _Writer:
             return value
         if isinstance(value, torch.Tensor):
             if value.layout != torch.strided or value.is_quantized:
-                raise TypeError(f"{where} is a sparse or quantized tensor, which is not supported")
+                raise TypeError(
+                    f"{where} is a sparse, nested or quantized tensor, which is not supported"
+                )
             flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             kind = str(value.dtype).removeprefix("torch.")
             return self._bytes("tensor", flat.tobytes(), type=kind, shape=list(value.shape))
