@@ -144,7 +144,7 @@ class SnapshotFile:
     def finish(self, slot: int, step: int, extra_bytes: int) -> None:
         """Marks ``slot`` as valid after ``step`` has been written to it.
 
-        ``extra_bytes`` is the size of the state other than tensors.
+        ``extra_bytes`` is the size of the non-tensor state in bytes.
         """
         self._mark(slot, step, 0, extra_bytes)
         self._mark(slot, step, step, extra_bytes)
@@ -176,7 +176,7 @@ class SnapshotFile:
         return int(hasher.intdigest())
 
     def extra(self, slot: int) -> memoryview:
-        """Returns the extra bytes of ``slot``, which contain all state other than tensors."""
+        """Returns the extra bytes of ``slot``, which contain all non-tensor state."""
         start = self.extra_offset(slot)
         return memoryview(self.memory)[start : start + self._marks(slot)[2]]
 

@@ -42,7 +42,7 @@ from megatron.adaptive.profiling.free_memory import available_host_bytes
 _SHARE = 0.8  # Snapshots may use at most this fraction of the machine's available memory.
 _GIB = 1024**3
 _KEPT_S = 60.0
-_ROOM_BYTES = 1 << 16  # Additional space, in case state other than tensors grows.
+_ROOM_BYTES = 1 << 16  # Additional space, in case the non-tensor state grows.
 _MIB = 1024**2
 _MESSAGE = 1 << 16
 _FAILED = 2
@@ -247,7 +247,7 @@ class Snapshots(NoSnapshots):
     def _begin(self, pieces: Mapping[Part, Piece], extra_bytes: int) -> None:
         """Plans which ``pieces`` of the state this rank copies, and creates its snapshot file.
 
-        The file has space for more than twice ``extra_bytes``, because state other than tensors may
+        The file has space for more than twice ``extra_bytes``, because the non-tensor state may
         grow. All ranks must call this together.
         """
         job = self._job
@@ -347,7 +347,7 @@ class Snapshots(NoSnapshots):
         Args:
             slot: Index of the slot in the file.
             step: Step of the snapshot.
-            extra: State other than tensors.
+            extra: Non-tensor state, serialized.
             event: CUDA event to wait for before copying, or ``None`` on a CPU.
             versions: Version counters of the tensors when the copy was requested.
         """
@@ -439,7 +439,7 @@ class RankParts:
             such node.
         machine: Name of the machine on which the node runs.
         available_bytes: Free memory of the machine in bytes.
-        extra_bytes: Maximum size of a step's state other than tensors, in bytes.
+        extra_bytes: Maximum size of a step's non-tensor state, in bytes.
         parts: Size in bytes of each part of the state that this rank has.
     """
 

@@ -312,12 +312,12 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _gaps(accelerator: device.Accelerator, samples: _Samples) -> int:
-    """Estimates how many bytes a rank loses to gaps in the heap in a job, but not in a trial.
+    """Estimates how many more bytes a rank loses to heap fragmentation in a job than in a trial.
 
     In a job, received messages lie between other tensors, at different positions in each step.
     According to measurements, a job of many steps therefore needs memory for about one more tensor
-    of the largest size than a trial. On a GPU, gaps do not matter, because torch counts the memory
-    of tensors.
+    of the largest size than a trial. On a GPU, fragmentation does not matter, because torch counts
+    the memory of tensors.
     """
     return 0 if accelerator.is_cuda else samples.largest_bytes
 
