@@ -95,7 +95,7 @@ def test_padding_may_change_the_rows_of_the_embedding_but_no_more(rows: int, fit
     if fits:
         require_same_model(saved, settings(), 128, "x")
         return
-    with pytest.raises(CheckpointError, match=f"padded vocabulary is {rows}"):
+    with pytest.raises(CheckpointError, match=f"padded vocabulary has {rows}"):
         require_same_model(saved, settings(), 128, "x")
 
 

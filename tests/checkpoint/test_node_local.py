@@ -61,7 +61,7 @@ def test_two_nodes_with_disks_of_their_own(tmp_path: Path) -> None:
     assert status == 0, said
     assert "local: ok" in said
     # The disk of each node must contain only the files of this node's ranks.
-    assert "ranks have 100% to 100% of iteration 4 on" not in said
+    assert "each rank has 100% to 100% of the checkpoint of iteration 4" not in said
 
 
 @pytest.mark.multiprocess

@@ -95,7 +95,7 @@ def test_training_goes_on_bit_for_bit_from_copies(
     copies.now.before_update()
     expected = training.learn(3, 8)
     copies.now.close()
-    assert "every step 0." in log.said
+    assert "are kept in memory: 0." in log.said
     assert left_with(*keepers).step == 3
     keepers[0].close()  # The first node and its snapshots are lost.
     source = left_with(keepers[1])
@@ -173,9 +173,9 @@ def test_too_little_memory_is_told_and_nothing_is_kept(
         training.learn(step, step + 1)
         copies.now.settle(step + 1)
     copies.now.close()
-    assert "warning: no copies of the state are kept in memory: they need" in log.said
+    assert "warning: no copies of the state are kept in memory: the copies need" in log.said
     assert log.said.count("warning") == 1
-    assert log.reported.startswith("off: they need")
+    assert log.reported.startswith("off: the copies need")
     assert left_with(*keepers) == SnapshotSource(why="no remaining node has copies")
 
 
@@ -191,7 +191,10 @@ def test_training_goes_on_without_a_buddy_that_is_lost(
         copies.take(worker.progress(step))
         copies.now.settle(step + 1)
     copies.now.close()
-    assert "warning: no copies of the state are kept in memory: node b does not accept" in log.said
+    assert (
+        "warning: no copies of the state are kept in memory: copies cannot be sent to node b"
+        in log.said
+    )
 
 
 MIB = 1024**2
@@ -262,7 +265,7 @@ def test_memory_counts_for_who_keeps_the_copies() -> None:
     short = [ranks[0], dataclasses.replace(ranks[1], available_bytes=5 * MIB)]
     why = why_not(plan, short, None)
     assert why is not None
-    assert "the machine of node z, but may use only four fifths of its 0.00488 GiB of" in why
+    assert "the machine of node z, which is more than four fifths of its 0.00488 GiB of" in why
     # The memory would be large enough for one node, but both nodes run on the same machine.
     both = [dataclasses.replace(rank, machine="m", available_bytes=8 * MIB) for rank in ranks]
     assert why_not(plan, both, None) is not None

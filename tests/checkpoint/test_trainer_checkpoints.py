@@ -417,7 +417,7 @@ def test_another_order_of_the_data_is_a_warning(
 def test_another_model_and_damage_are_refused(make: Make, saved: Path) -> None:
     with pytest.raises(CheckpointError, match=r"^--load .*: --num-layers is 4 in the checkpoint"):
         make(load=saved, num_layers="2").checkpoints.load()
-    with pytest.raises(CheckpointError, match="padded vocabulary is 112 .* 256 here"):
+    with pytest.raises(CheckpointError, match="padded vocabulary has 112 .* 256 rows here"):
         make(load=saved, vocab_size="250").checkpoints.load()
     shard = saved / "iter_0000002" / "__0_0.distcp"
     shard.write_bytes(shard.read_bytes()[:-1])

@@ -55,7 +55,7 @@ def test_one_is_described(folder: StepFolders, capsys: pytest.CaptureFixture[str
     index.write_bytes(b"\xff" * index.stat().st_size)
     with pytest.raises(DamagedCheckpointError, match=r"cannot read .*index\.json"):
         checkpoint.main(["show", str(folder.path)])
-    with pytest.raises(CheckpointError, match="no checkpoint of step 3; it has 1, 2"):
+    with pytest.raises(CheckpointError, match="step 3; choose one of the steps 1, 2"):
         checkpoint.main(["verify", str(folder.path), "--step", "3"])
 
 

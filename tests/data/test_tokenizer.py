@@ -285,7 +285,7 @@ def test_a_template_may_refuse_and_runs_in_a_sandbox(folder: Path, tmp_path: Pat
     for template, reason in (
         ("{{ raise_exception('roles must take turns') }}", "roles must take turns"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
-        ("{% for one in messages %}{% endfor %}", "omits the assistant"),
+        ("{% for one in messages %}{% endfor %}", "omits the text of message"),
         ("{% for %}", "rejects the conversation"),
     ):
         (tmp_path / "chat_template.jinja").write_text(template)

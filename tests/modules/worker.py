@@ -696,7 +696,7 @@ def require_broken_checkpoints_refused(folder: Path) -> None:
         (whole,) = newest.glob("__0_*.distcp")
         size = whole.stat().st_size
         for content, phrases in (
-            (b"", ["step_00000005", "has 0 bytes, but was written with"]),
+            (b"", ["step_00000005", "has 0 bytes instead of"]),
             (b"x" * size, ["step_00000005", "__0_0.distcp is damaged (block 0", "rank 0"]),
         ):
             dist.barrier()

@@ -114,7 +114,7 @@ def test_the_number_of_slices_is_chosen_from_two_that_were_measured(
     assert losses_of(tmp_path / "hinted", hinted) == pytest.approx(ran, rel=1e-6)
     pattern = r"hinted adapts .* a forward pass, a message takes [0-9.]+, B [0-9.]+ and W "
     assert re.search(pattern, (tmp_path / "hinted.txt").read_text())
-    assert "sequences are now whole: rebuilt in" in log
+    assert "sequences are no longer cut into slices: rebuilt in" in log
     run = read_run(traces)
     assert run.ranks[0].slices(run.iterations[-1]) == 1
     assert run.iterations[-1] in run.complete_iterations()

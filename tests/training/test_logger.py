@@ -87,7 +87,7 @@ def test_a_logger_of_the_user_receives_the_curves(folder: Path, tmp_path: Path) 
     ("names", "message"),
     [
         ("nothing", r"'nothing' must be one of .*mlflow, .*tensorboard, .*wandb"),
-        ("my_loggers:json", "make it a subclass of Logger"),
+        ("my_loggers:json", "must be a subclass of .*Logger, but is a module"),
         ("my_loggers:Damaged", r"my_loggers:Damaged: .*my_loggers.py:\d+ raised KeyError: 'key'"),
         ("lines,tensorboard", "tensorboard requires --tensorboard-dir"),
     ],

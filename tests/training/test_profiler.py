@@ -125,6 +125,6 @@ def test_with_a_gpu_a_plain_profile_is_a_range_for_nsys(
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("flags", ["--profile-execution True", "--profile --use-pytorch-profiler"])
 def test_a_trace_without_a_folder_is_refused_on_every_rank(flags: str, rank: int) -> None:
-    with pytest.raises(ConfigError, match="add --tensorboard-dir") as caught:
+    with pytest.raises(ConfigError, match="requires --tensorboard-dir") as caught:
         make_profiler(settings(flags, world_size=2), rank, None)
     assert flags.split()[0] in str(caught.value)

@@ -147,8 +147,8 @@ class CheckedFile:
         """
         if offset < 0 or offset + len(into) > self.size:
             raise DamagedCheckpointError(
-                f"{self._paths[0]} is damaged (it has {self.size} bytes, but bytes up to "
-                f"{offset + len(into)} are needed)"
+                f"{self._paths[0]} is damaged (it has {self.size} bytes instead of at least "
+                f"{offset + len(into)})"
             )
         while into:
             number, start = divmod(offset, BLOCK_BYTES)
@@ -215,7 +215,7 @@ class CheckedFile:
             raise DamagedCheckpointError(text) from None
         if done < len(view):
             raise DamagedCheckpointError(
-                f"{path} is damaged (it ends after {start + done} of its {self.size} bytes)"
+                f"{path} is damaged (it ends after {start + done} of {self.size} bytes)"
             )
         expected = self._sums[number * _DIGITS : (number + 1) * _DIGITS]
         if self._sums and xxhash.xxh3_64_hexdigest(view) != expected:
@@ -279,9 +279,7 @@ def find_damage(
                 report(f"{path} is missing")
                 continue
             if size_found != size:
-                report(
-                    f"{path} is damaged (it has {size_found} bytes, but was written with {size})"
-                )
+                report(f"{path} is damaged (it has {size_found} bytes instead of {size})")
                 continue
             if not sums:
                 continue

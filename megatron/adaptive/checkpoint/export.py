@@ -112,9 +112,9 @@ def _opened(
         like = checkpoints / DESCRIPTION
     if like is None or not (like / CONFIG).is_file():
         raise CheckpointError(
-            f"{path} does not record the {CONFIG} of its model"
-            + (f" ({like} no longer exists)" if like else "")
-            + "; pass a folder with this file as --config"
+            f"{path} does not contain the {CONFIG} of its model"
+            + (f", and {like} no longer exists" if like else "")
+            + f"; pass a folder with this {CONFIG} as --config"
         )
     hf_family = hf_family or config.checkpoint.hf_family
     model = load_config(like, hf_family)
@@ -150,8 +150,8 @@ class _HuggingFaceTensors:
     ) -> None:
         if absent := [name for name in tensors if name not in reader.tensors]:
             raise CheckpointError(
-                f"{reader.path} does not contain {absent[0]}, so it does not match the "
-                "configuration of its model"
+                f"{reader.path} does not contain the tensor {absent[0]}, which the configuration "
+                "of its model requires; pass the folder of the checkpoint's model as --config"
             )
         self._reader = reader
         self._tensors = tensors
@@ -254,9 +254,9 @@ def _plain(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]:
     extra = [name for name in exported.reader.tensors if _is_weight(name) and name not in described]
     if extra:
         raise CheckpointError(
-            f"{exported.path} contains {extra[0]}, but models of type "
-            f"{exported.model.document['model_type']} do not have this tensor; export a run "
-            "without it"
+            f"{exported.path} contains the tensor {extra[0]}, but Hugging Face models of type "
+            f"{exported.model.document['model_type']} have no such tensor; export the checkpoint "
+            "of a run without it"
         )
     return model.about, model.read_hugging_face
 
@@ -409,8 +409,8 @@ def load_adapters(chunks: Sequence[torch.nn.Module], folder: Path, config: Train
                 )
                 raise CheckpointError(
                     f"{file}: {name} has shape {has}, but this model with --lora-rank "
-                    f"{config.lora.lora_rank} and --lora-targets {config.lora.lora_targets} needs "
-                    f"{asked}; remove these flags, or load adapters of this model"
+                    f"{config.lora.lora_rank} and --lora-targets {config.lora.lora_targets} "
+                    f"requires {asked}; remove these flags, or load adapters that match"
                 )
         with torch.no_grad():
             for shard in nested_values(weights):
@@ -435,9 +435,9 @@ def _adapters_of(exported: _Exported) -> _HuggingFaceTensors:
         saved = exported.reader.tensors.get(name)
         if saved is not None and list(saved.size) != tensor.shape:
             raise CheckpointError(
-                f"{exported.path} has {name} with shape {list(saved.size)}, but layers of "
-                f"{exported.like} have {tensor.shape}; train adapters with --load-hf, so that "
-                "they have the names of the model's layers"
+                f"{exported.path}: the adapter {name} has shape {list(saved.size)}, but the model "
+                f"{exported.like} requires {tensor.shape}; train the adapters with --load-hf "
+                f"{exported.like}, so that they match its layers"
             )
     return _HuggingFaceTensors(exported.reader, adapters, {})
 

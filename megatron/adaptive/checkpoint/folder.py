@@ -337,10 +337,10 @@ class StepFolders:
             for name in names
             if name in ("", ".", "..") or name != Path(name).name or "\0" in name
         ]:
-            return f"{outside[0]!r} is not the name of a file in its folder"
+            return f"{outside[0]!r} in its list of files is not a plain file name"
         iteration = body.get("progress", {}).get("iteration", 0)
         if "step" in body and iteration and iteration != body["step"]:
-            return f"its progress contains iteration {iteration}, but its step is {body['step']}"
+            return f"step is {body['step']}, but progress.iteration is {iteration}"
         return ""
 
     def verify(self, step: int) -> list[str]:
@@ -361,7 +361,8 @@ class StepFolders:
             return [str(error)]
         problems: list[str] = []
         if body.get("step", step) != step:
-            problems.append(f"{path / self.manifest_name} belongs to step {body['step']}")
+            file = path / self.manifest_name
+            problems.append(f"{file} belongs to step {body['step']}, not to step {step}")
         find_damage(path, body["files"], body.get("blocks", {}), problems.append)
         return problems
 
@@ -381,7 +382,9 @@ class StepFolders:
         step_there = body.get("step", step)
         if step_there != step:
             file = path / self.manifest_name
-            raise DamagedCheckpointError(f"{file} belongs to step {step_there}; {remedy}")
+            raise DamagedCheckpointError(
+                f"{file} belongs to step {step_there}, not to step {step}; {remedy}"
+            )
         files = body["files"]
         problems = list[str]()
         blocks = body.get("blocks", {})
@@ -391,8 +394,8 @@ class StepFolders:
             raise DamagedCheckpointError(f"{problems[0]}: {remedy}")
         if INDEX not in files and not trust:
             raise CheckpointError(
-                f"{path} was written by an earlier version and contains pickles, which are read "
-                f"only on request; pass {self._trust} if you trust its source"
+                f"{path} was written by an earlier version and contains pickles, which are "
+                f"read only from trusted sources; pass {self._trust} if you trust its source"
             )
         return body
 
@@ -404,7 +407,7 @@ class StepFolders:
 
     @property
     def _mark(self) -> str:
-        """Returns a suffix for the hidden names of this job: a dot and the number of its lease."""
+        """Returns the suffix of hidden names: a dot and the number of this job's lease."""
         return "" if self.lease is None else f".{self.lease.number}"
 
     def _require_lease(self) -> None:
@@ -486,7 +489,7 @@ class CheckpointFolder(StepFolders):
             CheckpointError: If the tracker does not contain an iteration, or the path is a file.
         """
         if self.path.exists() and not self.path.is_dir():
-            raise CheckpointError(f"--load {self.path} is a file; pass the folder of checkpoints")
+            raise CheckpointError(f"--load {self.path} is a file; pass the folder with checkpoints")
         tracked = self._tracked()
         return super().latest() if tracked is None else self._last_after(tracked)
 
@@ -499,14 +502,13 @@ class CheckpointFolder(StepFolders):
             text = read_whole(tracker, _TRACKER_BYTES).decode(errors="replace").strip()
         except OSError as error:
             raise DamagedCheckpointError(
-                f"cannot read {tracker} ({error.strerror}); write the number of one of the "
-                "checkpoints in its folder to this file, or choose a checkpoint with --ckpt-step"
+                f"cannot read {tracker} ({error.strerror}), which contains the iteration of the "
+                "newest checkpoint; replace this file, or choose a checkpoint with --ckpt-step"
             ) from None
         if not (text.isascii() and text.isdecimal() and len(text) <= _TRACKER_DIGITS):
             raise DamagedCheckpointError(
-                f"{tracker} contains {text[:40]!r}, which is not an iteration; write the number "
-                "of one of the checkpoints in its folder to this file, or choose a checkpoint "
-                "with --ckpt-step"
+                f"{tracker} contains {text[:40]!r}, which is not an iteration; write the iteration "
+                "of an existing checkpoint to this file, or choose a checkpoint with --ckpt-step"
             )
         return int(text)
 
@@ -527,7 +529,7 @@ class CheckpointFolder(StepFolders):
         return last
 
     def _follows(self, path: Path, seal: str) -> bool:
-        """Returns whether the checkpoint ``path`` directly follows the one with checksum ``seal``.
+        """Returns whether ``path`` was saved directly after the checkpoint with checksum ``seal``.
 
         Args:
             path: Path of the checkpoint to check.
@@ -599,8 +601,8 @@ class CheckpointFolder(StepFolders):
             path = self.replaced_path(iteration)
         if not path.is_dir():
             raise DamagedCheckpointError(
-                f"{path} does not exist, although the checkpoint of iteration {iteration} should "
-                f"be there; {others}"
+                f"the checkpoint of iteration {iteration} is missing ({path} does not exist); "
+                f"{others}"
             )
         if trust and self._is_megatrons(path):
             files = {file.name: file.stat().st_size for file in sorted(path.iterdir())}
@@ -608,7 +610,7 @@ class CheckpointFolder(StepFolders):
         body = self._read(path, iteration, others, trust=trust)
         if _CORE_METADATA not in body["files"]:
             raise DamagedCheckpointError(
-                f"{path} is incomplete ({_CORE_METADATA} is missing in its list of files); {others}"
+                f"{path} is incomplete (its list of files lacks {_CORE_METADATA}); {others}"
             )
         return path, {"blocks": {}, "save_id": "", **body}
 
@@ -683,7 +685,7 @@ class PipelineFolder(StepFolders):
         path = self.complete_path(step)
         if step not in steps and not path.is_dir():
             raise CheckpointError(
-                f"{self.path} has no checkpoint of step {step}; it has steps "
+                f"{self.path} has no checkpoint of step {step}; choose one of the steps "
                 f"{', '.join(map(str, sorted(steps)))}"
             )
         return path, self._read(path, step, "load another checkpoint", trust=trust)
@@ -717,7 +719,9 @@ def find(path: Path, step: int | None = None) -> tuple[StepFolders, list[int]]:
         if steps := folders.named():
             if step is not None and step not in steps:
                 existing = ", ".join(map(str, steps))
-                raise CheckpointError(f"{path} has no checkpoint of step {step}; it has {existing}")
+                raise CheckpointError(
+                    f"{path} has no checkpoint of step {step}; choose one of the steps {existing}"
+                )
             return folders, steps if step is None else [step]
     reason = "contains no checkpoint" if path.is_dir() else "is not a folder"
     raise CheckpointError(

@@ -475,8 +475,8 @@ class HuggingFaceReader:
         if len({*types.values()}) > 1:
             kinds = ", ".join(f"{key} is {value}" for key, value in list(types.items())[:3])
             raise CheckpointError(
-                f"{self._folder.folder}: tensors that become one tensor have different dtypes "
-                f"({kinds}); save them with the same dtype"
+                f"{self._folder.folder}: tensors that are loaded into one parameter have different "
+                f"dtypes ({kinds}); save them with the same dtype"
             )
         return DTYPES[next(iter(types.values())).replace(FP8, "BF16")]
 
@@ -530,9 +530,8 @@ class HuggingFaceReader:
                 else ""
             )
             raise CheckpointError(
-                f"{folder} has no {missing[0]}{tied}, and {len(missing)} of {len(names)} tensors "
-                "are missing; it is incomplete, or belongs to a different model than its "
-                f"{CONFIG}"
+                f"{folder} lacks {len(missing)} of {len(names)} tensors, such as "
+                f"{missing[0]}{tied}; it is incomplete, or its {CONFIG} belongs to another model"
             )
         for name, shape in shapes.items():
             if there[names[name]].shape != shape:
@@ -572,12 +571,11 @@ class HuggingFaceReader:
             for source, target in zip((name, embedding), both, strict=True):
                 self._folder.read(source, row, 0, target)
             if not torch.equal(*both):
-                reason = "the model has one tensor for both; remove it"
+                reason = f"the model uses one tensor for both; remove {name}"
                 if not self._family.is_in_layer(name):
-                    tied = "they are tied (tie_word_embeddings)"
-                    reason = f"{CONFIG} says that {tied}; set it to false"
+                    reason = f"{CONFIG} ties them; set tie_word_embeddings to false"
                 raise CheckpointError(
-                    f"{first.file} has {name} with different values than {embedding}, but {reason}"
+                    f"in {first.file}, {name} differs from {embedding}, but {reason}"
                 )
         return True
 

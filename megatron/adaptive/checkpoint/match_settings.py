@@ -50,17 +50,18 @@ def require_same_model(
         different += _differences(saved.lora, config.lora, _OF_ADAPTERS)
     elif saved.lora.is_on:
         different.append(
-            "it has adapters, but the run has none (--lora-rank); use hf export --merge-lora to "
-            "merge them into the model"
+            "it contains adapters, but --lora-rank is not set; set it to continue training "
+            "them, or use hf export --merge-lora to merge them into the model"
         )
     elif config.lora.is_on and not config.checkpoint.finetune:
         different.append(
-            "it has no adapters to continue; use --finetune to start with new adapters"
+            "it contains no adapters, but --lora-rank is set; use --finetune to start with new "
+            "adapters"
         )
     if not _same_vocabulary(saved, manifest["padded_vocab_size"], config, padded_vocab_size):
         different.append(
-            f"padded vocabulary is {manifest['padded_vocab_size']} in the checkpoint and "
-            f"{padded_vocab_size} here, which differ by more than padding"
+            f"padded vocabulary has {manifest['padded_vocab_size']} rows in the checkpoint and "
+            f"{padded_vocab_size} rows here, and the difference is not only padding"
         )
     if different:
         raise CheckpointError(
@@ -80,7 +81,7 @@ def require_same_optimizer(manifest: Manifest, config: TrainerConfig, name: str)
     """
     remedy = "load only the weights with --no-load-optim or --finetune"
     if not manifest["has_optimizer"]:
-        raise CheckpointError(f"{name} contains no optimizer state (--no-save-optim); {remedy}")
+        raise CheckpointError(f"{name} contains no optimizer state; {remedy}")
     before = _optimizer_of(_saved_config(manifest, name))
     for flag, now in _optimizer_of(config).items():
         if before[flag] != now:
@@ -111,8 +112,8 @@ def data_changes(manifest: Manifest, config: TrainerConfig, dataset: Any, name: 
     before, now = _train_samples(saved), _train_samples(config)
     if not changes and before != now and now and has_other_epochs(dataset, before, now):
         changes.append(
-            f"the run needs {now} training samples instead of {before}, so the epochs of its data "
-            "are shuffled differently"
+            f"the run needs {now} training samples instead of {before}, which changes how the "
+            "epochs of its data are shuffled"
         )
     return changes
 
@@ -176,8 +177,8 @@ def _shown(value: Any) -> str:
 def _is_without_effect(name: str, saved: Any, model: Any) -> bool:
     """Returns whether to ignore the setting ``name`` when comparing ``saved`` with ``model``.
 
-    A setting is ignored if it has no effect on these models, or if a different setting covers its
-    effect.
+    A setting is ignored if it has no effect on these models, or if a setting that is compared
+    separately implies it.
     """
     if name == "add_qkv_bias":
         return bool(saved.add_bias_linear or model.add_bias_linear)

@@ -98,8 +98,8 @@ def make_manifest(
         rows = arguments["padded_vocab_size"]
     except (KeyError, TypeError) as error:
         raise CheckpointError(
-            f"--load {path} has no {error} in common.pt, so it was not written by Megatron-LM's "
-            "trainer"
+            f"--load {path}: common.pt lacks {error}, so Megatron-LM's trainer did not write it; "
+            "pass a checkpoint from this trainer"
         ) from None
     numbers = {**progress, "rows": rows}
     if wrong := [name for name, number in numbers.items() if type(number) is not int]:

@@ -237,7 +237,8 @@ class LocalDisk:
             least = min(held) / total
             most = max(held) / total
             self._say(
-                f"  ranks have {least:.0%} to {most:.0%} of iteration {step} on their local disks"
+                f"  each rank has {least:.0%} to {most:.0%} of the checkpoint of iteration "
+                f"{step} on its local disk"
             )
         return {name: folder / name for name in here}
 
@@ -273,7 +274,7 @@ class LocalDisk:
         shares = share_out(held, stored["files"])
         if shares is None:
             raise CheckpointError(
-                f"{partial}: the sizes of files differ from the sizes that were written"
+                f"{partial}: files are missing, or their sizes differ from those that were written"
             )
         return stored, shares
 
@@ -314,7 +315,7 @@ class LocalDisk:
         return ranks.any(self._upload is not None and self._upload.is_alive())
 
     def _wait(self, ranks: RankGroup, until_s: float) -> None:
-        """Waits until the running upload has ended, but no longer than the time ``until_s``.
+        """Waits for the running upload to end, at most until the time ``until_s``.
 
         Raises:
             CheckpointError: If the upload does not stop in time.
@@ -342,8 +343,8 @@ class LocalDisk:
         """Returns the checkpoint files on this disk whose steps are later than ``latest``.
 
         Each key is the pair of the step and the identifier of the save. Each value is a pair: the
-        sizes of the files, keyed by name, and the manifest. On all ranks of a node except one,
-        ``None`` replaces the manifest.
+        sizes of the files, keyed by name, and the manifest. Only one rank of each node returns the
+        manifest; the other ranks return ``None`` instead.
         """
         return {
             (step, manifest["save_id"]): (
@@ -672,6 +673,6 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _some(pieces: Iterator[None]) -> bool:
-    """Continues the copy ``pieces`` for about a second. Returns whether more may be left."""
+    """Continues the copy ``pieces`` for about a second. Returns whether it may be incomplete."""
     until_s = time.monotonic() + _ROUND_S
     return any(time.monotonic() >= until_s for _ in pieces)

@@ -86,7 +86,9 @@ class _Writer:
             return value
         if isinstance(value, torch.Tensor):
             if value.layout != torch.strided or value.is_quantized:
-                raise TypeError(f"{where} is a tensor that is not dense in memory")
+                raise TypeError(
+                    f"{where} is a sparse, nested or quantized tensor, which is not supported"
+                )
             flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             kind = str(value.dtype).removeprefix("torch.")
             return self._bytes("tensor", flat.tobytes(), type=kind, shape=list(value.shape))
@@ -107,7 +109,7 @@ class _Writer:
         if isinstance(value, torch.dtype | torch.device):
             name = "dtype" if isinstance(value, torch.dtype) else "device"
             return {_KIND: name, "name": str(value).removeprefix("torch.")}
-        raise TypeError(f"{where} is a {type(value).__name__}")
+        raise TypeError(f"{where} has the unsupported type {type(value).__name__}")
 
     def _mapping(self, value: Mapping[Any, Any], where: str) -> Any:
         kinds: dict[Any, str] = {collections.OrderedDict: "ordered", collections.Counter: "counter"}
@@ -167,7 +169,7 @@ def _tensor(form: Mapping[str, Any], rest: memoryview) -> torch.Tensor:
 def _array(form: Mapping[str, Any], rest: memoryview) -> Any:
     kind = np.dtype(form["type"])
     if kind.kind not in _ARRAYS or math.prod(form["shape"]) * kind.itemsize != form["length"]:
-        raise ValueError("an array does not contain numbers")
+        raise ValueError("an array has an invalid dtype or size")
     return np.frombuffer(bytearray(_raw(form, rest)), kind).reshape(form["shape"])
 
 

@@ -190,8 +190,8 @@ class CheckpointReader:
                 regions.append(region)
             if count < target.numel() and not request.may_exceed:
                 raise DamagedCheckpointError(
-                    f"{self.path} has only {count} of the {target.numel()} elements of "
-                    f"{request.name} that are needed"
+                    f"{self.path} contains only {count} of the {target.numel()} required elements "
+                    f"of {request.name}"
                 )
         regions.sort(key=lambda region: (region.part.file, region.part.begin))
         with torch.no_grad():
@@ -264,7 +264,7 @@ class CheckpointReader:
     def _fill(
         self, part: SavedPart, dtype: torch.dtype, start: Sequence[int], region: torch.Tensor
     ) -> None:
-        """Reads ``region`` from the saved ``part``, starting at the index ``start`` within it.
+        """Reads ``region`` from the saved ``part``, starting at the index ``start`` of the part.
 
         The part was saved with the type ``dtype``.
         """
@@ -415,7 +415,7 @@ class _IndexUnpickler(pickle.Unpickler):
         if module == _PLANS:
             return UnreadObject
         if not is_dtype and name not in _KNOWN.get(module, ()):
-            raise _Refused(f"it refers to {module}.{name}, which is not part of an index")
+            raise _Refused(f"it refers to {module}.{name}, which is not allowed in an index")
         return super().find_class(module, name)
 
 

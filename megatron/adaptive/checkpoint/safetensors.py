@@ -110,8 +110,9 @@ class TensorFolder:
                 scale = self.tensors.pop(name + _SCALES, None)
                 if scale is None or scale.shape != tuple(-(-n // _SCALED) for n in stored.shape):
                     raise CheckpointError(
-                        f"{stored.file}: {name} has 8-bit elements without {_SCALES[1:]} for "
-                        f"blocks of {_SCALED} x {_SCALED}; save the model in a 16-bit type"
+                        f"{stored.file}: the 8-bit tensor {name} requires a tensor {name}{_SCALES} "
+                        f"with one scale for each block of {_SCALED} x {_SCALED} elements; save "
+                        "the model in a 16-bit type"
                     )
                 self._scales[name] = scale
 
@@ -223,9 +224,8 @@ class TensorFolder:
             raise CheckpointError(
                 f"{self.folder} has neither {SINGLE} nor {INDEX}"
                 + (
-                    f" but {pickled[0]}, a pickle, which can run code when it is loaded; save "
-                    "the model again with save_pretrained of transformers, which writes "
-                    "safetensors"
+                    f", but contains {pickled[0]}, a pickle, which can run code when it is loaded; "
+                    "save the model as safetensors with save_pretrained of transformers"
                     if pickled
                     else "; pass the folder of a Hugging Face model"
                 )
@@ -242,7 +242,7 @@ class TensorFolder:
         for path, names in names_by_file.items():
             if not path.is_file():
                 raise DamagedCheckpointError(
-                    f"{path} is missing, but should contain {len(names)} tensors; {_RESTORE}"
+                    f"{path} is missing, but {INDEX} lists {len(names)} tensors in it; {_RESTORE}"
                 )
         return names_by_file
 
@@ -253,7 +253,7 @@ def _read_header(path: Path, dtypes: Mapping[str, torch.dtype]) -> dict[str, Sto
         if entry.dtype not in dtypes:
             raise CheckpointError(
                 f"{path}: {name} has the type {entry.dtype}, but only {', '.join(dtypes)} are "
-                "supported; convert it first"
+                "supported; convert the tensor to one of these types"
             )
         tensors[name] = StoredTensor(
             file=path, dtype=entry.dtype, shape=entry.shape, begin=entry.begin

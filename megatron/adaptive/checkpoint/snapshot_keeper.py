@@ -11,9 +11,9 @@
 
 The snapshots of each rank are stored in an anonymous memory file. The system frees the file when
 the last process that has it open exits for any reason. The rank writes steps into the two slots
-alternately. A slot is valid only if both of its marks contain the same step. If the rank is killed
-at any moment, the older step is therefore still complete. Another node, the buddy, also stores this
-node's snapshots, but without the tensors that have a replica elsewhere.
+alternately. A slot is valid only if its begin mark and its end mark contain the same step. If the
+rank is killed at any moment, the older step is therefore still complete. Another node, the buddy,
+also stores this node's snapshots, but without the tensors that have a replica elsewhere.
 
 While training continues, one thread per rank sends each copied step to the buddy, in messages with
 an authentication code (MAC). The rank gets a reply once the buddy has received the whole step. Both
@@ -54,10 +54,10 @@ ALIGN = 64
 _PAGE = 4096
 # Size of the head and size of a slot, in bytes.
 _LENGTHS = struct.Struct("<QQ")
-# Marks of a slot: the step, set when a write begins; the same step, set when the write ends; and
-# the size of the extra bytes.
+# Marks at the start of a slot: the step, set when a write begins; the same step, set when the
+# write ends; and the size of the extra bytes.
 _MARKS = struct.Struct("<QQQ")
-# Step, and checksum of its sent bytes. Both are stored after the marks.
+# Step, and checksum of the bytes that are sent for this step. Both are stored after the marks.
 _SENT = struct.Struct("<QQ")
 _MARKS_BYTES = ALIGN
 _STEP_S = 30.0  # Maximum time in seconds for a buddy to receive a message.
@@ -138,13 +138,13 @@ class SnapshotFile:
         return self.extra_offset(slot) + _rounded(self.head["extra_bytes"], ALIGN)
 
     def begin(self, slot: int, step: int) -> None:
-        """Marks ``slot`` as invalid until :meth:`finish`, because ``step`` is being written."""
+        """Marks ``slot`` as invalid while ``step`` is being written, until :meth:`finish`."""
         self._mark(slot, step, 0, 0)
 
     def finish(self, slot: int, step: int, extra_bytes: int) -> None:
-        """Marks ``slot``, in which ``step`` has been written, as valid.
+        """Marks ``slot`` as valid after ``step`` has been written to it.
 
-        ``extra_bytes`` is the size of the state other than tensors.
+        ``extra_bytes`` is the size of the non-tensor state in bytes.
         """
         self._mark(slot, step, 0, extra_bytes)
         self._mark(slot, step, step, extra_bytes)
@@ -176,7 +176,7 @@ class SnapshotFile:
         return int(hasher.intdigest())
 
     def extra(self, slot: int) -> memoryview:
-        """Returns the extra bytes of ``slot``, which contain all state other than tensors."""
+        """Returns the extra bytes of ``slot``, which contain all non-tensor state."""
         start = self.extra_offset(slot)
         return memoryview(self.memory)[start : start + self._marks(slot)[2]]
 
@@ -399,7 +399,7 @@ class SnapshotKeeper:
                             stream.send(message["step"], message["slot"])
                     except OSError as error:
                         name = "" if buddy is None else f" {buddy.name}"
-                        answer = {"failed": f"node{name} does not accept copies: {error}"}
+                        answer = {"failed": f"copies cannot be sent to node{name}: {error}"}
                 connection.send(json.dumps(answer).encode())
         finally:
             if stream is not None:
@@ -413,7 +413,9 @@ class SnapshotKeeper:
             if not self._changed.wait_for(lambda: self._run == about["run"], _RUN_S):
                 return
         if not 0 < about["head_bytes"] <= _MOST_HEAD:
-            raise ValueError("the size of the head is out of range")
+            raise ValueError(
+                f"a header has {about['head_bytes']} bytes instead of 1 to {_MOST_HEAD}"
+            )
         head = bytearray(about["head_bytes"])
         sealed.receive_memory(memoryview(head))
         file = SnapshotFile.create(bytes(head), whole=False)
@@ -425,7 +427,10 @@ class SnapshotKeeper:
             sealed.socket.settimeout(None)  # Wait for the next step without a timeout.
             step, slot, extra_bytes = _FRAME.unpack(sealed.receive(_FRAME.size))
             if extra_bytes > file.head["extra_bytes"] or slot >= SLOTS:
-                raise ValueError("the step does not fit into its slot")
+                raise ValueError(
+                    f"the snapshot of step {step} has slot {slot} and {extra_bytes} extra "
+                    f"bytes, but the limits are {SLOTS - 1} and {file.head['extra_bytes']}"
+                )
             sealed.socket.settimeout(_STEP_S)
             file.begin(slot, step)
             start = file.extra_offset(slot)

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         (assemble if order["what"] == "assemble" else write)(order)
     except (AdaptiveError, OSError, ValueError) as error:
-        say(f"error: copies of iteration {order['step']}: {error}")
+        say(f"error: cannot use the copies of iteration {order['step']}: {error}")
         return 2
     return 0
 

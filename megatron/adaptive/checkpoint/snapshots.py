@@ -42,7 +42,7 @@ from megatron.adaptive.profiling.free_memory import available_host_bytes
 _SHARE = 0.8  # Snapshots may use at most this fraction of the machine's available memory.
 _GIB = 1024**3
 _KEPT_S = 60.0
-_ROOM_BYTES = 1 << 16  # Additional space, in case state other than tensors grows.
+_ROOM_BYTES = 1 << 16  # Additional space, in case the non-tensor state grows.
 _MIB = 1024**2
 _MESSAGE = 1 << 16
 _FAILED = 2
@@ -247,7 +247,7 @@ class Snapshots(NoSnapshots):
     def _begin(self, pieces: Mapping[Part, Piece], extra_bytes: int) -> None:
         """Plans which ``pieces`` of the state this rank copies, and creates its snapshot file.
 
-        The file has space for more than twice ``extra_bytes``, because state other than tensors may
+        The file has space for more than twice ``extra_bytes``, because the non-tensor state may
         grow. All ranks must call this together.
         """
         job = self._job
@@ -347,7 +347,7 @@ class Snapshots(NoSnapshots):
         Args:
             slot: Index of the slot in the file.
             step: Step of the snapshot.
-            extra: State other than tensors.
+            extra: Non-tensor state, serialized.
             event: CUDA event to wait for before copying, or ``None`` on a CPU.
             versions: Version counters of the tensors when the copy was requested.
         """
@@ -370,8 +370,8 @@ class Snapshots(NoSnapshots):
                 self._stream.synchronize()
         if self._versions() != versions:
             raise ValueError(
-                f"weights or optimizer state changed while they were copied, after step {step} "
-                "and before the update of the next step; change them only at the end of a step"
+                "weights or optimizer state changed while they were copied, between the end "
+                f"of step {step} and the next update; change them only at the end of a step"
             )
         file.finish(slot, step, len(extra))
         self._socket.send(json.dumps({"what": "taken", "step": step, "slot": slot}).encode())
@@ -384,16 +384,16 @@ class Snapshots(NoSnapshots):
         try:
             data = self._socket.recv(_MESSAGE)
         except TimeoutError:
-            return f"rank {rank}: the node's agent did not answer within {_KEPT_S:g} s"
+            return f"rank {rank}: the node's agent did not confirm a copy within {_KEPT_S:g} s"
         except OSError as error:
             return f"rank {rank}: {error}"
         if not data:
-            return f"rank {rank}: the node's agent has closed the connection for copies"
+            return f"rank {rank}: the node's agent closed the connection over which copies are sent"
         return str(parse_json(data).get("failed", ""))
 
     def _announce(self, sent: int, copied: int) -> None:
         every = "step" if self._settings.every == 1 else f"{self._settings.every} steps"
-        kept = f"every {every} {copied / _MIB:.1f} MiB are copied and {sent / _MIB:.1f} MiB sent"
+        kept = f"{copied / _MIB:.1f} MiB copied and {sent / _MIB:.1f} MiB sent every {every}"
         self._report(kept)
         self._say(f"  copies of the state are kept in memory: {kept}")
 
@@ -439,7 +439,7 @@ class RankParts:
             such node.
         machine: Name of the machine on which the node runs.
         available_bytes: Free memory of the machine in bytes.
-        extra_bytes: Maximum size of a step's state other than tensors, in bytes.
+        extra_bytes: Maximum size of a step's non-tensor state, in bytes.
         parts: Size in bytes of each part of the state that this rank has.
     """
 
@@ -549,16 +549,16 @@ def why_not(plan: SnapshotPlan, ranks: Sequence[RankParts], limit_bytes: int | N
     for node, size in taken.items():
         if limit_bytes is not None and size > limit_bytes:
             return (
-                f"they need {size / _GIB:.3g} GiB on node {node}, but --replicate-memory allows "
-                f"only {limit_bytes / _GIB:.3g} GiB; increase --replicate-memory"
+                f"the copies need {size / _GIB:.3g} GiB on node {node}, but --replicate-memory "
+                f"allows only {limit_bytes / _GIB:.3g} GiB; increase --replicate-memory"
             )
     nodes = {parts.node: parts.machine for parts in ranks}
     for parts in ranks:
         size = sum(taken[node] for node, machine in nodes.items() if machine == parts.machine)
         if size > _SHARE * parts.available_bytes:
             return (
-                f"they need {size / _GIB:.3g} GiB on the machine of node {parts.node}, but may use "
-                f"only four fifths of its {parts.available_bytes / _GIB:.3g} GiB of available "
-                "memory; use more nodes, or free memory that is used for other purposes"
+                f"the copies need {size / _GIB:.3g} GiB on the machine of node {parts.node}, which "
+                f"is more than four fifths of its {parts.available_bytes / _GIB:.3g} GiB of "
+                "available memory; use more nodes, or free memory on this machine"
             )
     return None

@@ -474,7 +474,7 @@ class Checkpoints:
         return state.with_own_storage(apply_factory_merges(common, factories))
 
     def _replicas(self) -> int:
-        """Returns the number of ranks with equal state. They divide the work of saving it."""
+        """Returns the number of ranks that have the same state and share the work of saving it."""
         if self._config.parallel.unequal_sizes is not None:
             return 1
         count: int = parallel_state.get_data_parallel_world_size(with_context_parallel=True)

@@ -129,9 +129,9 @@ class ChatTemplate:
         says = renderer.messages[number].get("content")
         if span is None or (span[0] == span[1] and isinstance(says, str) and says.strip()):
             raise DataError(
-                f"the chat template of {self._folder} omits the assistant's text of message "
-                f"{number + 1}; use another template, or mark the answer in it with "
-                f"{{% generation %}}"
+                f"the chat template of {self._folder} omits the text of message {number + 1}, "
+                "which is from the assistant; use another template, or mark this text in the "
+                "template with {% generation %}"
             )
         return span
 
@@ -262,7 +262,7 @@ class _Renderer:
         before: Sequence[Message],
         asked: str,
     ) -> str:
-        """Returns the text that ends an answer (its end mark), without the next message's start.
+        """Returns the text that ends an answer (its end mark), without the start of a next message.
 
         Args:
             behind: Rendered text after the answer in the whole conversation.

@@ -140,8 +140,9 @@ def build_datasets(
     for name, dataset, count in zip(_SPLIT_NAMES, (train, valid, test), counts, strict=True):
         if needs_samples and dataset is not None and len(dataset) < count:
             raise DataError(
-                f"the {name} data has {len(dataset)} samples, but {count} are needed; use "
-                "weights (0.5 a 0.5 b), which let data repeat, or request fewer iterations"
+                f"the {name} data has {len(dataset)} samples, but {count} are needed; give "
+                "the prefixes weights (0.5 a 0.5 b), so that the data repeats, or run fewer "
+                "iterations"
             )
     return train, valid, test
 
@@ -171,7 +172,7 @@ def _built(
             raise
         sizes = ", ".join(f"{n} {c}" for n, c in zip(_SPLIT_NAMES, counts, strict=True))
         raise DataError(
-            f"the shuffling index of this number of samples ({sizes}) does not fit into memory; "
+            f"the shuffling index for all samples ({sizes}) does not fit into memory; "
             "lower --train-iters or --eval-iters, or raise --eval-interval"
         ) from None
 
@@ -257,9 +258,9 @@ def _check(
             # Reject an empty split, because megatron-core would search it for samples forever.
             if first >= last:
                 raise DataError(
-                    f"{prefix}: --split {data.split} leaves no document for {name} "
-                    f"({info.num_sequences} in all); change --split"
-                    + ("" if name == "train" else ", give that share 0, or set --eval-iters 0")
+                    f"{prefix} has {info.num_sequences} documents, of which --split {data.split} "
+                    f"leaves none for {name}; change --split"
+                    + ("" if name == "train" else ", set this share to 0, or set --eval-iters 0")
                 )
 
 
@@ -375,21 +376,21 @@ class CachedGPTDataset(GPTDataset):
         """
         arrays = (documents, samples, shuffle)
         if any(array.dtype.kind not in "iu" or not array.size for array in arrays):
-            return "they are not integers"
+            return "the indices are not integers"
         if documents.ndim != 1 or samples.shape != (shuffle.size + 1, 2) or shuffle.ndim != 1:
-            return "their shapes do not match"
+            return "the shapes of the arrays do not match"
         edges = int(self.indices.min()), int(self.indices.max())
         if not all(_is_within(piece, *edges) for piece in _spread(documents)):
-            return "a document does not belong to the data"
+            return "the index of a document is out of range"
         if not all(_is_within(piece, 0, shuffle.size - 1) for piece in _spread(shuffle)):
-            return "a sample does not belong to the data"
+            return "the index of a sample is out of range"
         longest = int(self.dataset.sequence_lengths.max())
         for piece in _spread(samples):
             starts, tokens = piece.T
             if not _is_within(starts, 0, documents.size) or not _is_within(tokens, 0, longest):
-                return "a sample begins outside the data"
+                return "the start of a sample is out of range"
             if not np.all(starts[1:] >= starts[:-1]):
-                return "samples are not in order"
+                return "the starts of samples are not in ascending order"
         return ""
 
     def _build(self) -> Indices:
@@ -398,7 +399,7 @@ class CachedGPTDataset(GPTDataset):
             raise DataError(
                 f"{self.dataset_path}: the {self.index_split.name} split is shorter than one "
                 f"sample of {self.config.sequence_length} tokens; lower --seq-length, or give "
-                "weights (0.5 a 0.5 b), which let data repeat"
+                "the prefixes weights (0.5 a 0.5 b), so that the data repeats"
             )
         return built
 
@@ -432,10 +433,10 @@ def has_other_epochs(dataset: Any, before: int, now: int) -> bool:
 
 
 def _spread(array: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
-    """Yields a small ``array`` as a whole, or evenly spaced parts of a large ``array``.
+    """Yields ``array`` as a whole if it is small, or evenly spaced parts if it is large.
 
-    The bytes are not damaged, because their checksum has been verified. A few parts are enough to
-    detect an index that was built from different data.
+    A few parts are enough to detect an index that was built from different data. Damaged bytes
+    have already been ruled out by the checksum.
     """
     for start, stop in pieces(len(array), array[0].nbytes, _CHECK_WHOLE_BYTES):
         yield array[start:stop]

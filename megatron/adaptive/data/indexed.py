@@ -10,10 +10,10 @@ megatron-core. The index has this layout::
            9..16   version, u64            always 1
           17       dtype code, u8
           18..25   sequences S, u64
-          26..33   document marks D, u64   documents + 1
+          26..33   bounds D, u64           number of documents + 1
           34..     lengths   S x i32       tokens of each sequence
                    pointers  S x i64       byte offset of each sequence in .bin
-                   marks     D x i64       index of each document's first sequence, then S
+                   bounds    D x i64       index of each document's first sequence, then S
                    modes     S x i8        only in multimodal data
 """
 
@@ -151,9 +151,9 @@ def _checked(prefix: str, idx_path: Path, bin_path: Path) -> IndexedInfo:
         )
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
     if not np.array_equal(pointers, starts * dtype.itemsize):
-        _refuse(idx_path, "has offsets that do not match the lengths")
+        _refuse(idx_path, "has sequence offsets that do not match the sequence lengths")
     if int(ends[0]) != 0 or int(ends[-1]) != sequences or bool(np.any(np.diff(ends) < 0)):
-        _refuse(idx_path, f"has document marks that do not increase from 0 to {sequences}")
+        _refuse(idx_path, f"has document boundaries that do not increase from 0 to {sequences}")
     if sequences == marks - 1 and bool(np.any(np.diff(ends) != 1)):
         number = int(np.argmax(np.diff(ends) != 1))
         _refuse(
@@ -210,7 +210,7 @@ def _hint_for_missing(prefix: str) -> str:
     similar = path.parent.glob(f"{glob.escape(path.name)}*.idx")
     candidates = sorted(similar) or sorted(path.glob("*.idx"))
     if Path(f"{prefix}.idx") in candidates:
-        return f"it belongs to {prefix}.idx; copy it to the same folder, or {_AGAIN}"
+        return f"{prefix}.idx requires it; copy it to the same folder, or {_AGAIN}"
     if candidates:
         return f"did you mean {str(candidates[0]).removesuffix('.idx')}?"
     return f"{_AGAIN}, or correct --data-path"

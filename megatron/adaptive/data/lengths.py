@@ -133,9 +133,9 @@ class _MockDocuments:
 
 
 class Conversations:
-    """Tokens of conversations, with a mark for each token on which the loss is computed.
+    """Tokens of conversations, each with a flag that states whether the loss is computed on it.
 
-    The loss is computed only on tokens that are *taught*: the assistant's text and its end mark.
+    The loss is computed only on *taught* tokens: the assistant's text and the tokens that end it.
 
     Args:
         ids: Token ids of all conversations, concatenated, ``[tokens] int32``.
@@ -158,7 +158,7 @@ class Conversations:
         return self._ids[start : start + length]
 
     def is_taught(self, index: int, length: int) -> npt.NDArray[Any]:
-        """Returns an array that states which of the first ``length`` tokens are taught.
+        """Returns the flags of the first ``length`` tokens, which are true for taught tokens.
 
         ``index`` is the index of the conversation.
         """
@@ -174,7 +174,7 @@ class Conversations:
         ids, taught, ends = arrays
         is_ids = ids.dtype == np.int32 and ids.ndim == 1
         if not is_ids or taught.dtype != np.bool_ or taught.shape != ids.shape:
-            return "tokens and marks do not match"
+            return "the arrays of tokens and of loss flags do not match"
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
             return "a token is outside the vocabulary"
         if ends.dtype != np.int64 or ends.ndim != 1 or not ends.size:

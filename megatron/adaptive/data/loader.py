@@ -255,7 +255,7 @@ class MicrobatchLoader:
         if end > len(dataset):
             raise DataError(
                 f"the data ends after {len(dataset)} samples, but this step needs samples "
-                f"{first} to {end - 1}; build the data for more iterations"
+                f"{first} to {end - 1}; build the datasets for more iterations"
             )
         self.consumed_samples = end
         options: Any = {"pin_memory": self._pin_memory, "on_read": self._on_read}

@@ -219,9 +219,7 @@ def _check_merges(
         raise DataError(f"{vocab_file}: two tokens have the same id; ids must be unique")
     if ids[0] != 0 or ids[-1] != len(ids) - 1:
         lacking = next(expected for expected, number in enumerate([*ids, -1]) if expected != number)
-        raise DataError(
-            f"{vocab_file}: no token has the id {lacking}, but other tokens have larger ids"
-        )
+        raise DataError(f"{vocab_file}: no token has the id {lacking}, but ids must have no gaps")
     merged_ids = [vocab.get(left + right, -1) for left, right in merges]
     # Compare the rules instead of their tokens, because two rules may produce the same token.
     if len(set(merges)) != len(merges):
@@ -425,9 +423,9 @@ class TikTokenizer(Tokenizer):
         except (AssertionError, AttributeError, KeyError, TypeError, ValueError):
             raise DataError(
                 f"{file} must be a .json list of objects with rank, token_bytes and token_str; "
-                f"the first (--vocab-size {vocab_size} minus --tiktoken-num-special-tokens "
-                f"{num_special}) objects must have ranks 0, 1, 2, ...; check --tokenizer-model "
-                "and both numbers"
+                f"the first {vocab_size - num_special} objects (--vocab-size {vocab_size} minus "
+                f"--tiktoken-num-special-tokens {num_special}) must have ranks 0, 1, 2, ...; "
+                "check --tokenizer-model and both numbers"
             ) from None
         self._model = built.tokenizer
         about = f"{num_special} {pattern} {'' if special is None else json.dumps(list(special))}"

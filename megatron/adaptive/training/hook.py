@@ -62,7 +62,7 @@ def make_profiler(cfg: TrainerConfig, rank: int, output_dir: Path | str | None) 
     # Check on all ranks. Otherwise, only some ranks would stop, and the others would wait for them.
     if output_dir is None and not for_nsys:
         flag = "--profile-execution True" if run.profile_execution else "--profile"
-        raise ConfigError(f"{flag} writes to TensorBoard's folder; add --tensorboard-dir")
+        raise ConfigError(f"{flag} requires --tensorboard-dir, the folder to which it writes")
     if rank not in run.profile_ranks:
         return Hook()
     if output_dir is None or for_nsys:

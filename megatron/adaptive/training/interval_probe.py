@@ -51,11 +51,11 @@ class IntervalProbe:
         self._end_s = time.perf_counter()
 
     def is_due(self, iteration: int) -> bool:
-        """Returns whether to call :meth:`run` after ``iteration``; the same on all ranks."""
+        """Returns whether to probe after ``iteration``. All ranks get the same result."""
         return self._interval > 0 and iteration % self._interval == 0
 
     def is_due_at_start(self, run: Run) -> bool:
-        """Returns whether to call :meth:`run` before the first step. Only elastic jobs do this."""
+        """Returns whether to call :meth:`run` before the first step, as in elastic jobs."""
         return self._interval > 0 and run.job.environment.lease is not None
 
     def run(self, run: Run) -> None:
@@ -90,7 +90,8 @@ class IntervalProbe:
         self._report(probe=self._count, failed_nodes=[node.to_dict() for node in failed])
         if not report.outliers:
             self._say(
-                f"  probe: no outliers among {len(report.figures)} figures, {report.seconds:.2f} s"
+                f"  probe: no outliers among {len(report.figures)} measured values, "
+                f"{report.seconds:.2f} s"
             )
 
 
@@ -104,7 +105,7 @@ def _message(run: Run) -> torch.Tensor:
 
 
 def _groups() -> dict[str, ProbedGroup]:
-    """Returns megatron-core's groups of this rank with at least two ranks, keyed by kind."""
+    """Returns this rank's process groups that have at least two ranks, keyed by kind."""
     present = {
         TENSOR: parallel_state.get_tensor_model_parallel_group(check_initialized=False),
         CONTEXT: parallel_state.get_context_parallel_group(check_initialized=False),

@@ -83,7 +83,7 @@ def find_loggers(cfg: TrainerConfig) -> list[type[Logger]]:
         logger = table[name] if name in table else _own_logger(name)
         if logger.flag and logger not in classes:
             flag = f"--{logger.flag.replace('_', '-')}"
-            raise ConfigError(f"argument --logger: {name} requires {flag}; use this flag instead")
+            raise ConfigError(f"argument --logger: {name} requires {flag}; add this flag")
         classes.append(logger)
     return list(dict.fromkeys(classes))
 
@@ -114,8 +114,8 @@ def _own_logger(name: str) -> type[Logger]:
         )
     if not _is_logger(loaded):
         raise ConfigError(
-            f"logger {name} is a {type(loaded).__name__} ({loaded!r:.60}); make it a subclass of "
-            "Logger of megatron.adaptive.training.logger"
+            f"logger {name} must be a subclass of megatron.adaptive.training.logger.Logger, but is "
+            f"a {type(loaded).__name__} ({loaded!r:.60})"
         )
     return loaded
 

@@ -205,7 +205,7 @@ class TrainingLog:
         was_writer, self._is_writer = self._is_writer, is_writer
         gathered = gather(self._reports if was_writer else None)
         if was_writer and is_writer:
-            self._open_progress(iteration)  # The earlier file was moved together with the traces.
+            self._open_progress(iteration)  # The previous file was moved together with the traces.
         elif is_writer:
             (self._reports,) = (reports for reports in gathered if reports is not None)
             self._open(iteration)
@@ -514,7 +514,7 @@ class _Curves:
             try:
                 write_picture(pipeline_step(read_run(traces)), path)
             except AdaptiveError as error:
-                say(f"warning: no image for the loggers: {error}")
+                say(f"warning: cannot draw the image for the loggers: {error}")
                 return
             self._each(lambda logger: logger.picture(path, iteration))
 
@@ -530,7 +530,7 @@ class _Curves:
                 self._loggers.remove(logger)
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
                 name = type(logger).__name__
-                say(f"warning: {name} receives no more values: {reason}")
+                say(f"warning: logger {name} failed and receives no more values: {reason}")
 
 
 def _load_figures(load: Load | None) -> list[_Figure]:

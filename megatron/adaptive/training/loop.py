@@ -405,7 +405,7 @@ class Rebalancing(RunHook):
         elif moves:
             self._repartitioner = Repartitioner(live.run, live.log.message)
         self._numbers = live.config.slices_to_choose
-        # Compare orders of actions only if there are slices. Without slices, the usual order is
+        # Compare orders of actions only if there are slices. Without slices, the default order is
         # best for most pipelines.
         self._only_pace = (
             settings.pipeline_schedule == "hinted"
@@ -478,7 +478,7 @@ class Rebalancing(RunHook):
         seconds = time.perf_counter() - begin_s
         if slices is not None:
             self._log.report(recut=iteration, slices=slices, seconds=seconds)
-            text = "are now whole" if slices == 1 else f"now run in {slices} slices"
+            text = "are no longer cut into slices" if slices == 1 else f"now run in {slices} slices"
             self._log.message(f"  sequences {text}: rebuilt in {seconds:.2f} s")
         else:
             self._log.report(repartitioned=iteration, seconds=seconds)
@@ -513,19 +513,19 @@ class Rebalancing(RunHook):
         This method reports ``error``, which the change raised.
         """
         if isinstance(due, NextTrial):
-            self._log.message(f"  the number of slices does not change: {error}")
+            self._log.message(f"  the number of slices cannot be changed: {error}")
             self._numbers = ()
             self._tuner = self._make_tuner()
             return
         self._promise = None
         change = due.move if isinstance(due, Decision) else format_partition(due.partition)
-        self._log.message(f"  the stages do not change to {change}: {error}")
+        self._log.message(f"  the stages cannot be changed to {change}: {error}")
         if isinstance(due, Decision) and due.stay is not None:
             _engine_of(self._live.run).use(due.stay)
 
 
 def _other_slices(due: Decision | Move | NextTrial, present: int) -> int | None:
-    """Returns the number of slices after the change ``due``, or ``None`` if it stays the same.
+    """Returns the number of slices after applying ``due``, or ``None`` if it is unchanged.
 
     Args:
         due: Change to apply.
@@ -721,7 +721,10 @@ class Validation(RunHook):
 
 
 class Saving(RunHook):
-    """Takes in-memory snapshots, and saves checkpoints every ``--save-interval`` and at the end."""
+    """Takes in-memory snapshots, and saves checkpoints.
+
+    Checkpoints are saved every ``--save-interval`` iterations and at the end.
+    """
 
     def __init__(self, live: TrainingRun, recorder: OrderRecorder) -> None:
         super().__init__(live)

@@ -49,8 +49,8 @@ _VERDICT_S = 2.0
 # Time in seconds that other ranks have to print their messages and exit by themselves.
 _GRACE_S = 2.0
 _SILENCE = "--transport-silence-s"
-# Time in seconds that the rank that serves the store waits, so that other ranks can read from the
-# store. It is two polling intervals of the watchers.
+# Maximum time in seconds for which the rank that serves the store waits for other ranks to read the
+# error. It is two polling intervals of the watchers.
 _PART_S = 4.0
 _POLL_S = 0.05
 
@@ -241,7 +241,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
                 run, log, progress, report_position=report_position, connect=connect, local=local
             )
             live.weights_iteration = weights_iteration
-            del run  # Otherwise, this reference would prevent the trainer from freeing the run.
+            del run  # Drop this reference, so that the trainer can free the run.
             guard.snapshot = partial(_evidence, live)
             Trainer(live, profiler, stop).train()
         finally:
@@ -368,8 +368,8 @@ def _job_store() -> dist.Store:
 def _part(store: dist.Store, environment: Environment) -> None:
     """Waits until all other ranks have read the reported error, if this rank serves ``store``.
 
-    The other ranks confirm in the store that they have read the error. Without this wait, the store
-    would disappear too early, and the other ranks would also report a lost connection.
+    The other ranks increment a counter in the store once they have read the error. Without this
+    wait, the store would disappear too early, and they would also report a lost connection.
     """
     if environment.has_agent_store:
         return

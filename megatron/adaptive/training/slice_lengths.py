@@ -73,7 +73,7 @@ class SliceLengths(Hook):
             except DeviceMemoryError as error:
                 if not hasattr(live, "run"):
                     raise
-                self._say(f"the slice length does not change: {error}")
+                self._say(f"the slice length cannot be changed: {error}")
                 return
             seconds = time.perf_counter() - begin_s
             live.log.report(recut=iteration, slice_tokens=due.tokens, seconds=seconds)

@@ -125,7 +125,7 @@ def _require_memory(request: TrialRequest, accelerator: device.Accelerator) -> N
         raise ConfigError(
             f"rank {request.rank} needs {request.needed_bytes / 1e9:,.1f} GB according to the "
             f"plan, but {accelerator.name} has {whole_bytes / 1e9:,.1f} GB; try a rank that "
-            "needs less, or a plan with more stages or recompute, or use a larger device"
+            "needs less memory, a plan with more stages or with recomputation, or a larger device"
         )
 
 
@@ -197,7 +197,7 @@ class _Samples:
         return tuple(map(statistics.median, lanes))
 
     def beside_s(self) -> float:
-        """Returns the median time in seconds of a step outside of actions and optimizer."""
+        """Returns the median time in seconds that a step spends outside actions and optimizer."""
         parts = zip(self.step_s, self.optimizer_s, self.busy_s, strict=True)
         return statistics.median(max(0.0, step - more - busy) for step, more, busy in parts)
 
@@ -217,8 +217,9 @@ def _run_steps(job: Any, request: TrialRequest) -> TriedRank:
     run = build_run(job)
     if run.wiring is None:
         raise ConfigError(
-            "schedule megatron cannot be tried, because a trial runs the orders of this project; "
-            "try the plan with schedule 1f1b or interleaved, which has the same order"
+            "schedule megatron cannot be tried, because trials do not run megatron-core's "
+            "schedules; try the plan with schedule 1f1b or interleaved, which run actions in the "
+            "same order"
         )
     samples = _measured_steps(run, _set_order(run, job.config.num_microbatches, request))
     num_chunks = run.placement.num_chunks
@@ -311,12 +312,12 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _gaps(accelerator: device.Accelerator, samples: _Samples) -> int:
-    """Estimates how many bytes a rank loses to gaps in the heap in a job, but not in a trial.
+    """Estimates how many more bytes a rank loses to heap fragmentation in a job than in a trial.
 
     In a job, received messages lie between other tensors, at different positions in each step.
     According to measurements, a job of many steps therefore needs memory for about one more tensor
-    of the largest size than a trial. On a GPU, gaps do not matter, because torch counts the memory
-    of tensors.
+    of the largest size than a trial. On a GPU, fragmentation does not matter, because torch counts
+    the memory of tensors.
     """
     return 0 if accelerator.is_cuda else samples.largest_bytes
 
