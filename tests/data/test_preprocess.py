@@ -200,6 +200,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(corpus: Corpus, tmp_path: Pa
     [
         ({"workers": 0}, "--workers"),
         ({"json_keys": ("a", "a")}, "twice"),
+        ({"json_keys": ()}, "at least one key"),
         ({"inputs": ()}, "input"),
     ],
 )

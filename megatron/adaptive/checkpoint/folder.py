@@ -618,7 +618,7 @@ class CheckpointFolder(StepFolders):
         if any(path.glob("mp_rank_*")):
             return CheckpointError(
                 f"{path} is in Megatron-LM's old torch format, but only torch_dist is supported; "
-                f"convert it with Megatron-LM, or start without --load; {remedy}"
+                "convert it with Megatron-LM, or start without --load"
             )
         if self._is_megatrons(path):
             return CheckpointError(

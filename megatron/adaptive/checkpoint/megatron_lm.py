@@ -97,8 +97,10 @@ def make_manifest(
         }
         rows = arguments["padded_vocab_size"]
     except (KeyError, TypeError) as error:
+        # vars() raises TypeError if "args" is not a namespace.
+        problem = f"lacks {error}" if isinstance(error, KeyError) else "contains invalid 'args'"
         raise CheckpointError(
-            f"--load {path}: common.pt lacks {error}, so Megatron-LM's trainer did not write it; "
+            f"--load {path}: common.pt {problem}, so Megatron-LM's trainer did not write it; "
             "pass a checkpoint from this trainer"
         ) from None
     numbers = {**progress, "rows": rows}

@@ -209,7 +209,9 @@ def _write(spec: PreprocessSpec, progress: Progress | None) -> PreprocessSummary
 def _check(spec: PreprocessSpec) -> None:
     if spec.workers < 1:
         raise ConfigError(f"--workers must be at least 1, got {spec.workers}")
-    if not spec.json_keys or len(set(spec.json_keys)) != len(spec.json_keys):
+    if not spec.json_keys:
+        raise ConfigError("--json-keys must contain at least one key")
+    if len(set(spec.json_keys)) != len(spec.json_keys):
         raise ConfigError(
             f"--json-keys must not contain a key twice, got {' '.join(spec.json_keys)!r}"
         )
