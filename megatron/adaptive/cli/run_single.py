@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
     data_dir = options.data_dir.resolve()
     runs = options.runs_dir.resolve()
     if options.resume and not (runs / "latest").exists():
-        raise ConfigError(f"--resume: {runs} does not contain a run yet; remove the option")
+        raise ConfigError(f"--resume: {runs} does not contain a run yet; remove --resume")
     status = make_corpus(["--output-dir", str(data_dir)])
     if status:
         return status  # ``make_corpus`` has already printed the reason.
@@ -101,7 +101,7 @@ class _Renamed(argparse.Action):
 
     def __call__(self, *_: Any) -> NoReturn:
         """Raises the error. argparse calls this method when the old option is used."""
-        raise ConfigError("--schedule is now --pipeline-schedule")
+        raise ConfigError("--schedule was renamed; use --pipeline-schedule")
 
 
 def _parser() -> CommandParser:

@@ -217,7 +217,7 @@ class JobSnapshots:
         self._last = source = await self._ask()
         if source.step <= latest:
             if source.why and latest < source.seen:
-                say(f"warning: {source.why}: resuming from the checkpoint of iteration {latest}")
+                say(f"warning: {source.why}; resuming from the checkpoint of iteration {latest}")
             return
         begun_s = time.monotonic()
         try:
@@ -233,8 +233,8 @@ class JobSnapshots:
             return
         self._restored = source.step
         say(
-            f"iteration {source.step} was restored from copies in memory in"
-            f" {time.monotonic() - begun_s:.1f} s; the last checkpoint was of {latest}"
+            f"iteration {source.step} was restored from copies in memory in "
+            f"{time.monotonic() - begun_s:.1f} s; the last checkpoint was of iteration {latest}"
         )
 
     async def _ask(self) -> SnapshotSource:
