@@ -167,7 +167,7 @@ def test_slices_show_efficiency_and_memory(
         ("--sequence-slices 4,,8", "'' is not a whole number from 1"),
         ("--sequence-slices 4,0", "'0' is not a whole number from 1"),
         ("--slice-overhead -1", "'-1' is not a number from 0"),
-        ("--sequence-slices 9000", "x --sequence-slices 9000 are 576,000 actions"),
+        ("--sequence-slices 9000", "x --sequence-slices 9000 result in 576,000 actions"),
     ],
 )
 def test_bad_slices_are_refused_in_one_line(

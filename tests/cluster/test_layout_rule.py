@@ -220,8 +220,8 @@ def test_slowness_of_equal_nodes_changes_no_shape() -> None:
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        ((), "--on-straggler exclude with no --trace-dir"),
-        (("--trace-dir", "t", "--diagnose-interval", "0"), "exclude with --diagnose-interval 0"),
+        ((), "slow nodes with no --trace-dir"),
+        (("--trace-dir", "t", "--diagnose-interval", "0"), "slow nodes with --diagnose-interval 0"),
     ],
 )
 def test_without_a_diagnosis_there_are_no_stragglers(
