@@ -50,7 +50,7 @@ from megatron.adaptive.trace.status_files import PROGRESS_NAME, ProgressTail, pr
 _DRAWN = 100_000
 """Number of document lengths to draw from a distribution."""
 _PIECE = 1 << 20
-"""Number of characters of a file of lengths that are split into words at a time."""
+"""Number of characters of a lengths file that are split into words at a time."""
 _LOGNORMAL = "lognormal"
 _MOST_TOKENS = 10**9
 _FLAG = "--document-lengths"
@@ -329,11 +329,11 @@ def read_lengths(text: str, most: int) -> tuple[Lengths, int]:
 
     Args:
         text: Value of the option.
-        most: Number of tokens after which the trainer truncates documents.
+        most: Maximum length of a document in tokens. The trainer truncates longer documents.
 
     Returns:
         Number of tokens of each document that the trainer predicts, and an upper bound of these
-        numbers for all documents of the data.
+        numbers for all documents in the data.
 
     Raises:
         ConfigError: The text does not have one of the possible forms, or a length is invalid.

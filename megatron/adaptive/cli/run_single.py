@@ -38,8 +38,8 @@ _SIZES = {
 }
 """Options for the sizes of the run, with default values and help texts.
 
-The example script reads these sizes from environment variables whose names are the same words in
-capital letters.
+The example script reads these sizes from environment variables with the same names in capital
+letters.
 """
 
 _FOLDERS = {"runs_dir": WORK_FOLDER / "runs", "data_dir": WORK_FOLDER / "data" / "stdlib"}
@@ -174,7 +174,7 @@ def _default_flags(options: argparse.Namespace, trainer_flags: Sequence[str]) ->
 
 
 def _run_dir(runs: Path, options: argparse.Namespace) -> Path:
-    """Returns the folder of the run, or with ``--resume``, the folder of the latest run.
+    """Returns the folder of the run. With ``--resume``, this is the folder of the latest run.
 
     Without ``--resume``, creates a new folder in ``runs``, and makes the link ``latest`` point to
     this folder.

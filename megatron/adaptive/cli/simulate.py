@@ -45,7 +45,7 @@ _PROFILE_KEYS = {
     "microbatch_jitter": "microbatch_sigma",
     "slow_rank": "rank_factors",
 }
-"""Keys of a profile, keyed by the name of the option that has the same meaning."""
+"""Keys of a profile file, keyed by the option that sets the same value."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -221,8 +221,8 @@ def _add_slices(parser: argparse.ArgumentParser) -> None:
     text = "whether slices have equal costs or equal numbers of tokens"
     add("--slice-cut", choices=SLICE_CUTS, default=SLICE_CUTS[0], help=text)
     text = (
-        "seconds that each slice after the first adds to a rank's forward pass, and to its "
-        "backward pass"
+        "overhead in seconds of each slice after the first, added to both the forward and the "
+        "backward pass of a rank"
     )
     add("--slice-overhead", type=number(float, 0, 1e5), default=0.0, metavar="S", help=text)
 

@@ -316,7 +316,7 @@ class NodeStatus:
         errors: Last distinct lines in both files that report an error.
         warnings: Last distinct lines in both files that report a warning.
         use: Latest sample of the node's resource usage, or ``None`` if there is no sample.
-        is_former: Whether the node took part only in an earlier start of the job.
+        is_former: Whether the node took part in an earlier start of the job, but not in the latest.
     """
 
     name: str

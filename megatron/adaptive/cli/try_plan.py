@@ -176,7 +176,7 @@ def _read(options: argparse.Namespace) -> _Trial:
 
 
 def _request(trial: _Trial, plan: Plan, needed: float) -> dict[str, Any]:
-    """Returns the request for the rank's process, with the fields of ``try_rank.TrialRequest``.
+    """Returns the request for the rank's process as a dict with the fields of ``TrialRequest``.
 
     ``needed`` is the memory that the rank needs, in bytes.
     """

@@ -32,7 +32,7 @@ from megatron.adaptive.network import is_loopback, own_address
 _CONNECT_S = 20.0
 _END_S = 20.0
 EXIT_REFUSED = 2
-"""Exit status that the agent reports for a rank if it rejects the request to start the rank."""
+"""Exit status that the agent reports for a rank if the agent refuses to start this rank."""
 _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 _START_KEYS = frozenset(("what", "number", "ranks", "copies", "program"))
 _DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")

@@ -8,7 +8,7 @@ job runs either this project's trainer or the user's script with a ``Pipeline``:
 ==================  ================================  ==========================================
 gets the layout by  flags after the user's own flags  one environment variable (``JobOrder``)
 checkpoints in      ``CheckpointFolder``              ``PipelineFolder``
-layout chosen from  the trainer's arguments           what its ranks measured at the first start
+layout chosen from  the trainer's arguments           measurements during the first start
 ==================  ================================  ==========================================
 """
 

@@ -318,7 +318,7 @@ class StateFile:
         """Reads the state that an earlier manager wrote, so that later writes include its history.
 
         Returns:
-            Number of machines that were present when the state was written, or 0 if no earlier
+            Number of machines in the job when the state was written, or 0 if no earlier
             manager wrote a state.
         """
         try:

@@ -18,11 +18,11 @@ start. The plan does not change the microbatch size if the script sets it, or if
 random numbers. A node that was absent when the model was measured is treated like the first
 measured node. Choices are made in this order::
 
-    model.json + present nodes ──> largest number of processes that some layout can use
-                                   ──> the requested pipeline size, or the next larger one,
-                                       or the next smaller one
-                                       ──> microbatch size and partition with the shortest
-                                           predicted step
+    model.json + available nodes ──> largest number of processes that some layout can use
+                                     ──> the requested pipeline size, or the next larger one,
+                                         or the next smaller one
+                                         ──> microbatch size and partition with the shortest
+                                             predicted step time
 
 The planner runs in a separate process, so that a long search does not block the manager. This
 process is started once, and imports its modules while machines are still joining. A plan that
@@ -228,7 +228,7 @@ class Planning:
                 ) from None
 
     def check(self, machines: Path | None) -> None:
-        """Checks that a plan exists for the case that all known machines join.
+        """Checks that a plan exists if all known machines join.
 
         Args:
             machines: Path of the machines file; ``None`` if nodes join by themselves, in which case
@@ -618,7 +618,7 @@ class PlannerChooser(Chooser):
         self._pool = multiprocessing.get_context("spawn").Pool(1, _begin)
 
     def check(self, machines: Path | None) -> str:
-        """Checks the input files, and that a plan exists for the case that all known machines join.
+        """Checks the input files, and that a plan exists if all known machines join.
 
         The call blocks until the check is complete.
 

@@ -55,7 +55,7 @@ _MOCK_VOCABULARY = "50303"
 
 @dataclass(frozen=True, kw_only=True)
 class NodePlace:
-    """Place of a node in the job, which is known once all nodes have connected.
+    """Position of a node in the job, which is known once all nodes have connected.
 
     Attributes:
         node_rank: Index of this node among the job's nodes, counted from 0.

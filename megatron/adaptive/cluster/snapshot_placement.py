@@ -67,8 +67,8 @@ def newest(kept: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> SnapshotS
     Args:
         kept: Pairs of a remaining node's name and the list of copies in this node's memory. In the
             entry of a copy, ``needs`` lists the parts that make up a complete step. A part is
-            provided by a copy from any of its ``ranks``. If its ``is_sent`` is false, copies that
-            were sent by another node do not provide the part.
+            provided by a copy from any of its ``ranks``. If ``is_sent`` of the part is false, only
+            copies in the memory of a rank's own node provide the part.
     """
     copies: list[Mapping[str, Any]] = []
     needs: dict[tuple[str, int], Sequence[Mapping[str, Any]]] = {}
