@@ -131,7 +131,7 @@ def diagnose_run(argv: Sequence[str]) -> int:
         f"{names}. For a folder with dumps of torch's flight recorder (names end with "
         "trace_rank_N or _dump_N), find the collective that hangs and the late ranks.",
     )
-    help_text = "class for your own cause, package.module:Class; may be repeated"
+    help_text = "class of another cause to search for, as package.module:Class; may be repeated"
     add = parser.add_argument
     add("--cause", type=find_cause, action="append", default=[], metavar="CAUSE", help=help_text)
     return _answer(parser, argv, find, find_hang)
