@@ -146,9 +146,9 @@ def test_checkpoints_of_a_run_from_a_folder_say_their_model(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("--load-hf FOLDER", "the text is missing; pass --data FILE or --prompt TEXT"),
-        ("--prompt x", "the model is missing; pass --load CKPT or --load-hf DIR"),
-        ("--load-hf FOLDER --data FOLDER/short.jsonl", "9 tokens are fewer than a batch of 1 x 32"),
+        ("--load-hf FOLDER", "evaluate requires a text; pass --data FILE or --prompt TEXT"),
+        ("--prompt x", "evaluate requires a model; pass --load CKPT or --load-hf DIR"),
+        ("--load-hf FOLDER --data FOLDER/short.jsonl", "9 tokens, fewer than one batch of 1 x 32"),
     ],
 )
 def test_bad_input(

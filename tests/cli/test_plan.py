@@ -299,7 +299,7 @@ def test_the_front_is_written_and_drawn(
         (f"{PLAN} --time-limit 1us", "a step takes at least"),
         ("--model gpt2 --global-batch-size 8 --time-limit 1", "--time-limit must be a number"),
         (f"{PLAN} --max-price 1", "nodes cost at least 2 per hour"),
-        ("--model gpt2 --global-batch-size 8 --budget 1", "also set --tokens"),
+        ("--model gpt2 --global-batch-size 8 --budget 1", "--budget requires --tokens"),
         (
             "--model gpt2 --global-batch-size 8 --tp 4",
             "--tp 4 must divide the number of GPUs of a node",
@@ -331,13 +331,13 @@ def test_a_bad_request_is_named(flags: str, message: str, cluster: Path) -> None
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (f"{PLAN} --rank 1", "--rank 1 requires --try PLAN.json"),
-        (f"{PLAN} --world-size=2", "--world-size 2 requires --try PLAN.json"),
-        ("--compare plan.json", "--compare does not use --cluster; remove one"),
-        ("--discover", "--discover does not use --cluster; remove one"),
-        ("--try plan.json --precision fp16", "--try does not use --cluster; remove one"),
-        (f"{PLAN} --pareto front --output plan.json", "--pareto does not use --output; remove"),
-        (f"{PLAN} --json --explain", "--json does not use --explain; remove one"),
+        (f"{PLAN} --rank 1", "--rank 1 requires --try"),
+        (f"{PLAN} --world-size=2", "--world-size 2 requires --try"),
+        ("--compare plan.json", "--cluster has no effect with --compare; remove one"),
+        ("--discover", "--cluster has no effect with --discover; remove one"),
+        ("--try plan.json --precision fp16", "--cluster has no effect with --try; remove one"),
+        (f"{PLAN} --pareto front --output plan.json", "--output has no effect with --pareto"),
+        (f"{PLAN} --json --explain", "--explain has no effect with --json; remove one"),
     ],
 )
 def test_options_that_a_mode_ignores_are_refused(flags: str, message: str, cluster: Path) -> None:

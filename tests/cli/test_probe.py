@@ -130,7 +130,7 @@ def test_sizes_that_do_not_fit_are_an_error(tmp_path: Path) -> None:
 def test_wrong_sizes_are_reported_before_processes_start() -> None:
     with pytest.raises(ConfigError, match="multiple of tensor 2 .*, got 3 ranks"):
         doctor.main("--probe --processes 3 --tensor-model-parallel-size 2".split())
-    with pytest.raises(ConfigError, match="compares ranks and needs at least two"):
+    with pytest.raises(ConfigError, match="compares ranks, so it requires at least two"):
         doctor.main("--probe --processes 1".split())
 
 
@@ -152,5 +152,5 @@ def test_outliers_are_the_last_that_is_printed(tmp_path: Path) -> None:
     finally:
         kill_tree(job)
     assert job.returncode == 1
-    assert re.match(r"\d+ outliers?: \d+ figures of 2 ranks", errors.splitlines()[-1]), errors
+    assert re.match(r"\d+ outliers?: \d+ measurements of 2 ranks", errors.splitlines()[-1]), errors
     assert "exited with status" not in errors

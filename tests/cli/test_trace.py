@@ -138,7 +138,7 @@ def test_the_text_form_has_views_and_a_diagnosis(
         (["traces", "--iteration", "7"], "iteration 7 is not in traces, which has iterations 1-5"),
         (["traces", "--iterations", "7-9"], "iterations 7-9 are not in traces, which has"),
         (["traces", "--iterations", "4-2"], "'4-2' ends before it begins"),
-        (["traces", "--iterations", "few"], "'few' is not a range of iterations A-B"),
+        (["traces", "--iterations", "few"], "'few' is not a range of iterations; use A-B"),
         (["traces", "--dp-rank", "2"], "which has data-parallel ranks 0-1"),
         (["traces", "--format", "xlsx,svg"], "invalid choice 'svg'; choose from "),
         (["traces", "--format", "json:dumps"], "must be a function decorated with trace_view"),

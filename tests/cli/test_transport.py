@@ -102,4 +102,4 @@ def test_the_table_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert head.split() == ["ranks", "transport", "half", "round", "trip", "bandwidth"]
     assert rdma.split()[:6] == ["0-3", "*", "rdma", "3.2", "us", "11.50"]
     assert shm.endswith("no: they run elsewhere")
-    assert foot == "* transport that a run would use. 0-3: a to b"
+    assert foot == "* marks the transport that a run would use. 0-3: a to b"

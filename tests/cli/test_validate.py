@@ -102,10 +102,10 @@ def test_one_run_is_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"--cluster": None}, "also require --cluster"),
+        ({"--cluster": None}, "pass --cluster"),
         ({"--model": "gpt2"}, "pass the model that was trained"),
         ({"cluster": CLUSTER.replace("gpus_per_node: 4", "gpus_per_node: 1")}, "had more ranks"),
-        ({"rank": 1}, "rank 1 has no trace"),
+        ({"rank": 1}, "the trace of rank 1 is missing"),
     ],
 )
 def test_errors_are_one_line(

@@ -200,6 +200,6 @@ def test_the_plan_of_the_documentation(write: Write, tmp_path: Path) -> None:
     assert conf.processes == (2, 2, 2)
     assert (conf["PIPELINE_MP_SIZE"], conf["DP_SIZE"], conf["PARTITION"]) == (3, 2, "3-3-2")
     check_trainer(conf, 6, tmp_path)
-    with pytest.raises(ConfigError, match=r"GLOBAL_BATCH_SIZE=8 contradicts PLAN=.* sets 32"):
+    with pytest.raises(ConfigError, match=r"SIZE=8 contradicts PLAN=.* sets GLOBAL_BATCH_SIZE=32"):
         load_conf(write("GLOBAL_BATCH_SIZE=8\n"), plan=plan)
     assert load_conf(None, ["GLOBAL_BATCH_SIZE=16"], plan)["GLOBAL_BATCH_SIZE"] == 16

@@ -213,7 +213,10 @@ def test_the_check_of_a_node_measures_each_of_its_devices(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([str(TRAINER), *FLAGS, *TRAINED], "exclude without --probe-interval"),
+        (
+            [str(TRAINER), *FLAGS, *TRAINED],
+            "exclude requires probes; add a positive --probe-interval",
+        ),
         ([str(ROOT / "examples/cutpoint/elastic.py")], "does not parse the trainer's arguments"),
     ],
 )

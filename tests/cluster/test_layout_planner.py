@@ -176,7 +176,7 @@ def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
         ([tmp_path / "none.yaml"], "none.yaml: No such file"),
         ([tmp_path / "other.json"], "must be a cluster file"),
         ([files[0], files[0]], "contains two cluster files"),
-        ([files[1]], "profile.json contains no cluster file, .* add a cluster file"),
+        ([files[1]], "profile.json lacks a cluster file, .* add it"),
     ):
         with pytest.raises(ConfigError, match=reason):
             Planning(paths, MODEL)
@@ -197,16 +197,18 @@ def test_a_plan_that_takes_too_long_is_done_without(
         layout = chosen("ab")
         assert layout is not None
         assert layout.step_s is None
-        assert "the planner did not answer within 0.001 s); the layout is chosen without" in said()
+        assert "without the planner: the planner found no plan within 0.001 s" in said()
         # After a timeout, the same planner process answers the next request.
         chooser._within_s = 100.0
         layout = chosen("ab")
         assert layout is not None
         assert layout.step_s is not None
         assert chosen("x") is None
-        assert chooser.why.startswith("none of the nodes x is in")
+        assert chooser.why.startswith("none of the nodes x is listed in")
         layout = chosen("xa")
         assert layout is not None
         assert [name for name, _ in layout.places] == ["a"]
-        assert said().endswith("] warning: left out: x: missing from the files of --plan-with\n")
+        assert said().endswith(
+            "] warning: machines left out: x: not listed in the cluster file of --plan-with\n"
+        )
         chooser.close()  # Closing again must not fail.

@@ -168,7 +168,7 @@ def test_a_slow_node_gets_fewer_layers_once() -> None:
     # The rank was slow only once, so the slowness may be temporary.
     assert job.handle(slow(1, times=1)) == ""
     assert job.handle(slow(1, 1.05)) == ""
-    assert job.handle(slow(1)) == "b is slow, rank 1 takes 2.00 times as long"
+    assert job.handle(slow(1)) == "b is slow: rank 1 takes 2.00 times as long as expected"
     assert job.choose().partition == (3, 2, 3)
     assert job.handle(slow(1, 4.0)) == ""  # A node may cause only one change of layout.
     assert job.stragglers.to_dict(job.nodes[1])["slowness"] == 2.0
@@ -180,8 +180,8 @@ def test_a_slow_node_is_left_out_where_that_is_faster(capsys: pytest.CaptureFixt
     job = Job("exclude", "abc")
     assert job.handle(slow(1, 1.2)) == ""
     assert (
-        "b is slow, rank 1 takes 1.20 times as long; the node stays, because no layout without it"
-        in capsys.readouterr().err
+        "b is slow: rank 1 takes 1.20 times as long as expected; the layout stays the same, "
+        "because no layout without it is faster" in capsys.readouterr().err
     )
     assert job.handle(slow(2, 4.0)) != ""
     assert job.choose().world_size == 2
@@ -208,7 +208,8 @@ def test_a_node_that_is_as_slow_as_planned_is_no_straggler(
     planned = replace(job.choose(), step_s=1.0, pace={"a": 1.0, "b": 1.0, "c": 2.0})
     assert job.handle(slow(2, 2.0), layout=planned) == ""
     assert capsys.readouterr().err == ""
-    assert job.handle(slow(2, 3.0), layout=planned) == "c is slow, rank 2 takes 1.50 times as long"
+    reason = job.handle(slow(2, 3.0), layout=planned)
+    assert reason == "c is slow: rank 2 takes 1.50 times as long as expected"
 
 
 def test_slowness_of_equal_nodes_changes_no_shape() -> None:
@@ -219,8 +220,8 @@ def test_slowness_of_equal_nodes_changes_no_shape() -> None:
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        ((), "--on-straggler exclude with no --trace-dir"),
-        (("--trace-dir", "t", "--diagnose-interval", "0"), "exclude with --diagnose-interval 0"),
+        ((), "slow nodes with no --trace-dir"),
+        (("--trace-dir", "t", "--diagnose-interval", "0"), "slow nodes with --diagnose-interval 0"),
     ],
 )
 def test_without_a_diagnosis_there_are_no_stragglers(

@@ -127,7 +127,7 @@ def test_a_node_that_is_cut_off_is_no_failure_of_the_program(
 def test_a_rank_that_goes_with_its_node_is_no_failure_of_the_program(tmp_path: Path) -> None:
     """Checks that the job continues if a node is removed before its ranks have saved."""
     manager = managed(tmp_path, max_restarts=0)
-    reason = "notice SIGTERM on b"
+    reason = "b received SIGTERM"
     nodes = {"a": Node(name="a", status="present")}
     nodes["b"] = Node(name="b", status="leaving", why=reason)
     manager._members.nodes |= nodes
@@ -261,5 +261,5 @@ def test_a_notice_is_heeded_whenever_it_comes(
         assert asyncio.run(part.run()) == (EXIT_LEFT if status is None else status)
     finally:
         signal.signal(signal.SIGTERM, former)
-    why = "SIGTERM" if status is None else "the job has ended"
-    assert f"[elastic] node a leaves: {why}" in capsys.readouterr().out
+    why = "it received SIGTERM" if status is None else "the job has ended"
+    assert f"[elastic] node a is leaving the job: {why}" in capsys.readouterr().out

@@ -154,7 +154,7 @@ def test_a_question_ends_with_its_answer_the_deadline_or_the_node() -> None:
         assert question["what"] == "port"
         link.send("answer", number=question["number"], port=7)
         assert (await asked)["port"] == 7
-        with pytest.raises(TimeoutError, match="a did not answer in time"):
+        with pytest.raises(TimeoutError, match="a did not reply in time"):
             await members.ask("a", "port", 0.01)
         asked = asyncio.create_task(members.ask("a", "port", 20.0))
         await asyncio.sleep(0)

@@ -192,7 +192,7 @@ def test_a_node_that_becomes_slow_gets_fewer_segments(start: Start, tmp_path: Pa
     state = job.state()
     even, moved = state["epochs"][1:3]
     assert even["shape"].startswith("PP 3 x DP 1, segments 2-2-2"), job.said()
-    assert moved["reason"].startswith("b is slow, rank 1 takes "), job.said()
+    assert moved["reason"].startswith("b is slow: rank 1 takes "), job.said()
     assert moved["lost_steps"] == 0
     (slow,) = [machine for machine in state["machines"] if machine["name"] == "b"]
     assert slow["slowness"] > 2

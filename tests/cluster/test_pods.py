@@ -144,7 +144,7 @@ def test_a_master_names_who_is_missing_and_a_bad_setting(pods: list[Node], tmp_p
     start(master, "run_master.sh", conf, "--timeout", "1")
     status, said = finish(master)
     assert status == 2
-    assert said.splitlines()[-1].startswith("error: 1 of 2 nodes had joined after 1 s")
+    assert said.splitlines()[-1].startswith("error: only 1 of 2 nodes joined within 1 s")
     # Two processes cannot run three stages, so both pods must report the error.
     start(worker, "run_worker.sh", "--master-addr", master.address)
     start(master, "run_master.sh", conf)

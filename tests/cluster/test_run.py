@@ -34,7 +34,7 @@ SAVING = [*FLAGS, "--train-iters", "9", "--save-interval", "3"]
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ([], "the script is missing"),
+        ([], "requires a script"),
         (["none.py"], "none.py: no such file"),
         ([TRAINER, *SAVING], "add --checkpoint DIR or --save"),
         (["--wait", "never", TRAINER], "'never' is not a number of seconds from 0.001 to 1e+09"),

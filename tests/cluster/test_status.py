@@ -155,7 +155,8 @@ def test_a_node_whose_samples_stopped_is_lost(folder: Path, shown: Shown) -> Non
     status = read(folder)
     assert (list(status.lost), status.has_errors) == (["n1"], True)
     code, text = shown()
-    assert (code, "LOST: node n1: it has sent no sample for 60 s" in text) == (1, True)
+    lost = "LOST: node n1: the last sample of its resource use is 60 s old"
+    assert (code, lost in text) == (1, True)
     # The job has finished, so its nodes are no longer expected to send samples.
     write(folder, {"ended": "all iterations are done"})
     status = read(folder)
@@ -172,7 +173,7 @@ def test_nodes_of_an_earlier_start_do_not_count(folder: Path, shown: Shown) -> N
     assert (status.lost, status.has_errors) == ({}, False)
     code, text = shown()
     assert code == 0
-    assert "--- n1: took part only in an earlier start of the job" in text
+    assert "--- n1: took part in an earlier start of the job, but not in the latest" in text
 
 
 def test_following_ends_with_the_job(

@@ -126,5 +126,5 @@ def test_a_master_names_no_program() -> None:
 )
 def test_a_node_that_makes_no_sense_is_refused(change: dict[str, Any]) -> None:
     assert _Hello.read({**HELLO, "what": "hello"}).host == "h"
-    with pytest.raises(ValueError, match="does not describe a node"):
+    with pytest.raises(ValueError, match="not a valid description of a node"):
         _Hello.read({**HELLO, **change})

@@ -73,7 +73,7 @@ def test_a_planned_job_moves_away_from_a_node_that_is_slower_than_its_type(tmp_p
         },
     )
     try:
-        moved = epoch_for(job, "a is slow, rank ")
+        moved = epoch_for(job, "a is slow: rank ")
         job.change("abc")
         epoch_for(job, "d was removed from the machines file")
         job.stop()

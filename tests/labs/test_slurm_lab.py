@@ -100,7 +100,7 @@ def adaptive(lab: Lab, *arguments: str) -> subprocess.CompletedProcess[str]:
 def submit(lab: Lab, conf: Path, *options: str) -> int:
     done = adaptive(lab, "job", "submit", str(conf), *options)
     assert done.returncode == 0, done.stderr
-    match = re.match(r"job (\d+): logs in (.*)\n", done.stdout)
+    match = re.match(r"submitted job (\d+); its logs will be in (.*)\n", done.stdout)
     assert match is not None, done.stdout
     assert match[2] == str(conf.parent / "logs" / match[1])
     return int(match[1])

@@ -196,5 +196,5 @@ def test_what_needs_megatrons_own_script() -> None:
     error = pretrain._needs_script("fim_data", "text to be filled in")
     assert isinstance(error, ConfigError)
     assert str(error).startswith(
-        "--fim-data (text to be filled in) requires Megatron-LM's own script"
+        "train megatron-lm does not support --fim-data (text to be filled in); run"
     )

@@ -26,7 +26,7 @@ _EXIT_DAMAGED = 1
 _MIB = 1 << 20
 _RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
 _GB = 10**9
-_FAMILY_HELP = "your own family of models, as package.module:Class, see docs/huggingface.md"
+_FAMILY_HELP = "class for your own model family, as package.module:Class; see docs/huggingface.md"
 _FOLDER = "checkpoints"
 # Keys of the manifest whose values are too long to print.
 _LONG = ("config", "files", "blocks", "options", "states")
@@ -78,8 +78,8 @@ def _newest_folder() -> Path:
     newest = newest_run([f"{_FOLDER}/{prefix}*" for prefix in STEP_PREFIXES])
     if newest is None:
         raise CheckpointError(
-            f"no run in {searched()} has a folder {_FOLDER}; pass the folder that was passed to "
-            "--save or Pipeline.save"
+            f"found no run with a folder named {_FOLDER} in {searched()}; pass the folder to which "
+            "the run saves (--save of the trainer, or the argument of Pipeline.save)"
         )
     return newest / _FOLDER
 
@@ -111,7 +111,7 @@ def _table(rows: Sequence[dict[str, Any]], *, is_read: bool) -> list[str]:
         saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["saved_s"]))
         state = "verified" if is_read else "complete"
         if not row["has_checksums"]:
-            state = "written by an older version, so only sizes can be checked"
+            state = "no checksums (written by an older version); only file sizes were checked"
         if row["problems"]:
             state = "DAMAGED"
         size = f"{row['bytes'] / _MIB:.1f}"
@@ -132,7 +132,10 @@ def _about(folders: StepFolders, step: int) -> dict[str, Any]:
                 for name, entry in parse_json(read_whole(path / INDEX))["tensors"].items()
             }
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            why = f"cannot read {path / INDEX} ({error}); run checkpoint verify {path}"
+            why = (
+                f"cannot read {path / INDEX} ({error}); to check all files, run checkpoint verify "
+                f"{path}"
+            )
             raise DamagedCheckpointError(why) from None
     return {"path": str(path), **about, "files": body["files"], "tensors": tensors}
 
@@ -178,7 +181,10 @@ def import_hf(argv: Sequence[str]) -> None:
     (output / FLAGS_FILE).write_text(
         shlex.join(flag_words(model.settings)) + "\n", encoding="utf-8"
     )
-    show(f"{path}: train with --load {output} --finetune and the flags in {output / FLAGS_FILE}")
+    show(
+        f"wrote {path}; to train from it, pass --load {output} --finetune and the flags in "
+        f"{output / FLAGS_FILE}"
+    )
 
 
 def export_hf(argv: Sequence[str]) -> None:
@@ -191,7 +197,10 @@ def export_hf(argv: Sequence[str]) -> None:
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to create")
     text = "iteration to convert; default: the latest"
     parser.add_argument("--step", type=number(int, 0, 1 << 62), metavar="N", help=text)
-    text = "folder with config.json and tokenizer; default: the folder of hf import or --load-hf"
+    text = (
+        "folder with config.json and tokenizer; default: the folder from which hf import or "
+        "--load-hf read the model"
+    )
     parser.add_argument("--config", metavar="DIR", help=text)
     parser.add_argument("--hf-family", metavar="NAME", help=_FAMILY_HELP)
     text = "maximum size of a file in GB (50)"
@@ -214,7 +223,7 @@ def export_hf(argv: Sequence[str]) -> None:
         shard_bytes=round(options.shard_gb * _GB),
         hf_family=options.hf_family,
     )
-    show(f"{options.output}: written")
+    show(f"wrote {options.output}")
 
 
 def _load_libraries() -> None:

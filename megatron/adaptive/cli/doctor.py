@@ -205,9 +205,9 @@ def _software() -> Iterator[Check]:
     if available:
         yield _check("CUDA", f"{count} GPUs, CUDA {built}")
         missing = why_no_gpu_use()
-        text = "the monitor can sample it"
+        text = "the monitor can measure it"
         mend = "run pip install -r requirements-gpu.txt, and check nvidia-smi" if missing else ""
-        yield _check("GPU use", f"the monitor cannot sample it: {missing}" if mend else text, mend)
+        yield _check("GPU use", f"the monitor cannot measure it: {missing}" if mend else text, mend)
     elif built is None:
         text = "this torch is built without CUDA"
         yield _check("CUDA", text, "to use GPUs, install torch with CUDA support")
@@ -235,7 +235,7 @@ def _extension() -> Iterator[Check]:
     if module is not None:
         yield _check("extension", str(module.__file__))
         return
-    mend = "run bash prerequisite.sh to build it; without it, messages use gloo or NCCL"
+    mend = "run bash prerequisite.sh to build it; without it, ranks send messages with gloo or NCCL"
     yield _check("extension", str(extension.why_missing()), mend)
 
 
@@ -247,7 +247,7 @@ def _shared_memory() -> Iterator[Check]:
         return
     size = facts.f_blocks * facts.f_frsize
     free = facts.f_bavail * facts.f_frsize
-    mend = "start the container with --shm-size 16g, or in Kubernetes mount an emptyDir with"
+    mend = "start the container with --shm-size 16g; in Kubernetes, mount an emptyDir volume of"
     mend = f"{mend} medium Memory at /dev/shm" if free < _LEAST_SHM else ""
     yield _check("/dev/shm", f"{size / _GIB:.2f} GiB, {free / _GIB:.2f} GiB free", mend)
 
@@ -269,9 +269,10 @@ def _rdma() -> Iterator[Check]:
     text = "unlimited"
     mend = ""
     if soft != resource.RLIM_INFINITY:
-        text = f"{soft >> 10} KiB, but RDMA pins more memory"
+        text = f"limited to {soft >> 10} KiB, but RDMA must lock more memory"
         mend = (
-            "set ulimit -l unlimited, use --ulimit memlock=-1 for a container, or edit limits.conf"
+            "remove the limit with ulimit -l unlimited or in limits.conf, or for a container with "
+            "--ulimit memlock=-1"
         )
     yield _check("memlock", text, mend, is_error=True)
 
@@ -344,14 +345,14 @@ async def answer_peers(port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -
             why = str(error)
         link.send("checked", unix_s=time.time(), back=why)
         await link.close()
-        text = f"{link.peer} port {back}: {why}" if why else ""
+        text = f"cannot connect to {link.peer} port {back}: {why}" if why else ""
         text = text or f"{link.peer} and this node can reach each other"
         return heard.put_nowait(_check("other nodes", text, _OPEN if why else "", is_error=True))
 
     try:
         server = Listener(attend, secret, _PURPOSE, _ignore, port=port)
     except OSError as error:
-        why = f"port {port}: {error.strerror}"
+        why = f"cannot listen on port {port}: {error.strerror}"
         return [_check("other nodes", why, "choose another port", is_error=True)]
     try:
         return [await asyncio.wait_for(heard.get(), limit_s)]
@@ -398,7 +399,9 @@ async def _try_way(address: str, port: int, secret: str) -> list[Check]:
         message = await link.receive(3 * _CONNECT_S)
         end_s = time.time()
         if message is None or not isinstance(message.get("unix_s"), float):
-            raise ConnectionResetError("the program that listens on this port did not answer")
+            raise ConnectionResetError(
+                "the program that listens on this port did not send the expected reply"
+            )
     finally:
         back.close()
         await link.close()
@@ -485,7 +488,7 @@ def _probe(options: argparse.Namespace, argv: Sequence[str]) -> int:
     )
     if not (count := len(result.report.outliers)):
         return 0
-    leave_reason(f"doctor --probe found {_outliers(count)}; rank 0 has printed them")
+    leave_reason(f"doctor --probe found {_outliers(count)}; see the output of rank 0")
     return 1
 
 
@@ -497,7 +500,7 @@ def _probe_layout(options: argparse.Namespace, world_size: int) -> ProbeLayout:
     """
     if world_size < 2:
         raise ConfigError(
-            "doctor --probe compares ranks and needs at least two of them; start more processes"
+            "doctor --probe compares ranks, so it requires at least two; start more processes"
         )
     sizes = {name: value for name, value in vars(options).items() if name in _SIZES}
     # If the user has not set any size, probe all ranks as one pipeline, so that at least one link
@@ -534,7 +537,7 @@ def _print_probe(result: JobReport, *, as_json: bool) -> None:
     outcome = _outliers(count) if count else "no outlier"
     nodes = len(set(result.hosts))
     show(
-        f"{outcome}: {len(report.figures)} figures of {len(result.hosts)} ranks on {nodes} "
+        f"{outcome}: {len(report.figures)} measurements of {len(result.hosts)} ranks on {nodes} "
         f"node{'s' if nodes > 1 else ''} in {report.seconds:.1f} s",
         file=sys.stderr if count else None,
     )

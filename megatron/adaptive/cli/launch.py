@@ -241,7 +241,7 @@ def _no_meeting(options: Any, error: Exception) -> SetupError:
         f"the processes of the job cannot connect at {endpoint} ({reason}): the port may be in "
         "use, or the host may be unreachable; on one machine use --standalone; otherwise choose "
         "another port, and open it and all ports above 1023 between the nodes in the firewall; to "
-        "check the connection, run doctor --master-addr HOST on both nodes"
+        "check the connection between two nodes, run doctor --master-addr HOST on both"
     )
 
 
@@ -264,7 +264,7 @@ def _report(error: Any) -> int:
         name = signal.Signals(-code).name
         description = f"was killed by signal {-code} ({name})"
         if name == "SIGKILL":
-            description += "; without a message above, memory may have run out (see dmesg)"
+            description += "; if no message is printed above, memory may have run out (see dmesg)"
     else:
         description = f"exited with status {code}; its message is above"
     print(f"error: rank {rank} (pid {failure.pid}) {description}", file=sys.stderr, flush=True)

@@ -169,11 +169,14 @@ def _print_instructions(address: str, port: int, logs: Path, generated_secret: s
     secret.
     """
     start = f"bash run_worker.sh --master-addr {address}"
-    _say(f"master at {address}:{port}; run on the other nodes: {start}")
+    _say(f"the master listens at {address}:{port}; on each other node, run: {start}")
     if generated_secret is None:
-        _say(f"the other nodes need the same {SECRET_VARIABLE} as this node")
+        _say(f"set {SECRET_VARIABLE} on the other nodes to the same value as on this node")
     elif sys.stderr.isatty():
-        _say(f"if the nodes do not share {logs}: {SECRET_VARIABLE}={generated_secret} {start}")
+        _say(
+            f"if they do not share the folder {logs}, run: {SECRET_VARIABLE}={generated_secret} "
+            f"{start}"
+        )
     else:
         _say(
             f"if the nodes do not share {logs}, set {SECRET_VARIABLE} on the other nodes to "
@@ -236,9 +239,9 @@ def _worker(argv: Sequence[str]) -> int:
         run_secret = secret or (master.secret if master is not None else "")
         if not run_secret:
             raise SetupError(
-                f"the secret of the run at {address}:{port} is unknown; run the command that "
-                f"run_master.sh printed, set {SECRET_VARIABLE} to the same value on all nodes, "
-                "or pass their shared log folder as --log-dir"
+                f"this node does not know the secret of the run at {address}:{port}; run the "
+                f"command that run_master.sh printed, set {SECRET_VARIABLE} to the same value on "
+                "all nodes, or pass their shared log folder as --log-dir"
             )
         return _MasterAddress(address, port, run_secret)
 
@@ -347,7 +350,7 @@ class _Hello:
         numbers = [message["gpus"], *(value for value in open_ones if value is not None)]
         is_text = all(isinstance(value, str) and value.isprintable() for value in (host, address))
         if not (is_text and all(type(value) is int and 0 <= value < 1 << 20 for value in numbers)):
-            raise ValueError("the message does not describe a node")
+            raise ValueError("not a valid description of a node")
         return cls(**{value.name: message[value.name] for value in fields(cls)})
 
 
@@ -482,8 +485,8 @@ async def _gather(
             raise failure
         if missing:
             raise SetupError(
-                f"{', '.join(missing)} disconnected when the run began; run bash run_worker.sh "
-                "on that node, and start this node again"
+                f"{', '.join(missing)} disconnected at the start of the run; run bash "
+                "run_worker.sh on each of them again, and start this node again"
             )
         return places[0][0], answer, address
     finally:
@@ -516,7 +519,7 @@ async def _wait_for(
         if waiting.left_s < 0:
             names = ", ".join(hello.host for hello in connected.values())
             raise SetupError(
-                f"{count} had joined after {limit_s:g} s (besides this node: {names or 'none'}); "
+                f"only {count} joined within {limit_s:g} s (workers: {names or 'none'}); "
                 "run bash run_worker.sh on the other nodes with this node's address, open "
                 f"port {port} in the firewall, or set NNODES={len(connected) + 1}"
             )
@@ -575,9 +578,11 @@ async def _join(master: _MasterAddress, hello: _Hello, waiting: _Waiting) -> dic
         try:
             answer = await asyncio.wait_for(link.receive(), max(0.0, waiting.left_s))
         except asyncio.TimeoutError:
-            raise TimeoutError("other nodes did not join") from None
+            raise TimeoutError("the other nodes did not join in time") from None
         if answer is None:
-            raise ConnectionResetError("the master disconnected, or already has all its nodes")
+            raise ConnectionResetError(
+                "the master closed the connection; perhaps all nodes of its run have already joined"
+            )
         link.send("taken")
     finally:
         await link.close()

@@ -160,7 +160,7 @@ def _check_modes(names: Sequence[str], values_of: Mapping[str, Sequence[str]]) -
         if name in values_of:
             text = " ".join([name, *values_of[name]])
             raise ConfigError(
-                f"{text} requires --try PLAN.json, the plan of the rank to run; add --try, or "
+                f"{text} requires --try, the plan file of the rank to run; add --try PLAN.json, or "
                 f"remove {name}"
             )
     for other, ignored in _UNUSED_BESIDE.items():
@@ -170,7 +170,7 @@ def _check_modes(names: Sequence[str], values_of: Mapping[str, Sequence[str]]) -
 
 def _check_unused(name: str, unused: Sequence[str]) -> None:
     if unused:
-        raise ConfigError(f"{name} does not use {unused[0]}; remove one of them")
+        raise ConfigError(f"{unused[0]} has no effect with {name}; remove one of them")
 
 
 def _discover(files: Sequence[Path]) -> int:
@@ -203,7 +203,10 @@ def _discover(files: Sequence[Path]) -> int:
     make_cluster(document, "--discover", {})
     show(json.dumps(document, indent=2))
     for text in assumed:
-        show(f"assumed: {text}; correct this, or measure it with profile", file=sys.stderr)
+        show(
+            f"assumed: {text}; correct this value if it is wrong, or measure it with profile",
+            file=sys.stderr,
+        )
     return 0
 
 
@@ -368,7 +371,7 @@ def _slices(options: argparse.Namespace, model: Model) -> tuple[int, ...]:
         if value:
             text = flag if value is True else f"{flag} {value}"
             raise ConfigError(
-                f"--slice-tokens {options.slice_tokens} excludes {text}; remove one of them"
+                f"--slice-tokens {options.slice_tokens} conflicts with {text}; remove one of them"
             )
     return (1,)
 
@@ -398,7 +401,9 @@ def _objective(options: argparse.Namespace, inputs: PlanInputs) -> Objective:
         if value == 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be positive, got {value:g}")
     if options.budget is not None and not options.tokens:
-        raise ConfigError("--budget limits the price of a whole run; also set --tokens")
+        raise ConfigError(
+            "--budget requires --tokens, the number of tokens in the whole run; add --tokens N"
+        )
     steps = options.tokens / (inputs.step_tokens(options.global_batch_size) or 1)
     limit_s = math.inf
     if options.time_limit is not None:
@@ -431,10 +436,13 @@ def _print(options: argparse.Namespace, inputs: PlanInputs, proposal: Proposal) 
         show(advice)
     result = proposal.result
     if proposal.refused:
-        show(f"omitted, because the trainer does not support it: {proposal.refused[0]}")
-    print(f"\n{result.configurations:,} configurations bounded, {result.timed:,} pipelines timed")
+        show(f"omitted plans that the trainer does not support: {proposal.refused[0]}")
+    print(
+        f"\nlower bounds computed for {result.configurations:,} configurations, {result.timed:,} "
+        "pipelines timed"
+    )
     if result.gap > 0:
-        print(f"a better plan would be faster by at most {result.gap:.1%}")
+        print(f"a skipped plan could be faster by at most {result.gap:.1%}")
     measured = {gpu for _, gpu, _, _ in inputs.profile.layers}
     guessed = dict.fromkeys(node.gpu for node in cluster.types if node.gpu not in measured)
     if guessed:
@@ -454,5 +462,8 @@ def _front(options: argparse.Namespace, inputs: PlanInputs, request: Request) ->
     rows = find_front(inputs, request)
     write_front(rows, inputs, options.pareto)
     show(table(rows, inputs, options.tokens))
-    show(f"\n{options.pareto}: front.html, front.png, front.json and a plan file for each point")
+    show(
+        f"\nwrote to {options.pareto}: front.html, front.png, front.json and a plan file for each "
+        "point"
+    )
     return 0

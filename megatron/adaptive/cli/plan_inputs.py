@@ -50,7 +50,7 @@ from megatron.adaptive.trace.status_files import PROGRESS_NAME, ProgressTail, pr
 _DRAWN = 100_000
 """Number of document lengths to draw from a distribution."""
 _PIECE = 1 << 20
-"""Number of characters of a file of lengths that are split into words at a time."""
+"""Number of characters of a lengths file that are split into words at a time."""
 _LOGNORMAL = "lognormal"
 _MOST_TOKENS = 10**9
 _FLAG = "--document-lengths"
@@ -291,7 +291,7 @@ def _micro_batch(folder: Path, trace: RunTrace, model: Model) -> int:
     if not tokens:
         raise ConfigError(
             f"{folder}: {PROGRESS_NAME} next to the traces does not contain the number of tokens "
-            "per step; pass the folder that the trainer wrote"
+            "per step; pass the folder of a run of the trainer"
         )
     headers = [rank.header for rank in trace.ranks.values()]
     microbatches = headers[0].num_microbatches * (1 + max(header.dp_rank for header in headers))
@@ -300,8 +300,8 @@ def _micro_batch(folder: Path, trace: RunTrace, model: Model) -> int:
     if size < 1 or abs(samples - size) > 0.05 * size:
         raise ConfigError(
             f"{folder}: a step had {median(tokens):.0f} tokens in {microbatches} microbatches, "
-            f"which does not match samples of {model.tokens_per_sample} tokens; pass the model "
-            "that was trained"
+            f"which is not a whole number of samples of {model.tokens_per_sample} tokens each; "
+            "pass the model that was trained as --model"
         )
     return size
 
@@ -329,11 +329,11 @@ def read_lengths(text: str, most: int) -> tuple[Lengths, int]:
 
     Args:
         text: Value of the option.
-        most: Number of tokens after which the trainer truncates documents.
+        most: Maximum length of a document in tokens. The trainer truncates longer documents.
 
     Returns:
         Number of tokens of each document that the trainer predicts, and an upper bound of these
-        numbers for all documents of the data.
+        numbers for all documents in the data.
 
     Raises:
         ConfigError: The text does not have one of the possible forms, or a length is invalid.
@@ -349,7 +349,9 @@ def read_lengths(text: str, most: int) -> tuple[Lengths, int]:
     else:
         lengths = _listed(text)
     if not len(lengths):
-        raise ConfigError(f"{_FLAG} {text}: no document has a token to learn; pass other data")
+        raise ConfigError(
+            f"{_FLAG} {text} contains no document that is long enough to train on; pass other data"
+        )
     lengths = np.minimum(lengths, most)
     return lengths, int(lengths.max())
 
@@ -374,7 +376,9 @@ def _listed(text: str) -> Lengths:
     The file contains a JSON list, or numbers separated by whitespace.
     """
     content = read_text(
-        Path(text), f"{_FLAG}: pass a prefix of .bin and .idx, a file, or lognormal:MEDIAN:SIGMA"
+        Path(text),
+        f"{_FLAG}: pass the prefix of a .bin and .idx file, a file of lengths, or "
+        "lognormal:MEDIAN:SIGMA",
     )
     content = content.strip().removeprefix("[").removesuffix("]")
     numbered = enumerate(_words(content.replace(",", " ").replace("\n", " ")), start=1)
@@ -396,7 +400,7 @@ def _number(word: str, number: int, text: str) -> int:
     length: Any = int(word) if word.isdecimal() and len(word) < 12 else 0
     if not 1 <= length <= _MOST_TOKENS:
         raise ConfigError(
-            f"{_FLAG} {text}: number {number} must be a number of tokens from 1 to {_MOST_TOKENS},"
-            f" got {word[:40]}; correct it"
+            f"{_FLAG} {text}: each number in the file must be from 1 to {_MOST_TOKENS}, but number"
+            f" {number} is {word[:40]}; correct it"
         )
     return int(length)

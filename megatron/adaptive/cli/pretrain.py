@@ -360,6 +360,6 @@ def _loss(mask: Any, output: Any) -> tuple[Any, Any, dict[str, Any]]:
 def _needs_script(name: str, description: str) -> ConfigError:
     flag = "--" + name.replace("_", "-")
     return ConfigError(
-        f"{flag} ({description}) requires Megatron-LM's own script; run its pretrain_gpt.py with "
-        "megatron.adaptive.install() instead of train megatron-lm"
+        f"train megatron-lm does not support {flag} ({description}); run Megatron-LM's own "
+        "pretrain_gpt.py with megatron.adaptive.install() instead"
     )

@@ -108,7 +108,7 @@ def _train(argv: Sequence[str]) -> int:
     settings = [setting for setting in settings if setting != "--dry-run"]
     if not settings or "=" in settings[0] or settings[0].startswith("-"):
         raise ConfigError(
-            "the recipe is missing; pass a YAML file as the first argument, see train recipe --help"
+            "train recipe requires a YAML file as the first argument; see train recipe --help"
         )
     path = Path(settings[0])
     recipe = read_recipe(load_recipe(path), settings[1:], str(path))
@@ -187,9 +187,9 @@ def _evaluate(argv: Sequence[str]) -> int:
     add("--nproc-per-node", type=count, default=1, metavar="N", help=text)
     options, flags = parser.parse_known_args(list(argv))
     if options.data is None and options.prompt is None:
-        raise ConfigError("evaluate: the text is missing; pass --data FILE or --prompt TEXT")
+        raise ConfigError("evaluate requires a text; pass --data FILE or --prompt TEXT")
     if not {"--load", "--load-hf"} & {flag.partition("=")[0] for flag in flags}:
-        raise ConfigError("evaluate: the model is missing; pass --load CKPT or --load-hf DIR")
+        raise ConfigError("evaluate requires a model; pass --load CKPT or --load-hf DIR")
     run_flags = [*_NO_TRAINING, *_model_flags(flags), *flags]
     if last_value(flags, "--load") is not None:
         run_flags = [*_WEIGHTS_ALONE, *run_flags]
@@ -259,7 +259,7 @@ def _all_of(data: str, flags: Sequence[str], processes: int, folder: Path) -> li
     batches = (tokens - 1) // length // config.batch.global_batch_size
     if not batches:
         raise ConfigError(
-            f"evaluate: {tokens} tokens are fewer than a batch of "
+            f"evaluate: the text has {tokens} tokens, fewer than one batch of "
             f"{config.batch.global_batch_size} x {length}; use a longer text, or a smaller "
             "--global-batch-size or --seq-length"
         )
@@ -317,7 +317,7 @@ def flags(argv: Sequence[str]) -> int:
         print("usage: python -m megatron.adaptive train flags > docs/flags.md")
         return 0
     if argv:
-        raise ConfigError(f"train flags must be used without arguments; remove {argv[0]}")
+        raise ConfigError(f"train flags takes no arguments; remove {argv[0]}")
     print(flags_markdown(), end="")
     return 0
 

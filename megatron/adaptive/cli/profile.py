@@ -107,7 +107,9 @@ def _parser() -> argparse.ArgumentParser:
 def _fit_runs(options: argparse.Namespace) -> dict[str, Any]:
     """Returns a profile fitted to traced runs, merged with an existing profile at ``--output``."""
     if not options.model or options.cluster is None:
-        raise ConfigError("--from-run requires --model and --cluster of the runs; add both")
+        raise ConfigError(
+            "--from-run requires --model and --cluster, which describe the runs; add both"
+        )
     cluster = read_cluster(options.cluster)
     existing = profile_file.load(options.output) if options.output.exists() else None
     default = "bf16" if existing is None else profile_file.precision_of(existing["model"])
@@ -144,7 +146,7 @@ def _measure(options: argparse.Namespace, environment: Environment) -> dict[str,
     model = read_model(options.model, options.precision, default=default, attention=attention)
     if not model.arguments:
         raise ConfigError(
-            f"--model {options.model}: the trainer only builds GPT and Llama models; time the "
+            f"--model {options.model}: profile only measures GPT and Llama models; measure the "
             "pieces of this model yourself, and pass their times with --cut-points"
         )
     spreads = parse_counts("--expert-parallel-size", options.expert_parallel_size)
@@ -185,4 +187,7 @@ def _measure(options: argparse.Namespace, environment: Environment) -> dict[str,
 def _write(content: dict[str, Any], path: Path) -> None:
     profile_file.write(content, path)
     gpus = ", ".join(sorted({row["gpu"] for row in content["layers"]}))
-    show(f"{path}: {len(content['layers'])} measurements of {content['model']['name']} on {gpus}")
+    show(
+        f"wrote {path}: {len(content['layers'])} measurements of {content['model']['name']} on "
+        f"{gpus}"
+    )

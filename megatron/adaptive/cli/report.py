@@ -74,8 +74,8 @@ def _newest_job(logs: Path) -> str:
     newest = newest_run(["*.out", "progress.jsonl"], parents)
     if newest is None:
         raise SetupError(
-            f"no job in {searched(parents)}: pass the job's folder, or pass the LOG_DIR of its "
-            "conf.sh as --log-dir"
+            f"found no job in {searched(parents)}; pass the job's folder, or pass the LOG_DIR of "
+            "its conf.sh as --log-dir"
         )
     return newest.name
 
@@ -120,7 +120,7 @@ def gather(job: str, logs: Path) -> dict[str, Any]:
     traces, notes = traced(folder / "traces", _node_of_each_rank(folder, names, processes))
     drawn = _thinned(lines)
     if len(drawn) < len(lines):
-        notes.append(f"curves show {len(drawn)} of {len(lines)} iterations, evenly spaced")
+        notes.append(f"curves show {len(drawn)} evenly spaced iterations of {len(lines)}")
     messages, message_notes = _messages(folder, logs / f"{job}.batch", names)
     return {
         "title": f"Job {job}: {record.get('conf', {}).get('JOB_NAME', '')}".rstrip(": "),
@@ -263,7 +263,8 @@ def _messages(
                 messages.append({"node": name, "kind": kind, "text": text, "count": count})
             if len(counter) > MAX_MESSAGES:
                 notes.append(
-                    f"{name}: {MAX_MESSAGES} of {len(counter)} different {kind}s, the most frequent"
+                    f"{name}: shows the {MAX_MESSAGES} most frequent of {len(counter)} different "
+                    f"{kind}s"
                 )
     messages.sort(key=lambda message: message["kind"])
     return messages, notes

@@ -182,9 +182,7 @@ def _run(options: argparse.Namespace) -> int:
 
     script = options.script
     if script is None:
-        raise ConfigError(
-            f"train elastic: the script is missing; pass a script, such as {_TRAINER}"
-        )
+        raise ConfigError(f"train elastic requires a script; pass one, such as {_TRAINER}")
     if str(script) == _FINETUNE and not script.is_file():
         script = options.script = Path(__file__).with_name("finetune.py")
     if not script.is_file():
@@ -238,8 +236,8 @@ def _run(options: argparse.Namespace) -> int:
 
 def _pipeline_arguments(options: argparse.Namespace) -> tuple[tuple[str, ...], Path]:
     """Returns the arguments and the checkpoint folder for a script that trains a ``Pipeline``."""
-    reason = f"{options.script.name} trains a Pipeline, because it does not parse the"
-    reason += " trainer's arguments"
+    reason = f"{options.script.name} counts as a script that trains a Pipeline, because it does"
+    reason += " not parse the trainer's arguments"
     if options.checkpoint is None:
         raise ConfigError(
             f"train elastic: {reason}; pass the folder of its checkpoints as --checkpoint DIR, "
@@ -257,8 +255,8 @@ def _pipeline_arguments(options: argparse.Namespace) -> tuple[tuple[str, ...], P
         )
     if options.plan_with:
         raise ConfigError(
-            f"--plan-with: {reason}, and its layouts are planned from its own measurements; "
-            "remove the flag, or add --runs trainer"
+            f"--plan-with: {reason}, and the job plans the layouts of a Pipeline from "
+            "measurements; remove the flag, or add --runs trainer"
         )
     return tuple(options.arguments), options.checkpoint
 
@@ -274,8 +272,8 @@ def _on_straggler(wished: Policy | None, schedule: ScheduleConfig) -> Policy:
     if wished in ("replan", "exclude") and not is_diagnosed:
         problem = "--diagnose-interval 0" if schedule.trace_dir is not None else "no --trace-dir"
         raise ConfigError(
-            f"--on-straggler {wished} with {problem}: slow nodes are detected from traces; add "
-            "--trace-dir DIR and a positive --diagnose-interval to the trainer's flags"
+            f"--on-straggler {wished} cannot detect slow nodes with {problem}, because it reads "
+            "traces; add --trace-dir DIR and a positive --diagnose-interval to the trainer's flags"
         )
     return wished or ("replan" if is_diagnosed else "ignore")
 
@@ -284,8 +282,8 @@ def _check_probes(wished: ProbePolicy, interval: int) -> None:
     """Raises an error if failed probes are to exclude nodes, but no probe is configured."""
     if wished == "exclude" and not interval:
         raise ConfigError(
-            "--on-failed-probe exclude without --probe-interval: nodes can only fail if they "
-            "are probed; add a positive --probe-interval to the trainer's flags"
+            "--on-failed-probe exclude requires probes; add a positive --probe-interval to the "
+            "trainer's flags"
         )
 
 
@@ -313,5 +311,8 @@ def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitS
     chooser = PlannerChooser(*arguments, unequal=options.unequal, model=model)
     stack.enter_context(contextlib.closing(chooser))
     if model is None and (late := chooser.check(spec.machines)):
-        say(f"warning: no plan before the start: {late}; layouts may be chosen without a plan")
+        say(
+            f"warning: found no plan for all machines ({late}); layouts may be chosen without the "
+            "planner"
+        )
     return chooser

@@ -38,8 +38,8 @@ _SIZES = {
 }
 """Options for the sizes of the run, with default values and help texts.
 
-The example script reads these sizes from environment variables whose names are the same words in
-capital letters.
+The example script reads these sizes from environment variables with the same names in capital
+letters.
 """
 
 _FOLDERS = {"runs_dir": WORK_FOLDER / "runs", "data_dir": WORK_FOLDER / "data" / "stdlib"}
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
     data_dir = options.data_dir.resolve()
     runs = options.runs_dir.resolve()
     if options.resume and not (runs / "latest").exists():
-        raise ConfigError(f"--resume: {runs} does not contain a run yet; remove the option")
+        raise ConfigError(f"--resume: {runs} does not contain a run yet; remove --resume")
     status = make_corpus(["--output-dir", str(data_dir)])
     if status:
         return status  # ``make_corpus`` has already printed the reason.
@@ -101,7 +101,7 @@ class _Renamed(argparse.Action):
 
     def __call__(self, *_: Any) -> NoReturn:
         """Raises the error. argparse calls this method when the old option is used."""
-        raise ConfigError("--schedule is now --pipeline-schedule")
+        raise ConfigError("--schedule was renamed; use --pipeline-schedule")
 
 
 def _parser() -> CommandParser:
@@ -174,7 +174,7 @@ def _default_flags(options: argparse.Namespace, trainer_flags: Sequence[str]) ->
 
 
 def _run_dir(runs: Path, options: argparse.Namespace) -> Path:
-    """Returns the folder of the run, or with ``--resume``, the folder of the latest run.
+    """Returns the folder of the run. With ``--resume``, this is the folder of the latest run.
 
     Without ``--resume``, creates a new folder in ``runs``, and makes the link ``latest`` point to
     this folder.

@@ -45,7 +45,7 @@ _PROFILE_KEYS = {
     "microbatch_jitter": "microbatch_sigma",
     "slow_rank": "rank_factors",
 }
-"""Keys of a profile, keyed by the name of the option that has the same meaning."""
+"""Keys of a profile file, keyed by the option that sets the same value."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,14 +60,14 @@ def main(argv: Sequence[str]) -> int:
     if max(options.sequence_slices) > 1:
         counts = " or ".join(map(str, options.sequence_slices))
         draws += (
-            f"\n{counts} slices per microbatch, {options.slice_cut};"
-            f" attention is {profile.attention_share:.0%} of a forward"
+            f"\n{counts} slices per microbatch, {options.slice_cut}; attention takes "
+            f"{profile.attention_share:.0%} of a forward pass"
         )
     _print_table(draws, outcomes)
     if refused:
         show()
     for name, reason in refused.items():
-        show(f"left out: {name}: {reason}")
+        show(f"left out {name}: {reason}")
     if options.chart is not None:
         # Import this module only here, because the import takes half a second, and only charts
         # require the module.
@@ -101,8 +101,8 @@ def _simulate(
             is_rule(name)
             if name in schedule_names() and name not in policy_names():
                 raise ScheduleError(
-                    f"schedule {name!r} has no backward passes and only runs validation: choose "
-                    f"one of {', '.join(policy_names())}"
+                    f"schedule {name!r} has no backward passes, because it is for validation only; "
+                    f"choose one of {', '.join(policy_names())}"
                 )
         except ScheduleError as error:
             raise ConfigError(f"--schedules {options.schedules}: {error}") from error
@@ -221,8 +221,8 @@ def _add_slices(parser: argparse.ArgumentParser) -> None:
     text = "whether slices have equal costs or equal numbers of tokens"
     add("--slice-cut", choices=SLICE_CUTS, default=SLICE_CUTS[0], help=text)
     text = (
-        "seconds that each slice after the first adds to a rank's forward pass, and to its "
-        "backward pass"
+        "overhead in seconds of each slice after the first, added to both the forward and the "
+        "backward pass of a rank"
     )
     add("--slice-overhead", type=number(float, 0, 1e5), default=0.0, metavar="S", help=text)
 
@@ -290,8 +290,9 @@ def _check_work(options: argparse.Namespace, draws: int) -> None:
             slices = f" x --sequence-slices {most}"
         raise ConfigError(
             f"--stages {options.stages} x --chunks {options.chunks} x --microbatches "
-            f"{options.microbatches}{slices} are {work:,} actions in each of {draws} draws, but "
-            f"at most {_MAX_ACTIONS:,} are allowed per draw, and {_MAX_WORK:,} in all draws"
+            f"{options.microbatches}{slices} result in {work:,} actions in each of {draws} "
+            f"draws, but at most {_MAX_ACTIONS:,} are allowed per draw, and {_MAX_WORK:,} in all "
+            "draws together; reduce these numbers"
         )
 
 
@@ -333,7 +334,7 @@ def _print_table(head: str, outcomes: Sequence[CandidateOutcome]) -> None:
     slowest = max(outcome.mean_s for outcome in outcomes)
     if not first:
         raise ConfigError(
-            "all work takes 0 s; set --forward, --backward or --weight to a positive value"
+            "all actions take 0 s; set --forward, --backward or --weight to a positive value"
         )
     width = max(len(str(outcome.candidate)) for outcome in outcomes)
     is_sliced = any(outcome.candidate.num_slices > 1 for outcome in outcomes)

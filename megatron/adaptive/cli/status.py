@@ -51,8 +51,8 @@ def main(argv: Sequence[str]) -> int:
         status = read_status(options.job, options.log_dir)
         if not (status.state or status.nodes or status.iteration):
             raise SetupError(
-                f"{status.folder} contains no logs of a job, and Slurm does not know this job; "
-                "pass the ID of a job and, with --log-dir, the folder of its logs"
+                f"found no logs in {status.folder}, and Slurm does not know job {status.job}; pass "
+                "the ID of a job, and the LOG_DIR of its conf.sh as --log-dir"
             )
         if options.json:
             print(json.dumps(asdict(status), indent=None if options.follow else 2), flush=True)
@@ -74,20 +74,23 @@ def summary(status: JobStatus) -> list[str]:
     """Returns lines that describe the progress and the problems of a job."""
     lines = [f"LOST: node {name}: {why}" for name, why in status.lost.items()]
     if not status.nodes:
-        lines.append(f"no logs in {status.folder} yet; pass a different LOG_DIR with --log-dir")
+        lines.append(
+            f"no logs in {status.folder} yet; if this is the wrong folder, pass the job's LOG_DIR "
+            "as --log-dir"
+        )
     elif status.iteration is None:
         lines.append("no iteration yet")
     else:
         pace = "" if status.iteration_ms is None else f", {status.iteration_ms:.1f} ms each"
         speed = "" if status.tokens_per_s is None else f", {status.tokens_per_s:.0f} tokens/s"
         lines.append(
-            f"iteration {status.iteration} of {status.iterations}{pace}{speed}; the latest"
+            f"iteration {status.iteration} of {status.iterations}{pace}{speed}; completed"
             f" {status.since_s:.0f} s ago"
         )
     if status.is_stalled:
         lines.append(
-            "STALLED: no iteration for over 5 times the usual time; see the resource use of "
-            "each node"
+            "STALLED: no iteration has completed for over 5 times the usual duration; check the "
+            "resource use of each node"
         )
     for name, requested, effective in status.differences:
         lines.append(f"DIFFERENT: {name} is {effective}, but {requested} was requested")
@@ -96,7 +99,7 @@ def summary(status: JobStatus) -> list[str]:
 
 def _node_lines(node: NodeStatus) -> list[str]:
     if node.is_former:
-        return [f"--- {node.name}: took part only in an earlier start of the job"]
+        return [f"--- {node.name}: took part in an earlier start of the job, but not in the latest"]
     lines = [f"--- {node.name}: {_use(node)}"]
     for title, lines_of_kind in (
         ("error", node.errors),
@@ -110,7 +113,7 @@ def _node_lines(node: NodeStatus) -> list[str]:
 
 def _use(node: NodeStatus) -> str:
     if node.use is None:
-        return "no sample of its resource use"
+        return "resource use was not sampled"
     gpus = [
         f"GPU {gpu['index']} {gpu['used_percent']}% "
         f"{gpu['memory_used_bytes'] / _GIB:.1f} GiB, {len(gpu.get('pids', ()))} processes"
@@ -313,7 +316,7 @@ class NodeStatus:
         errors: Last distinct lines in both files that report an error.
         warnings: Last distinct lines in both files that report a warning.
         use: Latest sample of the node's resource usage, or ``None`` if there is no sample.
-        is_former: Whether the node took part only in an earlier start of the job.
+        is_former: Whether the node took part in an earlier start of the job, but not in the latest.
     """
 
     name: str
@@ -496,18 +499,18 @@ def _check_known(job: str, folder: Path, slurm_job: SlurmState) -> None:
         if os.access(folder, os.R_OK | os.X_OK):
             return
         raise SetupError(
-            f"job {job}: this user cannot read {folder}; ask the owner of the folder for permission"
+            f"job {job}: you cannot read {folder}; ask the owner of the folder for permission"
         )
     if not slurm_job.state:
         raise SetupError(
-            f"job {job}: Slurm does not know this job, and {folder} does not exist; pass the log "
-            "folder with --log-dir, or run squeue to see the IDs of jobs"
+            f"job {job}: Slurm does not know this job, and {folder} does not exist; pass the job's "
+            "LOG_DIR as --log-dir, or run squeue to see the IDs of jobs"
         )
     user = pwd.getpwuid(os.getuid()).pw_name
     if slurm_job.user and slurm_job.user != user:
         raise SetupError(
             f"job {job} ({slurm_job.state}) belongs to {slurm_job.user}, not {user}, and "
-            f"{folder} does not exist; pass the LOG_DIR of {slurm_job.user} with --log-dir"
+            f"{folder} does not exist; pass the LOG_DIR of {slurm_job.user}'s job as --log-dir"
         )
 
 
@@ -543,7 +546,9 @@ def _lost(slurm_job: SlurmState, nodes: tuple[NodeStatus, ...]) -> dict[str, str
             continue
         silent_s = now_s - node.use["unix_s"]
         if silent_s > _SILENT_S:
-            reasons.setdefault(node.name, f"it has sent no sample for {silent_s:.0f} s")
+            reasons.setdefault(
+                node.name, f"the last sample of its resource use is {silent_s:.0f} s old"
+            )
     return reasons
 
 

@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     slurm(["sbatch", "--version"])
     make_folder(settings.parent)
     job = submit(conf, script, settings)
-    show(f"job {job}: logs in {logs / str(job)}")
+    show(f"submitted job {job}; its logs will be in {logs / str(job)}")
     watch = shlex.join(
         ["bash", str(WORK_FOLDER / "get_result.sh"), str(job), "--log-dir", str(logs)]
     )
@@ -166,7 +166,7 @@ def batch_script(conf: LaunchConf, settings: Path) -> str:
     """
     if conf.processes is None:
         name = "NNODES" if conf.nodes is None else "NPROC_PER_NODE"
-        raise ConfigError(f"{name} is not set, but Slurm requires this number; set it")
+        raise ConfigError(f"jobs on Slurm require {name}; set it")
     logs = conf.path("LOG_DIR")
     head = ["#!/bin/bash", *_directives(_job_options(conf, logs))]
     for index, group in enumerate(conf.groups):
@@ -206,8 +206,8 @@ def _job_options(conf: LaunchConf, logs: Path) -> list[str]:
     user_options = shlex.split(conf["SLURM_FLAGS"] or "")
     if (shown := masked(user_options)) != user_options:
         raise ConfigError(
-            f"SLURM_FLAGS={shlex.join(shown)}: contains a secret, which every user could read in "
-            "the script; set the variable in conf.sh, or export it before job submit"
+            f"SLURM_FLAGS={shlex.join(shown)} contains a secret, which every user could read in "
+            "the batch script; set the variable in conf.sh, or export it before job submit"
         )
     return options + user_options
 
@@ -289,9 +289,13 @@ def submit(conf: LaunchConf, script: str, settings: Path) -> int:
     except SetupError as error:
         raise ConfigError(
             f"Slurm rejected the job ({error}); check NNODES, NPROC_PER_NODE, SLURM_PARTITION, "
-            f"SLURM_GRES, SLURM_ACCOUNT, SLURM_TIME and SLURM_FLAGS, sinfo, and the script {path}"
+            f"SLURM_GRES, SLURM_ACCOUNT, SLURM_TIME and SLURM_FLAGS, the output of sinfo, and the "
+            f"batch script {path}"
         ) from error
     match = _SUBMITTED.match(output.strip())
     if match is None:
-        raise SetupError(f"sbatch printed {output.strip()!r}, which contains no job ID; see squeue")
+        raise SetupError(
+            f"sbatch printed {output.strip()!r}, which contains no job ID; run squeue to see "
+            "whether the job was submitted"
+        )
     return int(match[1])

@@ -131,7 +131,7 @@ def diagnose_run(argv: Sequence[str]) -> int:
         f"{names}. For a folder with dumps of torch's flight recorder (names end with "
         "trace_rank_N or _dump_N), find the collective that hangs and the late ranks.",
     )
-    help_text = "also search for your own cause, package.module:Class; may be repeated"
+    help_text = "class of another cause to search for, as package.module:Class; may be repeated"
     add = parser.add_argument
     add("--cause", type=find_cause, action="append", default=[], metavar="CAUSE", help=help_text)
     return _answer(parser, argv, find, find_hang)
@@ -146,8 +146,8 @@ def what_if_run(argv: Sequence[str]) -> int:
 
     parser = _parser(
         f"{_TRACE} whatif",
-        "Simulate the recorded steps with changed times: how much time the run loses, on which "
-        "ranks, and what each fix would gain.",
+        "Simulate the recorded steps with changed times, and print how much time the run loses, on "
+        "which ranks, and how much time each fix would save.",
     )
     help_text = "draw where time is lost, and write the image to this PNG file"
     parser.add_argument("--picture", type=Path, metavar="FILE", help=help_text)
@@ -203,9 +203,9 @@ def compare(argv: Sequence[str]) -> int:
     parser = CommandParser(
         prog=f"{_TRACE} diff",
         description=(
-            "Compare two runs of the same shape: which rank, stage, type of action, link or "
-            "reader became slower or faster. The exit status is 1 if a step is slower than "
-            "--fail-above allows."
+            "Compare two runs with the same pipeline layout, and print which rank, stage, type of "
+            "action, link or data reader became slower or faster. The exit status is 1 if a step "
+            "is slower than --fail-above allows."
         ),
     )
     add = parser.add_argument
@@ -221,7 +221,7 @@ def compare(argv: Sequence[str]) -> int:
     if limit_share is None or not result.is_slower_by(limit_share):
         return 0
     show(
-        f"error: a step of {arguments.after} is {result.relative:.1%} slower, but --fail-above "
+        f"error: steps of {arguments.after} are {result.relative:.1%} slower, but --fail-above "
         f"allows only {limit_share:.1%}",
         file=sys.stderr,
     )
@@ -371,7 +371,8 @@ def _add_output_arguments(parser: argparse.ArgumentParser, formats: str, report:
     folder = "folder for trace_pipeline_<p>_model_chunks_<c>.* (default: current directory)"
     add_target = parser.add_mutually_exclusive_group().add_argument
     add_target("--output-dir", type=Path, default=Path(), metavar="DIR", help=folder)
-    add_target("--output", type=Path, metavar="FILE", help="result file; its extension is replaced")
+    text = "result file; its extension is replaced by that of each view"
+    add_target("--output", type=Path, metavar="FILE", help=text)
     default = f" (default: {formats})" if formats else ""
     summaries = ", ".join(f"{view.name} ({view.summary})" for view in built_in_views().values())
     text = (
@@ -412,11 +413,13 @@ def _chosen_iterations(
 def _range(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a range of iterations A-B")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range of iterations; use A-B or A")
     first = int(match[1])
     last = int(match[2] or match[1])
     if last < first:
-        raise argparse.ArgumentTypeError(f"{text!r} ends before it begins; use A-B with A <= B")
+        raise argparse.ArgumentTypeError(
+            f"the range {text!r} ends before it begins; use A-B with A <= B"
+        )
     return first, last
 
 
@@ -526,7 +529,10 @@ def _kernel_lines(run: RunTrace, iteration: int, step_ms: float) -> list[str]:
         recorded = sorted({step.iteration for rank in run.ranks for step in read_steps(run, rank)})
         where = describe_numbers(recorded)
         return (
-            [f"kernels were recorded in iterations {where}; choose one with --iteration"]
+            [
+                f"kernels were only recorded in iterations {where}; choose one of them with "
+                "--iteration"
+            ]
             if recorded
             else []
         )
@@ -608,7 +614,7 @@ def _expert_lines(experts: Mapping[str, Any], step_ms: float) -> list[str]:
     parts = " to ".join(f"{ms:.2f} ms ({ms / max(step_ms, 1e-9):.0%})" for ms in _extremes(times))
     return [
         f"tokens of the busiest expert relative to the mean: {', '.join(shown)}",
-        f"time that each rank exchanges tokens (fraction of the step): {parts}",
+        f"time in which each rank exchanges tokens (fraction of the step): {parts}",
     ]
 
 

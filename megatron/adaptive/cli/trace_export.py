@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         for request, spans in otlp_requests(run):
             file.write(json.dumps(request, separators=(",", ":")) + "\n")
             count += spans
-    show(f"{count:,} spans of {len(run.ranks)} ranks: {target}")
+    show(f"wrote {count:,} spans of {len(run.ranks)} ranks to {target}")
     return 0
 
 
@@ -133,7 +133,7 @@ def _send(run: RunTrace, url: str, limit_s: float) -> int:
             f"--otlp {shown}: {reason}; {dropped:,} spans were dropped; start a collector at "
             "this URL, or write to a file"
         )
-    show(f"{sent:,} spans of {len(run.ranks)} ranks: {shown}")
+    show(f"sent {sent:,} spans of {len(run.ranks)} ranks to {shown}")
     if dropped:
         show(f"warning: {shown}: {reason}; {dropped:,} spans were dropped", file=sys.stderr)
     return int(dropped > 0)

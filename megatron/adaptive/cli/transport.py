@@ -97,7 +97,9 @@ def _check(options: argparse.Namespace, environment: Environment) -> int:
     names = {spec.dest for spec in fields_of(TransportConfig)} & vars(options).keys()
     config = TransportConfig(**{name: getattr(options, name) for name in names})
     if environment.world_size < 2:
-        raise ConfigError("transport requires at least two ranks, got one; start more processes")
+        raise ConfigError(
+            "transport --check requires at least two ranks, got one; start more processes"
+        )
     check = TransportCheck(config, environment, timedelta(seconds=_MEETING_S))
     outcomes = [Outcome(**facts) for facts in check.outcomes(options.seconds)]
     # A launcher kills all ranks as soon as one rank fails, so print the table before any rank can
@@ -108,9 +110,7 @@ def _check(options: argparse.Namespace, environment: Environment) -> int:
     bad = any(outcome.chosen and not outcome.works for outcome in outcomes)
     if not bad:
         return 0
-    leave_reason(
-        "transport --check: the chosen transport does not work; rank 0 has printed the reason"
-    )
+    leave_reason("transport --check: the chosen transport does not work; see the output of rank 0")
     return _EXIT_CHOSEN_FAILED
 
 
@@ -134,4 +134,4 @@ def _print(outcomes: Sequence[Outcome], *, as_json: bool) -> None:
         show(f"{cells}  {row[4]}".rstrip())
     pairs = {outcome.ranks: outcome.hosts for outcome in outcomes}
     hosts = ", ".join(f"{low}-{high}: {a} to {b}" for (low, high), (a, b) in pairs.items())
-    show(f"\n* transport that a run would use. {hosts}")
+    show(f"\n* marks the transport that a run would use. {hosts}")

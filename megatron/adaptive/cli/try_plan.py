@@ -113,7 +113,9 @@ def try_plan(options: argparse.Namespace) -> int:
         print(json.dumps(trial.content["tried"], indent=2))
         return 0
     show(_table(trial, tried, step_s, has_links=bool(links)))
-    show(f"\n{target}: the plan with these values; to use them, run plan --profile {target}")
+    show(
+        f"\nwrote the plan with these values to {target}; to use them, run plan --profile {target}"
+    )
     return 0
 
 
@@ -124,13 +126,14 @@ def _read(options: argparse.Namespace) -> _Trial:
     flags = plan_flags(content, str(path))
     if "stages" in content:
         raise ConfigError(
-            f"{path}: --try requires stages with equal data-parallel sizes; plan without --unequal"
+            f"{path}: --try requires stages with equal data-parallel sizes; run plan without "
+            "--unequal"
         )
     if "slice_tokens" in content:
         raise ConfigError(
-            f"{path}: --try cannot pack documents for its slice_tokens"
-            f" {content['slice_tokens']}, because their number of slices differs between steps;"
-            " plan with --sequence-slices and try that plan, or train some steps with this one"
+            f"{path}: --try does not support slice_tokens ({content['slice_tokens']}), because the"
+            " number of slices of packed documents differs between steps; try a plan that was"
+            " made with --sequence-slices, or train some steps with this plan"
         )
     world_size = world_size_of(content)
     if world_size is None:
@@ -138,15 +141,15 @@ def _read(options: argparse.Namespace) -> _Trial:
     asked = options.world_size
     if asked is not None and asked != world_size:
         raise ConfigError(
-            f"--world-size must be {world_size} for {path}, got {asked}; remove it, or plan for"
-            f" {asked}"
+            f"--world-size must be {world_size}, the number of ranks in {path}, got {asked}; remove"
+            f" --world-size, or make a plan for {asked} ranks"
         )
     placed = sum(
         group["nodes"] * group["processes_per_node"] for group in content.get("placement", ())
     )
     if placed not in (0, world_size):
         raise ConfigError(
-            f"{path}: its placement has {placed} processes, but its degrees have {world_size};"
+            f"{path}: placement has {placed} processes, but degrees require {world_size};"
             " make them equal"
         )
     if options.rank >= world_size:
@@ -156,7 +159,7 @@ def _read(options: argparse.Namespace) -> _Trial:
         )
     name = options.model or str(content.get("model"))
     if options.model is None and name not in preset_names():
-        raise ConfigError(f"{path}: the sizes of its model {name} are unknown; pass --model")
+        raise ConfigError(f"{path}: the layer sizes of its model {name} are unknown; pass --model")
     model = read_model(name, content.get("precision"), default="fp32", attention=options.attention)
     if not model.arguments:
         raise ConfigError(
@@ -173,7 +176,7 @@ def _read(options: argparse.Namespace) -> _Trial:
 
 
 def _request(trial: _Trial, plan: Plan, needed: float) -> dict[str, Any]:
-    """Returns the request for the rank's process, with the fields of ``try_rank.TrialRequest``.
+    """Returns the request for the rank's process as a dict with the fields of ``TrialRequest``.
 
     ``needed`` is the memory that the rank needs, in bytes.
     """
@@ -198,7 +201,7 @@ def _request(trial: _Trial, plan: Plan, needed: float) -> dict[str, Any]:
 
 def _run(trial: _Trial, request: Mapping[str, Any]) -> tuple[TriedRank, dict[str, Any]]:
     """Runs the rank in a separate process. Returns measurements of the rank and of its layers."""
-    say(f"running rank {trial.rank} of {trial.world_size} alone for some steps")
+    say(f"running rank {trial.rank} of {trial.world_size} for some steps, without other ranks")
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder) / "request.json", Path(folder) / "result.json"
         source.write_text(json.dumps(request), encoding="utf-8")
@@ -305,8 +308,8 @@ def _table(trial: _Trial, tried: TriedRank, step_s: float, *, has_links: bool) -
         ["optimizer", "", f"{tried.optimizer_s * 1e3:,.1f} ms"],
         ["rest of a step", "", f"{tried.beside_s * 1e3:,.1f} ms"],
     ]
-    note = "The other ranks do not exist, so messages and collectives take no time on this rank."
-    note += "\nThe step time is simulated for the whole pipeline with these times, "
+    note = "The other ranks were not run, so messages and collectives take no time on this rank."
+    note += "\nThe step time of the job is simulated for the whole pipeline with these times, "
     note += (
         "and with messages between two ranks on this machine." if has_links else "without messages."
     )

@@ -77,9 +77,9 @@ def _table(errors: Mapping[str, float]) -> list[str]:
     return [
         *aligned([["set", *(name.replace("_", " ") for name in errors)], [_SET, *cells]], 1),
         "",
-        "errors: relative to the measured time; rank correlation: of predicted and measured",
-        "order; place of best: place of the fastest run in the predicted order; regret: how much",
-        "slower the run predicted to be fastest is than the fastest",
+        "errors: relative to the measured time; rank correlation: between the predicted and the",
+        "measured order; place of best: place of the fastest run in the predicted order; regret:",
+        "how much slower than the fastest run the run that was predicted to be fastest is",
     ]
 
 
@@ -134,7 +134,8 @@ def _compared(
     for name in ("model", "cluster"):
         if getattr(options, name) is None:
             raise ConfigError(
-                f"the traces of run {next(iter(traces_by_run))} also require --{name}; add it"
+                f"the traces of run {next(iter(traces_by_run))} do not describe the {name}; pass "
+                f"--{name}"
             )
     inputs = read_inputs(options)
     runs = traced_runs(traces_by_run.values(), options, inputs.model, inputs.cluster)
@@ -162,7 +163,8 @@ def _plan(run: TracedRun, inputs: PlanInputs, options: argparse.Namespace) -> Pl
     if len(headers) < first.world_size:
         missing = min(set(range(first.world_size)) - set(headers))
         raise ConfigError(
-            f"{run.trace.origin}: rank {missing} has no trace; traces of all ranks are required"
+            f"{run.trace.origin}: the trace of rank {missing} is missing; traces of all ranks are "
+            "required"
         )
     stage_layers = inputs.model.stage_layers(run.layers)
     gpus = _gpus(run, inputs.cluster)
@@ -213,8 +215,9 @@ def _gpus(run: TracedRun, cluster: Cluster) -> dict[int, tuple[int, int]]:
             ]
             if not free:
                 raise ConfigError(
-                    f"{run.trace.origin}: no node of type {name} is left for host {host}; pass "
-                    "the cluster on which the run was executed"
+                    f"{run.trace.origin}: the run had more hosts of type {name} than the cluster "
+                    f"file (no node is left for {host}); pass the cluster on which the run was "
+                    "executed"
                 )
             nodes[host] = free[0]
         gpu = used.get(host, 0)

@@ -32,7 +32,7 @@ from megatron.adaptive.network import is_loopback, own_address
 _CONNECT_S = 20.0
 _END_S = 20.0
 EXIT_REFUSED = 2
-"""Exit status that the agent reports for a rank if it rejects the request to start the rank."""
+"""Exit status that the agent reports for a rank if the agent refuses to start this rank."""
 _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 _START_KEYS = frozenset(("what", "number", "ranks", "copies", "program"))
 _DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
@@ -100,8 +100,8 @@ class Agent:
             return cls(**parameters, work=NodeWork(**work))
         except (ValueError, TypeError, KeyError, AttributeError):
             raise SetupError(
-                "--agent is reserved for the manager of a job, which starts agents with it; "
-                "remove this flag"
+                "--agent is an internal flag, with which the manager of a job starts agents; "
+                "remove it"
             ) from None
 
     async def run(self) -> None:
@@ -163,7 +163,7 @@ class Agent:
         is_welcome = answer is not None and answer["what"] == "welcome"
         if answer is None or not is_welcome or answer.get("protocol") != PROTOCOL:
             await link.close()
-            why = "did not answer"
+            why = "closed the connection without a reply"
             if answer is not None:
                 why = OTHER_VERSION if is_welcome else answer.get("why", "refused")
             raise SetupError(f"node {self._name}: the manager at {link.peer} {why}")

@@ -424,8 +424,8 @@ def _apply_plan(texts: dict[str, str], plan: dict[str, str], fixed: frozenset[st
             continue
         if text and text != value:
             raise ConfigError(
-                f"{name}={text} contradicts PLAN={texts['PLAN']}, which sets {value}; remove one "
-                "of them"
+                f"{name}={text} contradicts PLAN={texts['PLAN']}, which sets {name}={value}; "
+                "remove one of them"
             )
         texts[name] = value
 
@@ -483,7 +483,8 @@ def _by_kind(name: str, text: str, kinds: Sequence[str]) -> dict[str, str]:
     for kind in values:
         if kind not in kinds:
             raise ConfigError(
-                f"{name}={text}: NODES contains only the types {', '.join(kinds)}, not {kind}"
+                f"{name}={text} has a value for the type {kind}, but NODES contains only the types "
+                f"{', '.join(kinds)}; remove the value"
             )
     for kind in kinds:
         if not values.get(kind):
@@ -512,8 +513,8 @@ def _check_sizes(conf: LaunchConf) -> None:
         assert processes is not None
         counts = " + ".join(map(str, processes[:8])) + (" + ..." if len(processes) > 8 else "")
         raise ConfigError(
-            f"WORLD_SIZE={values['WORLD_SIZE']} must be the sum of all nodes' processes, "
-            f"{counts} = {size}; remove it to compute it automatically"
+            f"WORLD_SIZE={values['WORLD_SIZE']} must be the total number of processes on all "
+            f"nodes, {counts} = {size}; remove WORLD_SIZE to compute it automatically"
         )
     if values["STAGE_DP_SIZES"] is not None:
         if copies is not None:
@@ -532,8 +533,8 @@ def _check_sizes(conf: LaunchConf) -> None:
         raise ConfigError(f"WORLD_SIZE={size} must be a multiple of {product}")
     if size and copies is not None and copies * model != size:
         raise ConfigError(
-            f"DP_SIZE={copies} must be {size // model}, because {product} times DP_SIZE must be "
-            f"WORLD_SIZE = {size}"
+            f"DP_SIZE={copies} must be {size // model}, because {product}, and the product of this "
+            f"and DP_SIZE must be WORLD_SIZE = {size}"
         )
 
 

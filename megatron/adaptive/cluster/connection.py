@@ -156,7 +156,7 @@ class Connection:
             payload = await result_within(reading, silence_s)
         except asyncio.CancelledError:
             if reading.cancelled():  # :meth:`close` cancelled the read, but not this task.
-                raise EOFError("the connection was closed here") from None
+                raise EOFError("this process closed the connection") from None
             raise
         self._reading = None
         return payload

@@ -8,7 +8,7 @@ job runs either this project's trainer or the user's script with a ``Pipeline``:
 ==================  ================================  ==========================================
 gets the layout by  flags after the user's own flags  one environment variable (``JobOrder``)
 checkpoints in      ``CheckpointFolder``              ``PipelineFolder``
-layout chosen from  the trainer's arguments           what its ranks measured at the first start
+layout chosen from  the trainer's arguments           measurements during the first start
 ==================  ================================  ==========================================
 """
 
@@ -177,16 +177,15 @@ class ScriptProgram(Program):
             self._measured += 1
             if self._measured > _MOST_MEASURED:
                 raise SetupError(
-                    f"{self._name} built a different model, sample or settings at each of "
-                    f"{_MOST_MEASURED} starts; build the same Pipeline at every start"
+                    f"{self._name} built a Pipeline with a different model, sample or settings at "
+                    f"each of {_MOST_MEASURED} starts; build the same Pipeline at every start"
                 )
             return "the model was measured"
         self._measured = 0
         if before.begun_ns is None:
             raise SetupError(
-                f"{self._name} exited without training; a job that changes its layout needs a "
-                "script that builds a megatron.adaptive.Pipeline and trains in `for step in "
-                "pipeline.loop(...)` (see docs/elastic.md)"
+                f"{self._name} exited without training; build a megatron.adaptive.Pipeline in the "
+                "script, and train in `for step in pipeline.loop(...)` (see docs/elastic.md)"
             )
         return ""
 
@@ -342,7 +341,9 @@ class NodeWork:
         variables = rank["variables"]
         arguments = rank["arguments"]
         if others := sorted(set(variables) - _VARIABLES):
-            raise SetupError(f"the manager set {others[0]}, which it is not allowed to set")
+            raise SetupError(
+                f"the manager set the environment variable {others[0]}, which is not allowed"
+            )
         scripts = {
             "script": self.script,
             "restore": str(Path(snapshot_restore.__file__).resolve()),
@@ -350,7 +351,8 @@ class NodeWork:
         }
         if program not in scripts:
             raise SetupError(
-                f"the manager requested the program {program!r}; run the same version on all nodes"
+                f"the manager requested the unknown program {program!r}; run the same version on "
+                "all nodes"
             )
         if program == "restore":
             paths = [parse_json(arguments[0])["checkpoints"]]

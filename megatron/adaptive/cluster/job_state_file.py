@@ -318,7 +318,7 @@ class StateFile:
         """Reads the state that an earlier manager wrote, so that later writes include its history.
 
         Returns:
-            Number of machines that were present when the state was written, or 0 if no earlier
+            Number of machines in the job when the state was written, or 0 if no earlier
             manager wrote a state.
         """
         try:
@@ -380,11 +380,14 @@ def read_state(checkpoints: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"--status {checkpoints}: {path} is damaged ({error})") from None
     if not isinstance(state, dict):
-        raise ConfigError(f"--status {checkpoints}: {path} is not the state of a job")
+        raise ConfigError(f"--status {checkpoints}: {path} is damaged (it is not a JSON object)")
     for names, kind in ((_LISTS, list), (_NUMBERS, int)):
         for name in names:
             if not isinstance(state.get(name, kind()), kind):
-                raise ConfigError(f"--status {checkpoints}: {path} is damaged ({name})")
+                raise ConfigError(
+                    f"--status {checkpoints}: {path} is damaged (the value of {name} has the wrong "
+                    "type)"
+                )
     if not all(isinstance(entry, dict) for name in _LISTS for entry in state.get(name, ())):
         raise ConfigError(
             f"--status {checkpoints}: {path} is damaged (a list contains values that are not "
@@ -415,7 +418,8 @@ def render_state(state: Mapping[str, Any]) -> str:
     ]
     for node in state["machines"]:
         why = f" ({node['why']})" if node["why"] else ""
-        why += f" {node['slowness']:.2f} times as slow" if node.get("slowness", 1.0) > 1 else ""
+        if node.get("slowness", 1.0) > 1:
+            why += f", {node['slowness']:.2f} times as slow as expected"
         lines.append(f"  {node['name']:20} {node['status']:12} slots {node['slots'] or '?'}{why}")
     if state.get("copies"):
         lines.append(f"in-memory copies of the state: {state['copies']}")

@@ -18,11 +18,11 @@ start. The plan does not change the microbatch size if the script sets it, or if
 random numbers. A node that was absent when the model was measured is treated like the first
 measured node. Choices are made in this order::
 
-    model.json + present nodes ──> largest number of processes that some layout can use
-                                   ──> the requested pipeline size, or the next larger one,
-                                       or the next smaller one
-                                       ──> microbatch size and partition with the shortest
-                                           predicted step
+    model.json + available nodes ──> largest number of processes that some layout can use
+                                     ──> the requested pipeline size, or the next larger one,
+                                         or the next smaller one
+                                         ──> microbatch size and partition with the shortest
+                                             predicted step time
 
 The planner runs in a separate process, so that a long search does not block the manager. This
 process is started once, and imports its modules while machines are still joining. A plan that
@@ -116,8 +116,8 @@ def read_inputs(paths: Sequence[Path]) -> tuple[Cluster, dict[str, Any] | None]:
             )
     if not clusters:
         raise ConfigError(
-            f"{PLAN_WITH} {', '.join(map(str, paths))} contains no cluster file, which describes "
-            "nodes and links; add a cluster file (see docs/planner.md)"
+            f"{PLAN_WITH} {', '.join(map(str, paths))} lacks a cluster file, the file that "
+            "describes nodes and links; add it (see docs/planner.md)"
         )
     if len(clusters) > 1:
         raise ConfigError(
@@ -200,8 +200,8 @@ class Planning:
         if len(others) > 1:
             raise ConfigError(
                 f"{self._where}: node types {', '.join(other.name for other in others)} have no "
-                "hosts; list the hosts of all types except one, so that the type of each node is "
-                "known"
+                "hosts; list the hosts of all node types except at most one, so that each host has "
+                "a known type"
             )
         self._other = others[0] if others else None
 
@@ -215,8 +215,7 @@ class Planning:
             )
         if self._model.has_experts or self._config.model.mtp_num_layers:
             raise ConfigError(
-                f"{PLAN_WITH} does not support experts or multi-token prediction layers, because "
-                "the planner of elastic jobs plans only dense layers; remove "
+                f"{PLAN_WITH} does not support experts or multi-token prediction layers; remove "
                 f"{PLAN_WITH}, so that the job chooses its layouts without the planner"
             )
         if self._unequal:
@@ -229,7 +228,7 @@ class Planning:
                 ) from None
 
     def check(self, machines: Path | None) -> None:
-        """Checks that a plan exists for the case that all known machines join.
+        """Checks that a plan exists if all known machines join.
 
         Args:
             machines: Path of the machines file; ``None`` if nodes join by themselves, in which case
@@ -352,7 +351,8 @@ class Planning:
                 names_by_kind.setdefault(kind, []).append(offer.name)
         if not names_by_kind:
             raise ConfigError(
-                f"none of the nodes {', '.join(offer.name for offer in offers)} is in {self._where}"
+                f"none of the nodes {', '.join(offer.name for offer in offers)} is listed in "
+                f"{self._where}"
             )
         order = {node.name: index for index, node in enumerate(self._cluster.types)}
         kinds = sorted(
@@ -405,8 +405,8 @@ class Planning:
         allowed = self._micro_batches()
         if allowed and plan.micro_batch not in allowed:
             raise ConfigError(
-                f"microbatches of {plan.micro_batch} samples would change the losses; only "
-                f"microbatches of {allowed[0]} leave them unchanged"
+                f"a layout with {plan.micro_batch} samples per microbatch would change the losses; "
+                f"only {allowed[0]} samples per microbatch leave them unchanged"
             )
         document = plan_document(plan, inputs, row.prediction)
         excluded_keys = [
@@ -618,7 +618,7 @@ class PlannerChooser(Chooser):
         self._pool = multiprocessing.get_context("spawn").Pool(1, _begin)
 
     def check(self, machines: Path | None) -> str:
-        """Checks the input files, and that a plan exists for the case that all known machines join.
+        """Checks the input files, and that a plan exists if all known machines join.
 
         The call blocks until the check is complete.
 
@@ -658,14 +658,14 @@ class PlannerChooser(Chooser):
             unknown: str = self._ask(within_s, _answer, self._given, "unknown", offers)
         except ConfigError as error:
             return None, str(error)
-        return layout, unknown and f"{unknown}: missing from the files of {PLAN_WITH}"
+        return layout, unknown and f"{unknown}: not listed in the cluster file of {PLAN_WITH}"
 
     def _ask(self, within_s: float, answer: Callable[..., Any], *arguments: Any) -> Any:
         pending = self._pool.apply_async(answer, arguments)
         try:
             return pending.get(within_s)
         except multiprocessing.TimeoutError:
-            raise SetupError(f"the planner did not answer within {within_s:g} s") from None
+            raise SetupError(f"the planner found no plan within {within_s:g} s") from None
         except AdaptiveError as error:
             raise ConfigError(str(error)) from None
         # Errors of other types are bugs in the planner. Print a traceback, and let the job
@@ -700,12 +700,12 @@ class PlannerChooser(Chooser):
                 if self._model is not None:
                     self.why = str(error)
                     return None
-                say(f"warning: found no plan ({error}); the layout is chosen without the planner")
+                say(f"warning: the layout is chosen without the planner: {error}")
                 self.why = ""
                 return await super().choose(arguments, offers)
             self._known[key] = answer
             if answer[0] is not None and answer[1]:
-                say(f"warning: left out: {answer[1]}")
+                say(f"warning: machines left out: {answer[1]}")
         layout, text = self._known[key]
         self.why = "" if layout is not None else text
         return layout

@@ -272,7 +272,7 @@ class Manager:
             safe = f"the last complete checkpoint is of iteration {self._latest()}"
             if not is_reported:
                 is_reported = True
-                say(f"no layout fits {slots} processes{why}: waiting for machines; {safe}")
+                say(f"waiting for machines, because no layout fits {slots} processes{why}; {safe}")
                 self._write_state()
             if self._clock.now_s() >= until_s:
                 raise SetupError(
@@ -438,7 +438,7 @@ class Manager:
                     node.link.send("leave")
             return
         running.fault = running.fault or (
-            f"the ranks did not exit within {self._spec.stop_s:g} s of {running.stopping}"
+            f"the ranks did not exit within {self._spec.stop_s:g} s ({running.stopping})"
         )
         running.killed = True
         running.deadline_s = self._clock.now_s() + _KILL_S
@@ -455,7 +455,7 @@ class Manager:
             nodes = self._stragglers.included(choice[1])
             former_names = set(running.incarnation.nodes)
             newcomers = some_names(node.name for node in nodes if node.name not in former_names)
-            self._ask_to_save(running, f"{newcomers} came" if newcomers else "another plan")
+            self._ask_to_save(running, f"{newcomers} joined" if newcomers else "a better layout")
         elif not running.stopping:
             # The layout stays the same, so discard the time at which the nodes changed.
             self._notice_ns = None
@@ -501,7 +501,7 @@ class Manager:
         lost = running.gone
         statuses = running.statuses.values()
         if lost and before.ended == COMPLETE:
-            say(f"{COMPLETE}: {lost} after that")
+            say(f"{COMPLETE}; after the last iteration: {lost}")
             return 0, ""
         say(f"error: {running.fault}{f'; {lost}' if lost not in running.fault else ''}")
         if self._stop is not None:
@@ -567,7 +567,7 @@ class Manager:
             node.status = "leaving"
             node.why = f"{node.name} was removed from the machines file"
             if event.kind == "notice":
-                node.why = f"notice {event.message['signal']} on {node.name}"
+                node.why = f"{node.name} received {event.message['signal']}"
             self._notice_ns = self._notice_ns or time.time_ns()
             self._reconsider_s = now_s
             if not self._incarnations or node.name not in self._incarnations[-1].nodes:
@@ -581,7 +581,7 @@ class Manager:
         """
         if self._spec.machines is None or node.machine is None:
             return ""
-        return f"; when it works again, run touch {self._spec.machines} to start it again"
+        return f"; when it works again, run touch {self._spec.machines} to include it again"
 
     def _asked_to_stop(self, number: signal.Signals) -> None:
         self._stop = self._stop or number
@@ -727,7 +727,7 @@ class Participant:
             status = None if self._notice is not None else await self._join(owner)
             if status is not None:
                 return status
-        say(f"node {self._name} leaves: {self._notice.name}")
+        say(f"node {self._name} is leaving the job: it received {self._notice.name}")
         return EXIT_LEFT
 
     async def _join(self, owner: Mapping[str, Any]) -> int | None:
@@ -755,9 +755,9 @@ class Participant:
         # signal.
         await self._over(agent.notice)
         if agent.status is not None:
-            say(f"node {self._name} leaves: {agent.why}")
+            say(f"node {self._name} is leaving the job: {agent.why}")
             return agent.status
-        say("the manager of the job is lost; looking for another manager")
+        say("lost the connection to the manager of the job; looking for another manager")
         self._until_s = time.monotonic() + self._spec.join_s
         return None
 

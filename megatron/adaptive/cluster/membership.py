@@ -322,7 +322,7 @@ class Membership:
         """
         node = self.nodes[name]
         if node.link is None or node.status not in ("present", "leaving"):
-            raise ConnectionError(f"{name} was also lost")
+            raise ConnectionError(f"node {name} was also lost")
         self._asked += 1
         number = self._asked
         answer = node.asked[number] = asyncio.get_running_loop().create_future()
@@ -330,7 +330,7 @@ class Membership:
         try:
             return await result_within(answer, limit_s)
         except asyncio.TimeoutError:
-            raise TimeoutError(f"{name} did not answer in time") from None
+            raise TimeoutError(f"{name} did not reply in time") from None
         finally:
             node.asked.pop(number, None)
 
@@ -374,8 +374,8 @@ class Membership:
             and not all(machine.is_local for machine in machines)
         ):
             say(
-                "warning: other machines cannot reach a manager that was started with only "
-                "localhost; they are left out until the job is restarted"
+                "warning: the job was started with only localhost, so other machines cannot reach "
+                "its manager; they are left out until the job is restarted"
             )
             machines = tuple(machine for machine in machines if machine.is_local)
         names = {machine.name for machine in machines}
@@ -524,7 +524,7 @@ class Membership:
         name = None if hello is None else hello.get("name")
         is_name = isinstance(name, str) and 0 < len(name) < 256 and name.isprintable()
         if hello is None or hello["what"] != "join" or not is_name:
-            link.send("refused", why="rejects this node; check that it runs the same version")
+            link.send("refused", why="rejects this node; install the same version on all nodes")
             await link.close()
             return
         if hello.get("protocol") != PROTOCOL:
@@ -562,7 +562,7 @@ class Membership:
         await link.close()
         if node.link is link and node.status in ("present", "leaving"):
             node.status = "lost"
-            node.why = "its connection was closed without a notice"
+            node.why = "its connection was closed unexpectedly"
             self.events.put_nowait(Event("lost", node.name, {}))
 
 

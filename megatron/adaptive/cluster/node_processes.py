@@ -55,7 +55,7 @@ _MOCK_VOCABULARY = "50303"
 
 @dataclass(frozen=True, kw_only=True)
 class NodePlace:
-    """Place of a node in the job, which is known once all nodes have connected.
+    """Position of a node in the job, which is known once all nodes have connected.
 
     Attributes:
         node_rank: Index of this node among the job's nodes, counted from 0.
@@ -412,7 +412,7 @@ def check_files(conf: LaunchConf) -> None:
     if is_file and not conf.path("IMAGE").exists():
         raise ConfigError(
             f"IMAGE={image}: {conf.path('IMAGE')} does not exist, but "
-            f"CONTAINER={conf['CONTAINER']} requires it"
+            f"CONTAINER={conf['CONTAINER']} requires it; set IMAGE to an existing image file"
         )
 
 
@@ -427,7 +427,7 @@ def make_folder(folder: Path) -> None:
     except OSError as error:
         raise ConfigError(f"LOG_DIR={folder}: {error.strerror}; choose another folder") from error
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"LOG_DIR={folder}: this user cannot write to it; choose another folder")
+        raise ConfigError(f"LOG_DIR={folder} is not writable by this user; choose another folder")
 
 
 def check_port(port: int) -> None:
@@ -442,6 +442,6 @@ def check_port(port: int) -> None:
             probe.bind(("", port))
         except OSError as error:
             raise SetupError(
-                f"MASTER_PORT={port}: {error.strerror} on {socket.gethostname()}; another "
-                "program may listen on this port, so set MASTER_PORT to another port"
+                f"MASTER_PORT={port}: {error.strerror} on {socket.gethostname()}; set MASTER_PORT "
+                "to another port, because another program may listen on this port"
             ) from error

@@ -67,8 +67,8 @@ def newest(kept: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> SnapshotS
     Args:
         kept: Pairs of a remaining node's name and the list of copies in this node's memory. In the
             entry of a copy, ``needs`` lists the parts that make up a complete step. A part is
-            provided by a copy from any of its ``ranks``. If its ``is_sent`` is false, copies that
-            were sent by another node do not provide the part.
+            provided by a copy from any of its ``ranks``. If ``is_sent`` of the part is false, only
+            copies in the memory of a rank's own node provide the part.
     """
     copies: list[Mapping[str, Any]] = []
     needs: dict[tuple[str, int], Sequence[Mapping[str, Any]]] = {}
@@ -217,7 +217,7 @@ class JobSnapshots:
         self._last = source = await self._ask()
         if source.step <= latest:
             if source.why and latest < source.seen:
-                say(f"warning: {source.why}: resuming from the checkpoint of iteration {latest}")
+                say(f"warning: {source.why}; resuming from the checkpoint of iteration {latest}")
             return
         begun_s = time.monotonic()
         try:
@@ -233,8 +233,8 @@ class JobSnapshots:
             return
         self._restored = source.step
         say(
-            f"iteration {source.step} was restored from copies in memory in"
-            f" {time.monotonic() - begun_s:.1f} s; the last checkpoint was of {latest}"
+            f"iteration {source.step} was restored from copies in memory in "
+            f"{time.monotonic() - begun_s:.1f} s; the last checkpoint was of iteration {latest}"
         )
 
     async def _ask(self) -> SnapshotSource:

@@ -165,7 +165,10 @@ class Stragglers:
         running: RunningRanks,
         nodes: Sequence[Node],
     ) -> str:
-        text = f"{name} is slow, rank {slow_rank.slow_rank} takes {excess:.2f} times as long"
+        text = (
+            f"{name} is slow: rank {slow_rank.slow_rank} takes {excess:.2f} times as long as "
+            "expected"
+        )
         self._slowness[name] = self._slowness.get(name, 1.0) * excess
         _slow_down(running, name, excess)
         others = [
@@ -174,7 +177,7 @@ class Stragglers:
         layout = await self._choose(others) if others else None
         if layout is None or not self._is_faster(layout, others, running):
             other = "without it" if self._policy == "exclude" else "with fewer layers for it"
-            say(f"warning: {text}; the node stays, because no layout {other} is faster")
+            say(f"warning: {text}; the layout stays the same, because no layout {other} is faster")
             return ""
         if self._policy == "exclude":
             self._aside[name] = _LEFT_OUT
