@@ -207,7 +207,7 @@ def test_recordings_are_bounded_and_reported_once(
     late, again = capsys.readouterr().out.splitlines()
     assert late.startswith("step 26: recorded the model in ")
     assert "no earlier microbatch had ids [1, 6]" in late
-    assert "more than 2 kinds of microbatches are in use; increase max_recordings" in again
+    assert "more than 2 combinations of shapes; increase max_recordings" in again
     assert len(pipeline._assembly.recordings._kept) == 2
 
 
@@ -236,7 +236,7 @@ def test_a_late_recording_is_of_the_mode_that_runs(opened: list[Pipeline]) -> No
 
 
 def test_what_the_sample_lacks_is_named(opened: list[Pipeline]) -> None:
-    with pytest.raises(ConfigError, match=r"cut point layer_cuts.0 is not called"):
+    with pytest.raises(ConfigError, match=r"does not call cut point layer_cuts.0"):
         Pipeline(viewer(), [viewed(0, 4)], **VIEWER)
     pipeline = Pipeline(viewer(), SAMPLE, **VIEWER)
     opened.append(pipeline)

@@ -607,7 +607,7 @@ CHANGES: dict[str, tuple[Callable[[Changing], Any], str]] = {
     "mode": (lambda model: model.drop.eval(), "drop.training is False, but was True"),
     "hook": (
         lambda model: model.first.register_forward_hook(lambda module, args, out: out * 2),
-        "first has other forward hooks than when the Pipeline was created",
+        "the forward hooks of first differ from those when the Pipeline was created",
     ),
     "one of two": (
         lambda model: vars(model).update(epoch=4, temperature=2.0),

@@ -124,7 +124,7 @@ class CutPoint(torch.nn.Module):
         return cut_points
 
     def forward(self, *values: Any) -> Any:
-        """Returns a single argument as it is, and several arguments as a tuple."""
+        """Returns a single argument unchanged, or several arguments as a tuple."""
         value = values[0] if len(values) == 1 else values
         return mark(value, id(self), next(_PASSINGS))
 
