@@ -250,7 +250,7 @@ def moving_table(model: Model, x: torch.Tensor) -> torch.Tensor:
         (by_order, ["cuts.0, cuts.1", "cuts.1, cuts.0"]),
         (unregistered, ["test_recorder.py", "not a module of the model"]),
         (hidden, ["test_recorder.py", "hidden", "[4]", "not a parameter"]),
-        (seen_elsewhere, ["changed in place", "stage 1"]),
+        (seen_elsewhere, ["in place", "stage 1"]),
         (moving_table, ["buffer table", "stage 0", "stage 2"]),
     ],
 )

@@ -261,7 +261,7 @@ class Assembly:
 
     @property
     def mean_work(self) -> tuple[float, ...]:
-        """Returns the operation count of each segment, averaged over the sample's signatures.
+        """Returns each segment's operation count, averaged over the sample batch's signatures.
 
         A signature describes the shapes and dtypes of a microbatch.
         """

@@ -356,7 +356,7 @@ class CallRecorder(TorchFunctionMode):
         """
         tensors = [tensor for tensor, _ in tensor_paths((args, kwargs))]
         # Functions of torch.func compute with wrapped tensors. No call that could be recorded
-        # unwraps the results, so they would become constants with the values of the sample.
+        # unwraps the results, so they would become constants with the values of this microbatch.
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise ReadsValueError(
                 f"{where()} runs inside a function of torch.func, but only vmap can be recorded; "

@@ -257,7 +257,7 @@ def align(forwards: Forwards, cuts: Sequence[str], homes: Mapping[str, Sequence[
         ConfigError: If the recording calls the cut points in a different order.
     """
     for tape in forwards.tapes.values():
-        # Remove automatically added cut points that the recordings of the sample do not contain.
+        # Remove added cut points that the recordings of the sample batch do not contain.
         tape.remove_cuts([name for name in tape.cuts if name not in cuts])
         if tape.cuts == list(cuts):
             continue

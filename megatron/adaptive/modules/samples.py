@@ -536,7 +536,7 @@ def _with_images(
             image = next(waiting, None) if name is None else _open_image(name, folder)
             if image is None:
                 raise ConfigError(
-                    f"the messages have more image parts without a path than images lists "
+                    "the messages have more image parts without a path than entries in images "
                     f"({len(listed)}); add a path to each image part, or list more images"
                 )
             part.update(type="image", image=image)
@@ -627,8 +627,8 @@ def _path_of_image(name: Any, folder: Path) -> str:
         raise ConfigError(f"images must be given as file paths, got {str(name)[:80]!r}")
     if name.startswith("data:") or "://" in name:
         raise ConfigError(
-            f"image {name[:80]} is a URL, but images must be local files; save the image, and "
-            "use the path of the file"
+            f"image {name[:80]} is a URL, but images are not downloaded; save the image, and use "
+            "the path of the file"
         )
     # Resolve links, because a link may point to a private file outside of the folder.
     root = os.path.realpath(folder)

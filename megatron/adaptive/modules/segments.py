@@ -444,7 +444,7 @@ def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def check_replay(forward: Forward, forwards: Forwards, other: Mapping[str, torch.Tensor]) -> None:
     """Checks that the recordings and the model give the same loss for another microbatch.
 
-    The losses differ if Python code of the model used values of the sample in a way that the
+    The losses differ if Python code of the model used values of the sample batch in a way that the
     recorder cannot detect. The recording in training mode is checked only if its calls differ from
     those in evaluation mode. Recordings that draw random numbers are not checked.
 
