@@ -333,7 +333,7 @@ class BatchComparison:
     ) -> list[list[float]]:
         """Compares all ranks' descriptions of the next step.
 
-        If the call is due, every rank must call either this method or :meth:`refuse`.
+        If :attr:`is_due` is true, every rank must call either this method or :meth:`refuse`.
 
         Args:
             declared: Description of the step on this rank.

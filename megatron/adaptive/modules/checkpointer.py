@@ -337,8 +337,8 @@ class Checkpointer:
         """Returns this rank's parameters and buffers, keyed by their names in a checkpoint.
 
         Raises:
-            CheckpointError: If a tensor is missing from ``saved_tensors`` or has a different shape
-                there. The message contains ``path``.
+            CheckpointError: If a tensor is missing from ``saved_tensors`` or was saved with a
+                different shape. The message contains ``path``.
         """
         for name, tensor in self._held.items():
             saved = saved_tensors.get(_MODEL + name)

@@ -251,7 +251,7 @@ def align(forwards: Forwards, cuts: Sequence[str], homes: Mapping[str, Sequence[
     Args:
         forwards: Recording, which is modified in place.
         cuts: Names of all cut points, in order.
-        homes: Segments that use each parameter, in ascending order.
+        homes: Segments that use each parameter, in ascending order, keyed by its name.
 
     Raises:
         ConfigError: If the recording calls the cut points in a different order.
@@ -501,7 +501,7 @@ class KeptPart:
     Attributes:
         cuts: Names of all cut points, in order.
         partition: Number of segments in each stage.
-        homes: Segments that use each parameter, in ascending order.
+        homes: Segments that use each parameter, in ascending order, keyed by its name.
         parameter_ranks: Pipeline positions of the ranks that keep each trained parameter.
         held: Parameters and buffers that this rank keeps, keyed by their names in the model.
         placement: Assignment of stages to ranks.

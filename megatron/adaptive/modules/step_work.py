@@ -107,7 +107,7 @@ class StepWork:
 
 
 class BatchForm:
-    """Divides batches with the same form as the sample batch into microbatches.
+    """Divides batches of the same kind as the sample batch (dictionary or list) into microbatches.
 
     Args:
         sample: Sample batch: a dictionary of tensors or a list of microbatches.
