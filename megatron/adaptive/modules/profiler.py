@@ -643,8 +643,8 @@ class ModuleProfile:
         """Returns the content of a profile file, as described in ``docs/reference/planner.md``.
 
         Args:
-            split: Whether to use the times of the split backward pass instead of the unsplit backward
-                pass, if they were measured.
+            split: Whether to use the times of the split backward pass instead of the unsplit
+                backward pass, if they were measured.
         """
         return profile_file.document(
             self._model(),
