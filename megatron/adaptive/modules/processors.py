@@ -88,7 +88,7 @@ def _reason(folder: Path, error: Exception) -> str:
     # Replace the error message of transformers for a missing folder, because it refers to a server,
     # although nothing is downloaded.
     if not folder.is_dir():
-        return "the folder does not exist"
+        return "there is no such folder"
     # If the versions of torchvision and torch do not match, no image processor can be loaded, and
     # the error message of transformers does not contain the cause.
     if _has("torchvision"):
