@@ -130,8 +130,8 @@ def test_an_interrupted_run_continues_with_the_same_samples(
     status, _, errors = run("--seed", "2")
     assert status == 2
     assert errors.endswith(
-        "checkpoints was made with seed 1, but this run has 2; use the former settings, or a new "
-        "folder of checkpoints\n"
+        "checkpoints was made with seed 1, but this run has 2; use the settings of the "
+        "checkpoint, or choose a new folder for checkpoints\n"
     )
     # The pipeline does not destroy its process group after an error.
     dist.destroy_process_group()

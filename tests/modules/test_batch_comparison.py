@@ -136,7 +136,7 @@ def test_another_order_on_a_rank_is_named() -> None:
 
     comparison = comparison_of(is_by_cost=True)
     comparison.require_equal(declared(*[(0, 1)] * 4, *[(1, 0)] * 2), {})
-    with pytest.raises(ConfigError, match="ranks 4 and 5 of one replica have different orders"):
+    with pytest.raises(ConfigError, match="ranks 4 and 5 .*one replica in different orders"):
         comparison.require_equal(declared(*[(0, 1)] * 5, (1, 0)), {})
 
 

@@ -151,7 +151,7 @@ def test_a_list_that_was_changed_in_place_is_refused() -> None:
     same = copy.deepcopy(share)
     assert balance.numbers_of(same, len(same), is_listed=True) == share.numbers
     share.reverse()
-    with pytest.raises(ConfigError, match="not changed since"):
+    with pytest.raises(ConfigError, match="or was changed"):
         balance.numbers_of(share, len(share), is_listed=True)
 
 
@@ -194,6 +194,4 @@ def test_a_better_partition_for_what_is_trained_is_told_once(
     assert balance.segment_seconds[4] == pytest.approx(0.02, rel=0.05)
     assert balance.segment_seconds[0] == pytest.approx(0.01 * images, abs=1e-3)
     lines = capsys.readouterr().out.splitlines()
-    assert [line.startswith(f"partition {better} would make") for line in lines] == [True] * bool(
-        better
-    )
+    assert [f"partition {better} would take" in line for line in lines] == [True] * bool(better)

@@ -174,7 +174,7 @@ class Sly(torch.nn.Module):
 def test_values_that_python_kept_are_found(mode: str) -> None:
     batch = {"x": torch.randint(0, 9, (4, 4)).float()}
     case = Case(Sly(in_evaluation=mode == "evaluation"), batch, 2)
-    with pytest.raises(ConfigError, match=f"in {mode}.*outside of tensors"):
+    with pytest.raises(ConfigError, match=f"in {mode}.*in Python objects"):
         check_replay(case.forward, case.forwards, {"x": torch.full((2, 4), 3.5)})
     sound = Case(knotty(), make_batch(4), 2)
     check_replay(sound.forward, sound.forwards, sound.microbatch(1))

@@ -118,8 +118,8 @@ def test_sizes_that_were_not_measured_are_marked(
     assert profile.micro_batch_sizes == (1, 2, 4, 8)
     assert profile.estimated_sizes == (2, 4)
     said = capsys.readouterr().out
-    assert "profile: 3 segments of Tower with microbatches of 1, 8 samples measured in " in said
-    assert " s; those of 2, 4 samples estimated\n" in said
+    assert "profile: measured 3 segments of Tower with microbatches of 1, 8 samples in " in said
+    assert " s; estimated microbatches of 2, 4 samples\n" in said
     profile.write(tmp_path / "profile.json")
     written = profile_file.make_profile(profile_file.load(tmp_path / "profile.json")).layers
     # The smallest size was measured, except for the split of its backward pass.

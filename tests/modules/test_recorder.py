@@ -250,7 +250,7 @@ def moving_table(model: Model, x: torch.Tensor) -> torch.Tensor:
         (by_order, ["cuts.0, cuts.1", "cuts.1, cuts.0"]),
         (unregistered, ["test_recorder.py", "not a module of the model"]),
         (hidden, ["test_recorder.py", "hidden", "[4]", "not a parameter"]),
-        (seen_elsewhere, ["changed in place", "stage 1"]),
+        (seen_elsewhere, ["in place", "stage 1"]),
         (moving_table, ["buffer table", "stage 0", "stage 2"]),
     ],
 )
@@ -607,7 +607,7 @@ CHANGES: dict[str, tuple[Callable[[Changing], Any], str]] = {
     "mode": (lambda model: model.drop.eval(), "drop.training is False, but was True"),
     "hook": (
         lambda model: model.first.register_forward_hook(lambda module, args, out: out * 2),
-        "first has other forward hooks than when the Pipeline was created",
+        "the forward hooks of first differ from those when the Pipeline was created",
     ),
     "one of two": (
         lambda model: vars(model).update(epoch=4, temperature=2.0),

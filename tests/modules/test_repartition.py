@@ -67,7 +67,7 @@ def test_segments_move_and_go_back_and_numbers_stay(
         ),
         (
             "a_slow_search_ends_before_other_ranks_stop_to_wait",
-            "repartition: segments stay: no partition was simulated within 6 s",
+            "repartition: partition unchanged: no other partition was simulated within 6 s",
         ),
     ],
 )
@@ -164,8 +164,8 @@ def balancer_of(pipeline: Pipeline) -> SegmentBalancer:
     ("samples", "span_s", "gain", "returns", "line"),
     [
         (40, 0.95, 0.05, False, "a step takes 950 ms, 5.0% less"),
-        (42, 0.9975, 0.05, False, "a step of the previous size takes 950 ms, 5.0% less"),
-        (38, 0.95, 0.1, True, "a step of the previous size takes 1,000 ms, 0.0% less"),
+        (42, 0.9975, 0.05, False, "a step of the earlier size takes 950 ms, 5.0% less"),
+        (38, 0.95, 0.1, True, "a step of the earlier size takes 1,000 ms, 0.0% less"),
         (
             40,
             1.197,
@@ -178,14 +178,14 @@ def balancer_of(pipeline: Pipeline) -> SegmentBalancer:
             1.8,
             0.05,
             False,
-            "cannot be judged, because the operation count of a step has changed by +100",
+            "cannot be measured, because the operation count of a step has changed by +100",
         ),
         (
             20,
             0.5,
             0.05,
             False,
-            "cannot be judged, because the operation count of a step has changed by -50",
+            "cannot be measured, because the operation count of a step has changed by -50",
         ),
     ],
 )

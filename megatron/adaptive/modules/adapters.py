@@ -60,8 +60,8 @@ def add_adapters(model: torch.nn.Module, config: Any, folder: Path) -> torch.nn.
     start = config.init_lora_weights
     if start not in (True, "gaussian"):
         raise ConfigError(
-            f"adapter must not have init_lora_weights={start!r}, because each process would need "
-            'the weights of other processes; remove it, or set True or "gaussian"'
+            f"adapter has init_lora_weights={start!r}, but this initialization would need weights "
+            'that other processes hold; remove it, or set it to True or "gaussian"'
         )
     defaults = peft.LoraConfig()
     for name, value in vars(config).items():

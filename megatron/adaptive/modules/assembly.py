@@ -87,8 +87,8 @@ class PipelineSettings(SampledModel):
             planner choose if ``micro_batch_size`` is also ``None``.
         batch_size: Number of samples per step over all replicas; ``None`` uses the size of the
             sample batch.
-        memory_limit_bytes: Memory in bytes that the planner may use per process; ``None`` allows
-            90% of the device's free memory.
+        memory_limit_bytes: Memory in bytes per process that planned layouts may use; ``None``
+            allows 90% of the device's free memory.
         schedule: Name of the schedule, as listed in ``docs/schedules.md``.
         chunks: Number of stages per process; ``None`` uses the schedule's default.
         activation_cap: Maximum number of microbatches whose activations a process keeps. One
@@ -113,7 +113,7 @@ class PipelineSettings(SampledModel):
             runs (OTLP over HTTP), or ``None``. Requires ``trace_dir``.
         profile_ranks: Ranks of the processes that record kernels.
         profile_step_start: First step in which kernels are recorded, counted from 1.
-        profile_step_end: End of the recorded range of steps; kernels of this step are not recorded.
+        profile_step_end: First step after the recorded ones, in which kernels are not recorded.
         timeout_s: Maximum time in seconds to wait for another process.
         hang_after_s: Number of seconds without progress after which the process that blocks all
             others is reported. 0 disables the report. ``None`` uses 10 times the median step time,
@@ -261,7 +261,7 @@ class Assembly:
 
     @property
     def mean_work(self) -> tuple[float, ...]:
-        """Returns the operation count of each segment, averaged over the sample's signatures.
+        """Returns each segment's operation count, averaged over the sample batch's signatures.
 
         A signature describes the shapes and dtypes of a microbatch.
         """

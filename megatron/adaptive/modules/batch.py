@@ -222,7 +222,7 @@ def check_num_items(num_items: Any, count: int) -> list[float] | None:
     """Checks that ``num_items`` has one number per microbatch, and returns the numbers as floats.
 
     Args:
-        num_items: Argument of the user: number of items, such as tokens, in each microbatch, or
+        num_items: Number of items, such as tokens, in each microbatch, as the user passed it, or
             ``None``.
         count: Number of microbatches.
 
@@ -283,7 +283,7 @@ def samples_in(batch: Any, argument: str) -> int:
         counts_text = ", ".join(f"{name} of {count}" for name, count in counts.items())
         raise ConfigError(
             f"{argument} has {counts_text or 'no entries'}; all entries must have the same number "
-            "of samples, at least 1"
+            "of samples, which must be at least 1"
         )
     return next(iter(counts.values()))
 

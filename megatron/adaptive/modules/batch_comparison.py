@@ -27,9 +27,9 @@ from megatron.adaptive.modules.batch import Microbatch
 from megatron.adaptive.modules.mesh import Mesh
 
 _FIRST_CALLS = 3
-"""Number of steps at the start, and of evaluations at the start, in which batches are compared.
+"""Number of initial steps, and of initial evaluations, in which batches are compared.
 
-Data loaders with different seeds usually differ in the first batch. The other two comparisons
+Data loaders with different seeds usually differ in the first batch. The next two comparisons
 detect loaders whose first batches happen to be equal, for example because only one rank reads the
 sample batch from its loader.
 """
@@ -241,8 +241,9 @@ _DISAGREEMENTS = {
     "same whole batch to share() the same number of times on all processes",
     "count": f"of one replica have different numbers of microbatches; {_SAME_BATCH}",
     "content": f"of one replica have different batches; {_SAME_BATCH}",
-    "order": "of one replica have different orders, because their recordings or times of earlier "
-    "steps differ; build the same model on all processes, and make a new Pipeline",
+    "order": "would run the microbatches of one replica in different orders, because their "
+    "recordings or measured times differ; build the same model on all processes, and create a new "
+    "Pipeline",
 }
 """Error messages, keyed by the field of :class:`Declared` that differs between two ranks.
 
@@ -332,7 +333,7 @@ class BatchComparison:
     ) -> list[list[float]]:
         """Compares all ranks' descriptions of the next step.
 
-        If the call is due, every rank must call either this method or :meth:`refuse`.
+        If :attr:`is_due` is true, every rank must call either this method or :meth:`refuse`.
 
         Args:
             declared: Description of the step on this rank.

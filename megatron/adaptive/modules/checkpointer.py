@@ -1,10 +1,10 @@
 """Saves and loads checkpoints of a pipeline. Tensors are saved under their names in the model.
 
 The content of a checkpoint does not depend on the number of stages, ranks or replicas, so a
-pipeline with other numbers can load it. All replicas have the same parameters, so only the ranks of
-the first replica save them. Some buffers, such as the running means of batch normalization, may
-differ between replicas. Only the first replica's buffers are saved. In-memory snapshots contain the
-same state as checkpoints.
+pipeline with different numbers of them can load it. All replicas have the same parameters, so only
+the ranks of the first replica save them. Some buffers, such as the running means of batch
+normalization, may differ between replicas. Only the first replica's buffers are saved. In-memory
+snapshots contain the same state as checkpoints.
 """
 
 from __future__ import annotations
@@ -170,7 +170,8 @@ class Checkpointer:
             json.dumps(extra)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"extra cannot be written as JSON ({error}); use plain values"
+                f"extra cannot be written as JSON ({error}); pass only numbers, strings, lists and "
+                "dictionaries"
             ) from None
         scaler = self._update.scaler
         return {
@@ -311,8 +312,8 @@ class Checkpointer:
                     plain.setdefault(name, {})[key] = value
                 else:
                     raise CheckpointError(
-                        f"the optimizer keeps {key!r} of {name} as a {type(value).__name__}; only "
-                        "tensors and plain values can be saved"
+                        f"{key!r} in the optimizer's state of {name} is a {type(value).__name__}, "
+                        "but only tensors, numbers and strings can be saved"
                     )
         return tensors, plain
 
@@ -336,8 +337,8 @@ class Checkpointer:
         """Returns this rank's parameters and buffers, keyed by their names in a checkpoint.
 
         Raises:
-            CheckpointError: If a tensor is missing from ``saved_tensors`` or has a different shape
-                there. The message contains ``path``.
+            CheckpointError: If a tensor is missing from ``saved_tensors`` or was saved with a
+                different shape. The message contains ``path``.
         """
         for name, tensor in self._held.items():
             saved = saved_tensors.get(_MODEL + name)
@@ -345,7 +346,7 @@ class Checkpointer:
                 has = "lacks it" if saved is None else f"has it with shape {list(saved.size)}"
                 raise CheckpointError(
                     f"{path}: the model has {name} with shape {list(tensor.shape)}, but the "
-                    f"checkpoint {has}; load it into the model that was saved"
+                    f"checkpoint {has}; load the checkpoint into the same model that was saved"
                 )
         return {_MODEL + name: tensor for name, tensor in self._held.items()}
 
@@ -358,13 +359,13 @@ class Checkpointer:
         # A rank whose parameters are all frozen has no optimizer.
         if kind is None and any(p.requires_grad for p in self._update.parameters.values()):
             raise ConfigError(
-                f"{path} has the state of an optimizer; call set_optimizer before load, or pass "
-                "optimizer=False"
+                f"{path} contains the state of an optimizer, but this Pipeline has no optimizer; "
+                "call set_optimizer before load, or pass optimizer=False"
             )
         if kind not in (None, manifest["optimizer"]):
             raise CheckpointError(
-                f"{path} has the state of {manifest['optimizer']}, but the optimizer is {kind};"
-                " use the same optimizer, or pass optimizer=False"
+                f"{path} contains the state of {manifest['optimizer']}, but the optimizer is "
+                f"{kind}; use the same optimizer, or pass optimizer=False"
             )
         for _, names in self._groups():
             options = [_without_lists(manifest["options"].get(name, {})) for name in names]

@@ -88,9 +88,9 @@ class DealtList(list[Microbatch]):
 
 
 class Content:
-    """Computes numbers that describe a microbatch, and from which its cost is predicted.
+    """Computes the features of a microbatch from which its cost is predicted.
 
-    The numbers are the element count of each entry, the pair count of each integer entry, and the
+    The features are the element count of each entry, the pair count of each integer entry, and the
     constant 1. The pair count (such as the number of token pairs) is the element count times the
     length of the last dimension.
 
@@ -109,15 +109,15 @@ class Content:
 
     @property
     def labels(self) -> list[str]:
-        """Returns the labels of the numbers that describe a microbatch."""
+        """Returns the labels of the features."""
         return [*self._names, *(f"{name} pairs" for name in self._paired), "microbatch"]
 
     def numbers(self, microbatch: Microbatch) -> Numbers:
-        """Returns the numbers that describe ``microbatch``, with 0 for missing entries."""
+        """Returns the features of ``microbatch``, which are 0 for missing entries."""
         return self._of_shapes({name: tensor.shape for name, tensor in microbatch.items()})
 
     def numbers_of(self, signature: Signature) -> Numbers:
-        """Returns the numbers that describe any microbatch with this ``signature``."""
+        """Returns the features that all microbatches with this ``signature`` have."""
         return self._of_shapes({name: shape for name, shape, _ in signature.entries})
 
     def _of_shapes(self, shapes: Mapping[str, torch.Size]) -> Numbers:
@@ -200,12 +200,12 @@ class ContentBalance:
         self._begin_fits()
 
     def _fitted(self, work: Sequence[float], start: Collection[int] = ()) -> StageFit:
-        """Fits a function that predicts operation counts from numbers that describe a microbatch.
+        """Fits a function that predicts operation counts from the features of a microbatch.
 
         Args:
             work: Operation count of each recording.
-            start: Indices of the numbers in :class:`Content` with which the fit starts; if empty,
-                the fit starts with all numbers.
+            start: Indices of the features of :class:`Content` with which the fit starts; if empty,
+                the fit starts with all features.
         """
         rows = [self._content.numbers_of(signature) for signature in self._sample_work]
         fit = StageFit(len(rows[0]))
@@ -215,10 +215,10 @@ class ContentBalance:
 
     @property
     def seconds(self) -> list[dict[str, float]]:
-        """Returns the fitted seconds per unit for each stage, keyed by the label of the unit.
+        """Returns the fitted cost in seconds per unit of each feature, as one dict per stage.
 
-        The units are those of :class:`Content`, such as one element of an entry. The list is empty
-        before the first fit.
+        The keys are the labels of the features of :class:`Content`. For example, the unit of an
+        element count is one element. The list is empty before the first fit.
         """
         labels = self._content.labels
         if not self._fits:
@@ -269,11 +269,11 @@ class ContentBalance:
     def share(self, batch: Sequence[Microbatch]) -> DealtList | None:
         """Returns the microbatches of ``batch`` that this replica trains on.
 
-        Returns ``None`` if ``batch`` contains other objects than microbatches, and costs are not
+        Returns ``None`` if ``batch`` contains objects other than microbatches, and costs are not
         needed because ``dealing`` is ``turns`` or there is only one replica.
 
         Raises:
-            ConfigError: If ``batch`` contains other objects than microbatches, and costs are
+            ConfigError: If ``batch`` contains objects other than microbatches, and costs are
                 needed.
         """
         replicas = self._mesh.dp_size
@@ -283,9 +283,9 @@ class ContentBalance:
             return DealtList(batch, numbers) if is_of_microbatches else None
         if not is_of_microbatches:
             raise ConfigError(
-                f"share() accepts only microbatches if dealing is {self._dealing!r}; for other "
-                "objects, use [values[n] for n in numbers], with the numbers of the list that "
-                "share() returned for the microbatches"
+                f"share() accepts only microbatches if dealing is {self._dealing!r}; to distribute "
+                "other values in the same way, call shared = share(microbatches), and use "
+                "[values[n] for n in shared.numbers]"
             )
         each = self._costs_of(self._dealing, batch)
         least_cost = _LEAST_COST * sum(each) / len(each) or 1.0
@@ -339,8 +339,8 @@ class ContentBalance:
             return range(mesh.dp_rank, mesh.dp_rank + count * mesh.dp_size, mesh.dp_size)
         if not isinstance(batch, DealtList) or not batch.is_unchanged:
             raise ConfigError(
-                f"dealing {self._dealing!r} requires a list made by share() and not changed "
-                "since; pass the list that share() returned"
+                f"dealing {self._dealing!r} requires a list made by share(), but the batch is "
+                "another list or was changed; pass the list that share() returned, unchanged"
             )
         return batch.numbers
 
@@ -356,7 +356,7 @@ class ContentBalance:
         return sums
 
     def begin(self, rows: Sequence[Microbatch]) -> None:
-        """Stores the numbers that describe a step's microbatches, in execution order."""
+        """Stores the features of a step's microbatches, in execution order."""
         if self._is_timed:
             self._rows = [self._content.numbers(part) for part in rows]
 
@@ -390,10 +390,10 @@ class ContentBalance:
         largest, least = (_largest(seconds, each) for each in (self._partition, partition))
         if self._mesh.rank == 0 and least < (1 - _WORTH) * largest:
             print(
-                f"partition {partition_text(partition)} would make the slowest stage"
-                f" take {100 * (1 - least / largest):.0f}% less time than with"
-                f" {partition_text(self._partition)} for the microbatches of the last steps; pass"
-                " it as partition at the next start, or pipeline.segment_seconds as weights",
+                f"for the microbatches of the last steps, the slowest stage of partition"
+                f" {partition_text(partition)} would take {100 * (1 - least / largest):.0f}% less"
+                f" time than that of {partition_text(self._partition)}; at the next start, pass"
+                f" partition={partition_text(partition)}, or weights=pipeline.segment_seconds",
                 flush=True,
             )
 

@@ -71,8 +71,8 @@ class CutPoint(torch.nn.Module):
     modules, and :meth:`between_blocks` adds one after each repeated block.
 
     Attributes:
-        is_optional: Whether to ignore the cut point if the sample's forward pass does not call it
-            exactly once. If ``False``, such a forward pass raises an error.
+        is_optional: Whether to ignore the cut point if the sample batch's forward pass does not
+            call it exactly once. If ``False``, such a forward pass raises an error.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class CutPoint(torch.nn.Module):
         ``Pipeline`` and ``Profiler`` call this for a model without cut points. Repeated blocks are
         the members of a ``ModuleList`` or ``Sequential`` that has at least two members of one
         class, such as the layers of an encoder or a decoder. The model is not cut after a block
-        that the sample's forward pass does not call exactly once.
+        that the forward pass of the sample batch does not call exactly once.
 
         Args:
             model: Model without cut points.
@@ -124,7 +124,7 @@ class CutPoint(torch.nn.Module):
         return cut_points
 
     def forward(self, *values: Any) -> Any:
-        """Returns a single argument as it is, and several arguments as a tuple."""
+        """Returns a single argument unchanged, or several arguments as a tuple."""
         value = values[0] if len(values) == 1 else values
         return mark(value, id(self), next(_PASSINGS))
 

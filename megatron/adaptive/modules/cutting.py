@@ -378,7 +378,7 @@ def signature_of(tape: Tape, plan: StagePlan) -> str:
 
 
 def segment_kinds(tape: Tape) -> tuple[int, ...]:
-    """Returns the kind of each segment as an index. Segments with the same calls have one kind."""
+    """Returns the index of each segment's kind. Segments with the same calls are of one kind."""
     numbers: dict[str, int] = {}
     return tuple(
         numbers.setdefault(signature_of(tape, plan), len(numbers))
@@ -559,9 +559,9 @@ class _Slicer:
         home = stage if value.made_by < 0 else self._home(value)
         if later and (home != stage or (value.source and reading_stages - {stage})):
             raise ConfigError(
-                f"a tensor of shape {list(value.shape)} is changed in place in stage {stage} and "
-                f"read through another tensor in stage {max(reading_stages)}; use the operation "
-                "that returns a new tensor, or move the cut point"
+                f"stage {stage} changes a tensor of shape {list(value.shape)} in place, but stage "
+                f"{max(reading_stages)} reads the same memory through another tensor; use an "
+                "out-of-place operation, or move the cut point"
             )
 
 
@@ -589,7 +589,7 @@ def check_groups(model: torch.nn.Module, groups: Sequence[Sequence[str]]) -> Non
             if named[name] is not named[group[0]]:
                 raise ConfigError(
                     f"shared_weights has {group[0]} and {name} in one group, but they are two "
-                    "parameters of the model; assign one parameter to the other first"
+                    "parameters of the model; assign the same parameter to both names first"
                 )
 
 

@@ -143,7 +143,7 @@ def helpers_of(nodes: Sequence[Mapping[str, Any]]) -> dict[int, int]:
     """Returns the helper of the first rank of each device type, keyed by the first rank.
 
     The two ranks measure at the same time. Ranks with a GPU have no helper, because measuring is
-    fast there. Ranks that would share processors with their helper have none either.
+    fast there. Ranks that would share processors with a helper have none either.
 
     Args:
         nodes: Type of device, memory and processors of each rank.

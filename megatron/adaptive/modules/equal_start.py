@@ -70,7 +70,7 @@ def equalize(held: Mapping[str, torch.Tensor], shared: Collection[str], mesh: Me
         others = f" and {len(unequal) - 1} more" if len(unequal) > 1 else ""
         print(
             f"the processes built the model with different values of {printable(min(unequal))}"
-            f"{others}; all processes now have the values of the first",
+            f"{others}; all processes now use the values of the first process that has them",
             flush=True,
         )
 

@@ -164,7 +164,7 @@ class FakeRecorder(CallRecorder):
 
     Args:
         model: Model that contains fakes, from :meth:`Fakes.in_model`.
-        inputs: Fakes of the microbatch's tensors, by the name of their batch entry.
+        inputs: Fakes of the microbatch's tensors, keyed by the name of the batch entry.
         freeze: Whether Python code may read tensor values, which are then assumed to be equal for
             every microbatch. If ``False``, reading values is an error.
         decisive: Names of the inputs whose values Python code may read, because the recording is
@@ -276,8 +276,8 @@ class FakeRecorder(CallRecorder):
         if values is None:
             raise ReadsValueError(
                 f"{where()} needs the values of a tensor that depends on parameters, but parameters"
-                " on the meta device have none; compute with tensors of fixed shapes there, or"
-                " build the model with its weights"
+                " on the meta device have no values; avoid operations there whose result shapes or"
+                " branches depend on values, or build the model with its weights"
             )
         by_id = {id(fake): values[number] for fake, number in zip(fakes, numbers, strict=True)}
         if unread is not None:

@@ -352,8 +352,8 @@ def _alike(samples: SampleFile, count: int) -> Microbatch:
     if len(kinds) > 1 or any(entry.shape[:1] != (1,) for entry in entries):
         raise ConfigError(
             "train finetune in an elastic job does not support samples with images; start it "
-            "under torchrun --max-restarts N or job launch, with --checkpoints DIR; a later "
-            "start continues from the newest checkpoint"
+            "with torchrun --max-restarts N or job launch, and with --checkpoints DIR, so that "
+            "later starts continue from the newest checkpoint"
         )
     return {name: entry.expand(count, *entry.shape[1:]) for name, entry in sample.items()}
 
@@ -443,19 +443,20 @@ class _Run:
             saved = state.get(name)
             if name == "samples" and saved not in (None, value):
                 raise CheckpointError(
-                    f"{self._settings.checkpoints} was made with different samples than "
-                    f"{self._settings.data} contains now; use the former file and images, or a "
-                    "new folder of checkpoints"
+                    f"the checkpoint in {self._settings.checkpoints} was made with different "
+                    f"samples than {self._settings.data} contains now; restore the file and its "
+                    "images, or choose a new folder for checkpoints"
                 )
             # Checkpoints of earlier versions do not contain the digest of the samples.
             if name != "samples" and saved != value:
                 raise CheckpointError(
-                    f"{self._settings.checkpoints} was made with {name} {saved}, but this run "
-                    f"has {value}; use the former settings, or a new folder of checkpoints"
+                    f"the checkpoint in {self._settings.checkpoints} was made with {name} {saved}, "
+                    f"but this run has {value}; use the settings of the checkpoint, or choose a "
+                    "new folder for checkpoints"
                 )
 
     def _evaluate(self) -> float:
-        """Returns the mean loss per learned token of the evaluation samples.
+        """Returns the mean loss of the evaluation samples, per token that the loss includes.
 
         All processes must call this. Evaluation batches have the size of a training batch, because
         a larger batch may not fit in memory.

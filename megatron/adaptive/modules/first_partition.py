@@ -125,8 +125,8 @@ class FirstPartition:
         partition = result_within(limit_s, simulate, nothing)
         if not partition:
             print(
-                f"partition {format_partition(start)} is balanced, but may not be the fastest with "
-                f"frozen segments, because simulations took longer than {limit_s:g} s",
+                f"using the balanced partition {format_partition(start)}: simulating partitions "
+                f"that consider the frozen segments took longer than the limit of {limit_s:g} s",
                 flush=True,
             )
         return partition or start
@@ -149,7 +149,7 @@ def quickest_partition(
         orders: Object that determines the order in which ranks run their actions.
         num_microbatches: Number of microbatches per step of a pipeline.
         frozen_segments: Number of leading segments through which no gradient flows.
-        together: Ranges of segments that must be in the same stage.
+        together: Ranges of segments; all segments of a range must be in one stage.
     """
     placement = orders.placement
     loads = Loads(
@@ -187,7 +187,10 @@ def balanced_together(
     Args:
         weights: Cost of each segment, in any unit; non-negative.
         num_stages: Number of stages, each of which gets at least one segment.
-        together: Disjoint ascending ranges of segments that must be in the same stage. Returns:
+        together: Disjoint ascending ranges of segments; all segments of a range must be in one
+            stage.
+
+    Returns:
         Number of segments in each stage. The ranges are ignored if they leave fewer groups of
             segments than stages.
     """

@@ -161,12 +161,12 @@ def _message(key: tuple[str, str], now: Settings, first: Settings) -> str:
     """
     path = ".".join(filter(None, key))
     if key[1] in _HOOKS:
-        change = f"{key[0] or 'the model'} has other forward hooks than"
+        change = f"the forward hooks of {key[0] or 'the model'} differ from those"
     elif key not in now or key not in first:
         change = f"{path} was {'added' if key in now else 'removed'} after the time"
     else:
         change = f"{path} is {now[key]!r}, but was {first[key]!r}"
     return (
-        f"{change} when the Pipeline was created, and existing recordings do not reflect this "
-        "change; undo the change, or make it before you create a new Pipeline"
+        f"{change} when the Pipeline was created; because the Pipeline replays the recording made "
+        "then, undo the change, or create a new Pipeline after it"
     )

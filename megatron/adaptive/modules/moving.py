@@ -141,7 +141,7 @@ class SegmentMover:
         has = set().union(*(each.held for each in everyone if each.position[0] == 0))
         lacking = sorted(set().union(*(each.needed for each in everyone)) - has)
         if lacking:
-            return f"no rank has the values of {lacking[0]}"
+            return f"no rank holds the values of parameter or buffer {lacking[0]}"
         assert plan is not None
         self._adopt(plan, self._exchange(everyone))
         return None
@@ -202,7 +202,7 @@ class SegmentMover:
             if trained:
                 return (
                     f"it would get the trained parameter {trained[0]}, but has no optimizer, "
-                    "because none of its parameters is trained; set a partition in which each "
+                    "because all its current parameters are frozen; set a partition in which each "
                     "process has a trained segment"
                 )
             return ""
@@ -210,12 +210,12 @@ class SegmentMover:
             if name in plan.layout.kept:
                 continue
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-                return f"parameter {name} has hooks, which cannot move to another rank"
+                return f"parameter {name} has hooks, which cannot be sent to another rank"
             for key, value in optimizer.state.get(parameter, {}).items():
                 if not isinstance(value, (torch.Tensor, *_PLAIN)):
                     return (
-                        f"the optimizer keeps {key!r} of {name} as a {type(value).__name__}, "
-                        "which cannot be sent"
+                        f"{key!r} in the optimizer's state of {name} is a {type(value).__name__}, "
+                        "which cannot be sent to another rank"
                     )
         return ""
 

@@ -122,8 +122,8 @@ class Pipeline:
             planner choose if ``micro_batch_size`` is also ``None``.
         batch_size: Number of samples per step over all replicas; ``None`` uses the size of the
             sample batch.
-        memory_limit_bytes: Memory in bytes that the planner may use per process; ``None`` allows
-            90% of the device's free memory.
+        memory_limit_bytes: Memory in bytes per process that planned layouts may use; ``None``
+            allows 90% of the device's free memory.
         schedule: Name of the schedule, as listed in ``docs/schedules.md``.
         chunks: Number of stages per process; ``None`` uses the schedule's default.
         activation_cap: Maximum number of microbatches whose activations a process keeps. One
@@ -148,7 +148,7 @@ class Pipeline:
             runs (OTLP over HTTP), or ``None``. Requires ``trace_dir``.
         profile_ranks: Ranks of the processes that record kernels.
         profile_step_start: First step in which kernels are recorded, counted from 1.
-        profile_step_end: End of the recorded range of steps; kernels of this step are not recorded.
+        profile_step_end: First step after the recorded ones, in which kernels are not recorded.
         timeout_s: Maximum time in seconds to wait for another process.
         hang_after_s: Number of seconds without progress after which the process that blocks all
             others is reported. 0 disables the report. ``None`` uses 10 times the median step time,
@@ -173,7 +173,7 @@ class Pipeline:
         steps: Number of completed training steps, including those before a loaded checkpoint.
         loss: Mean loss of the last step over all microbatches and replicas.
         grad_norm: Norm of the whole model's gradient in the last step, before clipping.
-        last_order: Indices in the batch of the microbatches of the last step, in execution order.
+        last_order: Index of each microbatch of the last step in its batch, in execution order.
         times: Times of this process in the last step, such as compute and wait times.
 
     Raises:
@@ -419,7 +419,7 @@ class Pipeline:
 
     @property
     def costs(self) -> list[dict[str, float]]:
-        """Returns the fitted seconds per unit of data for each stage, keyed by the unit.
+        """Returns each stage's fitted cost in seconds per unit of data, keyed by the unit.
 
         A unit is an element of a batch entry, a pair of elements in a sequence, or a microbatch.
         The list is empty before the first fit. Times are fitted only if ``order`` or ``dealing`` is

@@ -327,16 +327,16 @@ class PretrainedWeights:
                 elif shapes[name] != shape:
                     raise CheckpointError(
                         f"{self.folder}: {name} has shape {list(shape)}, but {CONFIG} requires "
-                        f"{list(shapes[name])}; copy both again from the same model"
+                        f"{list(shapes[name])}; copy the weights and {CONFIG} from the same model"
                     )
                 else:
                     read.add(self._name_of[name])
         missing = {name for name in shapes if self._name_of[name] not in read}
         if missing:
             raise CheckpointError(
-                f"{self.folder} does not contain {_first_of(missing)} of "
-                f"{type(self._model).__name__}; use a folder with all tensors of the model that "
-                f"its {CONFIG} describes"
+                f"{self.folder} does not contain {_first_of(missing)} of the tensors that "
+                f"{type(self._model).__name__} requires; use a folder that contains all tensors "
+                f"of the model in its {CONFIG}"
             )
         report = SimpleNamespace(missing_keys=set(), unexpected_keys=self._extra)
         self._model._adjust_missing_and_unexpected_keys(report)
@@ -412,7 +412,10 @@ def open_pretrained(
     if dtype == "auto":
         dtype = None
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ConfigError(f"dtype {dtype!r} must be a type such as torch.bfloat16, or 'auto'")
+        raise ConfigError(
+            "dtype must be a floating-point torch.dtype, such as torch.bfloat16, or 'auto', got "
+            f"{dtype!r}"
+        )
     config = read_config(folder, trust_remote_code=trust_remote_code)
     model = build_on_meta(folder, config, dtype)
     weights = PretrainedWeights(folder, model)

@@ -25,7 +25,7 @@ _NESTED = "processor_config.json"
 _IMAGES = "preprocessor_config.json"
 _VIDEOS = "video_preprocessor_config.json"
 _TOKENIZER = "tokenizer_config.json"
-_CORRECT = "save the folder again with save_pretrained of the processor"
+_CORRECT = "save the processor to the folder again with its method save_pretrained"
 
 
 class VideoSettings(dict[str, Any]):
@@ -74,7 +74,7 @@ def load_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:
     except _FAILURES as error:
         raise ConfigError(
             f"{folder} has no tokenizer or processor that transformers can read "
-            f"({_reason(folder, error)}); use the folder of a model"
+            f"({_reason(folder, error)}); pass the folder of a model"
         ) from None
 
 

@@ -66,8 +66,8 @@ with _accelerator.quiet_imports():
 
 
 LONG_S = 0.02
-"""Duration in seconds of a segment's forward and backward passes from which a quick profile
-measures the segment only once.
+"""Minimum duration, in seconds, of a segment's forward and backward passes for a quick profile to
+measure the segment only once.
 """
 
 
@@ -608,10 +608,10 @@ class ModuleProfile:
         estimated = self.estimated_sizes
         measured = [size for size in self.micro_batch_sizes if size not in estimated]
         text = (
-            f"{len(self.cut_points) + 1} segments of {self.name} with microbatches of "
-            f"{_samples(measured)} measured in {self.seconds:.1f} s"
+            f"measured {len(self.cut_points) + 1} segments of {self.name} with microbatches of "
+            f"{_samples(measured)} in {self.seconds:.1f} s"
         )
-        return f"{text}; those of {_samples(estimated)} estimated" if estimated else text
+        return f"{text}; estimated microbatches of {_samples(estimated)}" if estimated else text
 
     @property
     def cut_points(self) -> tuple[str, ...]:
@@ -643,8 +643,8 @@ class ModuleProfile:
         """Returns the content of a profile file, as described in ``docs/reference/planner.md``.
 
         Args:
-            split: Whether to use the times of the split backward pass instead of the whole backward
-                pass, if they were measured.
+            split: Whether to use the times of the split backward pass instead of the unsplit
+                backward pass, if they were measured.
         """
         return profile_file.document(
             self._model(),
@@ -696,7 +696,7 @@ class ModuleProfile:
 
     @property
     def hosts(self) -> tuple[MeasuredHost, ...]:
-        """Returns the job's nodes and their memory per process, in the order of the first ranks."""
+        """Returns the job's nodes and their memory per process, ordered by first rank."""
         hosts: dict[str, MeasuredHost] = {}
         for name, node in zip(self.names, self.nodes, strict=True):
             former = hosts.get(node["machine"])
@@ -759,7 +759,7 @@ def _node_names(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _widths(nodes: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Returns the possible numbers of replicas on the same node in a plan, starting at 2.
+    """Returns the numbers of replicas, from 2, that a plan may place together on one node.
 
     ``nodes`` describes the device, memory and machine of each rank.
     """

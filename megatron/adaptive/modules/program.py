@@ -163,8 +163,7 @@ class _Part:
     Attributes:
         steps: Calls in execution order.
         segment: Index of the segment to which the calls belong.
-        recomputed: Description of the calls for recomputation; ``None`` if the backward pass does
-            not run them again.
+        recomputed: Description of the calls for recomputation; ``None`` if they are not recomputed.
     """
 
     steps: Sequence[_Step]
@@ -181,7 +180,7 @@ class StageProgram:
         held: Parameters and buffers of this rank, keyed by name. Must include all that the stage
             uses.
         device: Device on which the stage runs.
-        recomputed: Ranges of calls on the tape that the backward pass runs again, in ascending
+        recomputed: Ranges of calls on the tape to recompute in the backward pass, in ascending
             order.
 
     Attributes:
@@ -314,7 +313,7 @@ class StageProgram:
         )
 
     def _recomputed(self, steps: Sequence[_Step]) -> RecomputedCalls:
-        """Returns an object that runs ``steps``, and runs them again in the backward pass."""
+        """Returns an object that runs ``steps``, and recomputes them in the backward pass."""
         tape = self._tape
         calls = [tape.calls[step.number] for step in steps]
         made = {value for call in calls for value, _ in call.outputs}
@@ -468,8 +467,8 @@ _NOTHING_PENDING = _Pending([], [], None)
 class ProgramStages(SplitStages):
     """Runs the forward and backward passes of a rank's stages during one step.
 
-    Gradients are computed of the sum of the microbatches' losses, each multiplied by its weight and
-    by ``scale``. The executor calls the methods, which
+    The gradients are those of the sum of the microbatches' losses, each multiplied by its weight
+    and by ``scale``. The executor calls the methods, which
     :class:`~megatron.adaptive.engine.executor.Stages` describes.
 
     Attributes:
@@ -531,7 +530,7 @@ class ProgramStages(SplitStages):
                 sent, loss = self._run(chunk, microbatch, values)
             scaled = None if loss is None else loss * self._factors[microbatch]
             edges = [get_gradient_edge(value) for value in compress(sent, program.gradients_out)]
-            # Keep the received tensors for the backward pass only if gradients flow.
+            # Keep the received tensors only if the stage has a backward pass.
             if edges or scaled is not None:
                 self._pending[chunk, microbatch] = _Pending(values, edges, scaled)
         if loss is not None:
@@ -665,14 +664,15 @@ def _difference_of(tensor: torch.Tensor, part: MessagePart) -> str:
     sent = f"a tensor of shape {list(tensor.shape)} and {tensor.dtype} is sent to the next stage"
     if tensor.shape == part.shape and tensor.is_floating_point() and part.dtype.is_floating_point:
         return (
-            f"{sent}, but the recording has {part.dtype}, probably because autocast chooses other "
-            "dtypes on the device of the stage than on the device of the recording; move the "
-            "model to the device of the stage before the Pipeline is made, or cast the tensor to "
+            f"{sent}, but the recording has {part.dtype}, probably because the model was recorded "
+            "on another type of device, for which autocast chooses other dtypes; move the model "
+            "to the device of the stage before the Pipeline is created, or cast the tensor to "
             "float32 before the cut point"
         )
     return (
-        f"{sent}, but the recording has {list(part.shape)} and {part.dtype}, so the tensor depends "
-        "on values of the batch; add the batch entry to decisive_entries, or move the cut point"
+        f"{sent}, but the recording has {list(part.shape)} and {part.dtype}, so shape or dtype "
+        "depends on values of the batch; add the batch entry with these values to "
+        "decisive_entries, or move the cut point"
     )
 
 

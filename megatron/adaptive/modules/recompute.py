@@ -1,4 +1,4 @@
-"""Selects calls that the backward pass runs again, instead of keeping their results in memory.
+"""Selects the calls to recompute in the backward pass, instead of keeping their results in memory.
 
 For a recomputed range of calls, only the inputs are kept until the backward pass::
 
@@ -114,8 +114,8 @@ def recomputed_ranges(tape: Tape, recompute: Recompute) -> list[range]:
         if shape is not None:
             raise ConfigError(
                 f"segment {segment} changes an input tensor of shape {list(shape)} in place, so "
-                "it cannot be recomputed; use the operation that returns a new tensor, or set "
-                "recompute to the indices of other segments"
+                "it cannot be recomputed; use an out-of-place operation, or set recompute to the "
+                "indices of other segments"
             )
         ranges.append(calls)
     return ranges
@@ -193,7 +193,7 @@ def changed_buffers(tape: Tape) -> set[int]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RecomputedCalls:
-    """Runs a range of calls, and runs them again in the backward pass.
+    """Runs a range of calls, and recomputes them in the backward pass.
 
     Attributes:
         fixed: Indices on the tape of the parameters, inputs, constants and buffers that the calls
@@ -216,7 +216,7 @@ class RecomputedCalls:
         """Runs the calls on the tensors in ``env``, and stores the results in ``env``.
 
         Args:
-            env: Tensors, by their index on the tape.
+            env: Tensors, keyed by their index on the tape.
             run_calls: Function that runs the calls on a dictionary of tensors, keyed by index, and
                 adds the results to it.
         """

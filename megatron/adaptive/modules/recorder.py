@@ -57,7 +57,7 @@ _RECOMPUTING = "CheckpointFunction"
 
 
 class ReadsValueError(ConfigError):
-    """Raised if the forward pass reads a tensor's value, or cannot be recorded otherwise."""
+    """Raised if the forward pass reads a tensor's value, or another reason prevents recording."""
 
 
 @contextlib.contextmanager
@@ -356,7 +356,7 @@ class CallRecorder(TorchFunctionMode):
         """
         tensors = [tensor for tensor, _ in tensor_paths((args, kwargs))]
         # Functions of torch.func compute with wrapped tensors. No call that could be recorded
-        # unwraps the results, so they would become constants with the values of the sample.
+        # unwraps the results, so they would become constants with the values of this microbatch.
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise ReadsValueError(
                 f"{where()} runs inside a function of torch.func, but only vmap can be recorded; "
@@ -647,7 +647,7 @@ class CallRecorder(TorchFunctionMode):
         return storages - {0}
 
     def note_buffers(self) -> None:
-        """Stores the names of the buffers whose values Python code has read on the tape."""
+        """Stores on the tape the names of the buffers whose values Python code has read."""
         storages = {storage for read in self._reads for storage in read.storages}
         self.tape.read_buffers = {
             attribute.name
@@ -725,7 +725,7 @@ class CallRecorder(TorchFunctionMode):
                 raise ConfigError(
                     f"the forward pass changes a tensor of shape {list(sharing[0].shape)} in place "
                     "that shares memory with another tensor, so the change cannot be recorded; "
-                    "use the operation that returns a new tensor"
+                    "use an out-of-place operation"
                 )
 
     def finish(self, loss: Any) -> None:
@@ -734,9 +734,9 @@ class CallRecorder(TorchFunctionMode):
         missed = [name for name in required if name not in self.tape.cuts]
         if missed and not self._may_miss:
             raise ConfigError(
-                f"cut point {missed[0]} is not called in the sample's forward "
-                f"pass{f', nor are {len(missed) - 1} others' if len(missed) > 1 else ''}; cut "
-                "points must not be inside control flow, so move or remove it"
+                f"the forward pass of the sample_batch does not call cut point {missed[0]}"
+                f"{f' and {len(missed) - 1} others' if len(missed) > 1 else ''}; move cut points "
+                "out of control flow, or remove those that are not called"
             )
         number = self._numbers.get(id(loss))
         if number is None or loss.dim() or not loss.is_floating_point():

@@ -103,11 +103,11 @@ def record_examples(
         modes: Modes in which the model is recorded.
 
     Returns:
-        Recordings in the order of their first microbatches, except that a recording that passes all
+        Recordings in the order of their first microbatches, except that a recording that calls all
             cut points comes first.
 
     Raises:
-        ConfigError: If the model cannot be recorded, no microbatch passes all cut points, or the
+        ConfigError: If the model cannot be recorded, no microbatch calls all cut points, or the
             model draws random numbers with Python or numpy instead of torch.
     """
     before = host_random_state()
@@ -130,12 +130,12 @@ def record_examples(
         raise ConfigError(
             "the forward pass draws random numbers with random or numpy.random, but all "
             "microbatches would get the numbers of the sample_batch; draw them with torch, or "
-            'set slicing="record" if they do not matter'
+            'set slicing="record" if all microbatches may get the same numbers'
         )
     whole = max(recorded, key=lambda signature: len(recorded[signature].training.cuts))
     if len(recorded) > 1:
         # Record the microbatch with the most cut points again without may_miss, which raises an
-        # error if it does not pass all cut points.
+        # error if it does not call all cut points.
         recorded[whole] = Forwards.of(model, first_of[whole], model.slicing, modes=modes)
     cuts = recorded[whole].training.cuts
     homes = homes_of([recorded[whole]])
@@ -179,7 +179,7 @@ def _with_modes(
 
 
 def evaluates_alike(model: SampledModel, example: Example, cache: RecordingCache) -> bool:
-    """Returns whether each segment needs no other tensors in evaluation than in training.
+    """Returns whether no segment needs tensors in evaluation that it does not need in training.
 
     This function records the microbatch in evaluation mode and compares the result with the
     recording in training mode. If no segment needs additional parameters, buffers, inputs or
@@ -244,29 +244,29 @@ def align(forwards: Forwards, cuts: Sequence[str], homes: Mapping[str, Sequence[
     """Divides the calls of a recording that skips cut points among the segments of all cut points.
 
     A microbatch without images, for example, skips the cut points in the image encoder. Between two
-    cut points that the recording passes, a call is assigned to the segment that uses the call's
+    cut points that the recording contains, a call is assigned to the segment that uses the call's
     parameter in other recordings. A call without parameters is assigned to the segment of the
     preceding call.
 
     Args:
         forwards: Recording, which is modified in place.
         cuts: Names of all cut points, in order.
-        homes: Segments that use each parameter, in ascending order.
+        homes: Segments that use each parameter, in ascending order, keyed by its name.
 
     Raises:
-        ConfigError: If the recording passes the cut points in a different order.
+        ConfigError: If the recording calls the cut points in a different order.
     """
     for tape in forwards.tapes.values():
-        # Remove automatically added cut points that the recordings of the sample do not contain.
+        # Remove added cut points that the recordings of the sample batch do not contain.
         tape.remove_cuts([name for name in tape.cuts if name not in cuts])
         if tape.cuts == list(cuts):
             continue
         in_order = [name for name in cuts if name in tape.cuts]
         if in_order != tape.cuts:
             raise ConfigError(
-                f"a microbatch passes the cut points {', '.join(tape.cuts)}, but the "
-                f"sample_batch passes {', '.join(cuts)}; all microbatches must pass them in the "
-                "same order, but may skip some"
+                f"a microbatch calls the cut points {', '.join(tape.cuts)}, but the sample_batch "
+                f"calls {', '.join(cuts)}; all microbatches must call them in the same order, but "
+                "may skip some"
             )
         passed = [cuts.index(name) for name in tape.cuts]
         lows = [0, *(position + 1 for position in passed)]
@@ -398,9 +398,9 @@ class BufferUse:
         names = sorted(training.values[number].name for number in changed_buffers(training))
         if names:
             raise ConfigError(
-                f"order {self.order!r} cannot be used, because buffer {names[0]} changes in the "
-                "forward pass and its values depend on the order of the microbatches; remove "
-                "order"
+                f"order {self.order!r} cannot be used, because the forward pass changes buffer "
+                f"{names[0]}, whose values would then depend on the order of the microbatches; "
+                "remove order"
             )
 
 
@@ -501,13 +501,13 @@ class KeptPart:
     Attributes:
         cuts: Names of all cut points, in order.
         partition: Number of segments in each stage.
-        homes: Segments that use each parameter, in ascending order.
+        homes: Segments that use each parameter, in ascending order, keyed by its name.
         parameter_ranks: Pipeline positions of the ranks that keep each trained parameter.
         held: Parameters and buffers that this rank keeps, keyed by their names in the model.
         placement: Assignment of stages to ranks.
         pp_rank: Position of this rank in the pipeline.
         device: Device on which the stages run.
-        recompute: Setting that selects the calls that the backward pass runs again.
+        recompute: Setting that selects the calls to recompute in the backward pass.
         buffer_use: Ranks that use each buffer in the recordings so far.
         late: Calls to move behind frozen segments; ``None`` if no calls are moved.
     """
@@ -714,9 +714,9 @@ class Recordings:
         if hash(signature) in self._dropped and "again" not in self._reported:
             self._reported.add("again")
             self._say(
-                f"recorded the model again in {seconds:.2f} s with {signature}, because more "
-                f"than {self._most} kinds of microbatches are in use; increase max_recordings, "
-                "or pad microbatches to fewer lengths"
+                f"recorded the model again in {seconds:.2f} s with {signature}, because "
+                f"microbatches have more than {self._most} combinations of shapes; increase "
+                "max_recordings, or pad microbatches to fewer lengths"
             )
 
     def _say(self, line: str) -> None:

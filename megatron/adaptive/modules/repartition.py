@@ -55,7 +55,7 @@ from megatron.adaptive.rebalance.time_limit import LIMIT_S, limit_of_search
 
 _WARM_UP = 1
 _SIMILAR_WORK = 0.1
-"""Maximum change of a step's operation count, as a fraction, for a move to be judged."""
+"""Maximum relative change of a step's operation count at which the effect of a move is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +214,9 @@ class SegmentBalancer:
         )
         move, _, is_late = self._mesh.on_first(decide)
         if is_late:
-            self._say(f"segments stay: no partition was simulated within {self._limit_s:g} s")
+            self._say(
+                f"partition unchanged: no other partition was simulated within {self._limit_s:g} s"
+            )
         way_back = self._compare(self._pace)
         self._forget()
         return way_back if move is None or move.gain < self._gain else move
@@ -231,7 +233,7 @@ class SegmentBalancer:
         if refusal is not None:
             if refusal not in self._told:
                 self._told.add(refusal)
-                self._say(f"{format_partition(before)} stays: {refusal}")
+                self._say(f"partition {format_partition(before)} unchanged: {refusal}")
             return False
         self._balance.use(self.partition)
         self._promise = None if move.is_return else (move, self._pace)
@@ -268,8 +270,8 @@ class SegmentBalancer:
         change = pace.work / before.work - 1
         if abs(change) > _SIMILAR_WORK:
             self._say(
-                "the last move cannot be judged, because the operation count of a step has "
-                f"changed by {change:+.1%} since then"
+                "the effect of the last move cannot be measured, because the operation count of a "
+                f"step has changed by {change:+.1%} since the move"
             )
             return None
         outcome = compare(
@@ -278,7 +280,7 @@ class SegmentBalancer:
             self._gain,
             self._least_gain,
             self._print,
-            step="a step" if pace.work == before.work else "a step of the previous size",
+            step="a step" if pace.work == before.work else "a step of the earlier size",
         )
         self._gain = outcome.gain
         return outcome.way_back

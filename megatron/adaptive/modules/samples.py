@@ -201,8 +201,8 @@ class SampleReader:
         ids = entries["input_ids"]
         every_token = entries.pop("attention_mask", torch.ones_like(ids))
         learned = entries.pop("assistant_masks", every_token).reshape(1, -1)
-        # All tokens are learned if the template provides no mask. Ignore placeholders explicitly,
-        # because templates may mark them as learned.
+        # The loss includes all tokens if the template provides no mask. Ignore placeholders
+        # explicitly, because a template's mask may include them.
         is_ignored = (learned == 0) | torch.isin(ids, self._placeholders)
         entries["labels"] = ids.masked_fill(is_ignored, IGNORED)
         length = min(ids.shape[1], self.max_length)
@@ -247,7 +247,7 @@ class _Encoded:
 
     Attributes:
         error: Reason why the line is invalid; empty if it is valid.
-        learned: Number of learned tokens.
+        learned: Number of tokens that the loss includes.
         names: Names of the sample's entries.
         content: Hashes of the line and its images.
         num_bytes: Size of the sample in bytes.
@@ -272,9 +272,10 @@ class SampleFile:
             all the work.
 
     Attributes:
-        num_learned: Number of learned tokens of each sample.
+        num_learned: Number of tokens that the loss includes, for each sample.
         largest: Index of the sample with the most bytes.
-        num_empty: Number of samples that were skipped because they have no learned tokens.
+        num_empty: Number of samples that were skipped because the loss includes none of their
+            tokens.
         digest: Hash of all lines and images, in order.
     """
 
@@ -309,9 +310,9 @@ class SampleFile:
         self.digest = digest.hexdigest()
         if not self._lines:
             raise ConfigError(
-                f"{path} has no samples with tokens to learn, and {self.num_empty} samples "
-                "without such tokens; add samples, or increase the maximum length if it "
-                "truncates all answers"
+                f"{path} has no samples with tokens to learn (skipped {self.num_empty} samples "
+                "without such tokens); add samples, or increase the maximum length if it "
+                "truncates all replies"
             )
 
     def _first_pass(self, job: Job | None) -> Iterator[tuple[_Line, _Encoded]]:
@@ -535,8 +536,8 @@ def _with_images(
             image = next(waiting, None) if name is None else _open_image(name, folder)
             if image is None:
                 raise ConfigError(
-                    f"the messages have more image parts than images ({len(listed)}); add a path "
-                    "to each image part, or list more images"
+                    "the messages have more image parts without a path than entries in images "
+                    f"({len(listed)}); add a path to each image part, or list more images"
                 )
             part.update(type="image", image=image)
             images.append(image)
@@ -546,7 +547,7 @@ def _with_images(
     unused = sum(1 for _ in waiting)
     if unused:
         raise ConfigError(
-            f"{unused} of {len(listed)} images have no part of type image in the messages; add "
+            f"{unused} of the {len(listed)} listed images are not used in the messages; add a part "
             '{"type": "image"} where each image belongs'
         )
     return images, filled
@@ -623,19 +624,19 @@ def _path_of_image(name: Any, folder: Path) -> str:
     if isinstance(name, Mapping):
         name = name.get("url")
     if not isinstance(name, str) or not name:
-        raise ConfigError(f"an image must be the path of a file, got {str(name)[:80]!r}")
+        raise ConfigError(f"images must be given as file paths, got {str(name)[:80]!r}")
     if name.startswith("data:") or "://" in name:
         raise ConfigError(
-            f"image {name[:80]} is an address, but images are not downloaded or decoded; save "
-            "the image, and use the path of the file"
+            f"image {name[:80]} is a URL, but images are not downloaded; save the image, and use "
+            "the path of the file"
         )
     # Resolve links, because a link may point to a private file outside of the folder.
     root = os.path.realpath(folder)
     path = os.path.realpath(os.path.join(os.path.abspath(folder), name))
     if os.path.commonpath([root, path]) != root:
         raise ConfigError(
-            f"image {name} is outside of the folder of images {root}; move it there, or choose "
-            "another folder of images"
+            f"image {name} is outside of the image folder {root}; move the image there, or choose "
+            "another image folder"
         )
     if not os.path.isfile(path):
         problem = "is not a file" if os.path.exists(path) else "does not exist"

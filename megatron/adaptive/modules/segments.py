@@ -186,7 +186,7 @@ def measure_segments(
         device: Device on which segments run.
         split: Whether to also measure the split backward pass.
         repeats: Maximum number of timed repetitions after the warm-up.
-        enough_s: Duration in seconds from which a segment is measured only once.
+        enough_s: Duration in seconds; segments that take at least this long are measured only once.
 
     Raises:
         torch.OutOfMemoryError: If a segment does not fit in the device's memory.
@@ -444,7 +444,7 @@ def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def check_replay(forward: Forward, forwards: Forwards, other: Mapping[str, torch.Tensor]) -> None:
     """Checks that the recordings and the model give the same loss for another microbatch.
 
-    The losses differ if Python code of the model used values of the sample in a way that the
+    The losses differ if Python code of the model used values of the sample batch in a way that the
     recorder cannot detect. The recording in training mode is checked only if its calls differ from
     those in evaluation mode. Recordings that draw random numbers are not checked.
 
@@ -501,6 +501,7 @@ def _check_mode(
         mode = "training" if training else "evaluation"
         raise ConfigError(
             f"the recording gives a loss of {float(replayed):g} for a second microbatch, but the "
-            f"model gives {expected:g} in {mode}, because its forward keeps values of the sample "
-            'outside of tensors; use operations on tensors there, or try slicing="export"'
+            f"model gives {expected:g} in {mode}, because its forward pass keeps values of the "
+            "sample_batch in Python objects instead of tensors; use operations on tensors there, "
+            'or try slicing="export"'
         )

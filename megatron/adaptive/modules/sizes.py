@@ -70,7 +70,7 @@ class Chosen:
         best = self.best
         text = f"{best}: {_time(best.seconds)} predicted for a step of {self.batch_size} samples"
         if not self.others:
-            return f"{text}; no other shape is possible"
+            return f"{text}; no other layout is possible"
         other = self.others[0]
         more = 100 * (other.seconds / best.seconds - 1) if best.seconds else 0.0
         return f"{text}; next best is {other}: {_time(other.seconds)}, {more:.0f}% more"
@@ -154,7 +154,7 @@ def _ordered(job: Job, order: JobOrder, request: PipelineSettings) -> PipelineSe
     if is_list(request.sample_batch):
         raise ConfigError(
             "sample_batch must be a dictionary of tensors in an elastic job, because the "
-            "launcher cannot choose a size for a list of microbatches; pass a dictionary as "
+            "launcher cannot choose a microbatch size for a list; pass a dictionary as "
             "sample_batch; Pipeline.step still accepts lists"
         )
     world_size = dist.get_world_size()
@@ -201,8 +201,8 @@ def choose_placement(schedule: str, num_ranks: int, chunks: int | None) -> Place
     placement = placement_for(schedule, num_ranks, num_chunks)
     if chunks is not None and placement.num_chunks != chunks:
         raise ConfigError(
-            f"chunks must be {placement.num_chunks} for schedule {schedule}, got {chunks}; "
-            "remove chunks"
+            f"schedule {schedule} requires chunks={placement.num_chunks}, got {chunks}; remove "
+            "chunks"
         )
     return placement
 
@@ -234,8 +234,8 @@ def choose_orders(request: PipelineSettings, num_ranks: int, pp_rank: int) -> Or
         splits = splits_backward(schedule)
         if split not in (None, splits):
             raise ConfigError(
-                f"split_backward={split} cannot be used, because schedule {schedule} "
-                f"{'has' if splits else 'has no'} weight gradients as separate actions; remove "
+                f"split_backward={split} conflicts with schedule {schedule}, which "
+                f"{'splits' if splits else 'does not split'} the backward pass; remove "
                 "split_backward"
             )
     return Orders(
@@ -394,7 +394,7 @@ def _plan(module: MeasuredModule, request: PipelineSettings, profile: ModuleProf
 
 
 def _sizes_of(request: PipelineSettings, num_segments: int) -> tuple[int, ...]:
-    """Returns the pipeline sizes that result in as many stages as the user's partition has.
+    """Returns the pipeline sizes for which the number of stages matches the user's partition.
 
     ``request`` contains the partition, and ``num_segments`` is the number of segments of the model.
     """

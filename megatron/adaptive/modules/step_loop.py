@@ -130,7 +130,7 @@ class Loop:
         self._progress.begins(pipeline.steps, total_steps)
         if loaded_s is not None:
             self._progress.report({"loaded_s": loaded_s})
-            self._say(f"continues after step {pipeline.steps} of {total_steps}")
+            self._say(f"continuing after step {pipeline.steps} of {total_steps}")
         self._snapshots = make_snapshots(mesh, self._snapshot_state, self._report_copies, self._say)
         self._diagnosis = RunningDiagnosis(
             pipeline._trace.folder if self._is_first else None,

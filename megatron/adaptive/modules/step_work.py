@@ -95,7 +95,10 @@ class StepWork:
 
     @property
     def listed_sizes(self) -> tuple[int, ...]:
-        """Returns the activation sizes of a list's microbatches in bytes; otherwise nothing."""
+        """Returns the activation sizes of a list's microbatches in bytes.
+
+        The tuple is empty if the user did not pass a list.
+        """
         return self._all_sizes if self.is_listed else ()
 
     @property
@@ -104,7 +107,7 @@ class StepWork:
 
 
 class BatchForm:
-    """Divides batches with the same form as the sample batch into microbatches.
+    """Divides batches of the same kind as the sample batch (dictionary or list) into microbatches.
 
     Args:
         sample: Sample batch: a dictionary of tensors or a list of microbatches.
@@ -265,7 +268,7 @@ class StepMaker:
 
         Args:
             batch: Batch of this replica, as the user passed it.
-            num_items: Argument of the user: number of items in each microbatch, or ``None``.
+            num_items: Number of items in each microbatch, as the user passed it, or ``None``.
             step: Index of the training step; -1 in an evaluation.
 
         Returns:

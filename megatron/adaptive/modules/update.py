@@ -245,9 +245,9 @@ class Update:
             if parameter.requires_grad != self._was_trained[name]:
                 raise ConfigError(
                     f"requires_grad of {name} is {parameter.requires_grad}, but was "
-                    f"{not parameter.requires_grad} when the Pipeline was created, and the "
-                    "messages between stages depend on it; set it before you create a new "
-                    "Pipeline"
+                    f"{not parameter.requires_grad} when the Pipeline was created, which decided "
+                    "the messages between stages; undo the change, or create a new Pipeline after "
+                    "it"
                 )
 
     def process_groups(self) -> dict[str, Any]:
