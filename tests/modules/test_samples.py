@@ -150,8 +150,8 @@ def test_all_forms_of_images_are_the_same_sample(tmp_path: Path) -> None:
 IMAGE = {"type": "image", "path": "a.png"}
 WRONG_LINES: dict[str, tuple[Any, str]] = {
     "not JSON": ('{"text": ', "the line cannot be encoded (JSONDecodeError: Expecting value"),
-    "no object": ("[1]", "the line must be a JSON object with text, or with messages"),
-    "no text": ({"prompt": "a"}, "the line must be a JSON object with text, or with messages"),
+    "no object": ("[1]", 'JSON object with the key "text", or "messages"'),
+    "no text": ({"prompt": "a"}, 'JSON object with the key "text", or "messages"'),
     "number as text": ({"text": 5}, "text must be a string, got a int"),
     "messages": ({"messages": "a"}, "messages must be a list of objects like"),
     "no role": ({"messages": [{"content": "a"}]}, "messages must be a list of objects like"),

@@ -110,7 +110,7 @@ def test_all_ranks_name_the_first_wrong_line(tmp_path: Path) -> None:
     path = write(tmp_path / "train.jsonl", lines)
     errors = read_together([path] * 3)
     assert errors == [errors[0]] * 3
-    assert errors[0].startswith(f"{path}:6: the line must be a JSON object with text")
+    assert errors[0].startswith(f"{path}:6: the line must be a JSON object with the key")
 
 
 def test_files_that_differ_between_ranks_are_named(tmp_path: Path) -> None:

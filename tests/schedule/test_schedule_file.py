@@ -222,7 +222,7 @@ def test_csv_with_communication_and_overlap(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0,0B0,0X0", "row 1, column 3: a cell must be a stage, F, B, I or W, .* got '0X0'"),
+        ("0F0,0B0,0X0", "row 1, column 3: a cell must be STAGE, .* got '0X0'"),
         ("0F0,0B0\n1F0,F1", "row 2, column 2: a cell must be .* got 'F1'"),
         ("0F0,0B", "row 1, column 2: a cell must be .* got '0B'"),
         ("(0F0;0B0)OVERLAP", r"row 1, column 1: .* got '\(0F0;0B0\)OVERLAP'"),

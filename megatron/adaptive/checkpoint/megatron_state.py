@@ -590,7 +590,7 @@ def load_rng(state: Mapping[str, Any]) -> None:
         kinds = ["GPU" if s.numel() <= _GPU_STATE_BYTES else "CPU" for s in states]
         _LOG.warning(
             "WARNING: the checkpoint contains random states of a %s, but this rank computes on "
-            "a %s: dropout continues from --seed; use --no-load-rng to avoid this warning",
+            "a %s, so dropout is seeded from --seed again; use --no-load-rng to avoid this warning",
             *kinds,
         )
         return

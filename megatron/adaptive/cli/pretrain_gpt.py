@@ -317,7 +317,7 @@ def flags(argv: Sequence[str]) -> int:
         print("usage: python -m megatron.adaptive train flags > docs/flags.md")
         return 0
     if argv:
-        raise ConfigError(f"train flags takes no arguments; remove {argv[0]}")
+        raise ConfigError(f"the command 'train flags' takes no arguments; remove {argv[0]}")
     print(flags_markdown(), end="")
     return 0
 

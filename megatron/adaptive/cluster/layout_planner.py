@@ -200,8 +200,8 @@ class Planning:
         if len(others) > 1:
             raise ConfigError(
                 f"{self._where}: node types {', '.join(other.name for other in others)} have no "
-                "hosts; list the hosts of all node types except at most one, so that each host has "
-                "a known type"
+                "hosts; at most one node type may omit its hosts, so that the type of each host is "
+                "known; list the hosts of the others"
             )
         self._other = others[0] if others else None
 

@@ -384,9 +384,9 @@ class BufferUse:
             ranks = sorted(self.ranks.get(name, ()))
             if len(ranks) > 1:
                 raise ConfigError(
-                    f"buffer {name} changes in the forward pass, but ranks {ranks[0]} and "
-                    f"{ranks[1]} of the pipeline both use it, in evaluation or for other "
-                    "microbatches; move the cut point so that only one stage uses it"
+                    f"the forward pass changes buffer {name}, but both ranks {ranks[0]} and "
+                    f"{ranks[1]} of the pipeline use it (in training or evaluation); move the cut "
+                    "point so that only one stage uses it"
                 )
 
     def _require_constant(self, training: Tape) -> None:

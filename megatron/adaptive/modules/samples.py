@@ -144,7 +144,7 @@ class SampleReader:
         """
         if not isinstance(sample, Mapping) or not ("messages" in sample or "text" in sample):
             raise ConfigError(
-                "the line must be a JSON object with text, or with messages for the chat template"
+                'the line must be a JSON object with the key "text", or "messages" for a chat'
             )
         images, messages = _with_images(sample, image_folder, self.processor)
         if messages is not None:

@@ -207,9 +207,9 @@ def _parse_row(texts: Sequence[str], row: int) -> list[_Cell]:
                 cells.append(_Cell(int(match[1]), match[2], int(match[3])))
             elif part and not _SKIPPED.fullmatch(part.strip()):
                 raise ScheduleError(
-                    f"row {row + 1}, column {column + 1}: a cell must be a stage, F, B, I or W, "
-                    "and a microbatch, such as 0F3, or an (..;..)OVERLAP_F_B of these, got "
-                    f"{text!r}"
+                    f"row {row + 1}, column {column + 1}: a cell must be STAGE, then F, B, I or W, "
+                    "then MICROBATCH, such as 0F3, or two of these, such as (0F3;1B2)OVERLAP_F_B, "
+                    f"got {text!r}"
                 )
     return cells
 

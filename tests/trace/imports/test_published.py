@@ -115,7 +115,9 @@ def test_bad_tables_are_refused_by_name(
 def test_two_jobs_in_a_table_are_refused(make_job: Job) -> None:
     table = make_job()
     twice = {name: np.concatenate([column, column]) for name, column in table.items()}
-    with pytest.raises(TraceError, match=r"has forward-compute 0 of rank 0 in step 5 twice; keep"):
+    with pytest.raises(
+        TraceError, match=r"has forward-compute 0 of rank 0 in step 5 twice, .* keep"
+    ):
         run_of_columns(twice, Path("job"))
 
 

@@ -256,7 +256,7 @@ def find_cause(name: str) -> Cause:
         )
     if not (isinstance(loaded, type) and issubclass(loaded, Cause) and hasattr(loaded, "name")):
         raise ConfigError(
-            f"cause {name} must be a subclass of megatron.adaptive.trace.diagnose.Cause with a "
-            f"name, got {type(loaded).__name__} {loaded!r:.60}"
+            f"cause {name} must be a subclass of megatron.adaptive.trace.diagnose.Cause that sets "
+            f"the attribute name, got {type(loaded).__name__} {loaded!r:.60}"
         )
     return loaded()

@@ -372,7 +372,8 @@ class _Table:
             kind = self._kind_names[self._kind[again[0]]]
             raise TraceError(
                 f"{origin} has {kind} {self._seq[again[0]]} of rank {rank} in step "
-                f"{self._step[again[0]]} twice; keep the rows of one job"
+                f"{self._step[again[0]]} twice, so the rows belong to several jobs; keep those of "
+                "one job"
             )
 
     def _check_microbatches(self, computes: Ints) -> None:
