@@ -181,7 +181,7 @@ UNLIKE{"attention":{"num_query_groups":1},"ffn":{"ffn_hidden_size":8}}]} --num-l
     --tensor-model-parallel-size 2 @2
     => layer 1 has 1 key and value heads | size 2 | multiples
 UNLIKE{"attention":{"num_query_groups":4},"ffn":{"ffn_hidden_size":8}}]} --num-layers 1 MTP
-    => --mtp-num-layers 1 | this requires layers of equal size
+    => --mtp-num-layers 1 | these features require layers of equal size
 MTP --context-parallel-size 2 @2 => --mtp-num-layers 1 | --calculate-per-token-loss
 PP2 MTP --pipeline-model-parallel-layout Ett|ttL @2 => Ett|ttL | 0 layers | (m) | make them equal
 PP2 --pipeline-model-parallel-layout Ett|ttmL @2 => 1 layers | (m) | make them equal

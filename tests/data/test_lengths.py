@@ -118,7 +118,8 @@ def test_every_shape_takes_the_same_documents(
     prefix = write_tokens([[n] * (1 + n % 16) for n in range(1, 50)])
     dataset = build(prefix, tmp_path, 96)
     assert left_out([dataset]) == (
-        "9 documents are cut at --seq-length, 3 are skipped because they have no token to predict"
+        "9 documents are cut at --seq-length, "
+        "3 documents are skipped because they have no token to predict"
     )
 
     def taken(

@@ -216,7 +216,7 @@ def test_messages_of_a_batch_end_with_it(tmp_path: Path, ended: bool) -> None:
 def test_a_message_of_an_unknown_rank_blames_nobody(tmp_path: Path) -> None:
     said = stuck(tmp_path, [message(0, 1, "gloo:recvAnySource", ended=False)], [call(1)])
     assert said.culprits == ()
-    assert "the dumps do not show the senders" in said.text
+    assert "no dump shows who sends the messages" in said.text
 
 
 def test_dumps_made_for_nvrx_are_read(tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def test_a_gap_is_read_and_said(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert run.ranks[0].iterations == (1,)
     assert (
-        "7 iterations of rank 0 between 2 and 9 are missing, because its trace file could not be "
+        "7 iterations of rank 0 (from 2 to 9) are missing, because its trace file could not be "
         "written at that time" in run.notes()
     )
 

@@ -101,7 +101,7 @@ def make_manifest(
         problem = f"lacks {error}" if isinstance(error, KeyError) else "contains invalid 'args'"
         raise CheckpointError(
             f"--load {path}: common.pt {problem}, so Megatron-LM's trainer did not write it; "
-            "pass a checkpoint from this trainer"
+            "pass a checkpoint that Megatron-LM's trainer wrote"
         ) from None
     numbers = {**progress, "rows": rows}
     if wrong := [name for name, number in numbers.items() if type(number) is not int]:

@@ -311,8 +311,5 @@ def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitS
     chooser = PlannerChooser(*arguments, unequal=options.unequal, model=model)
     stack.enter_context(contextlib.closing(chooser))
     if model is None and (late := chooser.check(spec.machines)):
-        say(
-            f"warning: found no plan for all machines ({late}); layouts may be chosen without the "
-            "planner"
-        )
+        say(f"warning: the planner found no plan ({late}); layouts may be chosen without it")
     return chooser

@@ -438,7 +438,8 @@ class Manager:
                     node.link.send("leave")
             return
         running.fault = running.fault or (
-            f"the ranks did not exit within {self._spec.stop_s:g} s ({running.stopping})"
+            f"the ranks did not exit within {self._spec.stop_s:g} s after they were asked to "
+            f"({running.stopping})"
         )
         running.killed = True
         running.deadline_s = self._clock.now_s() + _KILL_S

@@ -74,7 +74,7 @@ pipeline_schedule=megatron+num_virtual_stages_per_pipeline_rank>1+overlap_p2p_co
     needs pipeline_model_parallel_size>2 | messages between the same two ranks could be mixed up
 repartition needs pipeline_model_parallel_size>1
 repartition excludes pipeline_schedule=file,megatron
-    | its order cannot be simulated for another partition; use adaptive
+    | orders of these schedules cannot be simulated for another partition; use adaptive
 record_schedule replay_schedule excludes pipeline_schedule=auto,megatron
     | auto changes its order during the run, and megatron-core's order cannot be read or set
 transport excludes pipeline_schedule=megatron | this schedule uses megatron-core's communication
@@ -119,7 +119,7 @@ num_moe_experts+sequence_slices num_moe_experts+slice_tokens
     | load-balancing losses require whole microbatches
 num_moe_experts+sequence_slices num_moe_experts+slice_tokens
     excludes moe_z_loss_coeff moe_expert_capacity_factor
-    | this setting requires all tokens of a microbatch at the same time
+    | the z-loss and the expert capacity require all tokens of a microbatch at the same time
 slice_tokens excludes record_schedule replay_schedule balance_replicas=speed,both
     | the number of slices differs between steps
 use_distributed_optimizer excludes optimizer=sgd,muon
@@ -184,7 +184,7 @@ attention_backend=flash use_flash_attn cross_entropy_fusion_impl=te moe_latent_s
 attention_backend=local needs transformer_impl=local
 window_rotary_base needs window_size position_embedding_type=rope
 {_UNLIKE} excludes multi_latent_attention mtp_num_layers num_moe_experts pack_to
-    | this requires layers of equal size
+    | these features require layers of equal size
 mtp_num_layers excludes position_embedding_type=learned_absolute
     | two stages would need the learned position embedding; use rope or none
 mtp_num_layers+recompute_method=uniform needs recompute_num_layers=1

@@ -119,7 +119,11 @@ def _entries(file: BinaryIO, size: int) -> dict[str, TensorEntry]:
     if len(head) < 8:
         raise ValueError(f"the file has {len(head)} bytes, but a header needs at least 8")
     (length,) = struct.unpack("<Q", head)
-    if length > min(size - 8, _LONGEST):
+    if length > _LONGEST:
+        raise ValueError(
+            f"its header would have {length} bytes, but at most {_LONGEST} are allowed"
+        )
+    if length > size - 8:
         raise ValueError(f"the file has {size} bytes, too few for a header of {length} bytes")
     raw = file.read(length)
     if len(raw) < length:

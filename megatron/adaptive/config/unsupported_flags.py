@@ -104,7 +104,7 @@ this trainer's traces show slow ranks; use --trace-dir
     log-straggler run-workload-inspector-server
 GPUs are checked before a run, not during it; use python -m megatron.adaptive doctor
     gpu-sniff-test-interval
-SIGTERM, SIGINT and SIGUSR1 always save a checkpoint and end the run; drop the flag
+SIGTERM, SIGINT and SIGUSR1 always end the run and, with --save, save a checkpoint; drop the flag
     exit-signal
 only Megatron-LM's own trainer injects faults; drop the flag
     fault-injector-*
@@ -162,7 +162,7 @@ initial weights are normally distributed and the same on all replicas; use --ini
     spec use-legacy-models
 the set of compiled functions cannot be changed; drop the flag
     disable-jit-fuser
-results are always the same with the same --seed on the same machine; drop the flag
+a run with the same --seed on the same machine repeats its results; drop the flag
     deterministic-mode batch-invariant-mode
 PyTorch manages device memory; see --log-memory-to-tensorboard
     record-memory-history empty-unused-memory-level train-sync-interval

@@ -112,7 +112,9 @@ def left_out(datasets: Sequence[Any]) -> str:
     ]
     cut, empty = (sum(getattr(p, n, 0) for p in parts) for n in ("num_cut", "num_empty"))
     clauses = [f"{cut} documents are cut at --seq-length"] * bool(cut)
-    clauses += [f"{empty} are skipped because they have no token to predict"] * bool(empty)
+    clauses += [f"{empty} documents are skipped because they have no token to predict"] * bool(
+        empty
+    )
     return ", ".join(clauses)
 
 

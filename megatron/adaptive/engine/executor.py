@@ -711,9 +711,8 @@ class Executor:
             if leavers:
                 raise PeerLostError(
                     f"rank {self._pp_rank} of the pipeline waits in step {self._step} for "
-                    f"{state.missing()}, but {' and '.join(leavers)} closed the channel; it ran "
-                    "fewer steps, or ended because of an error; run the same number of steps on "
-                    "all ranks"
+                    f"{state.missing()}, but {' and '.join(leavers)} closed the channel, after "
+                    "fewer steps or because of an error; run the same number of steps on all ranks"
                 )
             links = transport.describe_links()
             senders = sorted({need.sender for need in self._needs(state)})

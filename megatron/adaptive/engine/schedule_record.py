@@ -325,7 +325,7 @@ class Recording:
         self._shape = shape
         self._order_index = order_index
         self._pending: dict[int, tuple[Codes, Shares | None]] = {}
-        self._outage = Outage(path, "writes (the latest write contains their content)")
+        self._outage = Outage(path, "writes")
         self._record = ScheduleRecord(shape)
         if is_writer and after_step and self._path.exists():
             self._record = ScheduleRecord.load(path)

@@ -327,7 +327,7 @@ def _in_one_line(name: str) -> Iterator[None]:
         reason = " ".join(str(error).split()) or "no reason given"
         raise ConfigError(
             f"megatron-core's {name} rejected the settings ({reason}); change or remove the flags "
-            "that the reason names"
+            "that cause this"
         ) from error
 
 

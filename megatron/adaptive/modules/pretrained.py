@@ -334,8 +334,8 @@ class PretrainedWeights:
         missing = {name for name in shapes if self._name_of[name] not in read}
         if missing:
             raise CheckpointError(
-                f"{self.folder} does not contain {_first_of(missing)} of the tensors that "
-                f"{type(self._model).__name__} requires; use a folder that contains all tensors "
+                f"{self.folder} lacks tensors that {type(self._model).__name__} requires "
+                f"({_first_of(missing)}); use a folder that contains all tensors "
                 f"of the model in its {CONFIG}"
             )
         report = SimpleNamespace(missing_keys=set(), unexpected_keys=self._extra)

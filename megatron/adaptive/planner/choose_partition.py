@@ -495,7 +495,7 @@ def _decision(
         layers = "-".join(map(str, loads.partition))
         layers_text = "" if new_partition is None else f" of {layers} layers"
         step_ms = number_text(stay.step_s * 1e3, 4)
-        text += f"; keeping the {loads.placement.kind}{layers_text} takes at least {step_ms} ms"
+        text += f"; with the {loads.placement.kind}{layers_text}, a step takes {step_ms} ms at best"
     best = None if stay is None else stay.best
     return Decision(
         text=text,

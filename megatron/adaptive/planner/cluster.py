@@ -378,7 +378,7 @@ class Cluster:
             raise ConfigError(
                 f"cluster: the speed between nodes of types {node_type.name} and {other.name} is"
                 " missing; add the key network to the cluster or to both node types, or add a link"
-                " between the two types"
+                " between these types"
             )
         return min(networks[0], networks[1], key=lambda network: network.bytes_per_s)
 

@@ -161,8 +161,8 @@ class Profile:
         )
         raise ConfigError(
             f"profile: layer kind {kind!r} was not measured on {gpu} with tensor-parallel size "
-            f'{tp}, only {measured_text or "other kinds were"}; measure it with the "profile" '
-            "command, or exclude this GPU or tensor-parallel size"
+            f"{tp}, only {measured_text or 'other kinds of layers were'}; measure it with the "
+            '"profile" command, or exclude this GPU or tensor-parallel size'
         )
 
     def knows(self, kind: str, gpu: str, tp: int) -> bool:

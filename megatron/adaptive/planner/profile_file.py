@@ -365,7 +365,7 @@ def profile_of_cut_points(path: Path, name: str, precision: str = "fp32") -> dic
         for number, row in enumerate(_rows(path), start=1)
     ]
     if not rows:
-        raise ConfigError(f"{path} has no measurements; add a row for each cut point")
+        raise ConfigError(f"{path} has no measurements; add a row for each piece of the model")
     pieces: dict[int, dict[str, Any]] = {}
     for row in sorted(rows, key=lambda row: -row["micro_batch"]):
         pieces.setdefault(row["cut_point"], row)

@@ -456,10 +456,10 @@ class RankState:
                 name = self._name(action)
                 parts.append(f"memory for {name} (holds {self.in_flight:g}, cap {self.cap:g})")
             else:
-                parts.append(f"nothing else ({self._name(action)} is ready)")
+                parts.append(f"nothing for {self._name(action)}, which is ready")
         if self.num_started > self.num_finished:
             parts.append("the end of a running action")
-        return ", ".join(parts) or "nothing else (weight gradients are ready)"
+        return ", ".join(parts) or "nothing (weight gradients are ready)"
 
     def lacking(self) -> list[Action]:
         """Returns the next F and the next B of each chunk if their input has not arrived."""

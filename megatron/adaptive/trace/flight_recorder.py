@@ -368,7 +368,7 @@ def _conclude(stuck: Sequence[StuckCall]) -> tuple[tuple[int, ...], str, str]:
         return (
             (),
             f"{ends} wait for messages or collectives from each other, or are still computing",
-            f"find out what {ends} were doing (py-spy dump, logs)",
+            f"look at the stacks and logs of {ends} (py-spy dump)",
         )
     if late:
         return (
@@ -378,8 +378,8 @@ def _conclude(stuck: Sequence[StuckCall]) -> tuple[tuple[int, ...], str, str]:
         )
     return (
         (),
-        f"{_ranks(sorted(waiting))} wait for messages, but the dumps do not show the senders",
-        f"find out what {_ranks(sorted(waiting))} were doing (py-spy dump, logs)",
+        f"no dump shows who sends the messages for {_ranks(sorted(waiting))}",
+        f"look at the stacks and logs of {_ranks(sorted(waiting))} (py-spy dump)",
     )
 
 

@@ -75,7 +75,7 @@ class RankEvidence:
         now: Latest status report of the rank's monitoring thread; empty if there is none.
         age_s: Age of the latest status report in seconds.
         state: Letter of the process state (proc(5)), ``X`` if it has exited; empty if unknown.
-        wchan: Kernel function in which the main thread sleeps, from /proc; empty if unreadable.
+        wchan: Kernel function in which the main thread sleeps, from /proc; empty if unknown.
         frames: (File, line, function) of each stack frame of the main thread, innermost first.
         line: Line of source code that the innermost frame is executing.
         stack: Stacks of all threads, as printed by py-spy or faulthandler.
@@ -97,12 +97,12 @@ class RankEvidence:
         """Text that names the rank's current action, with the microbatch, chunk and iteration."""
         now = self.now
         doing = str(now.get("doing", ""))
-        iteration = f"iteration {now['iteration']}" if now.get("iteration") else "the start"
+        when = f"in iteration {n}" if (n := now.get("iteration")) else "before the first iteration"
         if doing in _KINDS:
             item = ".".join(str(now[name]) for name in ("microbatch", "slice") if name in now)
             suffix = f" of microbatch {item}" if item else ""
-            return f"{_KINDS[doing]}{suffix} (chunk {now.get('chunk', 0)}) in {iteration}"
-        return f"{doing or 'none'} in {iteration}"
+            return f"{_KINDS[doing]}{suffix} (chunk {now.get('chunk', 0)}) {when}"
+        return f"{doing or 'none'} {when}"
 
     @property
     def place(self) -> str:

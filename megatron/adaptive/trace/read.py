@@ -379,7 +379,7 @@ class RunTrace:
             )
         for rank, trace in self.ranks.items():
             lines += [
-                f"{gap.count} iterations of rank {rank} between {gap.first} and {gap.last} are "
+                f"{gap.count} iterations of rank {rank} (from {gap.first} to {gap.last}) are "
                 "missing, because its trace file could not be written at that time"
                 for gap in trace.index.gaps
             ]

@@ -180,7 +180,7 @@ class GlooTransport:
                     raise
             raise DeadlineError(
                 f"{count} messages were not received within {timeout_s:g} s (the oldest is for "
-                f"{self._describe(peer)}); check that this rank is running and reachable"
+                f"{self._describe(peer)}); check that the receiver is running and reachable"
             )
 
     def close(self) -> None:

@@ -134,9 +134,9 @@ def queue_warning(
     if queues != 1 or collective_ranks == 1 or not has_nccl:
         return None
     return (
-        "warning: CUDA_DEVICE_MAX_CONNECTIONS is 1, so messages over nccl queue behind the "
+        "warning: CUDA_DEVICE_MAX_CONNECTIONS is 1, so messages over nccl wait behind the "
         f"collectives of the {collective_ranks} ranks that compute each layer together; the job "
-        "deadlocks if such a collective waits for a rank that needs a queued message; set the "
+        "deadlocks if such a collective waits for a rank that needs such a message; set the "
         "variable to 8, unset it, or choose another transport"
     )
 

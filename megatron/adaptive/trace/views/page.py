@@ -375,8 +375,8 @@ def _groups(
         )
     if len(tensor) > 1:
         notes.append(
-            f"the page shows only rank {tensor[0]} of every tensor-parallel group, not ranks "
-            f"{describe_numbers(tensor[1:])}"
+            f"the page shows only rank {tensor[0]} of every tensor-parallel group, "
+            f"without {describe_numbers(tensor[1:])}"
         )
     groups = []
     for replica in replicas:

@@ -195,8 +195,8 @@ def _within_limit(
         del chosen[0]
     if len(chosen) < asked:
         notes.append(
-            f"only the last {len(chosen)} of {asked} iterations are written, because all have "
-            f"more than {MAX_SPANS:,} spans"
+            f"only the last {len(chosen)} of {asked} iterations are written, because together "
+            f"they have more than {MAX_SPANS:,} spans"
         )
     return chosen, ranks, notes
 

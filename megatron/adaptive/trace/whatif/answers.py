@@ -160,7 +160,8 @@ def what_if(run: RunTrace, iterations: Iterable[int] | None = None) -> WhatIf:
     if len(sample) < len(chosen):
         notes.append(
             f"only {len(sample):,} of {len(chosen):,} iterations, evenly spaced, are analyzed, "
-            f"because all have more than {MOST_SPANS:,} spans; use --iterations to choose others"
+            f"because together they have more than {MOST_SPANS:,} spans; use --iterations to "
+            "choose others"
         )
         chosen = sample.tolist()
     parts = []

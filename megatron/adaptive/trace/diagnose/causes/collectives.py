@@ -108,7 +108,7 @@ class CongestedCollectives(Cause):
         hosts = ", ".join(dict.fromkeys(finding.hosts))
         return (
             f"{finding.detail.partition(':')[0]} of ranks {describe_numbers(finding.ranks)} "
-            f"({hosts}) takes {finding.factor:.2f} times as long to transfer, "
+            f"({hosts}) takes {finding.factor:.2f} times as long as others, "
             f"{finding.delay_text} more per step"
         )
 
