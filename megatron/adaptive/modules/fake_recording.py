@@ -227,9 +227,9 @@ class FakeRecorder(CallRecorder):
             return map_aggregate(result, self._fakes.fake_of)
 
     def _number_of(self, tensor: torch.Tensor) -> int:
-        """Returns the index of ``tensor`` on the tape, or -1 if it is neither there nor a source.
+        """Returns the index of ``tensor`` on the tape, or -1 if it is unknown.
 
-        Sources are the model's parameters and buffers. A source is added to the tape if necessary.
+        A parameter or buffer of the model that is not on the tape yet is added to it.
         """
         if id(tensor) not in self._numbers and id(tensor) in self._names:
             return self._source(tensor)
