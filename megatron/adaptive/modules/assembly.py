@@ -544,8 +544,8 @@ def names_of_shared(
 
     Args:
         forwards: Recordings of the model's forward pass for the sample batch.
-        shared: Names of the parameters that several processes use. If a parameter has several
-            names, this is its first name.
+        shared: Names of the parameters that several processes use. A parameter with several names
+            is listed under its first name.
     """
     aliases = forwards[0].training.aliases
     return tuple((name, *aliases.get(name, ())) for name in shared)

@@ -301,7 +301,7 @@ class BatchComparison:
     def entries_of(
         self, parts: Sequence[Microbatch], *, with_device: bool | None = None
     ) -> dict[str, EntryDigest]:
-        """Returns descriptions of a batch's entries, keyed by name, except entries to leave out.
+        """Returns descriptions of those entries of a batch that are compared, keyed by name.
 
         Args:
             parts: Microbatches of a list, or the whole batch as a single item.

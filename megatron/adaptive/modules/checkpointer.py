@@ -526,7 +526,7 @@ def _without_lists(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _like(saved: Any, present: Any) -> Any:
-    """Converts the saved value of an option to the type of its current value, ``present``."""
+    """Converts the ``saved`` value of an option to the type of ``present``, its current value."""
     if isinstance(present, torch.Tensor):
         return torch.full_like(present, saved)
     return tuple(saved) if isinstance(present, tuple) and isinstance(saved, Sequence) else saved

@@ -370,7 +370,7 @@ class ContentBalance:
         self._sums = self._times.measured(self._rows, times.actions)
 
     def add_sums(self, sums: Sequence[Sequence[float]]) -> None:
-        """Adds the measured times in ``sums``, and fits the costs again after some of the steps.
+        """Adds the measured times in ``sums``, and fits the costs if a new fit is due.
 
         Each row of ``sums`` is the result of :meth:`take_sums` on one rank.
         """

@@ -34,7 +34,7 @@ def mark(tensors: Any, cut_point: int, passing: int) -> Any:
         cut_point: ``id()`` of the :class:`CutPoint` module.
         passing: Number of calls of cut points in this process before this call.
     """
-    # A torch.export program contains only torch operations, so mark each tensor by a custom one.
+    # torch.export records only torch operations, so pass each tensor through a custom operation.
     if _is_exporting():
         return tree_map_only(
             torch.Tensor, lambda tensor: _exported_mark(tensor, cut_point, passing), tensors

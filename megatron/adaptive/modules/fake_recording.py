@@ -344,7 +344,7 @@ def _calls_for(tape: Tape, numbers: Iterable[int]) -> list[Call]:
 def _run_call(call: Call, env: dict[int, torch.Tensor], device: torch.device) -> None:
     """Runs a recorded call on the tensors in ``env``, and stores the results in ``env``.
 
-    The call runs with the autocast setting that it had in the recording, on ``device``.
+    Autocast on ``device`` is set as it was when the call was recorded.
     """
     arguments: Any = map_aggregate(
         (call.args, call.kwargs),

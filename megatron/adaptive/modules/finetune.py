@@ -169,7 +169,7 @@ class FineTuning:
         return bool(record == self.record(digest or record.get("samples")))
 
     def record(self, digest: str) -> dict[str, Any]:
-        """Returns the settings that determine the tuned model. They are saved in its folder.
+        """Returns the settings that determine the tuned model, to be saved in its folder.
 
         Args:
             digest: Hash of the samples.

@@ -3,7 +3,7 @@
 A recording contains the operations that the model's Python code called. If the user later changes a
 dropout probability, adds a hook or puts a submodule into evaluation mode, existing recordings still
 use the old setting. A new recording, for a microbatch with another shape, would use the new
-setting, so one step could use both.
+setting, so the microbatches of one step could use different settings.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class ModuleSettings:
 
 
 def _makes(record: Callable[[], Forwards], tape: Tape, mode: Mode) -> bool:
-    """Returns whether ``record`` records the calls that ``tape`` contains, in ``mode``."""
+    """Returns whether the model makes the same calls as ``tape`` when ``record`` records it."""
     try:
         other = record().tapes[mode]
     except Exception:

@@ -41,7 +41,7 @@ class _Holdings:
         needed: Names of the parameters and buffers that the rank needs after the move.
         groups: Options of each parameter group of the optimizer, converted to strings; ``None`` if
             there is no optimizer.
-        refusal: Reason why the rank cannot take part in the move; empty if it can.
+        refusal: Reason why the rank cannot move its segments; empty if it can.
     """
 
     position: tuple[int, int]
@@ -112,7 +112,7 @@ class SegmentMover:
         self._grouped = set(self._layout(assembly.partition).shared.values())
 
     def move(self, partition: Sequence[int]) -> str | None:
-        """Moves segments so that the stages match ``partition``, the same on all ranks.
+        """Moves segments to match ``partition``. All ranks must pass the same partition.
 
         Returns:
             ``None`` if the segments were moved, otherwise the reason why they cannot be moved. The

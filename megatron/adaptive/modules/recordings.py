@@ -103,7 +103,7 @@ def record_examples(
         modes: Modes in which the model is recorded.
 
     Returns:
-        One recording per signature. The first one contains all cut points, and the others have the
+        One recording per signature. The first one contains all cut points. The others follow in the
             order of their microbatches.
 
     Raises:
@@ -179,7 +179,7 @@ def _with_modes(
 
 
 def evaluates_alike(model: SampledModel, example: Example, cache: RecordingCache) -> bool:
-    """Returns whether no segment needs tensors in evaluation that it does not need in training.
+    """Returns whether each segment needs in evaluation only tensors that it needs in training.
 
     This function records the microbatch in evaluation mode and compares the result with the
     recording in training mode. If no segment needs additional parameters, buffers, inputs or
@@ -322,7 +322,10 @@ class CutForwards:
 
     @property
     def work(self) -> tuple[float, ...]:
-        """Returns each segment's operation count, in training or, if not recorded, evaluation."""
+        """Returns the operation count of each segment.
+
+        The counts are those of training if training is recorded, otherwise those of evaluation.
+        """
         mode: Mode = "training" if "training" in self.forwards.tapes else "evaluation"
         return segment_work(self.forwards.tapes[mode])
 

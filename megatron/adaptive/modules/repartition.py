@@ -55,7 +55,9 @@ from megatron.adaptive.rebalance.time_limit import LIMIT_S, limit_of_search
 
 _WARM_UP = 1
 _SIMILAR_WORK = 0.1
-"""Maximum relative change of the operation count per step for measuring the effect of a move."""
+"""Maximum relative change of the operation count of a step since a move. If the change is larger,
+the effect of the move is not measured.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,8 +39,8 @@ IGNORED = -100
 # Names of the entries whose values determine the shapes of tensors: image sizes and token types.
 _DECISIVE = re.compile(r"mm_token_type_ids|image_sizes|spatial_shapes|\w+_grid_(thw|hws?)")
 
-# Attributes of processors and configurations that contain the text of a placeholder token, or, with
-# a suffix such as _id, its ID.
+# Attributes of processors and configurations that contain the text of a placeholder token. The same
+# names with the suffix _id or _index refer to the token's ID.
 _PLACEHOLDERS = ("image_token", "video_token", "audio_token")
 
 # Keys of a message part under which common formats store the path of an image.
@@ -332,8 +332,8 @@ class SampleFile:
             of_rank = job.gather(self._part(block[job.rank :: ranks], ranks))
             for index, line in enumerate(block):
                 yield line, of_rank[index % ranks][index // ranks]
-            # gather() allocates equal memory for each process: enough for the process that sends
-            # the most data.
+            # gather() allocates the same amount of memory for each process, as much as the largest
+            # contribution needs.
             sent_bytes = ranks * max(map(_size_of_samples, of_rank))
             size = _next_size(size, sent_bytes)
 

@@ -325,9 +325,9 @@ class Loop:
             self._save(is_behind=self._saves_behind and done < self._total)
 
     def _finish(self, reason: str) -> None:
-        """Saves a checkpoint of the last step if needed, and prints ``reason``, why the loop ends.
+        """Saves a checkpoint of the last step if needed, and ends the loop.
 
-        All processes must call this.
+        All processes must call this. ``reason``, which is printed, says why the loop ends.
         """
         self._is_over = True
         self._stop.finish()
