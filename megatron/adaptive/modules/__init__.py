@@ -10,8 +10,9 @@
 This package cuts the model into stages. At the end of each step, the package reduces gradients over
 replicas and over copies of shared weights, computes the gradient norm and calls the optimizer. The
 package ``engine`` runs the stages, ``transport`` sends the messages between them, and ``trace``
-records when stages run and messages are sent. The model does not have to use megatron-core. This
-package uses only megatron-core's ``parallel_state``, to create the process groups.
+records when stages run and messages are sent. The model does not have to use megatron-core. The
+only part of megatron-core that this package uses is ``parallel_state``, which creates the process
+groups.
 """
 
 from __future__ import annotations

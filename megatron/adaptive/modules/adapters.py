@@ -26,7 +26,7 @@ _SUPPORTED = {
     *("peft_type", "peft_version", "r", "rank_pattern", "revision", "runtime_config"),
     *("target_modules", "target_parameters", "task_type", "use_rslora"),
 }
-"""Settings of a ``LoraConfig`` that may have any value. All other settings must have their default
+"""Settings of a ``LoraConfig`` that the user may change. All other settings must have their default
 values.
 """
 

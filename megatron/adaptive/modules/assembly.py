@@ -230,7 +230,7 @@ class Assembly:
 
     Attributes:
         cut_points: Names of all cut points in the order in which the forward pass reaches them.
-        shared_weights: All names of each parameter that several processes use.
+        shared_weights: Names of each parameter that several processes use, one tuple per parameter.
         partition: Number of segments in each stage.
         weights: Relative cost of each segment; empty if the partition was chosen without costs.
         recordings: Programs of this rank's stages for each microbatch signature (shapes and
@@ -239,11 +239,11 @@ class Assembly:
         largest_message: Size of the largest message between two stages, in bytes.
         update: Object that reduces gradients and updates the parameters at the end of a step.
         forwards: Recordings of the model's forward pass for the microbatches of the sample batch.
-        sample_work: Operation count of each segment, keyed by the signatures of the sample batch.
+        sample_work: Operation count of each segment, keyed by the signature of the microbatch.
         segment_kinds: Index of each segment's kind. Segments of the same kind make the same calls
             on the first microbatch of the sample batch. Empty if segments are not measured.
-        unused_entries: Names of the entries of the sample batch that no stage uses; the same on
-            all ranks.
+        unused_entries: Names of the sample batch's entries that no stage uses; the same on all
+            ranks.
     """
 
     cut_points: tuple[str, ...]
@@ -281,7 +281,7 @@ def assemble(
     first_partition: FirstPartition,
     cache: RecordingCache,
 ) -> Assembly:
-    """Cuts the model into stages and keeps the stages of this rank. All ranks must call this.
+    """Cuts the model into stages and keeps this rank's stages. All ranks must call this together.
 
     Args:
         request: Settings of the pipeline, with all sizes set.
@@ -291,7 +291,7 @@ def assemble(
         cache: Recordings of the model's forward pass that the planner has made.
 
     Raises:
-        ConfigError: If the model cannot be divided into these stages.
+        ConfigError: If the model cannot be cut into the requested stages.
     """
     placement = first_partition.placement
     weights = request.weights
@@ -310,15 +310,15 @@ def assemble(
     def measured() -> tuple[tuple[float, ...], SegmentTimes]:
         if not is_on_meta(request.model):
             _check_replays(request, examples, moved)
-        # Do not measure costs if the user set them or the partition, or if a single stage contains
-        # all segments.
+        # Do not measure costs if the user set the costs or the partition, or if a single stage
+        # contains all segments.
         if request.partition or weights or placement.num_stages == 1:
             return tuple(weights or ()), ()
         times = first_partition.measure(request, examples)
         return tuple(map(sum, times)), times
 
-    # All ranks use the times measured on the first rank, because times differ between ranks and all
-    # ranks must cut the model at the same points.
+    # Measured times differ between ranks, but all ranks must cut the model at the same points.
+    # Therefore, all ranks use the times of the first rank.
     weights, times = mesh.on_first(measured)
     if request.partition is not None:
         partition = given_partition(request.partition, num_segments, placement.num_stages)
@@ -372,7 +372,7 @@ def _check_replays(
     """Checks that each recording in ``examples`` gives correct results for a second microbatch.
 
     The second microbatch is taken from ``microbatches`` and must have the same signature (shapes
-    and dtypes) as the recorded one. If there is none, the recording is not checked.
+    and dtypes) as the recorded one. A recording without such a microbatch is not checked.
     """
     forwards_of = {example.signature: example for example in examples}
     checked: set[Signature] = set()
@@ -452,10 +452,10 @@ def _keep_part(
 
 
 def _kinds_of(request: PipelineSettings, examples: Sequence[Example]) -> tuple[int, ...]:
-    """Returns the index of each segment's kind, or an empty tuple if segments are not measured.
+    """Returns the index of each segment's kind, or an empty tuple if segments are not traced.
 
-    Segments of the same kind make the same calls in the first recording of ``examples``. Whether
-    segments are measured depends on the trace settings in ``request``.
+    Segments of the same kind make the same calls in the first recording of ``examples``. The trace
+    settings in ``request`` determine whether segments are traced.
     """
     if request.trace_dir is None or request.trace_detail == "actions":
         return ()
@@ -487,11 +487,10 @@ class PartitionLayout:
     Attributes:
         cuts: Recordings of the model's forward pass for the sample batch, cut into stages.
         buffer_use: Ranks that use each buffer.
-        uses: Pipeline positions of the ranks that use each parameter, keyed by name; equal on all
-            ranks.
-        shared: Pipeline positions, in ascending order, of the ranks that have a copy of a
-            parameter, keyed by name; equal on all ranks. Contains only parameters with several
-            copies.
+        uses: Pipeline positions of the ranks that use each parameter, keyed by the parameter's
+            name; equal on all ranks.
+        shared: The part of ``uses`` with the parameters that several ranks use, with sorted
+            positions.
         kept: Names of the parameters and buffers that this rank keeps.
     """
 
@@ -545,8 +544,8 @@ def names_of_shared(
 
     Args:
         forwards: Recordings of the model's forward pass for the sample batch.
-        shared: Names of the parameters that several processes use; the first name of a parameter
-            with several names.
+        shared: Names of the parameters that several processes use. A parameter with several names
+            is listed under its first name.
     """
     aliases = forwards[0].training.aliases
     return tuple((name, *aliases.get(name, ())) for name in shared)
@@ -555,10 +554,10 @@ def names_of_shared(
 def _ranks_of_parameters(
     cut_examples: Sequence[CutForwards], placement: Placement
 ) -> dict[str, set[int]]:
-    """Returns the pipeline positions of the ranks that use each parameter, keyed by name.
+    """Returns the pipeline positions of the ranks that use each parameter.
 
-    ``cut_examples`` contains the stages of each recording, and ``placement`` assigns the stages to
-    ranks.
+    The keys of the returned dict are the names of the parameters. ``cut_examples`` contains the
+    stages of each recording, and ``placement`` assigns the stages to ranks.
     """
     uses: dict[str, set[int]] = {}
     for cut in cut_examples:
@@ -588,8 +587,8 @@ def _names_to_keep(
     stages = [placement.stage_of(pp_rank, chunk) for chunk in range(placement.num_chunks)]
     kept = {name for name, ranks in uses.items() if pp_rank in ranks}
     for cut in cut_examples:
-        # Every rank keeps the buffers that the model's Python code reads, because later recordings
-        # run the whole model on each rank.
+        # Every rank keeps the buffers whose values the model's Python code reads, because later
+        # recordings run the whole model on each rank.
         for tape in cut.forwards.tapes.values():
             kept |= tape.read_buffers
         for stage in stages:
@@ -605,7 +604,7 @@ def _names_to_keep(
 def _report_unused(
     request: PipelineSettings, examples: Sequence[Example], cut_examples: Sequence[CutForwards]
 ) -> tuple[str, ...]:
-    """Prints and returns the names of the entries of the sample batch that no stage uses.
+    """Prints and returns the names of the sample batch's entries that no stage uses.
 
     ``examples`` contains the microbatches of the sample batch, and ``cut_examples`` contains the
     entries that the stages use.

@@ -77,10 +77,11 @@ class RecordedAutocast:
     def dtype(self, ambient: torch.dtype | None) -> torch.dtype | None:
         """Returns the current autocast dtype, or ``None`` if autocast is off.
 
+        If the model's code has changed autocast for only one of the two devices (that of the
+        recording and that of the stages), the changed dtype is returned.
+
         Args:
-            ambient: Autocast dtype of the surrounding context; ``None`` if there is none. If the
-                running code has changed autocast for only one of the two devices, this method
-                returns the changed dtype.
+            ambient: Autocast dtype of the surrounding context; ``None`` if autocast is off there.
         """
         for device_type in self._types:
             is_enabled = torch.is_autocast_enabled(device_type)
@@ -96,7 +97,7 @@ class RecordedAutocast:
         result: Any,
         ambient: torch.dtype | None,
     ) -> Any:
-        """Casts the result of a call to the dtypes that it has on the device of the stages.
+        """Casts the result of a call to the dtypes that the call returns on the stages' device.
 
         Args:
             run: Function that was called.
@@ -133,10 +134,10 @@ class RecordedAutocast:
         arguments: tuple[Sequence[Any], Mapping[str, Any]],
         dtype: torch.dtype | None,
     ) -> list[torch.dtype]:
-        """Returns the dtypes of a call's results on the device of the stages.
+        """Returns the dtypes of the tensors that a call returns on the device of the stages.
 
-        Returns an empty list if the call does not accept fakes, for example because it reads values
-        or calls another library.
+        Returns an empty list if the call does not accept fakes, for example because it reads the
+        values of tensors or calls another library.
 
         Args:
             run: Function to call.

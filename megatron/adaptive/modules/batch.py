@@ -163,8 +163,8 @@ class MicrobatchList:
         """Checks a list of microbatches and returns it.
 
         Raises:
-            ConfigError: If ``batch`` is not a list of dictionaries of tensors, or an entry has
-                a different dtype than in the sample batch.
+            ConfigError: If ``batch`` is not a list of dictionaries of tensors, or if the dtype of
+                an entry differs from the sample batch.
         """
         listed = microbatch_list(batch, "batch")
         for number, part in enumerate(listed):
@@ -222,8 +222,8 @@ def check_num_items(num_items: Any, count: int) -> list[float] | None:
     """Checks that ``num_items`` has one number per microbatch, and returns the numbers as floats.
 
     Args:
-        num_items: Number of items, such as tokens, in each microbatch, as the user passed it, or
-            ``None``.
+        num_items: Value that the user passed as the number of items, such as tokens, in each
+            microbatch; may be ``None``.
         count: Number of microbatches.
 
     Raises:
@@ -289,7 +289,7 @@ def samples_in(batch: Any, argument: str) -> int:
 
 
 def require_whole(least: int, **values: Any) -> None:
-    """Checks that all ``values`` are integers and not smaller than ``least``.
+    """Checks that all ``values`` are integers of at least ``least``.
 
     Args:
         least: Smallest valid value of each setting.

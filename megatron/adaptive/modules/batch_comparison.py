@@ -36,8 +36,8 @@ sample batch from its loader.
 _INTERVAL = 64
 """Number of steps, or of evaluations, between two comparisons after the first calls.
 
-Ranks wait for each other in a comparison, which takes about a millisecond. With this interval,
-comparisons add less than 0.1 ms to the mean step, and still detect data loaders that begin to
+A comparison makes the ranks wait for each other, and takes about a millisecond. With this interval,
+comparisons add less than 0.1 ms to the mean step time, and still detect data loaders that begin to
 differ later, for example in the second epoch.
 """
 _DIGEST_BYTES = 6
@@ -56,7 +56,7 @@ class EntryDigest:
     Attributes:
         kinds: Dtype and shape of the entry's tensor in each microbatch; ``None`` for a microbatch
             without the entry.
-        values: Digest of the values; empty if the values were not read.
+        values: Digest of the entry's values; empty if the values were not read.
     """
 
     kinds: tuple[str | None, ...]
@@ -70,16 +70,16 @@ def entries_of(
     with_values: bool = True,
     with_device: bool = False,
 ) -> dict[str, EntryDigest]:
-    """Returns a description of each entry of a batch, keyed by name.
+    """Returns a description of each entry of a batch, keyed by the name of the entry.
 
-    The values of floating-point entries are not read, because random augmentation may change them
-    differently on each rank.
+    The values of floating-point entries are not read, because random augmentation may make them
+    differ between ranks.
 
     Args:
         parts: Microbatches of a list, or the whole batch as a single item.
         unused: Names of the entries to leave out.
         with_values: Whether to read the values of integer and boolean entries.
-        with_device: Whether to also read values that are on a GPU. Reading them waits for the GPU.
+        with_device: Whether to also read values in GPU memory, which synchronizes with the GPU.
     """
     names = {name for part in parts for name in part} - set(unused)
     kinds: dict[str, tuple[str | None, ...]] = {}
@@ -107,9 +107,9 @@ def _kind_of(tensor: torch.Tensor) -> str:
 
 
 def _is_readable(tensor: torch.Tensor, with_device: bool) -> bool:
-    """Returns whether ``tensor`` contains integers or booleans that may be read.
+    """Returns whether ``tensor`` contains integers or booleans that can be read.
 
-    Values on a GPU may be read only if ``with_device`` is true.
+    Values in GPU memory are read only if ``with_device`` is true.
     """
     if tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized:
         return False
@@ -142,10 +142,10 @@ class Digest:
     """Contains hash values that show whether two batches are equal.
 
     Attributes:
-        kinds: Digest of the names, shapes and dtypes of entries, and of other objects; 0 if nothing
-            was hashed.
+        kinds: Digest of the names, shapes and dtypes of the entries, and of the other objects
+            passed to :meth:`of`; 0 if nothing was hashed.
         read: Digest of the names of the entries whose values were read.
-        values: Digest of these values.
+        values: Digest of the values that were read.
     """
 
     kinds: int = 0
@@ -188,12 +188,12 @@ class Declared:
     Attributes:
         step: Index of the training step; -1 in an evaluation.
         replica: Index of the rank's replica.
-        refused: Whether this rank rejects its batch.
+        refused: Whether the rank rejects its batch.
         is_listed: Whether the batch is a list of microbatches.
         has_items: Whether ``num_items`` was passed.
         dealt: Digest of the whole batch and its distribution over replicas; an empty digest if the
             batch is not distributed by cost.
-        count: Number of the replica's microbatches.
+        count: Number of microbatches of the replica.
         content: Digest of the replica's batch.
         order: Digest of the order in which the replica runs its microbatches.
     """
@@ -216,7 +216,7 @@ class Declared:
         return [float(value) for value in values]
 
     def decoded(self, numbers: Iterable[float]) -> Declared:
-        """Decodes another rank's description from the first numbers in ``numbers``."""
+        """Decodes another rank's description from the beginning of ``numbers``."""
         rest = map(int, numbers)
         size = len(vars(Digest()))
         facts: dict[str, Any] = {}
@@ -247,7 +247,7 @@ _DISAGREEMENTS = {
 }
 """Error messages, keyed by the field of :class:`Declared` that differs between two ranks.
 
-Fields are compared in this order.
+The fields are compared in the order of this dict.
 """
 
 
@@ -286,7 +286,7 @@ class BatchComparison:
         self._num_calls = {"training": 0, "evaluation": 0}
 
     def begin_call(self, *, is_training: bool) -> None:
-        """Decides whether the call that begins is compared. All ranks must call this.
+        """Decides whether ranks compare the call that begins. All ranks must call this.
 
         Steps and evaluations are counted separately, because they usually use different data
         loaders.
@@ -301,12 +301,12 @@ class BatchComparison:
     def entries_of(
         self, parts: Sequence[Microbatch], *, with_device: bool | None = None
     ) -> dict[str, EntryDigest]:
-        """Returns a description of each compared entry of a batch, keyed by name.
+        """Returns descriptions of those entries of a batch that are compared, keyed by name.
 
         Args:
             parts: Microbatches of a list, or the whole batch as a single item.
-            with_device: Whether to also read values that are on a GPU; ``None`` reads them only in
-                the first calls.
+            with_device: Whether to also read values in GPU memory; ``None`` reads them only in the
+                first calls.
         """
         return entries_of(
             parts,
@@ -338,14 +338,14 @@ class BatchComparison:
         Args:
             declared: Description of the step on this rank.
             entries: Description of each entry of this rank's batch.
-            extra: Numbers to send to all ranks. Every rank must send the same count.
+            extra: Numbers to send to all ranks, equally many on every rank.
 
         Returns:
-            The ``extra`` numbers of each rank.
+            The ``extra`` numbers of each rank, as one list per rank.
 
         Raises:
-            ConfigError: If a rank rejects its batch, or the descriptions differ. All ranks raise
-                the error.
+            ConfigError: If a rank rejects its batch, or the descriptions differ. The error is
+                raised on all ranks.
         """
         rows = self._exchange(declared, extra)
         answers = [declared.decoded(row) for row in rows]
@@ -374,7 +374,7 @@ class BatchComparison:
     def require_equal(
         self, answers: Sequence[Declared], entries: Mapping[str, EntryDigest]
     ) -> None:
-        """Checks that ``answers``, the ranks' descriptions of the step, agree.
+        """Checks that the ranks' descriptions of the next step (``answers``) agree.
 
         ``entries`` describes this rank's batch, and is sent to all ranks if batches differ.
 
@@ -439,7 +439,8 @@ def _differing(values: Sequence[object]) -> tuple[int, int] | None:
             if value != values[0]:
                 return 0, index
             continue
-        # Compare each digest with the first digest that contains the values of the same entries.
+        # Compare each digest with the first of all digests, and with the first digest for which
+        # the values of the same entries were read.
         for earlier in (0, first_of.setdefault(value.read, index)):
             other = values[earlier]
             if not isinstance(other, Digest) or not other.is_alike(value):

@@ -23,10 +23,11 @@ from torch import nn
 def repeated_blocks(model: nn.Module) -> dict[str, list[nn.Module]]:
     """Returns the lists of repeated blocks in ``model``, keyed by the name of the list.
 
-    A list is a ``ModuleList`` or ``Sequential`` with at least two members of the same class that
-    have parameters. A list within a block is included only if the blocks differ in size and the
-    inner list contains most parameters of its block, as in some vision models with several
-    resolutions. Lists of layers without submodules are included only if there are no other lists.
+    A list of repeated blocks is a ``ModuleList`` or ``Sequential`` with at least two members that
+    have parameters and the same class. A list within a block is included only if the blocks differ
+    in size and the inner list contains most parameters of its block, as in some vision models with
+    several resolutions. Lists of layers without submodules are included only if there are no other
+    lists.
 
     Args:
         model: Model to search; it is not changed.
@@ -40,9 +41,10 @@ def repeated_blocks(model: nn.Module) -> dict[str, list[nn.Module]]:
 def _search(
     name: str, module: nn.Module, lists: dict[str, list[nn.Module]], seen: set[int]
 ) -> None:
-    """Adds the lists of repeated blocks in ``module`` to ``lists``, keyed by name.
+    """Adds the lists of repeated blocks in ``module`` to ``lists``, keyed by the list's name.
 
-    ``name`` is the name of ``module``, and ``seen`` contains the ``id()`` of each searched module.
+    ``name`` is the name of ``module``, and ``seen`` contains the ``id()`` of each module that has
+    been searched.
     """
     if id(module) in seen:
         return
@@ -57,7 +59,7 @@ def _search(
 
 
 def _members(module: nn.Module) -> list[nn.Module]:
-    """Returns the blocks of a list of repeated blocks, or an empty list for other modules."""
+    """Returns the blocks if ``module`` is a list of repeated blocks, otherwise an empty list."""
     if not isinstance(module, (nn.ModuleList, nn.Sequential)):
         return []
     members = list(module)

@@ -45,7 +45,7 @@ class Checkpointer:
 
     Args:
         mesh: Replica and pipeline position of this process, and its process groups.
-        model: The user's whole model. Its non-persistent buffers are not saved.
+        model: Whole model of the user. Its non-persistent buffers are not saved.
         held: Parameters and buffers that this rank keeps, keyed by name.
         update: Object that owns the optimizer and the loss scale.
 
@@ -96,7 +96,7 @@ class Checkpointer:
             head: Result of :meth:`head`.
             is_behind: Whether a background thread writes the files while training continues.
             keep: Number of newest complete checkpoints to keep; ``None`` for all.
-            state: Objects with a ``state_dict`` method whose states are also saved, keyed by name.
+            state: Other objects to save, keyed by name. Each has a ``state_dict`` method.
 
         Raises:
             CheckpointError: If the checkpoint cannot be written.
@@ -114,9 +114,9 @@ class Checkpointer:
     def prepare(
         self, folder: str | Path, base: str | Path | None, keep: int | None
     ) -> LocalDisk | None:
-        """Reserves the checkpoint folder for this job, and the local folder if ``base`` is set.
+        """Reserves the checkpoint folder for this job, and a node-local folder if ``base`` is set.
 
-        Returns the object that manages the local folder, or ``None`` if there is no local folder.
+        Returns the object that manages the node-local folder, or ``None`` if ``base`` is ``None``.
 
         Args:
             folder: Folder of checkpoints that all nodes can access.
@@ -134,10 +134,9 @@ class Checkpointer:
     def apart(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Returns this rank's tensors, keyed by their names in a checkpoint, and its other state.
 
-        The other state contains the optimizer's type, the options of each parameter group, and the
-        values in the optimizer's state that are not tensors.
-
-        The tensors are not copied, so the next optimizer step changes them.
+        The other state is a dict with the optimizer's type (``kind``), the options of each
+        parameter group (``groups``), and those values in the optimizer's state that are not tensors
+        (``plain``). The tensors are not copied, so the next optimizer step changes them.
         """
         states, plain = self._states()
         tensors = {
@@ -214,8 +213,9 @@ class Checkpointer:
     ) -> dict[str, Any]:
         """Reads the checkpoint of step ``step`` in ``folders`` and returns its manifest.
 
-        Also loads the saved states into the user's objects in ``state``. ``optimizer`` determines
-        whether to load the optimizer's state, and ``trust`` whether to accept pickled checkpoints.
+        This method also loads the saved states into the user's objects in ``state``. ``optimizer``
+        determines whether to load the optimizer's state, and ``trust`` determines whether to accept
+        pickled checkpoints.
         """
         ranks = self._ranks
         path, manifest = ranks.on_first(lambda: folders.open(step, trust=trust))
@@ -236,7 +236,7 @@ class Checkpointer:
         return manifest
 
     def _take(self, head: Mapping[str, Any], state: Mapping[str, Any]) -> TakenState:
-        """Returns this rank's current state as an object for :attr:`saver` to write.
+        """Returns this rank's current state in the form that :attr:`saver` writes.
 
         The entries of ``head`` are added to the checkpoint's manifest. Only the first rank saves
         the states of the user's objects in ``state``.
@@ -259,11 +259,11 @@ class Checkpointer:
         """Reads saved values into this rank's tensors, and returns the optimizer's state.
 
         Args:
-            reader: Opened checkpoint from which tensors are read.
+            reader: Reader of the checkpoint.
             manifest: Manifest of the checkpoint; ``None`` to skip the optimizer's state.
 
         Returns:
-            Optimizer state, keyed by parameter name. Each parameter's state is a dict with keys
+            Optimizer state, keyed by parameter name. The state of a parameter is a dict with keys
                 such as ``exp_avg``.
         """
         path = reader.path
@@ -384,10 +384,9 @@ class Checkpointer:
     def _empty_states(
         self, saved_tensors: Mapping[str, SavedTensor], manifest: Mapping[str, Any]
     ) -> dict[str, dict[str, Any]]:
-        """Returns optimizer state for this rank, with uninitialized tensors to load into.
+        """Returns optimizer state for this rank, whose tensors are not yet read.
 
-        The names and shapes of the tensors are those in ``saved_tensors``.
-
+        The tensors are uninitialized, and have the names, shapes and dtypes in ``saved_tensors``.
         Values that are not tensors are taken from ``manifest``.
         """
         states: dict[str, dict[str, Any]] = {
@@ -430,7 +429,7 @@ class PipelineState(SnapshotState):
     Args:
         checkpointer: Object that reads and writes the rank's state.
         head: Function that calls :meth:`Checkpointer.head` and returns its result.
-        state: Objects with a ``state_dict`` method whose states are also saved, keyed by name.
+        state: Other objects to save, keyed by name. Each has a ``state_dict`` method.
     """
 
     def __init__(
@@ -460,9 +459,7 @@ class PipelineState(SnapshotState):
         return {"has_common": True}
 
     def is_changed(self) -> bool:
-        """Returns whether tensors were added, removed or reshaped since the last :meth:`take`.
-
-        Also returns ``True`` if a dtype changed.
+        """Returns whether the names, shapes or dtypes of tensors changed since :meth:`take` ran.
 
         For example, the first step of an optimizer adds tensors.
         """
@@ -470,7 +467,7 @@ class PipelineState(SnapshotState):
 
 
 def _pieces(tensors: Mapping[str, torch.Tensor]) -> dict[Part, Piece]:
-    """Returns a checkpoint entry for each tensor. Each entry contains the whole tensor."""
+    """Returns a checkpoint entry for each tensor, which contains the whole tensor."""
     return {
         (name, (0,) * tensor.dim()): Piece(
             tensor=tensor, size=list(tensor.shape), whole=list(tensor.shape)
@@ -524,12 +521,12 @@ def _plain(value: Any) -> Any:
 
 def _without_lists(group: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of a parameter group, without its parameters and their names."""
-    # Also remove the parameters' names, which older checkpoints contain in the options.
+    # Older checkpoints contain the parameters' names among the options.
     return {key: value for key, value in group.items() if key not in PARAMETER_LISTS}
 
 
 def _like(saved: Any, present: Any) -> Any:
-    """Converts the saved value of an option to the type of its current value, ``present``."""
+    """Converts the ``saved`` value of an option to the type of ``present``, its current value."""
     if isinstance(present, torch.Tensor):
         return torch.full_like(present, saved)
     return tuple(saved) if isinstance(present, tuple) and isinstance(saved, Sequence) else saved

@@ -7,8 +7,8 @@
                                       │
           operation counts of the sample's recordings, or measured times of the steps so far
 
-All ranks must make the same decisions, because a microbatch could otherwise be lost or trained
-twice. Therefore, ranks compare their decisions before each step.
+All ranks must decide on the same order and distribution. Otherwise, a microbatch could be lost or
+trained twice. Therefore, ranks compare their decisions before each step.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _REFIT_STEPS = 8
 During the first ``_REFIT_STEPS`` steps, the function is fitted after each step.
 """
 _ADVISED_AFTER = 2 * _REFIT_STEPS
-"""Number of measured steps after which a much better partition is reported, if there is one."""
+"""Number of measured steps after which to report another partition if it is much faster."""
 _WORTH = 0.1
-"""Minimum reduction of the longest stage time, as a fraction, for a partition to be reported."""
+"""Minimum fraction by which a partition must reduce the longest stage time to be reported."""
 _LEAST_COST = 0.02
 """Constant that is added to each microbatch's cost, as a fraction of the mean cost.
 
@@ -64,11 +64,11 @@ class DealtList(list[Microbatch]):
     Args:
         batch: All microbatches of the step.
         numbers: Indices of this replica's microbatches in ``batch``, in ascending order.
-        digest: Digest that matches on ranks that distributed the same batch in the same way.
+        digest: Digest of the whole batch and its distribution, which ranks compare.
 
     Attributes:
         numbers: Indices of this replica's microbatches in the whole batch, in ascending order.
-        digest: Digest that matches on ranks that distributed the same batch in the same way.
+        digest: Digest of the whole batch and its distribution, which ranks compare.
         total: Number of microbatches in the whole batch.
     """
 
@@ -141,13 +141,13 @@ class ContentBalance:
         comparison: Object that compares the batches of the ranks in its ``mesh``.
         placement: Assignment of stages to ranks.
         partition: Number of segments in each stage.
-        sample_work: Operation count of each segment, keyed by the signatures of the sample batch.
-        group: Divisor of each replica's number of microbatches.
+        sample_work: Operation count of each segment, keyed by the signature of the microbatch.
+        group: Number of which each replica's number of microbatches must be a multiple.
         least: Minimum number of microbatches per replica.
 
     Attributes:
         is_on: Whether the order or the distribution is based on costs.
-        advises: Whether to print a line once if another partition would be much better.
+        advises: Whether to print a line, at most once, if another partition would be much faster.
     """
 
     def __init__(
@@ -185,11 +185,12 @@ class ContentBalance:
     def _begin_fits(self) -> None:
         self._times = ContentCosts(self._placement, self._partition, self._segments)
         self._steps = self._fits = 0
-        # Sums of the last training step's times, which are sent to all ranks before the next step.
+        # Sums over the times of the last training step. They are sent to all ranks before the next
+        # step.
         self._sums: list[float] = []
 
     def use(self, partition: Sequence[int]) -> None:
-        """Discards the measured costs, and estimates the costs of a new partition's stages.
+        """Discards the measured costs, and estimates the costs of the stages of a new partition.
 
         All ranks must call this after the same step.
 
@@ -203,9 +204,9 @@ class ContentBalance:
         """Fits a function that predicts operation counts from the features of a microbatch.
 
         Args:
-            work: Operation count of each recording.
-            start: Indices of the features of :class:`Content` with which the fit starts; if empty,
-                the fit starts with all features.
+            work: Operation count of each recording of the sample batch.
+            start: Indices of the features with which the fit starts, in the order of
+                :attr:`Content.labels`; empty for all features.
         """
         rows = [self._content.numbers_of(signature) for signature in self._sample_work]
         fit = StageFit(len(rows[0]))
@@ -215,10 +216,10 @@ class ContentBalance:
 
     @property
     def seconds(self) -> list[dict[str, float]]:
-        """Returns the fitted cost in seconds per unit of each feature, as one dict per stage.
+        """Returns the fitted seconds per unit of each feature, as one dict per stage.
 
-        The keys are the labels of the features of :class:`Content`. For example, the unit of an
-        element count is one element. The list is empty before the first fit.
+        The keys are :attr:`Content.labels`. For example, the value for an element count is the time
+        per element. The list is empty before the first fit.
         """
         labels = self._content.labels
         if not self._fits:
@@ -307,7 +308,7 @@ class ContentBalance:
         """Checks that the schedule supports the number of microbatches in a :class:`DealtList`.
 
         Raises:
-            ConfigError: If the whole batch has too few microbatches, or the number is not a
+            ConfigError: If the whole batch has too few microbatches, or if their number is not a
                 multiple of the number that the schedule requires.
         """
         replicas = self._mesh.dp_size
@@ -321,7 +322,7 @@ class ContentBalance:
             )
 
     def numbers_of(self, batch: Any, count: int, *, is_listed: bool) -> Sequence[int]:
-        """Returns the index of each microbatch of this replica in the batch of all replicas.
+        """Returns the indices of this replica's microbatches in the batch of all replicas.
 
         Args:
             batch: Batch of the replica, as the user passed it.
@@ -345,9 +346,9 @@ class ContentBalance:
         return batch.numbers
 
     def take_sums(self) -> list[float]:
-        """Returns sums of the last training step's times, to send to all ranks.
+        """Returns sums over the times of the last training step, and resets them.
 
-        The list has the same length on all ranks.
+        The caller sends the sums to all ranks. The list has the same length on all ranks.
         """
         if not self._is_timed:
             return []
@@ -361,7 +362,7 @@ class ContentBalance:
             self._rows = [self._content.numbers(part) for part in rows]
 
     def end(self, times: RankTimes) -> None:
-        """Records ``times``, the times that this rank measured in the training step."""
+        """Stores sums over ``times``, the times that this rank measured in the training step."""
         self._steps += 1
         # Ignore the first step, which takes longer because of warm-up.
         if not self._is_timed or self._steps == 1:
@@ -369,7 +370,7 @@ class ContentBalance:
         self._sums = self._times.measured(self._rows, times.actions)
 
     def add_sums(self, sums: Sequence[Sequence[float]]) -> None:
-        """Adds the measured times in ``sums``, and fits the costs again if due.
+        """Adds the measured times in ``sums``, and fits the costs if a new fit is due.
 
         Each row of ``sums`` is the result of :meth:`take_sums` on one rank.
         """
@@ -413,7 +414,7 @@ def partition_text(partition: Sequence[int]) -> str:
 
 
 def is_by_cost(order: MicrobatchOrder, dealing: Dealing) -> bool:
-    """Returns whether microbatches are ordered (``order``) or distributed (``dealing``) by cost."""
+    """Returns whether ``order`` or ``dealing`` depends on the costs of microbatches."""
     return order != "given" or dealing != "turns"
 
 

@@ -32,9 +32,9 @@ def mark(tensors: Any, cut_point: int, passing: int) -> Any:
     Args:
         tensors: A tensor, or a nested structure of tuples, lists and dictionaries with tensors.
         cut_point: ``id()`` of the :class:`CutPoint` module.
-        passing: Number of earlier calls of cut points in this process.
+        passing: Number of calls of cut points in this process before this call.
     """
-    # torch.export keeps only torch operations, so pass each tensor through a custom operation.
+    # torch.export records only torch operations, so pass each tensor through a custom operation.
     if _is_exporting():
         return tree_map_only(
             torch.Tensor, lambda tensor: _exported_mark(tensor, cut_point, passing), tensors
@@ -71,8 +71,8 @@ class CutPoint(torch.nn.Module):
     modules, and :meth:`between_blocks` adds one after each repeated block.
 
     Attributes:
-        is_optional: Whether to ignore the cut point if the sample batch's forward pass does not
-            call it exactly once. If ``False``, such a forward pass raises an error.
+        is_optional: Whether to ignore the cut point if the forward pass of the sample batch does
+            not call it exactly once. If ``False``, such a forward pass raises an error.
     """
 
     def __init__(self) -> None:

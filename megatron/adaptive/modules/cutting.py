@@ -8,10 +8,10 @@
     x ─────────────────> used here   |             x crosses the first border
     mask ──────────────────────────────> used      mask crosses both borders, through stage 1
 
-A tensor that is computed before a border and used after it is sent across the border in a message.
-Tensors that a few calls compute from inputs and buffers, such as positions and masks, are not sent.
-Instead, each stage that uses such a tensor computes it again, which is possible because every stage
-has the inputs of the batch.
+A border is the boundary between two stages. A tensor that is computed before a border and used
+after it is sent across the border in a message. Tensors that a few calls compute from inputs and
+buffers, such as positions and masks, are not sent. Instead, each stage that uses such a tensor
+computes it again, which is possible because every stage has the inputs of the batch.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def check_stages(num_segments: int, num_stages: int) -> None:
 
 
 def read_partition(partition: str | Sequence[int]) -> tuple[int, ...]:
-    """Parses a partition, which is a string such as ``3-4-5`` or a sequence of numbers.
+    """Parses a partition: a string such as ``3-4-5``, or a sequence of numbers.
 
     Raises:
         ConfigError: If ``partition`` has neither of these forms.
@@ -70,7 +70,7 @@ def read_partition(partition: str | Sequence[int]) -> tuple[int, ...]:
 def given_partition(
     text: str | Sequence[int], num_segments: int, num_stages: int
 ) -> tuple[int, ...]:
-    """Parses the partition that a user set, and checks that it fits the pipeline.
+    """Parses the partition that the user set, and checks it against the model and the pipeline.
 
     Args:
         text: Number of segments in each stage, as a string such as ``3-4-5`` or a sequence of
@@ -104,14 +104,14 @@ def check_weights(weights: Sequence[float] | None, num_segments: int) -> None:
 
 
 def balanced(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Divides segments among stages so that the cost of the most expensive stage is minimal.
+    """Divides segments among stages so that the most expensive stage is as cheap as possible.
 
     Among equally good partitions, the function chooses one with the smallest sum of squared stage
     costs.
 
     Args:
         weights: Non-negative cost of each segment, in any unit.
-        num_stages: Number of stages, each of which gets at least one segment.
+        num_stages: Number of stages. Each stage gets at least one segment.
 
     Returns:
         Number of segments in each stage.
@@ -152,7 +152,7 @@ class StagePlan:
         buffers: Names of the buffers that the stage uses.
         copied: Received tensors, inputs and constants that the stage copies because it changes them
             in place.
-        result: Index of the loss on the tape; ``None`` if this is not the last stage.
+        result: Index of the loss on the tape; ``None`` for all stages except the last.
         segments: Indices of the stage's segments in the model.
     """
 
@@ -170,9 +170,8 @@ class StagePlan:
 def uses_of(tape: Tape) -> dict[str, set[int]]:
     """Returns the indices of the segments that use each parameter, keyed by the parameter's name.
 
-    ``tape`` is the recorded forward pass.
-
-    A parameter with several names is listed under its first name.
+    ``tape`` is the recorded forward pass. The key of a parameter with several names is its first
+    name.
     """
     segments_of: dict[str, set[int]] = {}
     for number in _needed(tape):
@@ -217,12 +216,12 @@ _MOST_LATE = 8
 
 
 class LateCalls(NamedTuple):
-    """Identifies calls at the model's start that are moved behind the frozen segments.
+    """Identifies calls at the start of the model that are moved behind the frozen segments.
 
     Many vision-language models first compute the text embeddings, then run the image encoder and
     insert its output into the embeddings. If only the encoder is frozen, the gradients of the
-    embeddings must pass through all stages of the encoder. Computing the embeddings after the
-    encoder avoids this.
+    embeddings must pass through all stages of the encoder. To avoid this, the embeddings are
+    computed after the encoder.
 
     Attributes:
         border: Number of leading frozen segments, which is also the index of the segment to which
@@ -299,10 +298,11 @@ def postpone(tape: Tape, late: LateCalls | None) -> None:
 
 
 def _late_numbers(tape: Tape, late: LateCalls) -> set[int]:
-    """Returns the indices of calls before ``late.border`` that depend on ``late.parameters``.
+    """Returns the indices of the calls to move, or an empty set if they cannot be moved.
 
-    Calls cannot be moved if they draw random numbers or change tensors in place, or if another call
-    changes a tensor that they read. In these cases, the set is empty.
+    These are the calls in segments before ``late.border`` that depend on ``late.parameters``. Calls
+    cannot be moved if one of them draws random numbers or changes a tensor in place, or if another
+    call changes a tensor that they read.
     """
     moved: set[int] = set()
     made: set[int] = set()
@@ -342,20 +342,21 @@ def slice_tape(tape: Tape, partition: Sequence[int]) -> list[StagePlan]:
 
 
 def unchecked_slices(tape: Tape) -> list[StagePlan]:
-    """Returns a plan for each segment of ``tape`` without checking in-place changes.
+    """Returns a plan for each segment of ``tape``, as if each segment were a stage.
 
-    Segments that change each other's tensors cannot be stages of different processes, but they can
-    run one after another in one process, for example in measurements.
+    Unlike :func:`slice_tape`, this function allows a segment to change tensors of another segment
+    in place. Such segments can run one after another in one process, for example when they are
+    measured, but not as stages of different processes.
     """
     return _Slicer(tape, (1,) * tape.num_segments).run()
 
 
 def signature_of(tape: Tape, plan: StagePlan) -> str:
-    """Returns a key that is the same for all stages with the same calls and tensor shapes.
+    """Returns a key that is equal for stages with the same calls and tensor shapes.
 
     Args:
         tape: Recorded forward pass.
-        plan: Calls of the stage, and the tensors that it receives and sends.
+        plan: Plan of the stage.
     """
     numbers: dict[int, int] = {}
 
@@ -387,7 +388,7 @@ def segment_kinds(tape: Tape) -> tuple[int, ...]:
 
 
 def _needed(tape: Tape) -> list[int]:
-    """Returns the indices of calls on ``tape`` that affect the loss or change tensors in place."""
+    """Returns the indices of those calls that affect the loss or change tensors in place."""
     needed = {tape.loss}
     numbers = []
     for number in range(len(tape.calls) - 1, -1, -1):
@@ -448,10 +449,10 @@ class _Slicer:
         return self._stage_of[self._tape.calls[value.made_by].segment]
 
     def _use(self, number: int, stage: int) -> frozenset[int] | set[int]:
-        """Records that ``stage`` uses the tensor ``number``, and returns the calls to repeat.
+        """Notes that ``stage`` uses tensor ``number``, and returns the calls that recompute it.
 
-        A stage repeats calls to recompute a tensor instead of receiving it. The set is empty if the
-        stage receives the tensor, or computes it with its own calls.
+        A stage can repeat the calls of another stage to recompute a tensor instead of receiving it.
+        The returned set is empty if ``stage`` receives the tensor, or computes it in its own calls.
         """
         value = self._tape.values[number]
         if value.made_by < 0 or self._home(value) == stage:
@@ -542,8 +543,8 @@ class _Slicer:
         """
         tape = self._tape
         value = tape.values[view]
-        # No check is needed for a view that is created after the change, because every stage then
-        # reads the new content.
+        # A view that is created after the change needs no check, because every stage reads its new
+        # content.
         if (view == new and old != new) or value.made_by > number:
             return
         later = [reader for reader in readers if reader > number]
@@ -569,8 +570,8 @@ def check_groups(model: torch.nn.Module, groups: Sequence[Sequence[str]]) -> Non
     """Checks that all names in each group of ``shared_weights`` refer to the same parameter.
 
     Args:
-        model: The user's whole model.
-        groups: Value of the setting ``shared_weights``: groups of parameter names.
+        model: Whole model of the user.
+        groups: Groups of parameter names, from the setting ``shared_weights``.
 
     Raises:
         ConfigError: If a name is unknown, or the names in a group belong to different parameters.
@@ -596,7 +597,7 @@ def check_groups(model: torch.nn.Module, groups: Sequence[Sequence[str]]) -> Non
 def keep_only(
     model: torch.nn.Module, names: Iterable[str], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Moves the named parameters and buffers to a device, and frees the memory of the others.
+    """Moves the named parameters and buffers to ``device``, and frees the memory of the others.
 
     Kept parameters remain the same Python objects, except parameters on the ``meta`` device, which
     are replaced by uninitialized parameters. Parameters and buffers that are not kept are replaced
@@ -605,7 +606,7 @@ def keep_only(
     code has set.
 
     Args:
-        model: The user's whole model.
+        model: Whole model of the user.
         names: Names of the parameters and buffers to keep.
         device: Device to which the kept tensors are moved.
 

@@ -1,4 +1,4 @@
-"""Measures two microbatch sizes for the planner at the same time, on two processes.
+"""Measures two microbatch sizes for the planner, on two processes at the same time.
 
 ::
 
@@ -6,8 +6,9 @@
     rank 1   record 4   measure 4 ────────────────────────────────> gather
     others   record 4, if each rank has processors of its own ────> gather
 
-Otherwise, all ranks would wait while rank 0 measures both sizes. Ranks also record the forward pass
-with the largest size in advance, because the planner usually chooses this size.
+In this example, the sizes are 1 and 4 samples. If rank 0 measured both sizes, all other ranks would
+wait for it. Ranks also record the forward pass with the largest size in advance, because the
+planner usually chooses this size.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from megatron.adaptive.modules.segments import SegmentSample
 from megatron.adaptive.modules.tape import Tape
 
 _MOST_WORK = 2e11
-"""Maximum number of multiplications in a microbatch that may be measured before the device's speed
+"""Maximum number of multiplications in a microbatch that is measured before the speed of the device
 is known. A slow processor core runs them in a few seconds.
 """
 _MEMORY_FACTOR = 3.0
-"""Memory that measuring a microbatch may need, as a multiple of the memory of all values that its
+"""Estimated memory for measuring a microbatch, divided by the total size of all values that the
 forward pass computes.
 """
 
@@ -47,8 +48,8 @@ class EarlySamples:
     Attributes:
         is_measured: Whether this rank measured the smallest microbatch.
         smallest: Measurement of the smallest microbatch; ``None`` if it does not fit in memory.
-        error: Error that measuring the smallest microbatch raised.
-        largest: Costs of the segments with the largest microbatch; ``None`` if they were not
+        error: Error raised while measuring the smallest microbatch; ``None`` if there was none.
+        largest: Costs of the segments for the largest microbatch; ``None`` if they were not
             measured.
     """
 
@@ -59,7 +60,10 @@ class EarlySamples:
 
 
 def node_processors() -> dict[str, Any]:
-    """Returns this rank's number of threads and its processors, for :func:`measured_early`."""
+    """Returns this rank's thread count and processors, as entries for ``nodes``.
+
+    :func:`measured_early` expects these entries in its argument ``nodes``.
+    """
     return {"threads": torch.get_num_threads(), "processors": sorted(os.sched_getaffinity(0))}
 
 
@@ -79,7 +83,8 @@ def is_cheap(tape: Tape, room_bytes: float) -> bool:
         tape: Forward pass of a model on the ``meta`` device, in training mode.
         room_bytes: Available memory, in bytes.
     """
-    # Count equal amounts of work once, because segments that make the same calls are measured once.
+    # Segments that make the same calls are measured only once. Such segments have the same amount
+    # of work, so add each amount only once.
     needed = sum(set(segment_work(tape)))
     return needed <= _MOST_WORK and _MEMORY_FACTOR * recorded_bytes(tape) <= room_bytes
 
@@ -95,23 +100,24 @@ def measured_early(
 ) -> EarlySamples:
     """Measures microbatches on the first rank of each device type and on a helper rank.
 
-    All ranks must call this. The helper is a second rank with the same type of device, and measures
-    at the same time.
+    All ranks must call this. The helper is a second rank with the same type of device. It measures
+    the largest microbatch while the first rank measures the smallest.
 
-    Nothing is measured unless the model is on the ``meta`` device, because recording any other
-    model needs memory for all values of the forward pass.
+    This function measures only models on the ``meta`` device, because recording any other model
+    needs memory for all values of the forward pass.
 
     Args:
         model: Model to measure.
         job: Job that all ranks have joined.
         nodes: Type of device, memory and processors of each rank.
         smallest: Function that measures the smallest microbatch.
-        largest: Function that measures the largest microbatch if it is cheap. If the function
-            fails, the first rank measures the microbatch later and reports errors.
+        largest: Function that measures the largest microbatch if it is cheap. Its errors are
+            ignored, because the first rank measures the microbatch again and reports them.
         record: Function that records the largest microbatch.
 
     Returns:
-        Measurements of the two ranks on the first rank of each device type; empty on other ranks.
+        Measurements of both ranks, on the first rank of each device type. Other ranks get an object
+            without measurements.
     """
     helpers = helpers_of(nodes) if is_on_meta(model) else {}
     if not helpers:
@@ -126,11 +132,12 @@ def measured_early(
         try:
             early.smallest = smallest()
         except Exception as error:
-            # Leave it to the caller to raise the error, because other ranks wait in gather().
+            # Store the error for the caller instead of raising it, because other ranks wait in
+            # gather().
             early.error = error
     may_record = job.rank in helpers or _have_processors(nodes, job.rank)
     if job.rank not in helpers.values() and early.error is None and may_record:
-        # Ignore errors here, because they are reported when the sample batch is recorded again.
+        # Ignore errors here. They are reported when the sample batch is recorded again.
         with contextlib.suppress(Exception):
             record()
     gathered = job.gather(rows)
@@ -140,10 +147,10 @@ def measured_early(
 
 
 def helpers_of(nodes: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """Returns the helper of the first rank of each device type, keyed by the first rank.
+    """Returns a helper for the first rank of each device type, as a dict of first rank to helper.
 
-    The two ranks measure at the same time. Ranks with a GPU have no helper, because measuring is
-    fast there. Ranks that would share processors with a helper have none either.
+    The two ranks measure at the same time. A rank with a GPU has no helper, because GPUs measure
+    fast. A rank that would have to share processors with its helper has none either.
 
     Args:
         nodes: Type of device, memory and processors of each rank.

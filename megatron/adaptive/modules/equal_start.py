@@ -2,8 +2,8 @@
 
 Processes that build the model with different seeds get different initial values. The differences
 would remain during training, because all copies of a parameter are updated with the same gradients.
-Each rank sends a checksum of each tensor to all ranks, and only tensors with different checksums
-are sent::
+To find them, each rank sends a checksum of each tensor to all ranks. Only tensors whose checksums
+differ are sent::
 
     replica 0 ──broadcast──> other replicas, same position in the pipeline
     first position with the tensor ──> other positions with the tensor
@@ -25,7 +25,7 @@ _LARGE = 65_536
 """Maximum size, in integers, of a tensor whose checksum uses a separate factor for each integer."""
 _GROUP = 1024
 _FACTOR = 6364136223846793005
-"""Odd multiplier with random bits, used in checksums."""
+"""Odd multiplier with random bits, from which the factors of checksums are computed."""
 
 
 @torch.no_grad()
@@ -41,8 +41,8 @@ def equalize(held: Mapping[str, torch.Tensor], shared: Collection[str], mesh: Me
     """
     if is_alone() or dist.get_world_size() == 1:
         return
-    # Without replicas, compare only shared weights and buffers, because other tensors exist on only
-    # one rank.
+    # If there is only one replica, compare only shared weights and buffers, because all other
+    # tensors exist on a single rank.
     compared = {
         name: tensor
         for name, tensor in held.items()
@@ -58,8 +58,8 @@ def equalize(held: Mapping[str, torch.Tensor], shared: Collection[str], mesh: Me
         if position == mesh.pp_rank:
             for name in names:
                 _broadcast(held[name], mesh.dp_group)
-    # All replicas now have the values of replica 0, so it is enough to compare the ranks of replica
-    # 0 with each other.
+    # All replicas now have the values of replica 0, so compare only the ranks of replica 0 with
+    # each other.
     of_positions = [sums[0, position] for position in range(mesh.pipeline_size)]
     for name in _differing(of_positions):
         unequal.add(name)
@@ -76,7 +76,7 @@ def equalize(held: Mapping[str, torch.Tensor], shared: Collection[str], mesh: Me
 
 
 def _differing(rows: Sequence[Mapping[str, int]]) -> list[str]:
-    """Returns the names of tensors whose checksums differ between ranks, sorted.
+    """Returns the sorted names of the tensors whose checksums differ between ranks.
 
     Each item of ``rows`` contains the checksums of one rank, keyed by name.
     """
@@ -125,7 +125,7 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a checksum of a tensor's bytes as an int64 scalar on the tensor's device.
 
     The bytes are read as 64-bit integers. The checksum is the sum of all integers, each multiplied
-    by a factor that depends on its index. In large tensors, a group of integers shares a factor, to
+    by a factor that depends on its index. In large tensors, neighboring integers share a factor, to
     save memory and time. Overflows are ignored.
     """
     data = _bytes_of(tensor.detach())

@@ -163,12 +163,12 @@ class FakeRecorder(CallRecorder):
     """Records the torch calls of a model whose tensors are fakes.
 
     Args:
-        model: Model that contains fakes, from :meth:`Fakes.in_model`.
+        model: Model whose tensors are replaced with fakes by :meth:`Fakes.in_model`.
         inputs: Fakes of the microbatch's tensors, keyed by the name of the batch entry.
-        freeze: Whether Python code may read tensor values, which are then assumed to be equal for
-            every microbatch. If ``False``, reading values is an error.
-        decisive: Names of the inputs whose values Python code may read, because the recording is
-            used only for microbatches with these values.
+        freeze: Whether Python code may read the values of all tensors. The values are assumed to be
+            the same in every microbatch. If ``False``, reading values is an error.
+        decisive: Names of the inputs whose values Python code may always read, because the
+            recording is used only for microbatches with the same values.
         fakes: Fakes of the model and of the microbatch.
         may_miss: Whether the forward pass may skip cut points.
     """
@@ -194,8 +194,8 @@ class FakeRecorder(CallRecorder):
         return self._operations.is_random
 
     def _storage(self, tensor: torch.Tensor) -> int:
-        # Use the address of the storage object, which a fake shares with its views, because fakes
-        # have no memory.
+        # Fakes have no memory, so identify the storage by the address of the storage object, which
+        # a fake shares with its views.
         if isinstance(tensor, FakeTensor):
             storage: int = tensor.untyped_storage()._cdata
             return storage
@@ -214,7 +214,7 @@ class FakeRecorder(CallRecorder):
         if getattr(function, "__name__", "") in READING:
             return self._run_with_values(args, kwargs, run)
         if function is torch.tensor and any(True for _ in tensor_paths(args)):
-            # torch.tensor reads the values of the tensors in a list, so it needs real tensors.
+            # torch.tensor() reads the values of tensors in its argument, so it needs real tensors.
             return self._fakes.fake_of(self._run_with_values(args, kwargs, run))
         try:
             with self._operations:
@@ -229,7 +229,7 @@ class FakeRecorder(CallRecorder):
     def _number_of(self, tensor: torch.Tensor) -> int:
         """Returns the index of ``tensor`` on the tape, or -1 if it is unknown.
 
-        A tensor is known if it is on the tape or belongs to the model.
+        A parameter or buffer of the model that is not on the tape yet is added to it.
         """
         if id(tensor) not in self._numbers and id(tensor) in self._names:
             return self._source(tensor)
@@ -261,8 +261,8 @@ class FakeRecorder(CallRecorder):
             args: Positional arguments of the call.
             kwargs: Keyword arguments of the call.
             run: Function to call.
-            unread: Fake whose values do not affect the result, and which zeros may replace;
-                ``None`` if all values matter.
+            unread: Fake whose values do not affect the result, so that zeros can replace them;
+                ``None`` if the values of all fakes matter.
         """
         fakes = [
             tensor
@@ -301,8 +301,8 @@ def values_on(
             a name.
 
     Returns:
-        Tensors, keyed by index, or ``None`` if a tensor depends on a parameter or on random
-            numbers.
+        Computed tensors, keyed by their indices on the tape, or ``None`` if a tensor depends on a
+            parameter or on random numbers.
     """
     calls = _calls_for(tape, numbers)
     if any(call.is_random for call in calls):
@@ -344,7 +344,7 @@ def _calls_for(tape: Tape, numbers: Iterable[int]) -> list[Call]:
 def _run_call(call: Call, env: dict[int, torch.Tensor], device: torch.device) -> None:
     """Runs a recorded call on the tensors in ``env``, and stores the results in ``env``.
 
-    Autocast is set for ``device`` as it was in the recording.
+    Autocast on ``device`` is set as it was when the call was recorded.
     """
     arguments: Any = map_aggregate(
         (call.args, call.kwargs),

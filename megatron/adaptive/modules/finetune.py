@@ -44,7 +44,7 @@ _WITHOUT_EFFECT = (
     "trace_detail",
     "trace_interval",
 )
-"""Names of the settings that do not change the tuned model."""
+"""Names of the settings that do not affect the tuned model."""
 
 _READ_LIMIT_S = 600.0
 """Maximum time in seconds to wait for another process that encodes its part of the samples."""
@@ -127,11 +127,11 @@ class FineTuning:
 
         Raises:
             ConfigError: If the output folder is not empty, the model or a sample cannot be read, or
-                the whole model is to be trained in float16. After a restart, the output folder may
-                contain the model that the same job saved before the restart.
+                the settings request training the whole model in float16. After a restart, the
+                output folder may contain the model that the same job saved before the restart.
         """
-        # Check the output folder before training, because the trained model would be lost
-        # otherwise.
+        # Check the output folder before training. Otherwise, the model could not be saved after
+        # training, and would be lost.
         self._check_output()
         if self.dtype == "float16" and not self.lora_rank:
             raise ConfigError(
@@ -156,7 +156,7 @@ class FineTuning:
         """Returns whether this job saved the tuned model before it was restarted.
 
         Args:
-            samples: Samples that must match those of the saved model; ``None`` compares only the
+            samples: Samples to compare with those of the saved model; ``None`` compares only the
                 settings.
         """
         if not Environment.read().restart_count:
@@ -169,7 +169,7 @@ class FineTuning:
         return bool(record == self.record(digest or record.get("samples")))
 
     def record(self, digest: str) -> dict[str, Any]:
-        """Returns the settings that determine the tuned model. They are saved in its folder.
+        """Returns the settings that determine the tuned model, to be saved in its folder.
 
         Args:
             digest: Hash of the samples.
@@ -190,7 +190,7 @@ class FineTuning:
         """Returns the number of training samples. The other samples are used for evaluation.
 
         This number does not depend on the number of processes, so a run can continue from a
-        checkpoint on more processes.
+        checkpoint with a different number of processes.
 
         Args:
             num_samples: Total number of samples.
@@ -309,10 +309,10 @@ def fine_tune(settings: FineTuning, processor: Any, samples: SampleFile) -> None
 def _save(settings: FineTuning, pipeline: Pipeline, processor: Any, samples: SampleFile) -> None:
     """Saves the model and its processor, unless this job saved them before a restart.
 
-    ``settings`` contains the path of the output folder, and ``pipeline`` the trained model. The
-    folder also records a digest of ``samples``.
+    ``settings`` contains the path of the output folder, and ``pipeline`` contains the trained
+    model. A digest of ``samples`` is also saved in the folder.
 
-    The folder gets its final name when it is complete. If a process fails before that, the
+    The folder is renamed to its final name when it is complete. If a process fails before that, the
     restarted job saves the model again.
     """
     mesh, output = pipeline._mesh, settings.output
@@ -334,12 +334,12 @@ def _save(settings: FineTuning, pipeline: Pipeline, processor: Any, samples: Sam
 
 
 def _alike(samples: SampleFile, count: int) -> Microbatch:
-    """Returns a batch that repeats the largest sample ``count`` times.
+    """Returns a batch that contains the largest sample ``count`` times.
 
-    The launcher of an elastic job chooses a layout with enough memory for this batch.
+    The launcher of an elastic job uses this batch to choose a layout with enough memory.
 
     Args:
-        samples: Samples for training.
+        samples: All samples of the run.
         count: Number of samples in the batch.
 
     Raises:
@@ -435,9 +435,10 @@ class _Run:
     def load_state_dict(self, state: dict[str, int | str]) -> None:
         """Checks that ``state``, read from a checkpoint, describes the same order of samples.
 
+        With another order, training would skip some samples and train on others twice.
+
         Raises:
-            CheckpointError: If the order differs. Training would then skip samples or train on them
-                twice.
+            CheckpointError: If the order of samples differs.
         """
         for name, value in self.state_dict().items():
             saved = state.get(name)
@@ -456,7 +457,7 @@ class _Run:
                 )
 
     def _evaluate(self) -> float:
-        """Returns the mean loss of the evaluation samples, per token that the loss includes.
+        """Returns the mean loss per token of the evaluation samples.
 
         All processes must call this. Evaluation batches have the size of a training batch, because
         a larger batch may not fit in memory.
@@ -467,8 +468,8 @@ class _Run:
         total = total_items = 0.0
         for start in range(0, len(indices), size):
             chosen = indices[start : start + size]
-            # If there are fewer samples than replicas, repeat a sample, because each replica needs
-            # one. Repeated samples have 0 items, so that they do not change the mean.
+            # Each replica needs a sample. If there are fewer samples than replicas, repeat one with
+            # 0 items, so that the repetitions do not change the mean.
             items = [(index, float(self._samples.num_learned[index])) for index in chosen]
             items += [(chosen[0], 0.0)] * max(0, pipeline.replicas - len(chosen))
             part = pipeline.share(items)

@@ -1,9 +1,9 @@
 """Chooses the initial partition of a pipeline from the costs of segments.
 
-If all segments have forward and backward passes, minimizing the time of the slowest stage is
-enough. A frozen encoder, however, has no backward pass, so its forward pass can run while its rank
-would otherwise be idle. If there are frozen segments, this module therefore simulates partitions
-near the balanced one with the pipeline's schedule, and uses the fastest.
+If all segments have a backward pass, a good partition is one that minimizes the time of the slowest
+stage. A frozen encoder, however, has no backward pass, so its forward pass can run while its rank
+would otherwise be idle. If there are frozen segments, this module therefore simulates the
+pipeline's schedule with partitions near the balanced one, and uses the fastest partition.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron.adaptive.schedule.stage_placement import Placement
 _REPEATS = 3
 
 SegmentTimes = tuple[Times, ...]
-"""Times of each segment's forward pass, backward pass and separate weight gradients, in seconds."""
+"""Times of each segment in seconds: forward pass, backward pass and separate weight gradients."""
 
 
 class FirstPartition:
@@ -55,8 +55,8 @@ class FirstPartition:
     def measure(self, model: SampledModel, examples: Sequence[Example]) -> SegmentTimes:
         """Measures the times of each segment, averaged over the microbatches of the sample batch.
 
-        The time of weight gradients is estimated as their share of the operations in the backward
-        pass, times the measured time of the backward pass.
+        If the schedule computes weight gradients in separate actions, their time is estimated from
+        the measured time of the whole backward pass, in proportion to their operation count.
 
         Args:
             model: Model with all its parameters.
@@ -100,8 +100,9 @@ class FirstPartition:
             examples: Recordings of the sample batch.
             costs: Cost of each segment, in any unit.
             times: Times of each segment for a microbatch; empty if they were not measured.
-            num_microbatches: Number of microbatches per step of a pipeline.
-            limit_s: Maximum duration of the simulations in seconds. All other ranks wait for them.
+            num_microbatches: Number of microbatches per step and replica.
+            limit_s: Maximum duration of the simulations in seconds, during which all other ranks
+                wait.
 
         Raises:
             ConfigError: If a cost is negative or not finite, or there are too few segments.
@@ -147,9 +148,9 @@ def quickest_partition(
         start: Number of segments in each stage, from which the search starts.
         times: Times of each segment for a microbatch, in seconds.
         orders: Object that determines the order in which ranks run their actions.
-        num_microbatches: Number of microbatches per step of a pipeline.
+        num_microbatches: Number of microbatches per step and replica.
         frozen_segments: Number of leading segments through which no gradient flows.
-        together: Ranges of segments; all segments of a range must be in one stage.
+        together: Ranges of segments. All segments of a range must be in the same stage.
     """
     placement = orders.placement
     loads = Loads(
@@ -184,15 +185,16 @@ def balanced_together(
 ) -> tuple[int, ...]:
     """Balances the costs of the stages, and keeps the segments of each range in one stage.
 
+    The ranges are ignored if they make it impossible to give each stage a segment.
+
     Args:
-        weights: Cost of each segment, in any unit; non-negative.
-        num_stages: Number of stages, each of which gets at least one segment.
-        together: Disjoint ascending ranges of segments; all segments of a range must be in one
+        weights: Non-negative cost of each segment, in any unit.
+        num_stages: Number of stages. Each stage gets at least one segment.
+        together: Disjoint ascending ranges of segments. All segments of a range must be in the same
             stage.
 
     Returns:
-        Number of segments in each stage. The ranges are ignored if they leave fewer groups of
-            segments than stages.
+        Number of segments in each stage.
     """
     begins = {segments.start: segments for segments in together}
     pieces: list[range] = []
@@ -208,7 +210,9 @@ def balanced_together(
 
 
 def segments_with_one_buffer(tapes: Iterable[Tape]) -> list[range]:
-    """Returns ranges of segments that must be in one stage because they share a changing buffer.
+    """Returns ranges of segments that must be in the same stage, because they share a buffer.
+
+    A shared buffer matters only if the forward pass changes it.
 
     Args:
         tapes: Recordings of the model with the same cut points.

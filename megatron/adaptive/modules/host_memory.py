@@ -1,9 +1,9 @@
 """Copies memory that a recorded forward pass uses, but that no recorded call created.
 
-Such memory belongs to constants, and to arguments such as numpy arrays. The forward pass may change
-such memory in place. For example, ``torch.as_tensor`` returns a tensor that shares the memory of an
-array, so changes of the tensor also change the array. A recording therefore keeps the values from
-before the change, and each replay uses a copy of them.
+This is the memory of constants, and of arguments such as numpy arrays. The forward pass may change
+this memory in place. For example, ``torch.as_tensor`` returns a tensor that shares the memory of an
+array, so changes of the tensor also change the array. A recording therefore keeps the original
+values, and each replay uses a copy of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def copied(part: Any) -> Any:
 
 
 class Constants:
-    """Keeps the original values of constants, from before the first recorded call that uses them.
+    """Keeps copies of constants, made before the first recorded call that uses each constant.
 
     A constant is a tensor that is not part of the model and was not created by a recorded call.
     """
@@ -55,8 +55,8 @@ class Constants:
     def shared(self) -> dict[int, torch.Tensor]:
         """Returns the constants that have not changed, keyed by the ``id()`` of their copies.
 
-        To save memory, recordings can share these constants instead of keeping copies. Constants in
-        memory that torch did not allocate, such as the memory of a numpy array, are not returned,
+        To save memory, recordings can use these constants instead of their copies. Constants whose
+        memory torch did not allocate, such as the memory of a numpy array, are not returned,
         because such memory may change without a torch call.
         """
         return {
@@ -66,7 +66,7 @@ class Constants:
         }
 
     def clear(self) -> None:
-        """Forgets all copies. Copies that recordings use stay in memory."""
+        """Removes all copies. Recordings keep the copies that they use."""
         self._kept.clear()
 
 

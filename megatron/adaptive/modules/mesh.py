@@ -52,13 +52,15 @@ class Mesh(Job):
     dp_group: Any
 
     def groups_of(self, position_sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
-        """Creates a process group per replica for each set of positions. All ranks must call this.
+        """Creates a process group for each set of pipeline positions, in each replica.
+
+        All ranks must call this together.
 
         Args:
             position_sets: Sets of pipeline positions. All ranks must pass the same sets.
 
         Returns:
-            Groups that contain this rank, keyed by their set of positions.
+            Groups that contain this rank, keyed by the set of positions.
         """
         groups = {}
         for positions in position_sets:
@@ -97,7 +99,7 @@ All jobs that this process joins use the same store.
 
 
 def join_job(timeout_s: float) -> Job:
-    """Connects this process to the other processes of the job. All ranks must call this.
+    """Connects this process to the other processes of the job. All processes must call this.
 
     Args:
         timeout_s: Maximum time in seconds to wait for another rank.
@@ -166,7 +168,7 @@ def make_mesh(job: Job, pipeline_size: int | None) -> Mesh:
 
     Args:
         job: Job that all ranks have joined.
-        pipeline_size: Number of ranks per pipeline; ``None`` makes one pipeline of all ranks.
+        pipeline_size: Number of ranks per pipeline; ``None`` puts all ranks into one pipeline.
 
     Raises:
         ConfigError: If the number of ranks is not a multiple of ``pipeline_size``.

@@ -2,8 +2,8 @@
 
 A recording contains the operations that the model's Python code called. If the user later changes a
 dropout probability, adds a hook or puts a submodule into evaluation mode, existing recordings still
-use the old setting. A recording for a new kind of microbatch, however, would use the new setting,
-so that a step could mix both.
+use the old setting. A new recording, for a microbatch with another shape, would use the new
+setting, so the microbatches of one step could use different settings.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HOOKS = (
     "_forward_hooks_always_called",
 )
 _ABSENT = object()
-# Maximum number of changed attributes to try when searching for one that affects the recording.
+# Maximum number of changed attributes to test in the search for one that affects the recording.
 _MOST_TRIED = 16
 
 Settings = dict[tuple[str, str], Any]
@@ -46,13 +46,13 @@ def _settings_of(model: torch.nn.Module, mode: Mode) -> Settings:
             elif key in _HOOKS:
                 settings[name, key] = value.copy()
         if model.training != is_training:
-            # The model is in the other mode, and will be put into ``mode`` before it is recorded.
+            # The model will be switched to ``mode`` before it is recorded.
             settings[name, "training"] = is_training
     return settings
 
 
 def _differences(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> set[tuple[str, str]]:
-    """Returns the names of modules and attributes that differ between ``first`` and ``second``."""
+    """Returns the keys whose values differ between ``first`` and ``second``."""
     return {
         key
         for key in first.keys() | second.keys()
@@ -110,12 +110,12 @@ class ModuleSettings:
         """Records the model in ``mode`` with the function ``record``, and checks its settings.
 
         Attributes that the forward pass itself changes, such as counters, are ignored. If other
-        attributes have changed, the model is recorded again with the old values, to check whether
-        the recording depends on them.
+        attributes have changed since this object was created, the model is recorded again with the
+        old values, to check whether the recording depends on them.
 
         Raises:
-            ConfigError: If an attribute or a hook has changed since the start, and the recording
-                depends on it.
+            ConfigError: If the recording depends on an attribute or a hook that has changed since
+                this object was created.
         """
         before = _settings_of(self._model, mode)
         first = self._first[mode]
@@ -129,7 +129,7 @@ class ModuleSettings:
             former = {key: first.get(key, _ABSENT) for key in changed}
             if any(attribute == "training" for _, attribute in changed):
                 former |= {key: first[key] for key in first if key[1] == "training"}
-            # Other recordings must start with the same counter values as this one.
+            # The comparison recordings must start with the same counter values as this recording.
             counters = {key: before.get(key, _ABSENT) for key in by_forward}
 
             def matters(settings: Settings) -> bool:
@@ -144,7 +144,7 @@ class ModuleSettings:
 
 
 def _makes(record: Callable[[], Forwards], tape: Tape, mode: Mode) -> bool:
-    """Returns whether ``record`` records the same calls in ``mode`` as ``tape`` contains."""
+    """Returns whether the model makes the same calls as ``tape`` when ``record`` records it."""
     try:
         other = record().tapes[mode]
     except Exception:
@@ -157,7 +157,7 @@ def _makes(record: Callable[[], Forwards], tape: Tape, mode: Mode) -> bool:
 def _message(key: tuple[str, str], now: Settings, first: Settings) -> str:
     """Returns the error message for the changed attribute ``key``.
 
-    ``now`` contains the current settings, and ``first`` those at the start of the pipeline.
+    ``now`` contains the current settings, and ``first`` those when the pipeline was created.
     """
     path = ".".join(filter(None, key))
     if key[1] in _HOOKS:

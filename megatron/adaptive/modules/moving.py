@@ -6,7 +6,7 @@ All ranks change the partition (number of segments in each stage) between two st
                                 (pairs of ranks, one         (recordings are cut again,
                                  tensor after the other)      the optimizer stays)
 
-Messages are sent with gloo, between buffers in host memory.
+Messages are sent with gloo, so tensors on a GPU are copied through host memory.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class _Holdings:
     """Lists the tensors that a rank has and needs. Ranks exchange these lists before a move.
 
     Attributes:
-        position: Index of the rank's replica, and the rank's position in the pipeline.
+        position: Index of the rank's replica, and position of the rank in the replica's pipeline.
         held: Names of the parameters and buffers that the rank has.
         needed: Names of the parameters and buffers that the rank needs after the move.
         groups: Options of each parameter group of the optimizer, converted to strings; ``None`` if
             there is no optimizer.
-        refusal: Reason why the rank cannot take part in the move; empty if it can.
+        refusal: Reason why the rank cannot move its segments; empty if it can.
     """
 
     position: tuple[int, int]
@@ -58,7 +58,7 @@ class _Plan:
     Attributes:
         layout: Parameters and buffers that each rank needs.
         part: Description of the rank's new part of the model, used by later recordings.
-        cuts: Recordings of the rank, cut into the new stages.
+        cuts: Existing recordings, cut into the new stages, keyed by microbatch signature.
     """
 
     layout: PartitionLayout
@@ -73,12 +73,14 @@ class _Parcel:
     Attributes:
         value: Tensor of the parameter or buffer.
         attributes: Python attributes of the tensor that have plain values, keyed by name.
-        group: Index of the parameter group in the optimizer; ``None`` if the tensor is in no group.
+        group: Index of the tensor's parameter group in the optimizer; ``None`` if the tensor is in
+            no group.
         label: Name of the tensor in the group's ``param_names``; ``None`` if the group has no
             names.
-        tensors: Tensors in the optimizer's state, keyed by name.
-        on_host: Names of the tensors that the optimizer keeps in host memory.
-        plain: Other values in the optimizer's state, keyed by name.
+        tensors: Tensors in the optimizer's state of the parameter, keyed by name, such as
+            ``exp_avg``.
+        on_host: Names of those ``tensors`` that the optimizer keeps in host memory.
+        plain: Other values in the optimizer's state of the parameter, keyed by name.
     """
 
     value: torch.Tensor
@@ -91,10 +93,10 @@ class _Parcel:
 
 
 class SegmentMover:
-    """Moves segments between ranks. All ranks must call each method.
+    """Moves segments between ranks. All ranks must call each method together.
 
     Args:
-        model: The user's whole model.
+        model: Whole model of the user.
         order: Order in which a replica runs its microbatches.
         assembly: This rank's part of the model.
         mesh: Replica and pipeline position of this process, and its process groups.
@@ -110,11 +112,11 @@ class SegmentMover:
         self._grouped = set(self._layout(assembly.partition).shared.values())
 
     def move(self, partition: Sequence[int]) -> str | None:
-        """Changes to ``partition`` by moving segments. All ranks must pass the same partition.
+        """Moves segments to match ``partition``. All ranks must pass the same partition.
 
         Returns:
-            Reason why the segments cannot be moved, or ``None`` if they were moved. All ranks
-                return the same value.
+            ``None`` if the segments were moved, otherwise the reason why they cannot be moved. The
+                result is the same on all ranks.
         """
         plan: _Plan | None = None
         refusal = ""
@@ -147,7 +149,10 @@ class SegmentMover:
         return None
 
     def shared_weights(self, partition: Sequence[int]) -> tuple[tuple[str, ...], ...]:
-        """Returns all names of each parameter that several processes use with ``partition``."""
+        """Returns the names of each parameter that several processes would use with ``partition``.
+
+        Each tuple contains all names of one parameter.
+        """
         return names_of_shared(self._assembly.forwards, self._layout(partition).shared)
 
     def _layout(self, partition: Sequence[int]) -> PartitionLayout:
@@ -165,7 +170,7 @@ class SegmentMover:
         """Returns this rank's stages for ``partition``.
 
         Raises:
-            ConfigError: If the model or a later recording cannot be cut into these stages.
+            ConfigError: If a recording cannot be cut into these stages.
         """
         layout = self._layout(partition)
         recordings = self._assembly.recordings
@@ -190,7 +195,7 @@ class SegmentMover:
         return _Plan(layout=layout, part=part, cuts=cuts)
 
     def _refusal(self, plan: _Plan) -> str:
-        """Returns why this rank cannot change to ``plan``, or an empty string if it can."""
+        """Returns the reason why this rank cannot switch to ``plan``, or an empty string."""
         held = self._assembly.held
         optimizer = self._update.optimizer
         gains = [name for name in plan.layout.uses if name in plan.layout.kept - held.keys()]
@@ -220,7 +225,7 @@ class SegmentMover:
         return ""
 
     def _options(self) -> list[dict[str, str]] | None:
-        """Returns the options of each parameter group as text, or ``None`` without an optimizer."""
+        """Returns each parameter group's options as text, or ``None`` if there is no optimizer."""
         optimizer = self._update.optimizer
         if optimizer is None:
             return None
@@ -248,8 +253,8 @@ class SegmentMover:
                 for position, of_rank in sorted(of_position.items())
                 if name in of_rank.held
             ]
-            # If a buffer changes, send the copy of the rank that uses it, because other copies are
-            # outdated.
+            # If the forward pass changes the buffer, send the copy of a rank that uses it, because
+            # all other copies are outdated.
             is_changed = name in use.changed and bool(use.ranks.get(name))
             source = min(use.ranks[name]) if is_changed else has[0]
             for position, of_rank in sorted(of_position.items()):
@@ -315,9 +320,8 @@ class SegmentMover:
     def _adopt(self, plan: _Plan, received: Mapping[str, _Parcel]) -> None:
         """Switches to the stages of ``plan``, and keeps only the tensors that these stages need.
 
-        ``received`` contains the tensors received from other ranks, keyed by name.
-
-        All ranks must call this.
+        ``received`` contains the tensors received from other ranks, keyed by name. All ranks must
+        call this.
         """
         mesh = self._mesh
         layout = plan.layout
@@ -329,8 +333,8 @@ class SegmentMover:
             for name, parcel in received.items():
                 kept[name].copy_(parcel.value)
                 vars(kept[name]).update(parcel.attributes)
-        # Modify this dictionary in place, because programs, checkpoints and later recordings refer
-        # to it.
+        # Modify the dictionary in place, because programs, checkpoints and later recordings use the
+        # same object.
         held.clear()
         held.update(kept)
         parameters = {
@@ -343,8 +347,8 @@ class SegmentMover:
         )
         self._grouped.update(new_sets)
         groups = mesh.groups_of(new_sets)
-        # Add the new groups to this list, because close() destroys only the groups in the list, and
-        # settle() added only the groups that existed at that time.
+        # close() destroys only the groups in this list. settle() has added the groups that existed
+        # at that time, so add the new groups here.
         mesh.groups.extend(groups.values())
         self._update.use(parameters, layout.shared, groups)
         if self._update.optimizer is not None:
@@ -405,7 +409,7 @@ def _replace_parameters(
     parameters: Mapping[str, torch.nn.Parameter],
     received: Mapping[str, _Parcel],
 ) -> None:
-    """Removes parameters that left this rank from the optimizer, and adds received ones.
+    """Removes parameters from the optimizer that this rank no longer has, and adds received ones.
 
     Args:
         optimizer: Optimizer of this rank, which is modified in place.

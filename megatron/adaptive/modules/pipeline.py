@@ -57,7 +57,7 @@ _LEAST_SLOT_BYTES = 4096
 def _inputs(
     microbatch: Microbatch, programs: Sequence[StageProgram], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Returns the entries of ``microbatch`` that ``programs`` use, moved to ``device``."""
+    """Returns those entries of ``microbatch`` that ``programs`` use, moved to ``device``."""
     names = {name for program in programs for name in program.plan.inputs}
     return {name: _accelerator.to_device(microbatch[name], device) for name in names}
 
@@ -66,8 +66,8 @@ class Pipeline:
     """Trains a model whose stages are divided among several processes.
 
     All processes of the job must call the constructor, :meth:`step`, :meth:`eval` and
-    :meth:`close`. All processes must build the same model. If initial values differ, the values of
-    the first process are used. The constructor keeps only the parameters of this process's stages
+    :meth:`close`. All processes must build the same model. If their initial values differ, all use
+    those of the first process. The constructor keeps only the parameters of this process's stages
     and moves all other parameters to the ``meta`` device. If the model is already on the ``meta``
     device, only the parameters of this process's stages are allocated, and ``initialize`` sets
     their values.
@@ -242,7 +242,7 @@ class Pipeline:
         trust_remote_code: bool = False,
         **settings: Unpack[PipelineOptions],
     ) -> Pipeline:
-        """Creates a pipeline from a model that was saved with ``transformers``.
+        """Creates a pipeline for a model that was saved with ``transformers``.
 
         All processes must call this. Each process reads only the tensors of its stages. Nothing is
         downloaded.
@@ -276,7 +276,7 @@ class Pipeline:
 
         All processes must call this. Each process writes the tensors of its stages. If PEFT has
         added adapters to the model, only the adapters are written, in PEFT's format. The folder
-        gets its final name when it is complete.
+        is renamed to its final name when it is complete.
 
         Args:
             folder: New or empty folder to write, accessible on all nodes.
@@ -364,10 +364,10 @@ class Pipeline:
         self._mesh.settle()
 
     def _make_wiring(self, request: PipelineSettings) -> Wiring:
-        """Creates the executor, which runs this rank's stages, and its channels.
+        """Creates the executor, which runs this rank's stages, and its channels to other ranks.
 
-        ``request`` contains the settings of the pipeline. The channels connect this rank to others,
-        and their buffers fit the largest message.
+        ``request`` contains the settings of the pipeline. Unless they set another size, the buffers
+        of the channels have the size of the largest message.
         """
         transport = request.transport or TransportConfig()
         if transport.transport_slot_bytes is None:
@@ -387,7 +387,7 @@ class Pipeline:
         )
 
     def _make_guard(self, request: PipelineSettings) -> HangGuard:
-        """Creates the hang detector, which reads the state of the trace and of the executor.
+        """Creates the hang detector, which watches the trace and the executor.
 
         ``request`` contains the settings of the pipeline.
         """
@@ -408,8 +408,8 @@ class Pipeline:
         A dictionary is divided into equal contiguous parts. The microbatches of a list are
         distributed round-robin, or by predicted cost if ``dealing`` is ``work`` or ``time``. In the
         latter case, all processes must pass the same whole list, and must pass the result to
-        :meth:`step` unchanged. Its attribute ``numbers`` contains the indices of its microbatches
-        in the whole list.
+        :meth:`step` unchanged. The result has an attribute ``numbers`` with the indices of its
+        microbatches in the whole list.
 
         Raises:
             ConfigError: If the samples cannot be divided equally among the replicas, or a list has
@@ -422,8 +422,8 @@ class Pipeline:
         """Returns each stage's fitted cost in seconds per unit of data, keyed by the unit.
 
         A unit is an element of a batch entry, a pair of elements in a sequence, or a microbatch.
-        The list is empty before the first fit. Times are fitted only if ``order`` or ``dealing`` is
-        ``time``.
+        Costs are fitted only if ``order`` or ``dealing`` is ``time``. The list is empty before the
+        first fit.
         """
         return self._maker.balance.seconds
 
@@ -438,11 +438,11 @@ class Pipeline:
 
     @property
     def loss_scale(self) -> float:
-        """Returns the factor that scales the loss for the backward pass. It is 1 except in fp16."""
+        """Returns the loss scale of the backward pass, which is 1 except with fp16."""
         return self._update.scale
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Yields the parameters of this process's stages with their names in the model."""
+        """Yields pairs of name and parameter for the parameters of this process's stages."""
         yield from self._update.parameters.items()
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
@@ -494,7 +494,7 @@ class Pipeline:
 
         Returns:
             The mean loss over microbatches (or items) and replicas, and whether the update was
-                skipped because the gradient was not finite. All processes return the same values.
+                skipped because the gradient was not finite; the same on all processes.
 
         Raises:
             ConfigError: If the batch cannot be divided into microbatches, differs from the sample
@@ -535,8 +535,8 @@ class Pipeline:
     def _after_step(self, repartitioner: SegmentBalancer, work: StepWork, times: RankTimes) -> None:
         """Moves segments if the measured ``times`` predict a gain. All processes must call this.
 
-        ``work`` contains the microbatches of the last step, and ``times`` the durations of this
-        rank's actions. ``repartitioner`` decides which segments move.
+        ``work`` contains the microbatches of the last step, and ``times`` contains the durations of
+        this rank's actions. ``repartitioner`` decides which segments to move.
         """
         move = repartitioner.after_step(work, times)
         if move is None:
@@ -572,9 +572,9 @@ class Pipeline:
         return loss
 
     def _run(self, work: StepWork, *, step: int, scale: float | None) -> list[torch.Tensor]:
-        """Runs ``work`` and returns the loss of each microbatch.
+        """Runs ``work`` and returns the loss of each microbatch, in the order of the batch.
 
-        Ranks without the last stage return an empty list.
+        The list is empty on a rank without the last stage.
 
         Args:
             work: Microbatches of this replica and their programs, in execution order.
@@ -636,8 +636,8 @@ class Pipeline:
         """Saves a checkpoint of parameters, buffers, optimizer, loss scale, step and seed.
 
         All processes must call this. Any pipeline of the same model can load the checkpoint, even
-        with a different pipeline size, partition or number of replicas. The checkpoint gets its
-        final name when it is complete.
+        with a different pipeline size, partition or number of replicas. The checkpoint is renamed
+        to its final name when it is complete.
 
         Args:
             folder: Folder of checkpoints that all nodes can access. The checkpoint is written to
@@ -683,8 +683,8 @@ class Pipeline:
             folder: Folder of checkpoints.
             step: Training step of the checkpoint; ``None`` loads the newest undamaged checkpoint.
             optimizer: Whether to also load the optimizer's state.
-            state: Objects whose states were saved, keyed by the names used in :meth:`save`. Calls
-                the ``load_state_dict`` method of each object.
+            state: Objects to restore, keyed by the names used in :meth:`save`. The saved state of
+                each object is passed to its method ``load_state_dict``.
             trust_checkpoint: Whether to also load checkpoints of old versions, which contain
                 pickles. They are read without running code. See ``docs/security.md``.
 

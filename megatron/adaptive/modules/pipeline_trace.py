@@ -1,7 +1,7 @@
 """Writes the trace of a ``Pipeline``, and starts new trace files whenever segments move.
 
-The header of a trace file describes a single partition. When the partition changes, the existing
-files are therefore moved to another folder::
+The header of a trace file describes a single partition. Therefore, when the partition changes, the
+existing files are moved to another folder, and new files are started::
 
     steps 1-50, 1-6-1-1 ──> traces/      segments move: renamed to traces-1/
     steps 51-,  2-3-2-2 ──> traces/
@@ -35,8 +35,8 @@ class PipelineTrace:
     Args:
         request: Settings of the pipeline.
         samples: Number of samples in the sample batch, or of microbatches if the batch is a list.
-        sizes: Process groups and layout of the job. Each layout of an elastic job gets its own
-            folder.
+        sizes: Process groups and layout of the job. The traces of each layout of an elastic job are
+            written to a separate folder.
         assembly: This rank's part of the model.
         placement: Assignment of stages to ranks.
 
@@ -69,7 +69,10 @@ class PipelineTrace:
 
     @property
     def meter(self) -> SegmentMeter | None:
-        """Returns the object that times segments, or ``None`` if this step is not traced."""
+        """Returns the object that times segments, or ``None`` if the current step is not traced.
+
+        Also returns ``None`` if ``trace_detail`` does not include segments.
+        """
         return self._meter if self.tracing.is_traced else None
 
     def begin_step(self, step: int, work: StepWork) -> None:
@@ -85,8 +88,9 @@ class PipelineTrace:
             step,
             len(work.microbatches),
             sizes=work.listed_sizes,
-            # Record the number of frozen stages only if it differs from the usual number. For
-            # example, no gradient flows through a trained image encoder in a step without images.
+            # Record the number of frozen stages only if it differs from the number in the trace's
+            # header. For example, no gradient flows through a trained image encoder in a step
+            # without images.
             frozen_stages=-1 if frozen == self._usually_frozen else frozen,
             is_traced=is_next_traced(
                 self._steps_here, request.trace_interval, request.trace_iterations
@@ -97,8 +101,8 @@ class PipelineTrace:
     def continue_with(self, partition: Sequence[int]) -> None:
         """Continues the trace in new files for ``partition``. All processes must call this.
 
-        Call this between two steps. Existing files are moved to ``<folder>-1``, or to the folder
-        with the next free number.
+        Call this between two steps. Existing files are moved to ``<folder>-1``, or to a folder with
+        the next free number.
 
         Args:
             partition: Number of segments in each stage.
@@ -141,7 +145,7 @@ class PipelineTrace:
         return tracing
 
     def _skipped_stages(self, frozen_stages: int) -> int:
-        """Returns the number of leading stages that run no backward pass with the schedule.
+        """Returns the number of leading stages whose backward pass the schedule skips.
 
         Args:
             frozen_stages: Number of leading stages through which no gradient flows.

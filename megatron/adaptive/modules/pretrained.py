@@ -5,7 +5,7 @@
     config.json ──transformers──> model on the meta device
     *.safetensors ──names as transformers converts them──> tensors of this process, one at a time
 
-The tensors in a folder may have other names or layouts than the model's tensors. When
+The names and layouts of the tensors in a folder may differ from those of the model's tensors. When
 ``transformers`` loads a model, it renames tensors, and merges or splits some of them, such as the
 weights of experts. This module uses the same rules and functions. Each conversion first runs on the
 ``meta`` device, to determine the names and shapes of its results without reading the files.
@@ -169,7 +169,7 @@ def _set(model: torch.nn.Module, name: str, buffer: torch.Tensor) -> None:
 
 
 def plain_name(name: str) -> str:
-    """Removes the parts that PEFT adds to tensor names from ``name``."""
+    """Returns the tensor name ``name`` without the parts that PEFT adds to it."""
     name = name.removeprefix("base_model.model.").replace(".base_layer", "")
     return re.sub(r"\.(original_module|modules_to_save\.\w+)\.", ".", name)
 
@@ -179,7 +179,8 @@ class Conversion:
     """Describes how one or more tensors in the folder are converted to tensors of the model.
 
     Attributes:
-        target: Name in the model to which ``transformers`` maps the tensors in the folder.
+        target: Name of a tensor of the model, to which ``transformers`` maps the names in the
+            folder. If the conversion splits tensors, it is only one of the names in ``targets``.
         sources: Name of each tensor in the folder, and the pattern that its name matches.
         converter: Converter from ``transformers``; ``None`` if the tensor is only renamed.
         targets: Shapes of the resulting model tensors, keyed by name.
@@ -292,8 +293,8 @@ class PretrainedWeights:
                 groups.setdefault(target, []).append((source, pattern))
             else:
                 self._extra.add(target)
-        # Keep only the rules that were used, because transformers reverses the rules in this list
-        # when the model is saved.
+        # Keep only the rules that were used, because transformers applies the rules in this list in
+        # reverse when the model is saved.
         self._model._weight_conversions = [rule for rule in rules if rule.was_used()]
         for target, sources in groups.items():
             pattern = sources[0][1]
@@ -349,7 +350,7 @@ class PretrainedWeights:
 
 
 def _first_of(names: set[str]) -> str:
-    """Returns the alphabetically first name and the number of other names as text."""
+    """Returns the alphabetically first name as text, with the number of the other names."""
     return f"{min(names)}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
 
 
@@ -358,7 +359,7 @@ class Pretrained:
     """Contains a model on the ``meta`` device and the folder with its weights.
 
     Attributes:
-        model: Model on the ``meta`` device, with adapters if adapters are trained.
+        model: Model on the ``meta`` device, with the adapters if only adapters are trained.
         weights: Object that reads the tensors in the folder.
         arguments: Keyword arguments for the model's ``forward`` in training.
         has_adapters: Whether only adapters are trained.

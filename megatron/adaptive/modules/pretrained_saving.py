@@ -1,6 +1,6 @@
 """Writes a pipeline's model as a folder that ``transformers`` or PEFT can load.
 
-Each rank writes the tensors of its stages to its own files, so no process holds the whole
+Each rank writes the tensors of its stages to separate files, so no process has to hold the whole
 model::
 
     rank 0   model-00001-of-00003.safetensors   config.json, index, tokenizer
@@ -10,8 +10,8 @@ model::
 Adapters, which are small, are gathered and written by the first rank, because PEFT reads them from
 a single file.
 
-The folder gets its final name when it is complete. If a process exits before that, a folder named
-``.NAME.partial`` remains, which the next save replaces.
+The files are written to a folder named ``.NAME.partial``, which is renamed to ``NAME`` when it is
+complete. If a process exits before that, the partial folder remains, and the next save replaces it.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def save_pretrained(
         model: Model whose parts are distributed over the ranks.
         held: Parameters and buffers of this rank, keyed by their names in the model.
         mesh: Replica and pipeline position of this process, and its process groups.
-        source: Folder from which the settings of tokenizer and generation are copied; ``None``
-            copies nothing.
-        shard_bytes: Maximum size of a file in bytes.
+        source: Folder from which the files of tokenizer, processor and generation settings are
+            copied; ``None`` copies nothing.
+        shard_bytes: Maximum size of a file in bytes. A larger tensor is written to a separate file.
 
     Raises:
         CheckpointError: If the folder cannot be written.
@@ -94,9 +94,9 @@ def save_pretrained(
 
 
 def _make(folder: Path, partial: Path) -> None:
-    """Creates ``partial`` as an empty folder, and checks that ``folder`` is new or empty.
+    """Creates the empty folder ``partial``, and checks that ``folder`` is new or empty.
 
-    If an interrupted save left the folder ``partial``, the old folder is removed first.
+    If an interrupted save has left a folder ``partial``, it is removed first.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not empty; choose a new folder")
@@ -124,7 +124,8 @@ def _own_tensors(
     """Returns the tensors in ``held`` that this rank writes, keyed by their names in the folder.
 
     If several ranks hold a tensor, the first of them writes it. ``transformers`` determines the
-    names, and splits tensors again that were merged when the folder was read.
+    names, and undoes its conversions. For example, it splits tensors that it merged when the folder
+    was read.
     """
     saved = set(model.state_dict())
     held_names = [name for name in held if name in saved and mesh.dp_rank == 0]
@@ -142,7 +143,7 @@ def _write_model(
 ) -> None:
     """Writes this rank's ``tensors`` to files in ``partial``. The first rank also writes an index.
 
-    All ranks must call this. Files have at most ``shard_bytes`` bytes, except files with a single
+    All ranks must call this. A file has at most ``shard_bytes`` bytes, unless it contains a single
     larger tensor.
     """
     about = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
@@ -180,7 +181,7 @@ def _write_model(
 def _write_settings(partial: Path, model: Any, source: Path | None) -> None:
     """Writes the configuration of ``model`` to the folder ``partial``.
 
-    The settings of tokenizer, processor and generation are copied from the folder ``source``.
+    The files of tokenizer, processor and generation settings are copied from the folder ``source``.
     """
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]

@@ -1,12 +1,12 @@
 """Loads the processor (tokenizer and image processor) of a model saved by ``transformers``.
 
 Image processors of ``transformers`` use torchvision or Pillow, but video processors require
-torchvision. Samples for fine-tuning contain no videos, so without torchvision, a processor contains
-only the settings of its video processor::
+torchvision. Samples for fine-tuning contain no videos. If torchvision is not installed, this module
+therefore loads only the settings of the video processor::
 
     processor of Qwen2.5-VL ──┬── tokenizer
                               ├── image processor (Pillow)
-                              └── VideoSettings: written unchanged when the processor is saved
+                              └── VideoSettings: saved unchanged with the processor
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _CORRECT = "save the processor to the folder again with its method save_pretrain
 
 
 class VideoSettings(dict[str, Any]):
-    """Replaces a video processor that cannot be created, and contains its settings."""
+    """Contains the settings of a video processor that cannot be created, and stands in for it."""
 
-    # Attributes that processors of transformers read from each of their parts.
+    # Attributes that a processor of transformers reads from each of its parts.
     _auto_class = None
     model_input_names: tuple[str, ...] = ()
 
@@ -49,7 +49,7 @@ _FAILURES = (ImportError, OSError, RuntimeError, TypeError, ValueError, Attribut
 def load_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """Returns the processor of a model, or the tokenizer of a model that accepts only text.
 
-    Without torchvision, the processor does not support videos.
+    If torchvision is not installed, the processor does not support videos.
 
     Args:
         folder: Folder of the model.
@@ -84,9 +84,12 @@ def _has(package: str) -> bool:
 
 
 def _reason(folder: Path, error: Exception) -> str:
-    """Returns the reason why the processor in ``folder`` could not be loaded."""
-    # Replace the error message of transformers for a missing folder, because it refers to a server,
-    # although nothing is downloaded.
+    """Returns the reason why the processor in ``folder`` could not be loaded.
+
+    ``error`` is the error that ``transformers`` raised.
+    """
+    # If the folder is missing, the error message of transformers refers to a server, although
+    # nothing is downloaded. Replace this message.
     if not folder.is_dir():
         return "there is no such folder"
     # If the versions of torchvision and torch do not match, no image processor can be loaded, and
@@ -99,8 +102,8 @@ def _reason(folder: Path, error: Exception) -> str:
                 f"torchvision cannot be imported: {first_line(cause)}; install the torchvision "
                 "version that matches torch, or uninstall torchvision"
             )
-    # Include the type of these exceptions, because their messages contain only the name of the
-    # missing key or attribute.
+    # The messages of these errors contain only the name of the missing key or attribute, so include
+    # the type of the error.
     name = f"{type(error).__name__} " if isinstance(error, AttributeError | LookupError) else ""
     return f"{name}{first_line(error)}"
 
@@ -108,8 +111,8 @@ def _reason(folder: Path, error: Exception) -> str:
 def _without_videos(folder: Path, options: dict[str, Any]) -> Any:
     """Loads a processor in which :class:`VideoSettings` replaces the video processor.
 
-    Returns ``None`` if the processor's class is unknown, has no video processor, or contains a part
-    that this function cannot load.
+    Returns ``None`` if the processor's class is unknown, has no video processor, or has a part that
+    this function cannot load.
 
     Args:
         folder: Folder of the model.
@@ -163,14 +166,14 @@ def _video_settings(folder: Path) -> dict[str, Any]:
     nested = _document(folder / _NESTED).get(_VIDEO)
     if isinstance(nested, dict):
         return nested
-    # Older folders use the same settings for images and videos.
+    # Folders saved by older versions use the same settings for images and videos.
     return _document(folder / _VIDEOS) or _document(folder / _IMAGES)
 
 
 def _document(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in the file ``path``, or an empty object if there is no file."""
-    # Do not use read_json(), because it rejects 10**30. Tokenizers without a length limit have this
-    # number in their files.
+    """Returns the JSON object in the file ``path``, or an empty dict if there is no such file."""
+    # Do not use read_json(), because it rejects numbers such as 10**30, which stands for "no length
+    # limit" in the files of tokenizers.
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,8 +1,8 @@
 """Profiles models with cut points for the planner: segments, messages and all-reduces.
 
-This module distributes the measurements over ranks and collects the results in a profile.
-``segments`` measures the parts of the model between cut points. ``profiling.links`` measures
-messages between ranks, and all-reduces.
+This module distributes the measurements over ranks and collects the results in a profile. The
+module ``segments`` measures the parts of the model between cut points, and ``profiling.links``
+measures messages between ranks and all-reduces.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ with _accelerator.quiet_imports():
 
 
 LONG_S = 0.02
-"""Minimum duration, in seconds, of a segment's forward and backward passes for a quick profile to
-measure the segment only once.
+"""Duration in seconds of a segment's forward and backward passes. In a quick profile, segments that
+take at least this long are measured only once.
 """
 
 
 _MOST_COPIED = 1 << 26
-"""Maximum size in bytes of a whole batch to copy and record."""
+"""Maximum size in bytes of a whole batch that is copied and recorded as one microbatch."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -96,7 +96,7 @@ class Profiler(SampledModel):
         optimizer: Function that creates an optimizer from a list of parameters, to time an
             optimizer step; ``None`` uses AdamW.
         repeats: Number of repetitions of each measurement. The profile contains the median.
-        links: Whether to measure messages between processes, and all-reduces.
+        links: Whether to measure messages between processes and all-reduces.
         memory_limit_bytes: Maximum memory per process in bytes; ``None`` allows 90% of the device's
             free memory.
         time_limit_s: Time in seconds after which no larger microbatch size is measured.
@@ -155,7 +155,7 @@ class Profiler(SampledModel):
         is_quick: bool = False,
         recordings: RecordingCache | None = None,
     ) -> ModuleProfile:
-        """Returns the same as :meth:`run`, but uses a job that all processes have already joined.
+        """Does the same as :meth:`run` in a job that all processes have already joined.
 
         Args:
             job: Job that all ranks have joined.
@@ -164,10 +164,10 @@ class Profiler(SampledModel):
                 microbatch has two samples.
             most: Maximum number of samples per microbatch if ``micro_batch_sizes`` is not set;
                 ``None`` uses ``batch_size``.
-            is_quick: Whether to measure only the smallest and the largest microbatch, to
-                interpolate the costs of sizes in between, and to repeat only short measurements. If
-                there are enough processors, two processes with the same type of device measure the
-                two sizes at the same time. Ignored if ``micro_batch_sizes`` is set.
+            is_quick: Whether to measure only the smallest and the largest microbatch, interpolate
+                the costs of sizes in between, and repeat only short measurements. If there are
+                enough processors, two processes with the same type of device measure the two sizes
+                at the same time. Ignored if ``micro_batch_sizes`` is set.
             recordings: Cache of recordings of the model; ``None`` creates a new cache.
         """
         begin_s = time.monotonic()
@@ -221,15 +221,15 @@ class Profiler(SampledModel):
         return profile
 
     def _about(self, job: Job) -> dict[str, Any]:
-        """Returns facts about this process's device, memory and machine, for the profile."""
+        """Returns the properties of this process's device, memory and machine, for the profile."""
         location = job.places[job.rank]
         machine = location["machine"]
         processes = sum(other["machine"] == machine for other in job.places)
         limit = self.memory_limit_bytes
         if limit is None:
             limit = free_memory_bytes(job.accelerator, processes) * (1 - KEPT_FREE)
-            # Count the memory of this process's current tensors as free, because the planned run
-            # will not have these tensors.
+            # Count the memory of this process's current tensors as free, because the tensors will
+            # not exist in the planned run.
             if job.accelerator.is_cuda:
                 limit += torch.cuda.memory_allocated(job.accelerator.device)
         return {
@@ -250,7 +250,7 @@ class Profiler(SampledModel):
         batch_size: int,
         cache: RecordingCache,
     ) -> EarlySamples:
-        """Measures the smallest and the largest microbatch at the same time on two processes.
+        """Measures the smallest and the largest microbatch on two processes at the same time.
 
         All ranks must call this.
 
@@ -295,9 +295,8 @@ class Profiler(SampledModel):
         """Measures segments on this rank, on behalf of all ranks with the same type of device.
 
         The iterator ``measured`` measures one microbatch size per item. ``limit_bytes`` is the
-        memory limit to report in error messages.
-
-        Returns errors instead of raising them, so that all ranks can raise the same error.
+        memory limit to report in error messages. Errors are returned instead of raised, so that all
+        ranks can raise the same error.
         """
         device = job.accelerator.device
         model = self.model
@@ -331,8 +330,8 @@ class Profiler(SampledModel):
         except AdaptiveError as error:
             return error
         except Exception as error:
-            # Return the error, because other ranks wait for a result. __cause__ keeps the original
-            # traceback.
+            # Return the error instead of raising it, because other ranks wait for a result. Its
+            # __cause__ keeps the original traceback.
             failed = ConfigError(
                 f"profile: rank {job.rank} failed to run the model: {type(error).__name__}: "
                 f"{(str(error).splitlines() or [''])[0]}"
@@ -384,12 +383,11 @@ class Profiler(SampledModel):
     ) -> Iterator[tuple[Tape, list[SegmentSample]]]:
         """Yields the same as :meth:`_by_size`, but measures only the smallest and largest size.
 
-        ``early`` contains measurements that two processes have already made.
-
-        The costs of other sizes are interpolated.
+        The costs of other sizes are interpolated. ``early`` contains measurements that two
+        processes have already made.
         """
-        # Repeat measurements of the smallest size, to determine how much the durations of equal
-        # actions vary.
+        # The smallest size is measured repeatedly even if its segments are slow, to determine how
+        # much the durations of equal actions vary.
         if early.error is not None:
             raise early.error
         smallest = early.smallest
@@ -399,7 +397,7 @@ class Profiler(SampledModel):
             return
         tape, rows = smallest
         least = rows[0].micro_batch
-        # run_s is the time per sample to measure all segments once, with warm-up.
+        # run_s is the estimated time per sample for measuring all segments once, with warm-up.
         run_s = 2 * sum(row.seconds for row in rows) / least
         doubled = [2**power for power in range(most.bit_length())]
         for size in [size for size in reversed(doubled) if size > least]:
@@ -407,8 +405,7 @@ class Profiler(SampledModel):
             if is_long or not self._fits(size, tape, rows, limit_bytes):
                 continue
             if early.largest is not None and early.largest[0].micro_batch == size:
-                # The tape of the smallest size can be used, because all sizes have the same
-                # segments.
+                # Use the tape of the smallest size, because all sizes have the same segments.
                 largest: tuple[Tape, list[SegmentSample]] | None = tape, early.largest
             else:
                 largest = self._measured(
@@ -427,10 +424,10 @@ class Profiler(SampledModel):
     def _fits(
         self, size: int, tape: Tape, rows: Sequence[SegmentSample], limit_bytes: float
     ) -> bool:
-        """Estimates whether ``size`` samples fit into ``limit_bytes`` from a smaller microbatch.
+        """Returns whether ``size`` samples are expected to fit into ``limit_bytes`` of memory.
 
-        ``tape`` is the recording of the smaller microbatch, and ``rows`` contains its measured
-        segments.
+        The estimate is based on a smaller microbatch: ``tape`` is its recording, and ``rows``
+        contains its measured segments.
         """
         samples = rows[0].micro_batch
         needed = max(row.kept_bytes + row.workspace_bytes + row.output_bytes for row in rows)
@@ -439,13 +436,12 @@ class Profiler(SampledModel):
         return needed * size <= limit_bytes * samples and recorded * size <= room * samples
 
     def largest_that_fits(self, job: Job, batch_size: int, recordings: RecordingCache) -> int:
-        """Returns the largest divisor of the batch size that is expected to fit in memory.
+        """Returns the largest microbatch size that divides the batch and should fit in memory.
 
-        This method measures nothing. It estimates the memory of a sample as twice the size of all
-        values that a recorded forward pass computes for the sample. The factor of two accounts for
-        gradients and for temporary values of operators.
-
-        Returns 0 if even one sample is not expected to fit.
+        Returns 0 if not even one sample is expected to fit. This method measures nothing. It
+        estimates the memory of a sample as twice the size of all values that a recorded forward
+        pass computes for the sample. The factor of two accounts for gradients and for temporary
+        values of operators.
 
         Args:
             job: Job that all ranks have joined.
@@ -457,11 +453,11 @@ class Profiler(SampledModel):
         count = min(2, batch_size)
         has_values = all(not parameter.is_meta for parameter in self.model.parameters())
         if not has_values and _entry_bytes(self.sample) * batch_size <= _MOST_COPIED:
-            # Record the whole batch, because its size is chosen if there is enough memory.
+            # Record the whole batch, because it becomes the microbatch if there is enough memory.
             count = batch_size
         tape = self._recorded(self._microbatch(count), recordings)
         per_sample = 2 * recorded_bytes(tape) / count
-        # Trained parameters also have a gradient and the two states of AdamW.
+        # A trained parameter also needs memory for its gradient and for AdamW's two state tensors.
         parameters = sum(
             each.numel() * each.element_size() * (4 if each.requires_grad else 1)
             for each in self.model.parameters()
@@ -490,19 +486,17 @@ class Profiler(SampledModel):
     def _smallest(
         self, batch_size: int, device: torch.device, cache: RecordingCache, *, split: bool
     ) -> tuple[Tape, list[SegmentSample]] | None:
-        """Measures a microbatch of one sample, or of two if a single sample cannot be run.
+        """Measures a microbatch of one sample, or of two if the model cannot run a single sample.
 
         For example, batch normalization cannot be trained on a single sample. Two samples are tried
-        only if ``batch_size`` is greater than 1.
-
-        If ``split`` is true, the split backward pass is also measured.
-
-        Returns ``None`` if the microbatch does not fit in memory.
+        only if ``batch_size`` is greater than 1. If ``split`` is true, the split backward pass is
+        also measured. Returns ``None`` if the microbatch does not fit in memory.
         """
         try:
             return self._measured(1, device, cache, split=split)
         except Exception:
-            # If two samples also fail, raise the error of the single sample.
+            # Measuring one sample failed, so try a microbatch of two. If that fails as well, raise
+            # the first error.
             if batch_size > 1:
                 with contextlib.suppress(Exception):
                     return self._measured(2, device, cache, split=split)
@@ -517,12 +511,12 @@ class Profiler(SampledModel):
         split: bool,
         enough_s: float = math.inf,
     ) -> tuple[Tape, list[SegmentSample]] | None:
-        """Records and measures microbatches of ``size`` samples on ``device``.
+        """Records and measures a microbatch of ``size`` samples on ``device``.
 
         If ``split`` is true, the split backward pass is also measured. Segments that take at least
         ``enough_s`` seconds are measured only once.
 
-        Returns the recording and the measured segments, or ``None`` if the microbatches do not fit
+        Returns the recording and the measured segments, or ``None`` if the microbatch does not fit
         in memory.
         """
         batch = self._microbatch(size)
@@ -530,7 +524,7 @@ class Profiler(SampledModel):
             tape = self._recorded(batch, cache)
             return tape, self._measured_tape(tape, batch, device, split, enough_s)
         except torch.OutOfMemoryError:
-            pass  # Free memory below, because the traceback refers to the tensors here.
+            pass  # Free memory only below, because the traceback still references tensors here.
         _accelerator.free_unused_memory(device)
         return None
 
@@ -557,7 +551,7 @@ class DeviceSamples:
     """Contains the measurements on one type of device.
 
     Attributes:
-        gpu: Name of the device type, such as the model of a GPU.
+        gpu: Name of the device type, such as the product name of a GPU.
         cut_points: Names of the cut points in the order of the forward pass.
         samples: Measurements of each segment for each microbatch size.
         tied_parameters: Number of elements in parameters that several segments share.
@@ -586,8 +580,8 @@ class ModuleProfile:
 
     Attributes:
         name: Name of the model.
-        parts: Measurements on each type of device, starting with that of rank 0.
-        nodes: Facts about the device, memory and machine of each rank.
+        parts: Measurements on each type of device, starting with rank 0's type.
+        nodes: Properties of each rank's device, memory and machine.
         names: Node type of each rank.
         links: Measured times of messages between ranks, in the format of profile files; empty if
             not measured.
@@ -625,7 +619,7 @@ class ModuleProfile:
 
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
-        """Returns, in ascending order, the microbatch sizes with known costs on all device types.
+        """Returns the microbatch sizes with known costs on all device types, in ascending order.
 
         In a quick profile, the costs of some sizes are estimated (see :attr:`estimated_sizes`).
         """
@@ -634,7 +628,7 @@ class ModuleProfile:
 
     @property
     def estimated_sizes(self) -> tuple[int, ...]:
-        """Returns the microbatch sizes with estimated costs on any device, in ascending order."""
+        """Returns the microbatch sizes whose costs are estimated on at least one device type."""
         rows = [sample for part in self.parts for sample in part.samples if sample.is_estimated]
         estimated = {row.micro_batch for row in rows}
         return tuple(size for size in self.micro_batch_sizes if size in estimated)
@@ -643,8 +637,8 @@ class ModuleProfile:
         """Returns the content of a profile file, as described in ``docs/reference/planner.md``.
 
         Args:
-            split: Whether to use the times of the split backward pass instead of the unsplit
-                backward pass, if they were measured.
+            split: Whether to use the times of the split backward pass, if they were measured,
+                instead of those of the unsplit one.
         """
         return profile_file.document(
             self._model(),
@@ -671,7 +665,7 @@ class ModuleProfile:
         profile_file.write(self.document(), Path(path))
 
     def _model(self) -> dict[str, Any]:
-        """Returns the entry ``model`` of a profile file. Each segment is described as a layer."""
+        """Returns the entry ``model`` of a profile file, in which each segment is a layer."""
         part = self.parts[0]
         largest = max(sample.micro_batch for sample in part.samples)
         pieces = [
@@ -696,7 +690,7 @@ class ModuleProfile:
 
     @property
     def hosts(self) -> tuple[MeasuredHost, ...]:
-        """Returns the job's nodes and their memory per process, ordered by first rank."""
+        """Returns the job's nodes and their memory per process, in the order of their ranks."""
         hosts: dict[str, MeasuredHost] = {}
         for name, node in zip(self.names, self.nodes, strict=True):
             former = hosts.get(node["machine"])
@@ -714,10 +708,9 @@ class ModuleProfile:
 def _layer_row(gpu: str, sample: SegmentSample, split: bool) -> dict[str, Any]:
     """Returns the row of a profile file for the measured segment ``sample``.
 
-    ``gpu`` is the name of the device type. If ``split`` is true, the row contains the times of the
-    split backward pass.
-
-    The row contains the key ``source`` only if the times were estimated.
+    ``gpu`` is the name of the device type. If ``split`` is true and the split backward pass was
+    measured, the row contains its times. The row contains the key ``source`` only if the times were
+    estimated.
     """
     backward_s = (sample.backward_s, 0.0)
     is_estimated = sample.is_estimated
@@ -739,14 +732,14 @@ def _layer_row(gpu: str, sample: SegmentSample, split: bool) -> dict[str, Any]:
 
 
 def _samples(sizes: Sequence[int]) -> str:
-    """Returns ``sizes``, a list of microbatch sizes, as text such as ``1, 4 samples``."""
+    """Returns a list of microbatch sizes as text, such as ``1, 4 samples``."""
     return f"{', '.join(map(str, sizes))} sample{'' if list(sizes) == [1] else 's'}"
 
 
 def _node_names(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns the node type of each rank, which is the name of its GPU.
 
-    If nodes with the same GPU have different numbers of processes, the number is appended to the
+    If nodes with the same GPU run different numbers of processes, this number is appended to the
     name.
     """
     kinds = dict.fromkeys((node["facts"]["gpu"], node["processes"]) for node in nodes)
@@ -759,7 +752,7 @@ def _node_names(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _widths(nodes: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Returns the numbers of replicas, from 2, that a plan may place together on one node.
+    """Returns the possible numbers of replicas on one node in a plan, starting at 2.
 
     ``nodes`` describes the device, memory and machine of each rank.
     """

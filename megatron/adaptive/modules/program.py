@@ -9,9 +9,9 @@ tensors::
          | tensor 0   .. | tensor 1             .. |
 
 The backward pass may be split into B (gradients of inputs) and W (gradients of weights). W computes
-the weight gradients of three kinds of calls, if the weight is a parameter: ``linear``, ``addmm``
-with a weight of shape ``[in, out]``, and ``embedding``. For all other calls, B computes both kinds
-of gradients.
+the weight gradients of three kinds of calls whose weight is a parameter: ``linear``, ``addmm`` with
+a weight of shape ``[in, out]``, and ``embedding``. For all other calls, B computes both kinds of
+gradients.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _Step:
             for argument in call.args
         )
         self._arguments: Any = (call.args, call.kwargs)
-        # If both devices are CPUs, there is nothing to replace, because a CPU has no index.
+        # If both devices are CPUs, no device in the arguments has to be replaced.
         if tape.device.type != "cpu" or device.type != "cpu":
             self._move(tape.device.type, device)
         self._device_type = device.type
@@ -158,12 +158,13 @@ class _Step:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Part:
-    """Contains consecutive calls of a stage.
+    """Contains consecutive calls of a stage, which are recomputed together or not at all.
 
     Attributes:
         steps: Calls in execution order.
         segment: Index of the segment to which the calls belong.
-        recomputed: Description of the calls for recomputation; ``None`` if they are not recomputed.
+        recomputed: Object that recomputes the calls in the backward pass; ``None`` if they are not
+            recomputed.
     """
 
     steps: Sequence[_Step]
@@ -177,8 +178,7 @@ class StageProgram:
     Args:
         tape: Recorded forward pass.
         plan: Calls of this stage, and the tensors that it receives and sends.
-        held: Parameters and buffers of this rank, keyed by name. Must include all that the stage
-            uses.
+        held: Parameters and buffers of this rank, keyed by name, including all that the stage uses.
         device: Device on which the stage runs.
         recomputed: Ranges of calls on the tape to recompute in the backward pass, in ascending
             order.
@@ -190,8 +190,8 @@ class StageProgram:
         backward_layout: Layout of the gradient message to the previous stage.
         next_forward: Layout of the activation message to the next stage.
         next_backward: Layout of the gradient message from the next stage.
-        gradients_in: Whether each received tensor has a gradient.
-        gradients_out: Whether each sent tensor has a gradient.
+        gradients_in: Whether each received tensor requires a gradient.
+        gradients_out: Whether each sent tensor requires a gradient.
     """
 
     def __init__(
@@ -254,10 +254,10 @@ class StageProgram:
         ]
 
     def _divide(self, steps: Sequence[_Step], recomputed: Sequence[range]) -> list[_Part]:
-        """Divides the calls ``steps`` into parts. A part is recomputed as a whole or not at all.
+        """Divides the calls ``steps`` into parts, each of which is recomputed as a whole or not.
 
-        ``recomputed`` contains the ranges of recomputed calls. Outside of these ranges, the calls
-        of a part belong to the same segment.
+        ``recomputed`` contains the ranges of calls to recompute, each of which becomes a part. All
+        other calls are divided by segment.
         """
         range_of = {number: calls.start for calls in recomputed for number in calls}
 
@@ -277,13 +277,17 @@ class StageProgram:
     def _segment_of(self, number: int) -> int:
         """Returns the segment of this stage to which call ``number`` belongs.
 
-        Repeated calls of earlier stages belong to the first segment of this stage.
+        Calls of earlier stages that this stage repeats belong to its first segment.
         """
         return max(self._tape.calls[number].segment, self.plan.segments.start)
 
     @cached_property
     def _results(self) -> dict[int, tuple[int, ...]]:
-        """Returns each segment's results that require a gradient and that later segments use."""
+        """Returns the tensors that each segment computes for later segments or stages.
+
+        The keys are indices of segments, and the values are indices of tensors on the tape. Only
+        tensors that require a gradient are included.
+        """
         tape = self._tape
         made_in: dict[int, int] = {}
         used_later = dict.fromkeys(self.plan.sent)
@@ -356,8 +360,8 @@ class StageProgram:
             meter: Object that times the segments; ``None`` if this pass is not measured.
 
         Returns:
-            Tensors to send, in the order of the plan, and the loss (``None`` for all stages but the
-                last).
+            Tensors to send, in the order of the plan, and the loss (``None`` for all stages except
+                the last).
         """
         env: dict[int, torch.Tensor] = dict(self._constants)
         env.update(zip(self.plan.received, received, strict=True))
@@ -389,7 +393,10 @@ class StageProgram:
         store: WeightGradientStore | None,
         env: dict[int, torch.Tensor],
     ) -> None:
-        """Runs the calls ``steps`` on the tensors in ``env``. See :meth:`forward`."""
+        """Runs the calls ``steps`` on the tensors in ``env``, which are keyed by index.
+
+        :meth:`forward` describes the other arguments.
+        """
         calls = self._tape.calls
         ambient = self._tape.autocast
         for step in steps:
@@ -408,12 +415,12 @@ class RankPrograms:
     """Contains the programs of a rank's stages for all microbatches with the same signature.
 
     Attributes:
-        by_mode: Programs of this rank's chunks (stages), for training, evaluation or both.
+        by_mode: Programs of this rank's chunks (stages) for training, evaluation or both.
         meter: Object that measures the size of each chunk's activations.
-        segment_bytes: Size in bytes of the tensors with gradients in each segment of the model;
-            zeros if training is not recorded.
-        segment_work: Operation counts of each segment of the model for a microbatch, in training if
-            it is recorded, otherwise in evaluation.
+        segment_bytes: Size in bytes of the tensors that require a gradient, in each segment of the
+            model; zeros if training is not recorded.
+        segment_work: Operation counts of each segment of the model for a microbatch, taken from the
+            training recording if there is one, otherwise from the evaluation recording.
         frozen_stages: Number of leading pipeline stages through which no gradient flows; ``None``
             if training is not recorded.
     """
@@ -431,11 +438,11 @@ class RankPrograms:
 
     @property
     def activation_bytes(self) -> int:
-        """Returns the size in bytes of the tensors with gradients in the whole model."""
+        """Returns the size in bytes of the whole model's tensors that require a gradient."""
         return sum(self.segment_bytes)
 
     def programs(self, *, forward_only: bool) -> Sequence[StageProgram]:
-        """Returns the programs for evaluation if ``forward_only``; otherwise those for training."""
+        """Returns the programs for evaluation if ``forward_only``, otherwise those for training."""
         return self.by_mode["evaluation" if forward_only else "training"]
 
     def with_modes_of(self, other: RankPrograms) -> RankPrograms:
@@ -467,13 +474,13 @@ _NOTHING_PENDING = _Pending([], [], None)
 class ProgramStages(SplitStages):
     """Runs the forward and backward passes of a rank's stages during one step.
 
-    The gradients are those of the sum of the microbatches' losses, each multiplied by its weight
-    and by ``scale``. The executor calls the methods, which
-    :class:`~megatron.adaptive.engine.executor.Stages` describes.
+    The gradients are those of a weighted sum of the microbatches' losses, multiplied by ``scale``.
+    :class:`~megatron.adaptive.engine.executor.Stages` describes the methods, which the executor
+    calls.
 
     Attributes:
-        programs: Programs of this rank's chunks (stages), for each microbatch.
-        microbatches: Batch entries that the programs use, keyed by name, for each microbatch.
+        programs: Programs of this rank's chunks (stages) for each microbatch.
+        microbatches: Batch entries of each microbatch that the programs use, keyed by name.
         random: Object that seeds the random generator before each call that draws random numbers.
         held: Parameters and buffers of this rank, keyed by their names in the model.
         device: Device on which the stages run.
@@ -481,10 +488,10 @@ class ProgramStages(SplitStages):
         stores: Queues of deferred weight-gradient work, one per chunk; ``None`` if the backward
             pass is not split.
         scale: Factor by which the loss is multiplied, such as the loss scale of fp16.
-        loss_weights: Weight of each microbatch's loss; ``None`` weights them equally, so that the
-            sum is the mean. Microbatches with weight 0 add no gradient.
+        loss_weights: Weight of each microbatch's loss; ``None`` computes the mean. Microbatches
+            with weight 0 add no gradient.
         forward_only: Whether to run only forward passes, as in evaluation.
-        frozen_chunks: Number of leading chunks of this rank that run no backward passes, because no
+        frozen_chunks: Number of this rank's leading chunks that run no backward passes, because no
             gradient flows through them.
         meter: Object that times the segments; ``None`` if this step is not measured.
         losses: Losses of the microbatches, detached and unscaled; empty on a rank without the last
@@ -570,8 +577,8 @@ class ProgramStages(SplitStages):
                     torch.autograd.backward(pending.loss)
             elif pending.edges:
                 assert gradient is not None
-                # If a received tensor is also sent to the next stage, autograd adds the gradients
-                # of both uses, because the tensor is a leaf.
+                # A received tensor may also be sent on to the next stage. Because the tensor is a
+                # leaf, autograd adds up the gradients of both uses.
                 torch.autograd.backward(pending.edges, program.next_backward.unpack(gradient))
             if self.meter is not None:
                 self.meter.ends_backward()
@@ -580,7 +587,7 @@ class ProgramStages(SplitStages):
         return layout.pack(gradients or [None] * len(layout.parts), self.device)
 
     def finish(self) -> None:
-        """Frees the tensors kept by the step, even if the step failed."""
+        """Frees the tensors that the step keeps for backward passes, even if the step failed."""
         self._pending.clear()
         super().finish()
 
@@ -630,7 +637,7 @@ class MessageLayout:
         return cls(tuple(parts), max(1, offset))
 
     def pack(self, tensors: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-        """Returns a message on ``device`` with ``tensors``. ``None`` stands for a tensor of zeros.
+        """Returns a message with ``tensors`` on ``device``. ``None`` stands for a tensor of zeros.
 
         Raises:
             ConfigError: If the shape or dtype of a tensor differs from the recording.
@@ -660,7 +667,7 @@ class MessageLayout:
 
 
 def _difference_of(tensor: torch.Tensor, part: MessagePart) -> str:
-    """Returns an error message for a ``tensor`` that differs from the recorded ``part``."""
+    """Returns the error message for a ``tensor`` that differs from its description in ``part``."""
     sent = f"a tensor of shape {list(tensor.shape)} and {tensor.dtype} is sent to the next stage"
     if tensor.shape == part.shape and tensor.is_floating_point() and part.dtype.is_floating_point:
         return (
@@ -690,8 +697,8 @@ class _Deferred:
         weight: Reference (:class:`Ref`) to the weight.
         bias: Reference (:class:`Ref`) to the bias; ``None`` if the layer has no bias.
         kind: Kind of the layer: ``linear``, ``addmm`` or ``embedding``.
-        padding: Row of the embedding without a gradient (``padding_idx``); -1 if there is no such
-            row.
+        padding: Row of the embedding that gets no gradient (``padding_idx``); -1 if there is no
+            such row.
         by_frequency: Value of the embedding's option ``scale_grad_by_freq``.
         is_unsupported: Whether the weight gradient cannot be deferred because of an option of the
             call.
@@ -708,7 +715,9 @@ class _Deferred:
     def run(
         self, env: dict[int, torch.Tensor], store: WeightGradientStore, dtype: torch.dtype | None
     ) -> torch.Tensor | None:
-        """Runs the layer and returns its output, or returns ``None`` if it cannot be deferred.
+        """Runs the layer and returns its output, and defers its weight gradient.
+
+        Returns ``None`` without running the layer if the weight gradient cannot be deferred.
 
         ``env`` contains tensors, keyed by their index on the tape, ``store`` is the queue of
         deferred weight-gradient work, and ``dtype`` is the autocast dtype.
@@ -774,7 +783,7 @@ _DEFERRING: Mapping[Any, Callable[..., _Deferred]] = {
 
 
 def deferred_layer(call: Call, tape: Tape) -> _Deferred | None:
-    """Describes how to defer the weight gradient of ``call``; ``None`` if it is not possible."""
+    """Returns how to defer the weight gradient of ``call``, or ``None`` if that is impossible."""
     make = _DEFERRING.get(call.function)
     if make is None or not call.with_grad or call.changes or len(call.outputs) != 1:
         return None

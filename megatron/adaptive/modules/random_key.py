@@ -12,12 +12,11 @@ from megatron.adaptive.accelerator import default_generator
 
 
 class RandomKey:
-    """Seeds random generators from the training run's seed, the step, microbatch and call.
+    """Seeds random generators from the training run's seed and the step, microbatch and call.
 
-    With these seeds, random numbers do not depend on the schedule, the partition, or the
-    distribution of microbatches over replicas. A call that runs again draws the same numbers. The
-    generator of the CPU is always seeded, because a model on a GPU may also draw numbers on the
-    CPU.
+    Therefore, random numbers do not depend on the schedule, the partition, or the distribution of
+    microbatches over replicas. A call that runs again draws the same numbers. The generator of the
+    CPU is always seeded, because a model on a GPU may also draw numbers on the CPU.
 
     Args:
         seed: Seed of the training run.
@@ -34,7 +33,7 @@ class RandomKey:
         if self._generators[0] is not torch.default_generator:
             self._generators.append(torch.default_generator)
         self.step = 0
-        # Until begin() is called, use the index of a microbatch in the step as its number.
+        # Before begin() is called, apply() uses the index of the microbatch in this replica.
         self._numbers: Sequence[int] = range(1 << 31)
 
     def begin(self, step: int, numbers: Sequence[int]) -> None:
@@ -42,8 +41,8 @@ class RandomKey:
 
         Args:
             step: Index of the training step.
-            numbers: Index of each microbatch among the microbatches of all replicas, in this
-                replica's execution order.
+            numbers: Index of each microbatch of this replica among the microbatches of all
+                replicas, in execution order.
         """
         self.step = step
         self._numbers = numbers

@@ -23,7 +23,7 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.tape import Call, Tape
 
 Recompute = Literal["all", "selective"] | Sequence[int] | None
-"""Parts to recompute: ``all``, ``selective`` (only attention), segment indices, or ``None``."""
+"""Calls to recompute: ``all``, ``selective`` (only attention), those of segments, or ``None``."""
 
 _ATTENTION = frozenset(
     (
@@ -55,18 +55,18 @@ _PRODUCTS = frozenset(
         torch.ops.aten.baddbmm.default,
     )
 )
-# Functions whose names contain this text may change buffers, such as running means, without
-# increasing the version of the tensor, so that the recorder does not detect the change.
+# Functions whose names contain this text may change buffers, such as running means. They do not
+# increase the version of the tensor, so the recorder does not detect the change.
 _CHANGES_SILENTLY = "norm"
 # Maximum number of calls between the softmax of an attention and each of its two matmuls.
 _NEAR = 12
 
 
 def check_recompute(recompute: Any) -> None:
-    """Checks that ``recompute`` has a valid type and value.
+    """Checks that the setting ``recompute`` has a valid type and value.
 
     Raises:
-        ConfigError: If the setting is not ``all``, ``selective``, ``None`` or a sequence of
+        ConfigError: If the setting is not ``all``, ``selective``, ``None`` or a sequence of segment
             indices.
     """
     if recompute is None or recompute in ("all", "selective"):
@@ -143,9 +143,10 @@ def _attention_ranges(tape: Tape) -> list[range]:
 
 
 def _product_near(tape: Tape, numbers: range, softmax: Call) -> int | None:
-    """Returns the first index in ``numbers`` of a matmul in the segment of the call ``softmax``.
+    """Returns the first index in ``numbers`` whose call is a matmul, or ``None`` if there is none.
 
-    ``numbers`` contains indices of calls on ``tape``. Returns ``None`` if there is no such matmul.
+    ``numbers`` contains indices of calls on ``tape``. The search ends where the segment of the call
+    ``softmax`` ends.
     """
     for number in numbers:
         if not 0 <= number < len(tape.calls) or tape.calls[number].segment != softmax.segment:
@@ -158,8 +159,8 @@ def _product_near(tape: Tape, numbers: range, softmax: Call) -> int | None:
 def _outside_change(tape: Tape, calls: range) -> tuple[int, ...] | None:
     """Returns the shape of a tensor that ``calls`` change in place but did not create.
 
-    Returns ``None`` if there is no such tensor. Buffers are ignored, because changed buffers are
-    copied for the second run.
+    Returns ``None`` if there is no such tensor. Buffers are ignored, because the recomputation uses
+    copies of changed buffers.
     """
     outside = {
         tape.values[read].storage

@@ -1,8 +1,8 @@
 """Records the torch calls of a running model on a tape.
 
-Calls are recorded at the level at which the model makes them (``dropout``, ``layer_norm``,
-``scaled_dot_product_attention``, a custom ``autograd.Function``), and not as the smaller operations
-inside. Therefore, a replay of the recording has the same gradients as the model.
+The recorder records the calls that the model itself makes, such as ``dropout``, ``layer_norm``,
+``scaled_dot_product_attention`` or a custom ``autograd.Function``, and not the smaller operations
+inside these calls. Therefore, a replay of the recording has the same gradients as the model.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from megatron.adaptive.modules.cut_points import cut_points_of, mark
 from megatron.adaptive.modules.host_memory import Constants, copied
 from megatron.adaptive.modules.tape import Call, Ref, Tape, Value
 
-# Functions that return the values of a tensor to Python code, where the recorder cannot follow
-# them.
+# Functions that return the values of a tensor as Python objects, which the recorder cannot track.
 READING = frozenset(
     (
         "item",
@@ -48,8 +47,8 @@ READING = frozenset(
         "is_nonzero",
     )
 )
-# Functions that register gradient hooks. Recording such a call would not record the code of the
-# hook.
+# Functions that register gradient hooks. A recording of such a call would not contain the code of
+# the hook.
 HOOKING = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
 # Name of torch's autograd function for activation checkpointing. The recorder calls the
 # checkpointed function directly, in order to record the calls inside.
@@ -57,7 +56,7 @@ _RECOMPUTING = "CheckpointFunction"
 
 
 class ReadsValueError(ConfigError):
-    """Raised if the forward pass reads a tensor's value, or another reason prevents recording."""
+    """Raised if the forward pass cannot be recorded, for example because it reads tensor values."""
 
 
 @contextlib.contextmanager
@@ -79,7 +78,10 @@ def undisturbed(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def custom_functions(recorder: CallRecorder) -> Iterator[None]:
-    """Passes calls of ``autograd.Function.apply``, which torch does not report, to the recorder."""
+    """Passes calls of ``autograd.Function.apply`` to the recorder.
+
+    Torch function modes do not see these calls.
+    """
     function: Any = torch.autograd.Function
     original = function.__dict__["apply"]
 
@@ -102,8 +104,8 @@ class _Captured(TorchFunctionMode):
     """Collects or replaces tensors that a function uses without receiving them as arguments.
 
     Args:
-        is_known: Function that returns whether to collect a tensor.
-        replaced: New tensors, keyed by the ``id()`` of the tensor that they replace.
+        is_known: Function that returns whether to collect the tensor in its argument.
+        replaced: Replacement tensors, keyed by the ``id()`` of the tensor that they replace.
 
     Attributes:
         tensors: Collected tensors, keyed by their ``id()``.
@@ -155,16 +157,16 @@ class MappedFunction:
         self._captured = tuple(captured)
 
     def __call__(self, captured: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Runs the function with ``captured`` in place of its captured tensors."""
+        """Runs the function, with the tensors that it captured replaced by ``captured``."""
         pairs = zip(self._captured, captured, strict=True)
         return self._call(_Captured(replaced={id(old): new for old, new in pairs}), args, kwargs)
 
     def captures(
         self, is_known: Callable[[torch.Tensor], bool], args: Any, kwargs: Any
     ) -> list[torch.Tensor]:
-        """Runs the function with ``args`` and ``kwargs``, and returns the tensors it captures.
+        """Runs the function with ``args`` and ``kwargs``, and returns the tensors that it uses.
 
-        Returns only tensors for which ``is_known`` returns ``True``.
+        Only tensors for which ``is_known`` returns ``True`` are included.
         """
         mode = _Captured(is_known)
         self._call(mode, args, kwargs)
@@ -198,7 +200,7 @@ def mapped_functions(recorder: CallRecorder) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """Describes a place in Python code that reads the values of a tensor.
+    """Describes a line of Python code that reads the values of a tensor.
 
     Attributes:
         storages: Memory addresses of the tensor and of all tensors from which it was computed.
@@ -253,7 +255,7 @@ def _refuse_hooks(model: torch.nn.Module) -> None:
 def _refuse_side_effects(function: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
     """Raises ``ConfigError`` if a call of ``function`` has an effect that cannot be recorded.
 
-    Calls with such effects register gradient hooks, or draw random numbers from a separate
+    This is the case if the call registers a gradient hook, or draws random numbers from a separate
     generator. ``args`` and ``kwargs`` are the arguments of the call.
     """
     if getattr(function, "__name__", "") in HOOKING:
@@ -274,10 +276,10 @@ class CallRecorder(TorchFunctionMode):
     Args:
         model: Model whose calls are recorded.
         inputs: Tensors of the microbatch, keyed by the name of the batch entry.
-        freeze: Whether Python code may read tensor values, which are then assumed to be equal for
-            every microbatch. If ``False``, reading values is an error.
-        decisive: Names of the inputs whose values Python code may read, because the recording is
-            used only for microbatches with these values.
+        freeze: Whether Python code may read the values of all tensors. The values are assumed to be
+            the same in every microbatch. If ``False``, reading values is an error.
+        decisive: Names of the inputs whose values Python code may always read, because the
+            recording is used only for microbatches with the same values.
         may_miss: Whether the forward pass may skip cut points.
     """
 
@@ -351,12 +353,12 @@ class CallRecorder(TorchFunctionMode):
     def note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any) -> Any:
         """Runs a call, and records it if it creates or changes a tensor.
 
-        ``function`` is the function to record, and ``run`` is the function to call, which has the
-        same result.
+        ``function`` is the function to record, and ``run`` is an equivalent function to call.
         """
         tensors = [tensor for tensor, _ in tensor_paths((args, kwargs))]
-        # Functions of torch.func compute with wrapped tensors. No call that could be recorded
-        # unwraps the results, so they would become constants with the values of this microbatch.
+        # Functions of torch.func compute with wrapped tensors. The results are unwrapped without a
+        # call that could be recorded, so they would become constants with the values of this
+        # microbatch.
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise ReadsValueError(
                 f"{where()} runs inside a function of torch.func, but only vmap can be recorded; "
@@ -365,7 +367,7 @@ class CallRecorder(TorchFunctionMode):
         self._refuse_reading(function, tensors)
         _refuse_side_effects(function, args, kwargs)
         states = [(tensor._version, tensor.requires_grad) for tensor in tensors]
-        # Copy lists and arrays, because the call may change them, and replays need the original
+        # Copy lists and arrays, because the call may change them but replays need the original
         # values.
         arguments: Any = map_aggregate((args, kwargs), copied)
         self._watch_random_numbers()
@@ -389,8 +391,7 @@ class CallRecorder(TorchFunctionMode):
         template: Any = map_aggregate(arguments, partial(self._refer, reads))
         made: dict[int, tuple[torch.Tensor, tuple[Any, ...]]] = {}
         for tensor, path in results:
-            # Skip results that are already on the tape, because they are arguments that the call
-            # returned.
+            # Skip results that are already on the tape. They are arguments that the call returned.
             if id(tensor) not in self._numbers:
                 made.setdefault(id(tensor), (tensor, path))
         if made or changed:
@@ -404,14 +405,14 @@ class CallRecorder(TorchFunctionMode):
             function: Function to record on the tape.
             args: Positional arguments of the call.
             kwargs: Keyword arguments of the call.
-            run: Function to call. It has the same result as ``function``.
+            run: Function to call, equivalent to ``function``.
         """
         return run(*args, **kwargs)
 
     def _keep_constants(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Copies each tensor in ``tensors`` that no recorded call created, unless already copied.
+        """Copies those ``tensors`` that no recorded call created and that are not yet copied.
 
-        Attributes of modules are not copied, because the forward pass may not change them.
+        Attributes of modules are not copied, because the forward pass must not change them.
         """
         for tensor in tensors:
             key = id(tensor)
@@ -435,7 +436,7 @@ class CallRecorder(TorchFunctionMode):
     def _drew_random_numbers(self) -> bool:
         """Returns whether random numbers were drawn since the last :meth:`_watch_random_numbers`.
 
-        The method compares the states of the generators of CPU and device.
+        The method compares the states of the generators of the CPU and of the model's device.
         """
         return any(
             not torch.equal(generator.get_state(), state) for generator, state in self._states
@@ -448,7 +449,8 @@ class CallRecorder(TorchFunctionMode):
 
         Args:
             run: Function of torch that runs a mapped function.
-            options: First arguments of ``run``, up to the mapped function's own arguments.
+            options: First arguments of ``run``: the mapped function, and the options of the
+                mapping.
             args: Positional arguments of the mapped function.
             kwargs: Keyword arguments of the mapped function.
         """
@@ -501,8 +503,8 @@ class CallRecorder(TorchFunctionMode):
                     "change there"
                 )
             if value.source == "buffer":
-                # A changed buffer keeps its index on the tape, because a stage looks up buffers by
-                # name.
+                # A buffer keeps its index on the tape when it changes, because a stage looks up
+                # buffers by name.
                 changes.append((old, old))
                 continue
             changes.append((old, self._add(tensor, made_by=number, varies=varies or value.varies)))
@@ -535,7 +537,7 @@ class CallRecorder(TorchFunctionMode):
         return Ref(number)
 
     def _source(self, tensor: torch.Tensor) -> int:
-        """Adds a tensor that no recorded call created to the tape, and returns its index."""
+        """Adds ``tensor``, which no recorded call created, to the tape, and returns its index."""
         source, name = self._names.get(id(tensor), ("constant", ""))
         if source == "constant" and tensor.requires_grad:
             raise ConfigError(
@@ -587,10 +589,10 @@ class CallRecorder(TorchFunctionMode):
     def _pass_cut(self, cut_point: int, passing: int) -> None:
         """Records that the forward pass reached the cut point whose ``id()`` is ``cut_point``.
 
-        ``passing`` is the sequence number of this call of a cut point.
+        ``passing`` is the number of calls of cut points in this process before this call.
         """
-        # Count only the first call, because an exported module calls a cut point once for each of
-        # its tensors.
+        # An exported module calls a cut point once for each of its tensors. Count only the first of
+        # these calls.
         if passing == self._passing:
             return
         self._passing = passing
@@ -611,7 +613,7 @@ class CallRecorder(TorchFunctionMode):
         self.tape.cuts.append(name)
 
     def _refuse_reading(self, function: Any, tensors: list[torch.Tensor]) -> None:
-        """Raises ``ReadsValueError`` if ``function`` reads a value that varies by microbatch.
+        """Raises ``ReadsValueError`` if ``function`` reads values that vary between microbatches.
 
         ``tensors`` contains the tensors in the arguments of the call.
         """
@@ -632,7 +634,7 @@ class CallRecorder(TorchFunctionMode):
                 )
 
     def _sources_of(self, tensor: torch.Tensor) -> set[int]:
-        """Returns the memory addresses of a tensor and of all tensors it was computed from."""
+        """Returns the memory addresses of ``tensor`` and of all tensors that it depends on."""
         waiting = [self._numbers[id(tensor)]] if id(tensor) in self._numbers else []
         storages = {self._storage(tensor)}
         seen: set[int] = set()
@@ -678,8 +680,8 @@ class CallRecorder(TorchFunctionMode):
         """Checks that no module attribute carries a tensor from one microbatch to the next.
 
         Raises:
-            ConfigError: If the forward pass assigns another tensor to an attribute that it used, or
-                changes a tensor attribute in place that is not a buffer.
+            ConfigError: If the forward pass assigns a new tensor to an attribute that it uses, or
+                changes in place a tensor attribute that is not a buffer.
         """
         tape = self.tape
         changed = {tape.values[old].storage for call in tape.calls for old, _ in call.changes}
@@ -711,8 +713,8 @@ class CallRecorder(TorchFunctionMode):
     def _check_constants(self) -> None:
         """Raises ``ConfigError`` if the forward pass changes memory that two constants share.
 
-        A stage copies a constant before changing it, so the change would not affect the other
-        constant.
+        In a replay, a stage changes only a copy of one constant, so the change would not affect the
+        other constant.
         """
         tape = self.tape
         changed = {tape.values[old].storage for call in tape.calls for old, _ in call.changes}
@@ -774,7 +776,7 @@ def tensor_paths(
 def is_checking() -> bool:
     """Returns whether the current code runs inside ``torch._check`` or a similar function.
 
-    Such functions read a value only to raise an error, and no other code depends on the value.
+    Such functions read a value only to decide whether to raise an error.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:

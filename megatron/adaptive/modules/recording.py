@@ -5,9 +5,9 @@
     model with CutPoint()s ──recorder or torch.export──> Tape, in training and in evaluation
 
 Python code between torch calls is not recorded, so a replay takes the same branches for every
-microbatch as for the sample. This is correct for branches that depend on shapes or on the training
-mode, but not for branches that depend on tensor values. If a forward pass reads a tensor value that
-may differ between microbatches, recording therefore raises an error that names the line.
+microbatch as for the recorded one. This is correct for branches that depend on shapes or on the
+training mode, but not for branches that depend on tensor values. Therefore, if a forward pass reads
+a tensor value that may differ between microbatches, recording raises an error that names the line.
 
 If any parameter or buffer is on the ``meta`` device, the forward pass runs on tensors without data
 (see :mod:`~megatron.adaptive.modules.fake_recording`).
@@ -49,7 +49,7 @@ Slicing = Literal["auto", "record", "export"]
 Mode = Literal["training", "evaluation"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Maps the names of mixed precisions to the dtypes of matmuls."""
+"""Autocast dtypes, keyed by the value of ``mixed_precision``."""
 
 MakeRecorder = Callable[[torch.nn.Module, Mapping[str, torch.Tensor], bool], CallRecorder]
 Loss = Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor]
@@ -97,7 +97,7 @@ class Forward:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """Returns the autocast dtype, or ``None`` without mixed precision."""
+        """Returns the autocast dtype, or ``None`` if mixed precision is disabled."""
         return None if self.mixed_precision is None else PRECISIONS[self.mixed_precision]
 
     def __call__(self, batch: Mapping[str, torch.Tensor]) -> Any:
@@ -123,7 +123,7 @@ class Forward:
         return torch.device("cpu") if first is None else first.device
 
     def under_autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns an autocast context manager. It does nothing without mixed precision."""
+        """Returns a context manager that turns on autocast if mixed precision is enabled."""
         return autocast_for_recording(self.device, self.autocast)
 
 
@@ -170,9 +170,9 @@ Settings = TypeVar("Settings", bound=SampledModel)
 def with_cut_points(settings: Settings) -> Settings:
     """Adds cut points between repeated blocks if the model has no cut points.
 
-    Returns the settings. If cut points were added and the model's ``forward`` has an argument
-    ``use_cache``, the returned settings also pass ``use_cache=False``, because training does not
-    use a key-value cache.
+    Returns the settings. If the cut points were added automatically and the model's ``forward`` has
+    an argument ``use_cache``, the returned settings also pass ``use_cache=False``, because training
+    does not use a key-value cache.
     """
     model = settings.model
     if not cut_points_of(model) and repeated_blocks(model):
@@ -207,8 +207,8 @@ class Forwards:
         """Returns the forward pass recorded in evaluation mode."""
         return self.tapes["evaluation"]
 
-    # Disable inference mode, because tensors have no version counter in it, and the recorder needs
-    # the counter to detect changes.
+    # Disable inference mode, because the recorder detects changes by the version counters of
+    # tensors, which tensors do not have in inference mode.
     @classmethod
     @torch.inference_mode(mode=False)
     def of(
@@ -227,14 +227,14 @@ class Forwards:
             forward: Model and loss function.
             sample: Tensors of the microbatch, keyed by name, on the model's device.
             slicing: Method of recording. ``record`` records the torch calls of the model.
-                ``export`` records the torch calls of the module from ``torch.export``. ``auto``
-                first tries ``record``. If the model reads tensor values, ``auto`` records it again
-                while torch reports that an export is in progress. If the model still reads values,
-                ``auto`` exports it.
+                ``export`` records the torch calls of the module that ``torch.export`` creates.
+                ``auto`` first tries ``record``. If the model reads tensor values, ``auto`` records
+                it again while torch reports that an export is in progress. If the model still reads
+                values, ``auto`` exports it.
             may_miss: Whether the forward pass may skip cut points.
-            way: Method by which the sample batch was recorded. ``auto`` tries this method first,
-                because random numbers depend on the positions of calls, which differ between
-                methods.
+            way: Method by which the sample batch was recorded: ``record``, ``trace`` or ``export``.
+                ``auto`` tries this method first, because random numbers depend on the positions of
+                calls, which differ between methods.
             modes: Modes in which the model is recorded.
 
         Raises:
@@ -278,8 +278,8 @@ class Forwards:
         if slicing == "export":
             return cls._taken(forward, sample, export, "export", modes)
         if slicing == "record" and are_added(forward.model):
-            # ``record`` assumes that the values that the model reads are the same for all
-            # microbatches. Use _traced(), because the model then reads fewer values.
+            # ``record`` assumes that all values that the model reads are the same for all
+            # microbatches. Use _traced(), because it makes the model read fewer values.
             take = partial(_traced, make=make, freeze=True)
             return cls._taken(forward, sample, take, "record", modes)
         try:
@@ -294,8 +294,8 @@ class Forwards:
             except _ExportError as other:
                 raise ConfigError(f"{error} (torch.export: {other})") from other
             except ReadsValueError:
-                # Raise the first error, because it names a line of the model and not of the
-                # exported module.
+                # Raise the first error, because it names a line of the model instead of a line of
+                # the exported module.
                 raise error from None
 
     @classmethod
@@ -314,9 +314,9 @@ class Forwards:
             forwards = cls._taken(forward, sample, partial(_traced, make=make), "trace", modes)
         except ReadsValueError:
             return None
-        # If the user has placed the cut points, export a model that draws random numbers, as
-        # earlier versions did. The random numbers of such models then do not change, because they
-        # depend on the positions of calls.
+        # If the user placed the cut points and the model draws random numbers, return None, so that
+        # the model is exported as in earlier versions. Random numbers depend on the positions of
+        # calls, so another method would change them.
         if forwards.tapes[modes[0]].is_random and not are_added(forward.model):
             return None
         return forwards
@@ -330,9 +330,9 @@ class Forwards:
         way: str,
         modes: Sequence[Mode],
     ) -> Forwards:
-        """Returns the forward passes recorded by the function ``take`` in the given ``modes``.
+        """Records ``forward`` on ``sample`` in each of ``modes``, and returns the forward passes.
 
-        ``take`` records ``forward`` on ``sample``. ``way`` is the name of the recording method.
+        The function ``take`` records one forward pass. ``way`` is the name of its method.
         """
         tapes: dict[Mode, Tape] = {}
         for mode in modes:
@@ -385,7 +385,7 @@ def host_random_state() -> tuple[Any, ...]:
 
 
 class RecordingCache:
-    """Records the model on microbatches, and keeps recordings for later use by the pipeline."""
+    """Records the model on microbatches, and keeps the recordings for the pipeline."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[Mode, Mapping[str, torch.Tensor], Forwards]] = []
@@ -393,9 +393,9 @@ class RecordingCache:
     def training(self, model: SampledModel, microbatch: Mapping[str, torch.Tensor]) -> Forwards:
         """Records a model in training mode, and keeps the recording if possible.
 
-        A recording is not kept if calls in it would be moved behind frozen segments. If the model
-        draws random numbers with Python or numpy, the recording is also not kept, because the
-        pipeline must record the model itself to detect this.
+        A recording is not kept if some of its calls would have to be moved behind frozen segments.
+        It is also not kept if the model draws random numbers with Python or numpy, because the
+        pipeline detects this only if it records the model itself.
 
         Args:
             model: Model with its settings for recording.
@@ -433,7 +433,7 @@ class RecordingCache:
 
         Args:
             microbatch: Tensors of the microbatch, on the model's device.
-            mode: Mode in which the microbatch was recorded.
+            mode: Mode of the recording.
         """
         for index, (kept_mode, kept, forwards) in enumerate(self._kept):
             if (
@@ -451,7 +451,7 @@ def evaluation_of(
 ) -> Forwards:
     """Records ``model`` on ``microbatch`` in evaluation mode.
 
-    First tries the method by which ``training``, the recording in training mode, was made.
+    ``training`` is the recording in training mode. Its recording method is tried first.
     """
     return Forwards.of(model, microbatch, model.slicing, way=training.way, modes=("evaluation",))
 
@@ -469,7 +469,7 @@ def _is_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
 def mode_of(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
     """Puts a model into training or evaluation mode, and restores the mode on exit.
 
-    If the model is already in the requested mode, submodules that are in the other mode keep it.
+    If the model is already in the requested mode, submodules in the other mode are not changed.
     """
     before = [(module, module.training) for module in model.modules()]
     if model.training != training:
@@ -501,15 +501,15 @@ def _recorded(
 
     Args:
         forward: Model and loss function.
-        sample: Tensors of the microbatch, by the name of their batch entry.
+        sample: Tensors of the microbatch, keyed by the name of the batch entry.
         run: Function to record instead of ``forward``. It receives the tensors as keyword
             arguments.
         make: Class of the recorder, or a function with the same arguments.
-        freeze: Whether Python code may read tensor values, which are then assumed to be equal for
-            every microbatch. If ``False``, reading values is an error.
+        freeze: Whether Python code may read the values of all tensors. The values are assumed to be
+            the same in every microbatch. If ``False``, reading values is an error.
     """
-    # Copy the inputs, because the forward pass may change them in place. In addition, the recorder
-    # identifies inputs by tensor object, and a microbatch may contain the same object under two
+    # Copy the inputs, because the forward pass may change them in place. The recorder also needs a
+    # separate tensor object for each input, but a microbatch may contain the same object under two
     # names.
     inputs = copies_of(sample)
     recorder = make(forward.model, inputs, freeze)
@@ -539,9 +539,9 @@ def _traced(
 
     Args:
         forward: Model and loss function.
-        sample: Tensors of the microbatch, by the name of their batch entry.
+        sample: Tensors of the microbatch, keyed by the name of the batch entry.
         make: Class of the recorder, or a function with the same arguments.
-        freeze: Whether Python code may read tensor values.
+        freeze: Whether Python code may read the values of all tensors.
     """
     compiler: Any = torch.compiler
     flags = ("_is_compiling_flag", "_is_exporting_flag")
@@ -579,7 +579,7 @@ def _exported(forward: Forward, sample: Mapping[str, torch.Tensor], *, make: Mak
     """
     with undisturbed(forward.model, forward.device):
         try:
-            # Discard stderr, because torch writes the whole graph to it if an export fails.
+            # Discard stderr, to which torch writes the whole graph if an export fails.
             with contextlib.redirect_stderr(io.StringIO()):
                 exported = torch.export.export(_Lossy(forward), (), dict(sample), strict=False)
             module = exported.module()
@@ -599,7 +599,7 @@ def _exported(forward: Forward, sample: Mapping[str, torch.Tensor], *, make: Mak
 def _reads_values(exported: torch.fx.GraphModule) -> bool:
     """Returns whether an exported module reads tensor values and computes tensors from them.
 
-    Ignores values that the module only checks.
+    Values that the module reads only to check them do not count.
     """
     numbers: set[torch.fx.Node] = set()
     aten = torch.ops.aten
@@ -614,7 +614,10 @@ def _reads_values(exported: torch.fx.GraphModule) -> bool:
 
 
 def _loss_in(output: Any) -> Any:
-    """Returns the loss from a model's output: the output, its entry ``loss`` or its first item."""
+    """Returns the loss in a model's output.
+
+    The loss is the output itself, its entry or attribute ``loss``, or its first item.
+    """
     if isinstance(output, torch.Tensor):
         return output
     if isinstance(output, Mapping) and isinstance(output.get("loss"), torch.Tensor):

@@ -7,7 +7,7 @@
                         └──> record the model ──> cut at the same points
 
 The sample batch determines the cut points, the partition, and the parameters that each rank keeps.
-Later recordings may use only these parameters.
+In later recordings, a rank may use only the parameters that it keeps.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ from megatron.adaptive.modules.recording import (
 from megatron.adaptive.modules.tape import Call, Ref, SegmentWork, Tape
 from megatron.adaptive.schedule.stage_placement import Placement, frozen_stages_of
 
-# Number of steps after which a new signature is reported, because recording the model delays the
-# step.
+# Number of initial steps in which new signatures are expected. A later one is reported, because
+# recording the model delays the step.
 _EARLY_STEPS = 20
 
 _PER_ELEMENT = 8.0
-"""Cost, in multiplications, of each result element of a call that is not a matmul, convolution or
+"""Cost per element of the result, in multiplications, of a call other than a matmul, convolution or
 attention.
 """
-# Positions of the operands whose last dimension is summed over in a matmul, keyed by function name.
+# Position of the operand whose last dimension a matmul sums over, keyed by the function's name.
 _PRODUCTS = {"linear": 0, "matmul": 0, "mm": 0, "bmm": 0, "grouped_mm": 0, "addmm": 1, "baddbmm": 1}
 
 
@@ -77,7 +77,7 @@ class Example:
         microbatch: Tensors of the microbatch, on the model's device.
         signature: Signature of the microbatch.
         forwards: Recorded forward passes, divided into segments at all cut points.
-        count: Number of microbatches in the sample batch with this signature.
+        count: Number of the sample batch's microbatches that have this signature.
         late: Calls that were moved behind frozen segments; ``None`` if no calls were moved.
     """
 
@@ -99,12 +99,12 @@ def record_examples(
     Args:
         model: Model with its settings for recording.
         microbatches: Microbatches of the sample batch, on the model's device.
-        cache: Existing recordings in training mode to use instead of new ones.
+        cache: Existing recordings to use instead of new ones in training mode.
         modes: Modes in which the model is recorded.
 
     Returns:
-        Recordings in the order of their first microbatches, except that a recording that calls all
-            cut points comes first.
+        One recording per signature. The first one contains all cut points. The others follow in the
+            order of their microbatches.
 
     Raises:
         ConfigError: If the model cannot be recorded, no microbatch calls all cut points, or the
@@ -179,18 +179,18 @@ def _with_modes(
 
 
 def evaluates_alike(model: SampledModel, example: Example, cache: RecordingCache) -> bool:
-    """Returns whether no segment needs tensors in evaluation that it does not need in training.
+    """Returns whether each segment needs in evaluation only tensors that it needs in training.
 
     This function records the microbatch in evaluation mode and compares the result with the
     recording in training mode. If no segment needs additional parameters, buffers, inputs or
-    messages, evaluation does not affect the partition or the tensors that ranks keep, so its
-    recording can be postponed. If recording in evaluation mode fails, the function returns
+    messages, evaluation does not affect the partition or the tensors that ranks keep. All ranks can
+    then record evaluation mode later. If recording in evaluation mode fails, the function returns
     ``False``.
 
     Args:
         model: Model with its settings for recording.
         example: Microbatch and its recording in training mode.
-        cache: Existing recordings in evaluation mode to use instead of a new one.
+        cache: Existing recordings, one of which may be used instead of a new one.
     """
     training = example.forwards.training
     before = host_random_state()
@@ -208,8 +208,8 @@ def evaluates_alike(model: SampledModel, example: Example, cache: RecordingCache
             return False
         plans = slice_tape(tape, (1,) * tape.num_segments)
     except Exception:
-        # If this returns False, all ranks record evaluation mode when the pipeline starts, and
-        # raise this error.
+        # Because of this result, all ranks record evaluation mode when the pipeline starts, and
+        # then raise the error.
         return False
     return all(
         set(plan.parameters) <= set(other.parameters)
@@ -226,11 +226,10 @@ def _sent_bytes(tape: Tape, plan: StagePlan) -> int:
 
 
 def homes_of(recorded: Iterable[Forwards]) -> dict[str, list[int]]:
-    """Returns the segments that use each parameter, in ascending order, keyed by its name.
+    """Returns the sorted segments that use each parameter, keyed by the parameter's name.
 
-    ``recorded`` contains forward passes of the model.
-
-    A segment is included if it uses the parameter in training or in evaluation.
+    A segment is included if it uses the parameter in any recorded mode of any of the forward passes
+    ``recorded``.
     """
     homes: dict[str, set[int]] = {}
     for forwards in recorded:
@@ -241,23 +240,23 @@ def homes_of(recorded: Iterable[Forwards]) -> dict[str, list[int]]:
 
 
 def align(forwards: Forwards, cuts: Sequence[str], homes: Mapping[str, Sequence[int]]) -> None:
-    """Divides the calls of a recording that skips cut points among the segments of all cut points.
+    """Assigns the calls of a recording to segments, although the recording may skip cut points.
 
-    A microbatch without images, for example, skips the cut points in the image encoder. Between two
-    cut points that the recording contains, a call is assigned to the segment that uses the call's
-    parameter in other recordings. A call without parameters is assigned to the segment of the
-    preceding call.
+    For example, a microbatch without images skips the cut points in the image encoder. Between two
+    cut points that the recording contains, a call with a parameter is assigned to the segment that
+    uses the parameter in other recordings. A call without parameters is assigned to the segment of
+    the preceding call.
 
     Args:
         forwards: Recording, which is modified in place.
-        cuts: Names of all cut points, in order.
-        homes: Segments that use each parameter, in ascending order, keyed by its name.
+        cuts: Names of all cut points in the order of the forward pass.
+        homes: Sorted segments that use each parameter, keyed by the parameter's name.
 
     Raises:
-        ConfigError: If the recording calls the cut points in a different order.
+        ConfigError: If the recording contains the cut points in a different order.
     """
     for tape in forwards.tapes.values():
-        # Remove added cut points that the recordings of the sample batch do not contain.
+        # Remove cut points that the recordings of the sample batch do not contain.
         tape.remove_cuts([name for name in tape.cuts if name not in cuts])
         if tape.cuts == list(cuts):
             continue
@@ -323,7 +322,10 @@ class CutForwards:
 
     @property
     def work(self) -> tuple[float, ...]:
-        """Returns the operation count of each segment, in training mode if it is recorded."""
+        """Returns the operation count of each segment.
+
+        The counts are those of training if training is recorded, otherwise those of evaluation.
+        """
         mode: Mode = "training" if "training" in self.forwards.tapes else "evaluation"
         return segment_work(self.forwards.tapes[mode])
 
@@ -331,7 +333,7 @@ class CutForwards:
     def work_by_action(self) -> tuple[SegmentWork, ...]:
         """Returns the operation counts of each segment, separately for each kind of action.
 
-        Like :attr:`work`, the counts are those of training mode if it is recorded.
+        The counts are those of the same mode as :attr:`work`.
         """
         mode: Mode = "training" if "training" in self.forwards.tapes else "evaluation"
         return work_by_action(self.forwards.tapes[mode])
@@ -366,9 +368,9 @@ class BufferUse:
         """Adds the buffers that the recording ``cut`` uses or changes.
 
         Raises:
-            ConfigError: If a buffer changes on one rank and is used on another, where its values
-                would be outdated; or if a buffer changes in training and microbatches are ordered
-                by cost, because its values would depend on the order.
+            ConfigError: If a buffer that changes is used on several ranks, because only one of them
+                would have the new values; or if a buffer changes in training although microbatches
+                are ordered by cost, because its values would depend on the order.
         """
         training = cut.forwards.tapes.get("training")
         if training is not None and self.order != "given":
@@ -405,15 +407,15 @@ class BufferUse:
 
 
 def frozen_segments_of(forwards: Iterable[Forwards]) -> int:
-    """Returns the number of leading segments through which no gradient flows."""
+    """Returns the number of leading segments through which no gradient flows in any recording."""
     return min(frozen_segments(each.training) for each in forwards)
 
 
 def segment_bytes(tape: Tape) -> tuple[int, ...]:
-    """Returns the size in bytes of the tensors with gradients, for each segment of ``tape``.
+    """Returns the size in bytes of the tensors that require a gradient, for each segment.
 
-    The sizes are the same on all ranks, and roughly proportional to the sizes of the kept
-    activations.
+    ``tape`` is the recorded forward pass. The sizes are the same on all ranks, and roughly
+    proportional to the memory of the activations that a segment keeps.
     """
     sizes = [0] * tape.num_segments
     for value in tape.values:
@@ -424,7 +426,7 @@ def segment_bytes(tape: Tape) -> tuple[int, ...]:
 
 
 def segment_work(tape: Tape) -> tuple[float, ...]:
-    """Returns the number of multiplications (forward and backward) of each segment.
+    """Returns the number of multiplications of each segment in its forward and backward pass.
 
     The result estimates the cost of the recorded microbatch, and is the same in every run. For
     matmuls, convolutions and attention, the multiplications are counted. For any other call, each
@@ -438,7 +440,10 @@ def segment_work(tape: Tape) -> tuple[float, ...]:
 
 
 def work_by_action(tape: Tape) -> tuple[SegmentWork, ...]:
-    """Returns the operation counts of each segment, separately for each kind of action."""
+    """Returns the operation counts of each segment, separately for each kind of action.
+
+    ``tape`` is the recorded forward pass.
+    """
     work = [SegmentWork()] * tape.num_segments
     for call in tape.calls:
         pairs = zip(work[call.segment], _work(tape, call), strict=True)
@@ -447,7 +452,7 @@ def work_by_action(tape: Tape) -> tuple[SegmentWork, ...]:
 
 
 def _work(tape: Tape, call: Call) -> SegmentWork:
-    """Returns the number of multiplications of ``call`` and of its backward pass, if any."""
+    """Returns the number of multiplications of ``call`` and, if it has one, its backward pass."""
     forward = _forward_work(tape, call)
     if not any(tape.values[made].requires_grad for made, _ in call.outputs):
         return SegmentWork(forward=forward)
@@ -466,7 +471,7 @@ def _forward_work(tape: Tape, call: Call) -> float:
     results = [tape.values[number] for number, _ in call.outputs]
     memory = {tape.values[number].storage for number in call.reads} - {0}
     if not call.changes and all(result.storage in memory for result in results):
-        return 0.0  # Calls that only return views take no time.
+        return 0.0  # A call that only returns views takes almost no time.
     made = sum(math.prod(result.shape) for result in results)
     name = str(getattr(call.function, "__name__", "")).split(".")[0].strip("_")
     arguments = (*call.args, *call.kwargs.values())
@@ -475,7 +480,7 @@ def _forward_work(tape: Tape, call: Call) -> float:
 
 
 def _multiplications(name: str, made: float, shapes: Sequence[tuple[int, ...]]) -> float:
-    """Returns the multiplications of a matmul, convolution or attention, or 0 for other calls.
+    """Returns the multiplication count of a matmul, convolution or attention, or 0 for other calls.
 
     Args:
         name: Name of the function, without leading and trailing underscores.
@@ -496,13 +501,12 @@ def _multiplications(name: str, made: float, shapes: Sequence[tuple[int, ...]]) 
 class KeptPart:
     """Contains the cuts of the model, and the parameters and buffers that each rank keeps.
 
-    The sample batch determines all these attributes.
-
     Attributes:
-        cuts: Names of all cut points, in order.
+        cuts: Names of all cut points in the order of the forward pass.
         partition: Number of segments in each stage.
-        homes: Segments that use each parameter, in ascending order, keyed by its name.
-        parameter_ranks: Pipeline positions of the ranks that keep each trained parameter.
+        homes: Sorted segments that use each parameter, keyed by the parameter's name.
+        parameter_ranks: Pipeline positions of the ranks that use each parameter, keyed by the
+            parameter's name.
         held: Parameters and buffers that this rank keeps, keyed by their names in the model.
         placement: Assignment of stages to ranks.
         pp_rank: Position of this rank in the pipeline.
@@ -537,8 +541,8 @@ class KeptPart:
 
         Raises:
             ConfigError: If a parameter or buffer is missing on a rank, or two ranks use a buffer
-                that changes. An error about a missing buffer is raised only on the rank where it is
-                missing; other errors are raised on all ranks of the pipeline.
+                that changes. An error about a missing buffer is raised only on the rank that lacks
+                the buffer. All other errors are raised on all ranks of the pipeline.
         """
         self.buffer_use.add(cut)
         held = self.held if held is None else held
@@ -588,21 +592,21 @@ class KeptPart:
 
 
 class Recordings:
-    """Keeps the programs of this rank's stages, keyed by signature, and adds new ones.
+    """Keeps the programs of this rank's stages for each microbatch signature.
 
     A signature contains the shapes and dtypes of a microbatch, and the values that determine which
-    operations the model runs.
+    operations the model runs. If a microbatch has a new signature, the model is recorded again.
 
     Args:
         model: Model with its settings for recording.
         part: Cut points and parameters that the sample batch determined.
-        way: Method by which the sample batch was recorded.
-        most: Maximum number of signatures to keep. The least recently used signature is dropped
-            first.
+        way: Method by which the sample batch was recorded: ``record``, ``trace`` or ``export``.
+        most: Maximum number of signatures to keep. If there are more, the least recently used one
+            is dropped.
     """
 
     def __init__(self, model: SampledModel, part: KeptPart, way: str, most: int) -> None:
-        # Keep only the settings that recordings need, so that the sample batch can be freed.
+        # Keep only the settings that later recordings need, so that the sample batch can be freed.
         settings = {item.name: getattr(model, item.name) for item in dataclasses.fields(Forward)}
         self._forward = Forward(**settings)
         self._settings = ModuleSettings(model.model)
@@ -617,7 +621,10 @@ class Recordings:
         self._reported: set[str] = set()
 
     def add(self, signature: Signature, cut: CutForwards) -> RankPrograms:
-        """Stores the programs of the recording ``cut``, and returns those of ``signature``."""
+        """Stores the programs of the recording ``cut``, and returns all programs of ``signature``.
+
+        The returned programs include those of another mode that were stored before.
+        """
         programs = self._part.programs(cut)
         if signature in self._kept:
             programs = self._kept[signature].with_modes_of(programs)
@@ -636,7 +643,7 @@ class Recordings:
         return self._part
 
     def cut(self, partition: Sequence[int]) -> dict[Signature, list[CutForwards]]:
-        """Cuts all recordings into the stages of ``partition``.
+        """Cuts all recordings into the stages of ``partition``, and returns them by signature.
 
         Raises:
             ConfigError: If a recording cannot be cut into these stages.
@@ -670,7 +677,7 @@ class Recordings:
         Raises:
             ConfigError: If the model cannot be recorded with this microbatch, uses parameters that
                 the sample batch did not use, or depends on a module attribute that has changed
-                since the start.
+                since the pipeline was created.
         """
         signature = Signature.of(microbatch, self._forward.decisive_entries)
         mode: Mode = "training" if step >= 0 else "evaluation"
@@ -698,10 +705,10 @@ class Recordings:
         return programs
 
     def _report(self, signature: Signature, step: int, seconds: float) -> None:
-        """Reports the first recording after ``_EARLY_STEPS`` steps, and the first repeated one.
+        """Prints a line about the first late recording, and about the first repeated recording.
 
-        Both reports contain ``signature`` and ``seconds``, the duration of the recording. The
-        report about the first recording also contains ``step``.
+        A recording is late if it is made after ``_EARLY_STEPS`` steps, and repeated if its
+        ``signature`` was dropped before. ``seconds`` is the duration of the recording.
         """
         if self._part.pp_rank:
             return

@@ -13,8 +13,8 @@ proportion to their operation counts in these passes, summed over the trained mi
 example, the segments of an image encoder are expensive if microbatches contain many images. A
 segment through which no gradient flows gets no share of the backward time.
 
-The gain of a move is determined from the times per counted operation before and after the move,
-because the size of steps may change.
+To measure the gain of a move, the time of a step is divided by the operation count of the step,
+before and after the move, because the size of steps may change.
 """
 
 from __future__ import annotations
@@ -55,16 +55,19 @@ from megatron.adaptive.rebalance.time_limit import LIMIT_S, limit_of_search
 
 _WARM_UP = 1
 _SIMILAR_WORK = 0.1
-"""Maximum relative change of a step's operation count at which the effect of a move is measured."""
+"""Maximum relative change of the operation count of a step since a move. If the change is larger,
+the effect of the move is not measured.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Pace:
-    """Contains the speed of steps on the slowest rank, and the size of the steps.
+    """Contains the speed and the size of the steps in an interval.
 
     Attributes:
-        work_s: Median time of a step per counted operation, in seconds.
-        work: Median operation count of a step, in multiplications.
+        work_s: Median of the time of a step on the slowest rank, divided by the step's operation
+            count, in seconds.
+        work: Median operation count of a step in the replica with the most operations.
     """
 
     work_s: float
@@ -72,7 +75,7 @@ class _Pace:
 
 
 def _pace_of(measured: Sequence[StepMeasurements], works: Sequence[Sequence[float]]) -> _Pace:
-    """Returns the speed and the size of the steps since the last decision.
+    """Returns the speed and the size of the steps since the last decision about a move.
 
     Args:
         measured: Measurements of each rank of the job.
@@ -88,7 +91,7 @@ def _pace_of(measured: Sequence[StepMeasurements], works: Sequence[Sequence[floa
 
 
 def check_repartition(request: PipelineSettings, *, is_elastic: bool) -> None:
-    """Checks that the job supports moving segments if ``request`` enables it.
+    """Checks that the job supports moving segments if ``request`` enables ``repartition``.
 
     Raises:
         ConfigError: If the job is elastic.
@@ -109,10 +112,10 @@ def make_balancer(
     orders: Orders,
     balance: ContentBalance,
 ) -> SegmentBalancer | None:
-    """Creates a :class:`SegmentBalancer` if it is needed. All ranks must call this.
+    """Creates a :class:`SegmentBalancer` if segments can move. All ranks must call this.
 
-    Returns ``None`` if ``repartition`` is off or the pipeline has only one rank. See
-    :class:`SegmentBalancer` for the arguments.
+    Returns ``None`` if ``repartition`` is off or the pipeline has only one rank.
+    :class:`SegmentBalancer` describes the arguments.
     """
     if request.repartition == "off" or mesh.pipeline_size == 1:
         return None
@@ -166,7 +169,10 @@ class SegmentBalancer:
 
     @property
     def shared_weights(self) -> tuple[tuple[str, ...], ...]:
-        """Returns all names of each parameter that several processes currently use."""
+        """Returns the names of each parameter that several processes currently use.
+
+        Each tuple contains all names of one parameter.
+        """
         return self._mover.shared_weights(self.partition)
 
     def after_step(self, work: StepWork, times: RankTimes) -> Move | None:
@@ -177,7 +183,7 @@ class SegmentBalancer:
             times: Durations of the step and of this rank's actions in it.
 
         Returns:
-            Move to make before the next step, the same on all ranks; ``None`` to move nothing.
+            Move to carry out before the next step, or ``None``; the same on all ranks.
         """
         if self._skip:
             self._skip -= 1
@@ -257,12 +263,10 @@ class SegmentBalancer:
         self._work = [SegmentWork()] * len(self._sizes)
 
     def _compare(self, pace: _Pace) -> Move | None:
-        """Logs the gain of the last move if it has not been logged yet.
+        """Prints the measured gain of the last move if it has not been printed yet.
 
-        ``pace`` is the speed of the steps after the move.
-
-        Returns a move back to the previous partition if steps did not become faster; otherwise
-        ``None``.
+        ``pace`` is the speed of the steps after the move. Returns a move back to the previous
+        partition if the steps did not become faster, otherwise ``None``.
         """
         if self._promise is None:
             return None
@@ -326,14 +330,14 @@ class SegmentBalancer:
 
 
 def _parts_of(works: Sequence[SegmentWork], *, splits: bool) -> tuple[Times, ...]:
-    """Returns each segment's fractions of its stage's forward, backward and weight times.
+    """Returns each segment's fractions of the forward, backward and weight times of its stage.
 
-    For a segment without a backward pass, for example in a frozen encoder, the fractions of the
-    backward and weight-gradient times are 0.
+    If a segment has no backward pass, for example in a frozen encoder, its fractions of the
+    backward and weight times are 0.
 
     Args:
         works: Operation counts of the segments.
-        splits: Whether weight gradients are separate actions (W).
+        splits: Whether weight gradients are computed in separate actions (W).
     """
     if not splits:
         works = [SegmentWork(work.forward, work.backward + work.weight) for work in works]
@@ -352,9 +356,8 @@ def _parts_of(works: Sequence[SegmentWork], *, splits: bool) -> tuple[Times, ...
 def _segment_sizes(request: PipelineSettings, assembly: Assembly) -> list[int]:
     """Returns the size in bytes of each segment's parameters, gradients and optimizer state.
 
-    ``request`` contains the model, and ``assembly`` contains the recordings of the model.
-
-    A parameter that several segments share is counted only in the first of them.
+    ``request`` contains the model, and ``assembly`` contains its recordings. A parameter that
+    several segments share is counted only in the first of them.
     """
     part = assembly.recordings.part
     sizes = [0] * (len(part.cuts) + 1)
@@ -365,12 +368,12 @@ def _segment_sizes(request: PipelineSettings, assembly: Assembly) -> list[int]:
 
 
 def _segment_kinds(assembly: Assembly, sizes: Sequence[int]) -> list[int]:
-    """Returns a number for each segment. Segments of the same kind and size have the same number.
+    """Returns a number for each segment, which is equal for segments of the same kind.
 
     The number is the sum of the segment's size in bytes, from ``sizes``, and the index of its kind.
     """
     works = zip(*assembly.sample_work.values(), strict=True)
     kinds = list(zip(sizes, works, strict=True))
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
-    # The index distinguishes kinds of equal size, and is small compared to a size.
+    # Adding the index makes kinds of equal size differ, and barely changes the size.
     return [kind[0] + numbers[kind] for kind in kinds]

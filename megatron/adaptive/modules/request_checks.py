@@ -64,7 +64,7 @@ _ALIKE = (
     "partition",
     "seed",
 )
-"""Names of settings that must be the same on all ranks, because messages depend on them."""
+"""Names of settings that must be equal on all ranks, because the ranks' messages depend on them."""
 
 _LIKE_FLAGS = (
     "hang_after_s",
@@ -85,7 +85,7 @@ class _Condition(NamedTuple):
         names: Names of the settings.
         is_met: Function that returns whether the settings of a pipeline meet the condition.
         needed: Settings that meet the condition, as text for error messages.
-        reason: Reason why the settings have no effect if the condition is not met.
+        reason: Reason why ``names`` have no effect otherwise, as text for error messages.
     """
 
     names: tuple[str, ...]
@@ -123,9 +123,9 @@ _CONDITIONS = (
 
 
 def check_settings(request: PipelineSettings) -> None:
-    """Checks the values of the settings ``request``.
+    """Checks the values of the settings in ``request``.
 
-    Most values are checked against the limits of the trainer's flags.
+    Several settings have the same valid values as the trainer's flags.
 
     Raises:
         ConfigError: If a value is outside its range, or a setting would have no effect.
@@ -177,11 +177,10 @@ def _check_effects(request: PipelineSettings) -> None:
 
 
 def check_model_and_sample(request: PipelineSettings) -> tuple[PipelineSettings, int]:
-    """Checks shared weights and the sample batch in ``request``.
+    """Checks ``shared_weights`` and the sample batch in ``request``.
 
-    Returns the settings and the number of samples.
-
-    If the sample batch is a list, ``micro_batch_size`` is 1 in the returned settings.
+    Returns the settings and the number of samples. If the sample batch is a list of microbatches,
+    ``micro_batch_size`` is 1 in the returned settings.
 
     Raises:
         ConfigError: If the sample batch is invalid or contradicts a setting, or ``shared_weights``
@@ -207,9 +206,9 @@ def require_alike(request: PipelineSettings, job: Job) -> None:
 
     ``request`` contains this rank's settings, and ``job`` connects the ranks.
 
-    If parameters or settings differed, ranks would wait for messages or reductions that are never
-    sent. For example, a parameter that is frozen on only one rank changes the messages of its
-    stage.
+    If parameters or settings differed, ranks would wait for messages that are never sent or for
+    reductions that other ranks do not start. For example, a parameter that is frozen on only one
+    rank changes the messages of its stage.
 
     Raises:
         ConfigError: If ranks differ, or ``profile_ranks`` contains a rank that does not exist. The
@@ -231,7 +230,7 @@ def require_alike(request: PipelineSettings, job: Job) -> None:
 
 
 def _check_profile_ranks(request: PipelineSettings, job: Job) -> None:
-    """Checks that the ranks in ``profile_ranks``, a setting in ``request``, exist.
+    """Checks that the ranks in the setting ``profile_ranks`` exist.
 
     Elastic jobs are not checked, because their number of ranks may change.
 
@@ -264,7 +263,7 @@ def request_signature(request: PipelineSettings) -> str:
         "autocast": str(request.autocast),
     }
     if request.recompute is not None:
-        # Omit the entry without recomputation, so that signatures of earlier versions remain valid.
+        # Without recomputation, omit the entry, so that signatures of earlier versions stay valid.
         content["recompute"] = request.recompute
     text = json.dumps(content, default=list, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

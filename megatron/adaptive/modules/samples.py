@@ -7,7 +7,7 @@
 Each line of the file is a JSON object with ``text``, or with ``messages`` for the model's chat
 template. Images are opened from files, and nothing is downloaded. All lines are encoded once when
 the file is read, so that an invalid line raises an error before training starts. The processes of a
-job share this work: one process encodes a line and sends the result to the others.
+job share this work: each line is encoded by one process, which sends the result to the others.
 """
 
 from __future__ import annotations
@@ -36,30 +36,29 @@ if TYPE_CHECKING:
 IGNORED = -100
 """Label of tokens that the loss ignores."""
 
-# Names of entries whose values determine the shapes of tensors: image sizes, and which tokens are
-# image placeholders.
+# Names of the entries whose values determine the shapes of tensors: image sizes and token types.
 _DECISIVE = re.compile(r"mm_token_type_ids|image_sizes|spatial_shapes|\w+_grid_(thw|hws?)")
 
-# Names of placeholder tokens in processors and configurations. Some processors store the ID of such
-# a token, and others store its text.
+# Attributes of processors and configurations that contain the text of a placeholder token. The same
+# names with the suffix _id or _index refer to the token's ID.
 _PLACEHOLDERS = ("image_token", "video_token", "audio_token")
 
-# Keys under which common formats store the path of an image in a message part.
+# Keys of a message part under which common formats store the path of an image.
 _NAMES = ("image", "path", "url", "image_url")
 
-# Number of lines that each process encodes before the first exchange of results, and maximum number
-# before each later exchange.
+# Number of lines that each process encodes before the first exchange of results, and the maximum
+# number before any later exchange.
 _FIRST_LINES, _MOST_LINES = 1, 1024
 
-# Approximate and maximum size in bytes of all samples that the processes send in one exchange. The
-# maximum is needed because long samples may follow short ones.
+# Target and maximum size in bytes of all samples that the processes send in one exchange. The
+# target may be exceeded if long samples follow short ones.
 _EXCHANGED_BYTES, _MOST_EXCHANGED_BYTES = 1 << 25, 1 << 28
 
 
 def num_learned(batch: Sequence[Microbatch]) -> list[float]:
-    """Returns the number of tokens that the loss includes in each microbatch of ``batch``.
+    """Returns the number of tokens in each microbatch of ``batch`` that the loss includes.
 
-    Pass the result as ``num_items`` to ``Pipeline.step``.
+    Pass the result to ``Pipeline.step`` as ``num_items``.
     """
     return [float((entries["labels"][:, 1:] != IGNORED).sum()) for entries in batch]
 
@@ -67,8 +66,7 @@ def num_learned(batch: Sequence[Microbatch]) -> list[float]:
 def placeholder_ids(*sources: Any) -> frozenset[int]:
     """Returns the IDs of the tokens that stand for parts of images, videos and audio.
 
-    For example, each feature of an image is represented by such a token. The loss ignores these
-    tokens.
+    For example, an image occupies one such token per feature vector. The loss ignores these tokens.
 
     Args:
         sources: Processors, tokenizers or configurations of a model.
@@ -78,8 +76,8 @@ def placeholder_ids(*sources: Any) -> frozenset[int]:
         tokenizer = getattr(source, "tokenizer", source)
         for name in _PLACEHOLDERS:
             values = [getattr(source, f"{name}_{suffix}", None) for suffix in ("id", "index")]
-            # Also read the list of image token IDs, because the attributes above contain only the
-            # token that precedes an image for Gemma 3.
+            # Also read the list of image token IDs, because for Gemma 3, the attributes above
+            # contain only the token that precedes an image.
             values += getattr(source, f"{name}_ids", None) or ()
             token = getattr(source, name, None)
             if token is not None and hasattr(tokenizer, "get_vocab"):
@@ -121,13 +119,13 @@ class SampleReader:
 
         Args:
             path: Path of the file.
-            job: Job whose processes share the work. All of them must call this method; ``None`` if
-                this process encodes all lines itself.
+            job: Job whose processes share the work, and must all call this method; ``None`` if this
+                process encodes all lines itself.
 
         Raises:
             ConfigError: If the file cannot be read, contains no such samples, contains an invalid
-                line, or differs between processes. The message names an invalid line. All processes
-                of the job raise the same error.
+                line, or differs between processes. The message contains the number of the invalid
+                line. All processes of the job raise the same error.
         """
         return SampleFile(path, self, job)
 
@@ -135,7 +133,7 @@ class SampleReader:
         """Encodes a sample as a microbatch.
 
         Args:
-            sample: Parsed JSON object of a line.
+            sample: JSON object of a line, parsed.
             image_folder: Folder that contains all images.
 
         Raises:
@@ -190,10 +188,10 @@ class SampleReader:
             )
 
     def _padded(self, encoded: Mapping[str, Any], *, has_images: bool) -> dict[str, torch.Tensor]:
-        """Adds labels to an encoded sample, and truncates or pads its entries.
+        """Adds labels to an encoded sample, and truncates and pads its entries.
 
-        Only entries with one value per token are truncated or padded. If ``has_images`` is true,
-        truncating tokens of an image raises an error.
+        Only entries with one value per token are truncated and padded. If ``has_images`` is true,
+        and truncation would remove tokens of an image, an error is raised.
         """
         entries = {name: torch.as_tensor(entry) for name, entry in encoded.items()}
         # No attention mask is needed, because padding follows the text, and tokens attend only to
@@ -201,8 +199,8 @@ class SampleReader:
         ids = entries["input_ids"]
         every_token = entries.pop("attention_mask", torch.ones_like(ids))
         learned = entries.pop("assistant_masks", every_token).reshape(1, -1)
-        # The loss includes all tokens if the template provides no mask. Ignore placeholders
-        # explicitly, because a template's mask may include them.
+        # If the template provides no mask, the loss includes all tokens except placeholders. Ignore
+        # placeholders explicitly, because a template's mask may include them.
         is_ignored = (learned == 0) | torch.isin(ids, self._placeholders)
         entries["labels"] = ids.masked_fill(is_ignored, IGNORED)
         length = min(ids.shape[1], self.max_length)
@@ -216,7 +214,7 @@ class SampleReader:
         return entries
 
     def _check_cut(self, removed: torch.Tensor) -> None:
-        """Checks that ``removed``, the truncated tokens, contains no tokens of an image."""
+        """Checks that no tokens of an image are among ``removed``, the truncated tokens."""
         placeholders = self._placeholders
         if removed.numel() and (
             not placeholders.numel() or torch.isin(removed, placeholders).any()
@@ -243,7 +241,7 @@ class _Line:
 
 @dataclass(frozen=True, kw_only=True)
 class _Encoded:
-    """Contains the result of encoding a line in the first pass over the file.
+    """Contains the result of encoding a line when the file is read.
 
     Attributes:
         error: Reason why the line is invalid; empty if it is valid.
@@ -251,7 +249,7 @@ class _Encoded:
         names: Names of the sample's entries.
         content: Hashes of the line and its images.
         num_bytes: Size of the sample in bytes.
-        sample: Encoded line; ``None`` if it is too large to keep or to send.
+        sample: Encoded line; ``None`` if memory or message size does not allow keeping it.
     """
 
     error: str = ""
@@ -272,9 +270,9 @@ class SampleFile:
             all the work.
 
     Attributes:
-        num_learned: Number of tokens that the loss includes, for each sample.
+        num_learned: Number of tokens of each sample that the loss includes.
         largest: Index of the sample with the most bytes.
-        num_empty: Number of samples that were skipped because the loss includes none of their
+        num_empty: Number of samples that were skipped because the loss would include none of their
             tokens.
         digest: Hash of all lines and images, in order.
     """
@@ -316,7 +314,7 @@ class SampleFile:
             )
 
     def _first_pass(self, job: Job | None) -> Iterator[tuple[_Line, _Encoded]]:
-        """Yields all lines in order, each encoded by one process of the job.
+        """Yields all lines in order, each with its encoding by one process of the job.
 
         The lines of a block are assigned to the processes round-robin. After each block, the
         processes exchange their results.
@@ -334,13 +332,13 @@ class SampleFile:
             of_rank = job.gather(self._part(block[job.rank :: ranks], ranks))
             for index, line in enumerate(block):
                 yield line, of_rank[index % ranks][index // ranks]
-            # For each process, gather() allocates the memory of the process that sends the most
-            # data.
+            # gather() allocates the same amount of memory for each process, as much as the largest
+            # contribution needs.
             sent_bytes = ranks * max(map(_size_of_samples, of_rank))
             size = _next_size(size, sent_bytes)
 
     def _part(self, lines: Sequence[_Line], ranks: int) -> list[_Encoded]:
-        """Encodes ``lines`` on this process, and drops samples that exceed the size limit.
+        """Encodes ``lines`` on this process, and drops samples that exceed its size limit.
 
         The size limit of an exchange is divided equally among the ``ranks`` processes.
         """
@@ -354,7 +352,7 @@ class SampleFile:
         return part
 
     def _examined(self, line: _Line) -> _Encoded:
-        """Encodes a line, and drops the encoded sample if the limit ``kept_bytes`` is exceeded."""
+        """Encodes a line, and drops the encoded sample if ``kept_bytes`` is already used up."""
         try:
             sample = self._encode(line)
             content = _content(line, self._image_folder)
@@ -380,15 +378,15 @@ class SampleFile:
 
     @property
     def kinds(self) -> list[Microbatch]:
-        """Returns one sample per combination of entries, such as with and without images.
+        """Returns one sample for each set of entry names, such as with and without image entries.
 
-        These samples serve as the sample batch of a pipeline.
+        These samples can serve as the sample batch of a pipeline.
         """
         return [self[index] for index in self._indices_of_kinds.values()]
 
     @property
     def decisive_entries(self) -> list[str]:
-        """Returns the names of entries whose values determine which operations the model runs."""
+        """Returns the names of the entries whose values determine the model's operations."""
         names = frozenset[str]().union(*self._indices_of_kinds)
         return sorted(name for name in names if _DECISIVE.fullmatch(name))
 
@@ -421,14 +419,14 @@ def _next_size(size: int, sent_bytes: int) -> int:
 
     Args:
         size: Number of lines that each process encoded before the last exchange.
-        sent_bytes: Memory in bytes that all samples of the last exchange needed.
+        sent_bytes: Memory in bytes that the last exchange needed for samples.
     """
     fitting = size * _EXCHANGED_BYTES // max(1, sent_bytes)
     return max(1, min(2 * size, fitting, _MOST_LINES))
 
 
 def _size_of_samples(part: Sequence[_Encoded]) -> int:
-    """Returns the size in bytes of the samples that a process sent."""
+    """Returns the total size in bytes of the samples in ``part``, the results of one process."""
     return sum(each.num_bytes for each in part if each.sample is not None)
 
 
@@ -438,8 +436,8 @@ def _common_lines(path: Path, job: Job) -> list[_Line]:
     All processes must call this.
 
     Raises:
-        ConfigError: If any process cannot read the file, or the file differs between processes. All
-            processes raise the error.
+        ConfigError: If any process cannot read the file, or the file differs between processes. The
+            error is raised on all processes.
     """
     lines: list[_Line] = []
     error = ""
@@ -493,7 +491,7 @@ def _with_images(
     sample's ``images``.
 
     Args:
-        sample: Parsed JSON object of a line, with ``messages`` or ``text``, and optionally
+        sample: JSON object of a line, parsed, with ``messages`` or ``text``, and optionally
             ``images``.
         folder: Folder that contains all images.
         processor: Processor of the model, or its tokenizer if the model accepts only text.
@@ -630,7 +628,7 @@ def _path_of_image(name: Any, folder: Path) -> str:
             f"image {name[:80]} is a URL, but images are not downloaded; save the image, and use "
             "the path of the file"
         )
-    # Resolve links, because a link may point to a private file outside of the folder.
+    # Resolve symbolic links, because a link may point to a private file outside of the folder.
     root = os.path.realpath(folder)
     path = os.path.realpath(os.path.join(os.path.abspath(folder), name))
     if os.path.commonpath([root, path]) != root:

@@ -1,15 +1,15 @@
 """Measures the time of each ``Pipeline`` segment if ``trace_detail`` includes ``layers``.
 
 A stage runs its segments one after another, and autograd runs their backward passes in reverse
-order. A timestamp at each border is therefore enough to divide the time of a pass among the
-segments::
+order. Therefore, a timestamp at each border between two segments is enough to divide the time of a
+pass among the segments::
 
     forward    | segment 4 | segment 5 | segment 6 |
     backward   | segment 6 | segment 5 | segment 4 |
                            ^ autograd is about to compute the first gradient in segment 5
 
-The measured times do not include gradients that are computed in a later action (``W``). Recomputed
-calls count as a part of the backward pass.
+The measured times do not include weight gradients that are computed in a separate action (``W``).
+The time of recomputation counts as a part of the backward pass.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class SegmentMeter(LayerSums):
     def __init__(self, segments: Sequence[int], clock: Any) -> None:
         super().__init__(segments[:MOST_LAYERS], clock)
         self._positions = {segment: index for index, segment in enumerate(self._numbers)}
-        # Index of the running segment and timestamp of its start, or ``None`` if no segment is
-        # running.
+        # Index of the running segment and timestamp of its start, for each kind of pass; ``None``
+        # if no segment is running.
         self._forward: tuple[int, Any] | None = None
         self._backward: tuple[int, Any] | None = None
 
@@ -70,7 +70,8 @@ class SegmentMeter(LayerSums):
         """
 
         def enters(_: torch.Tensor) -> None:
-            # The first of several gradients marks the start of the segment's backward pass.
+            # The backward pass of the segment starts when the first of several gradients is
+            # computed.
             if self.is_traced and (self._backward is None or segment < self._backward[0]):
                 self._backward = self._passes(BACKWARD, self._backward, segment)
 
@@ -87,9 +88,8 @@ class SegmentMeter(LayerSums):
     ) -> tuple[int, Any] | None:
         """Ends the measurement ``current``, and begins to measure ``segment``.
 
-        ``kind`` is the kind of pass (forward or backward).
-
-        Returns the new measurement, or ``None`` at the end of a stage's pass.
+        ``kind`` is the kind of pass (forward or backward). Returns the new measurement, or ``None``
+        if ``segment`` is ``None`` because the stage's pass has ended.
         """
         if current is None and segment is None:
             return None

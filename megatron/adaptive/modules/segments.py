@@ -10,9 +10,9 @@ them::
 
 ``profiling.action_timing`` times each segment as a
 :class:`~megatron.adaptive.modules.program.ProgramStages`, so the times include packing the
-messages. Tensors on the ``meta`` device get random values while their segment runs. If there are
-such tensors, segments that make the same calls are measured only once. This module also checks that
-a recorded forward pass gives the same loss as the model.
+messages. Parameters and buffers on the ``meta`` device get random values while their segment runs.
+If there are any, segments that make the same calls are measured only once. This module also checks
+that a recorded forward pass gives the same loss as the model.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from megatron.adaptive.modules.recording import (
 from megatron.adaptive.modules.tape import Tape, makes_same_calls
 from megatron.adaptive.profiling.action_timing import WARM_UP, time_call, time_microbatches
 
-# Maximum number of parameter elements for timing an optimizer step.
+# Maximum number of parameter elements with which an optimizer step is timed.
 _MOST_NUMBERS = 1 << 22
 _OPTIMIZER_STEPS = 4
 # Largest random value for tensors on the meta device. Small values avoid overflows.
 _LARGEST_RANDOM = 0.02
-# Number of random numbers to draw for a large tensor.
+# Number of random numbers that are drawn for a large tensor, and repeated to fill it.
 _RANDOM_NUMBERS = 1 << 16
-# Maximum relative difference between two losses that count as equal. Losses may differ slightly,
-# because sums may be computed in a different order. The second value is for 16-bit dtypes.
+# Maximum relative difference between two losses that count as equal. The order of summation may
+# differ, so the losses may differ slightly. The second value is for 16-bit dtypes.
 _TOLERANCE = 1e-4
 _TOLERANCE_OF_HALVES = 3e-2
 
@@ -76,15 +76,16 @@ class SegmentSample:
         micro_batch: Number of samples per microbatch.
         forward_s: Time of a forward pass, in seconds.
         backward_s: Time of a backward pass that computes all gradients, in seconds.
-        split_s: Times of the two parts of a split backward pass (gradients of inputs, and gradients
-            of weights), in seconds; ``None`` if the split pass was not measured.
+        split_s: Times in seconds of the two parts of a split backward pass (gradients of inputs,
+            and gradients of weights); ``None`` if the split pass was not measured.
         output_bytes: Size in bytes of the message that the segment sends to the next segment.
         kept_bytes: Size in bytes of the activations that are kept until the backward pass.
         workspace_bytes: Size in bytes of the temporary memory that the segment needs; 0 on a CPU,
             where it is not measured.
         parameters: Number of elements in all parameters of the segment.
         frozen_parameters: Number of elements in the segment's frozen parameters.
-        durations_s: All measured times in seconds, in two rows: forward passes and backward passes.
+        durations_s: All measured times in seconds: a row of forward passes, and a row of backward
+            passes.
         is_estimated: Whether all costs were estimated from other microbatch sizes.
         is_split_estimated: Whether only the times of the split backward pass were estimated.
     """
@@ -114,11 +115,12 @@ def interpolated(
 ) -> list[SegmentSample]:
     """Returns estimates for the powers of two between two measured microbatch sizes.
 
-    The interpolation is linear, because a microbatch has a fixed cost and a cost per sample.
+    The interpolation is linear, because the cost of a microbatch is the sum of a fixed cost and a
+    cost per sample.
 
     Args:
-        smaller: Measurements of all segments with the smaller microbatch.
-        larger: Measurements of the same segments with the larger microbatch.
+        smaller: Measurements of all segments for the smaller microbatch size.
+        larger: Measurements of the same segments for the larger microbatch size.
     """
     first, last = smaller[0].micro_batch, larger[0].micro_batch
     sizes = [
@@ -128,10 +130,10 @@ def interpolated(
 
 
 def with_split_like(measured: SegmentSample, sample: SegmentSample) -> SegmentSample:
-    """Returns ``sample`` with split times estimated from ``measured``.
+    """Returns ``sample`` with times of the split backward pass, estimated from ``measured``.
 
-    ``measured`` describes the same segment with a different microbatch size. For both sizes, each
-    part of the split pass is assumed to take the same fraction of the unsplit backward pass.
+    ``measured`` describes the same segment for a different microbatch size. The estimate assumes
+    that the ratio of split to unsplit times is the same for both sizes.
     """
     if measured.split_s is None or sample.split_s is not None:
         return sample
@@ -179,14 +181,13 @@ def measure_segments(
 
     Args:
         forward: Model with all its parameters, on any device. Parameters on the ``meta`` device get
-            random values. Calls selected by its setting ``recompute`` are measured with
-            recomputation.
+            random values. Calls that its setting ``recompute`` selects are recomputed.
         tape: Forward pass in training mode, recorded with a microbatch of this size.
         batch: Tensors of the microbatch, keyed by name.
         device: Device on which segments run.
         split: Whether to also measure the split backward pass.
         repeats: Maximum number of timed repetitions after the warm-up.
-        enough_s: Duration in seconds; segments that take at least this long are measured only once.
+        enough_s: Duration in seconds. Segments that take at least this long are measured only once.
 
     Raises:
         torch.OutOfMemoryError: If a segment does not fit in the device's memory.
@@ -195,7 +196,7 @@ def measure_segments(
     recomputed = recomputed_ranges(tape, forward.recompute)
     tensors = tensors_of(forward.model)
     inputs = {name: tensor.to(device) for name, tensor in batch.items()}
-    # Skip scalars, which a microbatch in a list may contain, because they have no batch dimension.
+    # Skip scalars, which have no batch dimension. A microbatch of a list may contain them.
     size = next((len(tensor) for tensor in inputs.values() if tensor.dim()), 1)
     message: torch.Tensor | None = None
     samples: list[SegmentSample] = []
@@ -233,11 +234,11 @@ def _sample(
     """Measures the segment ``program``, and returns its costs and output.
 
     The function ``measure`` runs the segment and returns its times. ``held`` contains the segment's
-    parameters and buffers.
+    parameters and buffers. If the unsplit passes take at least ``long_s`` seconds, they also serve
+    as the warm-up for the split passes.
 
-    The returned costs have segment index 0 and microbatch size 1, which the caller replaces. If the
-    unsplit passes take at least ``long_s`` seconds, they also serve as the warm-up for the split
-    passes.
+    In the returned costs, the segment index is 0 and the microbatch size is 1. The caller must
+    replace both.
     """
     before = _reset_peak_bytes(device)
     halves = None
@@ -245,8 +246,8 @@ def _sample(
         rows, output, kept = measure(split=False)
         peak = _peak_bytes(device)
         if split:
-            # Keep the gradients of the first passes, because most microbatches of a step add to
-            # existing gradients.
+            # Do not clear the gradients of the unsplit passes, because most microbatches of a step
+            # also add to existing gradients.
             is_long = rows[0][-1] + rows[1][-1] >= long_s
             both, _, _ = measure(split=True, warm_up=0 if is_long else WARM_UP)
             halves = (statistics.median(both[1]), statistics.median(both[2]))
@@ -272,7 +273,7 @@ def _sample(
 
 
 def _reset_peak_bytes(device: torch.device) -> int:
-    """Resets the peak memory statistics of a device, and returns its used memory in bytes.
+    """Resets the peak memory statistics of a device, and returns its allocated memory in bytes.
 
     Returns 0 on a CPU.
     """
@@ -283,7 +284,7 @@ def _reset_peak_bytes(device: torch.device) -> int:
 
 
 def _peak_bytes(device: torch.device) -> int:
-    """Returns the peak memory since the last reset in bytes, or 0 on a CPU."""
+    """Returns the peak memory in bytes since the last reset, or 0 on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
@@ -296,9 +297,9 @@ def _held(
 ) -> dict[str, torch.Tensor]:
     """Returns the parameters and buffers of a segment on ``device``, keyed by name.
 
-    ``plan`` is the plan of the segment. Parameters share memory with the model if the model is on
-    this device. Buffers are copied, because running the segment may change them. Tensors on the
-    ``meta`` device get random values.
+    ``plan`` is the plan of the segment. Parameters share memory with the model's parameters if
+    these are on the same device. Buffers are copied, because running the segment may change them.
+    Tensors on the ``meta`` device get random values.
     """
     names = {*plan.parameters, *plan.buffers}
     for number in (*plan.sent, tape.loss):
@@ -323,9 +324,9 @@ def _held(
 
 
 def _fill_with_random(values: torch.Tensor) -> None:
-    """Fills ``values`` with random numbers. In a large tensor, the numbers repeat.
+    """Fills ``values`` with random numbers, which repeat in a large tensor.
 
-    Copying the same numbers is several times faster than drawing all numbers.
+    Copying the same numbers is several times faster than drawing all of them.
     """
     if not values.is_contiguous() or values.numel() <= _RANDOM_NUMBERS:
         values.uniform_(0, _LARGEST_RANDOM)
@@ -353,8 +354,8 @@ def _time(
     segment. A segment that takes at least ``enough_s`` seconds is timed once instead of ``repeats``
     times.
 
-    The times are lists, in seconds, of forward passes, backward passes and, if ``split`` is true,
-    weight-gradient passes. The activation size is in bytes.
+    The times are given in seconds, as one list each for forward passes, backward passes and, if
+    ``split`` is true, weight-gradient passes. The activation size is in bytes.
     """
     meter = ActivationMeter()
     device = program.device
@@ -387,12 +388,11 @@ def _time(
 
 
 def tied_parameters(tape: Tape, tensors: Mapping[str, torch.Tensor]) -> tuple[int, tuple[int, ...]]:
-    """Returns the number of elements in shared parameters, and the segments with shared parameters.
+    """Returns the number of elements in shared parameters, and the first and last segment with one.
 
-    ``tape`` shows which segments use a parameter, and ``tensors`` contains the parameters by name.
-
-    Only the first and the last such segment are returned. The tuple is empty if no parameter is
-    shared.
+    A parameter is shared if several segments use it. If there is none, the tuple of segments is
+    empty. ``tape`` is the recorded forward pass, and ``tensors`` contains the parameters, keyed by
+    name.
     """
     shared = {name: used for name, used in uses_of(tape).items() if len(used) > 1}
     ends = [end for segments in shared.values() for end in (min(segments), max(segments))]
@@ -405,11 +405,11 @@ def optimizer_seconds(
 ) -> float:
     """Returns the time of an optimizer step per parameter element, in seconds.
 
-    Only some of the model's parameters are used for the measurement, because a large model may not
-    fit in memory.
+    The measurement uses only parameters with the shapes of some of the model's parameters, because
+    a large model may not fit in memory.
 
     Args:
-        model: Model with the parameters whose shapes are used. It is not changed.
+        model: Model whose parameter shapes are used. It is not changed.
         device: Device on which the optimizer runs.
         make: Function that creates an optimizer from a list of parameters; ``None`` uses AdamW.
     """
@@ -436,7 +436,7 @@ def optimizer_seconds(
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Returns the parameters and buffers of ``model``, keyed by name.
 
-    A tensor with several names is listed only under its first name.
+    The key of a tensor with several names is its first name.
     """
     return {**dict(model.named_buffers()), **dict(model.named_parameters())}
 
@@ -444,9 +444,9 @@ def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def check_replay(forward: Forward, forwards: Forwards, other: Mapping[str, torch.Tensor]) -> None:
     """Checks that the recordings and the model give the same loss for another microbatch.
 
-    The losses differ if Python code of the model used values of the sample batch in a way that the
+    The losses differ if Python code of the model uses values of the sample batch in a way that the
     recorder cannot detect. The recording in training mode is checked only if its calls differ from
-    those in evaluation mode. Recordings that draw random numbers are not checked.
+    those of the recording in evaluation mode. Recordings that draw random numbers are not checked.
 
     Args:
         forward: Model with all its parameters.
@@ -465,10 +465,9 @@ def check_replay(forward: Forward, forwards: Forwards, other: Mapping[str, torch
 def _check_mode(
     forward: Forward, tape: Tape, other: Mapping[str, torch.Tensor], *, training: bool
 ) -> None:
-    """Compares the losses of ``tape`` and of the model. See :func:`check_replay`.
+    """Compares the losses of ``tape`` and of the model for the microbatch ``other``.
 
-    ``training`` must be true if ``tape`` was recorded in training mode, and ``other`` is the
-    microbatch.
+    ``training`` must be true if ``tape`` was recorded in training mode. See :func:`check_replay`.
     """
     if tape.is_random:
         return
@@ -476,8 +475,8 @@ def _check_mode(
     device = forward.device
     (plan,) = slice_tape(tape, (tape.num_segments,))
     program = StageProgram(tape, plan, held, device)
-    # Restore the buffers, because both the recording and the model may change them, but must start
-    # with the same values.
+    # Restore the buffers after each run, because both the recording and the model may change them,
+    # but must start with the same values.
     with torch.no_grad(), undisturbed(forward.model, device):
         _, replayed = program.forward(other, [], random=lambda call: None)
     before = host_random_state()

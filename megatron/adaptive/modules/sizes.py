@@ -4,9 +4,9 @@
 may change. The launcher passes the layout to the ranks as a :class:`JobOrder`::
 
     first start     measure the model ──> model.json ──> all ranks exit, and the launcher plans
-    later starts    use the order's layout, or measure again if the model has changed
+    later starts    use the layout in the JobOrder, or measure again if the model has changed
 
-The launcher plans the layout, because only it knows which machines join and leave.
+The launcher plans the layout, because only the launcher knows which machines join and leave.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from megatron.adaptive.planner.measured_module import MeasuredModule, measured_c
 from megatron.adaptive.schedule.catalog import is_rule, placement_for, splits_backward
 from megatron.adaptive.schedule.stage_placement import Placement
 
-# Number of parts into which each weight-gradient action is divided if the schedule is a rule that
-# is applied at run time.
+# Number of parts into which each weight-gradient action is divided if the schedule is a rule, which
+# chooses the next action at run time.
 _PIECES = 4
 
 
@@ -52,9 +52,9 @@ class Chosen:
     """Contains the layout that the planner chose, and alternatives.
 
     Attributes:
-        best: Chosen layout: ``pipeline_size``, ``replicas``, ``micro_batch_size``, ``partition``,
-            and the predicted time of a step in ``seconds``.
-        others: Other simulated layouts, best first.
+        best: Chosen layout, with ``pipeline_size``, ``replicas``, ``micro_batch_size``,
+            ``partition``, and the predicted time of a step in ``seconds``.
+        others: Other simulated layouts, fastest first.
         batch_size: Number of samples per step, over all replicas.
         weights: Time of each segment for a microbatch of the chosen size, in seconds.
         profile: Measurements on which the choice is based.
@@ -86,11 +86,11 @@ class JobEnded(SystemExit):
 
 @dataclass(frozen=True, kw_only=True)
 class SettledSizes:
-    """Contains the layout of a job and its origin.
+    """Contains the layout of a job and its origin (the settings, the planner or a launcher).
 
     Attributes:
         mesh: Replica and pipeline position of this process, and its process groups.
-        request: The user's settings, with all sizes set.
+        request: Settings of the user, with all sizes set.
         plan: Layout that the planner chose; ``None`` if the planner was not used.
         order: Layout from the launcher of an elastic job; ``None`` if the job is not elastic.
         recordings: Recordings of the model that were made while the layout was determined.
@@ -107,7 +107,7 @@ def settle_sizes(request: PipelineSettings) -> SettledSizes:
     """Connects to the other processes, and determines the layout. All ranks must call this.
 
     Args:
-        request: User's settings, in which sizes may be missing.
+        request: Settings of the user, in which sizes may be missing.
 
     Raises:
         ConfigError: If no layout is possible, or a setting is invalid.
@@ -118,8 +118,8 @@ def settle_sizes(request: PipelineSettings) -> SettledSizes:
     plan: Chosen | None = None
     recordings = RecordingCache()
     try:
-        # Compare the settings of all ranks first, because sizes determine which process groups are
-        # created.
+        # Compare the settings of all ranks first, because the sizes in them determine which process
+        # groups are created.
         require_alike(request, job)
         text = job.environment.job
         order = None if text is None else JobOrder.from_text(text)
@@ -146,9 +146,9 @@ def settle_sizes(request: PipelineSettings) -> SettledSizes:
 
 
 def _ordered(job: Job, order: JobOrder, request: PipelineSettings) -> PipelineSettings:
-    """Returns ``request`` with the layout in ``order``, from an elastic job's launcher.
+    """Returns ``request`` with the layout in ``order``, which an elastic job's launcher planned.
 
-    If the layout was planned for a different model, the current model is measured and the program
+    If the launcher planned it for a different model, the current model is measured and the program
     exits.
     """
     if is_list(request.sample_batch):
@@ -175,8 +175,8 @@ def _ordered(job: Job, order: JobOrder, request: PipelineSettings) -> PipelineSe
     model = MeasuredModule.read(Path(order.model)) if request.weights is None else None
     if model is None:
         return settled
-    # Set the costs, because the search for slow ranks compares the time of each stage with its
-    # cost.
+    # Also set the costs of the segments, because the search for slow ranks compares the time of
+    # each stage with its cost.
     return dataclasses.replace(settled, weights=model.costs(order.micro_batch_size))
 
 
@@ -253,16 +253,16 @@ def _of_one_process(
 ) -> PipelineSettings | None:
     """Chooses the microbatch size without measurements if there is only one process.
 
-    With a single process, large microbatches are the fastest.
+    With a single process, the largest microbatch is the fastest.
 
     Args:
         job: Job that the process has joined.
-        request: User's settings, in which sizes may be missing.
-        recordings: Object that keeps recordings of the model.
+        request: Settings of the user, in which sizes may be missing.
+        recordings: Cache of recordings of the model.
 
     Returns:
-        Settings with all sizes, or ``None`` if this function does not apply: there are several
-            processes, ``micro_batch_size`` is set, or even one sample may not fit in memory.
+        Settings with all sizes; ``None`` if there are several processes, if ``micro_batch_size`` is
+            set, or if not even one sample is expected to fit in memory.
     """
     is_alone = dist.get_world_size() == 1 and request.pipeline_size in (None, "auto", 1)
     if not is_alone or request.micro_batch_size is not None:
@@ -302,7 +302,7 @@ def _choose(job: Job, request: PipelineSettings, recordings: RecordingCache) -> 
 def _measure(
     job: Job, request: PipelineSettings, recordings: RecordingCache
 ) -> tuple[ModuleProfile, MeasuredModule]:
-    """Measures the model. Returns its profile and its description for the planner.
+    """Measures the model, and returns its profile and the measured model for the planner.
 
     All ranks must call this. ``request`` contains the user's settings, and ``recordings`` is a
     cache of recordings.
@@ -321,7 +321,7 @@ def _measure(
         split_backward=splits,
         memory_limit_bytes=request.memory_limit_bytes,
     )
-    # Larger microbatches would result in fewer microbatches per step than there are processes.
+    # Larger microbatches would leave fewer microbatches per step than there are processes.
     most = max(1, request.samples // dist.get_world_size())
     profile = profiler.measure(
         job, batch_size=request.samples, most=most, is_quick=True, recordings=recordings
@@ -394,7 +394,7 @@ def _plan(module: MeasuredModule, request: PipelineSettings, profile: ModuleProf
 
 
 def _sizes_of(request: PipelineSettings, num_segments: int) -> tuple[int, ...]:
-    """Returns the pipeline sizes for which the number of stages matches the user's partition.
+    """Returns the pipeline sizes that have as many stages as the user's partition.
 
     ``request`` contains the partition, and ``num_segments`` is the number of segments of the model.
     """

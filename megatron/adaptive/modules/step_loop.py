@@ -4,7 +4,7 @@
 
     for step in pipeline.loop(1000, save_interval=100):      # 300, 301, ... after a checkpoint
         loss, overflow = pipeline.step(pipeline.share(batch_of(step)))
-    ── on a request to stop: save a checkpoint, and exit with status 0
+    ── if a stop is requested: save a checkpoint, and exit with status 0
 
 A run may continue in a different layout. While the pipeline is open, the loop handles signals and
 writes the progress file. Stops, checkpoints and reports work as in the trainer for GPT models (see
@@ -160,7 +160,7 @@ class Loop:
             return next(self._steps)
 
     def _run(self) -> Iterator[int]:
-        """Yields the index of each step, and ends the step when the caller has run it."""
+        """Yields the index of each step, and ends the step after the caller has run it."""
         pipeline = self._pipeline
         while pipeline.steps < self._total:
             self._current = pipeline.steps
@@ -175,7 +175,7 @@ class Loop:
         self._finish(COMPLETE)
 
     def require(self, samples: int | None) -> None:
-        """Checks that the batches of all replicas together have the size of a whole batch.
+        """Checks that the batches of all replicas add up to the batch size.
 
         Args:
             samples: Number of samples in this replica's batch; ``None`` if the batch is a list of
@@ -206,7 +206,7 @@ class Loop:
             )
 
     def before_update(self) -> None:
-        """Waits until snapshots have copied the current state, which an update changes."""
+        """Waits until snapshots have copied the current state, which the update will change."""
         self._snapshots.before_update()
 
     def trace_begins_anew(self) -> None:
@@ -215,13 +215,13 @@ class Loop:
         Later searches for slow ranks ignore all earlier steps.
         """
         self._diagnosis.begin_after(self._pipeline.steps)
-        # Open a new file, because the previous one was moved together with the trace.
+        # Open a new file, because the previous file was moved together with the trace files.
         self._progress.close()
         self._progress = self._open_progress(None)
         self._progress.begins(self._pipeline.steps, self._total, moved=True)
 
     def close(self) -> None:
-        """Restores the signal handlers, and closes the progress file.
+        """Restores the signal handlers, and closes the progress file and the process group.
 
         All processes must call this. Calling it more than once is safe.
         """
@@ -238,14 +238,15 @@ class Loop:
         group = self._group
         self._group = None
         if group is not None and dist.is_initialized():
-            # Wait until no other rank uses the group, before destroying it.
+            # Wait until no other rank uses the group before destroying it.
             dist.barrier(group=group)
             dist.destroy_process_group(group)
 
     def _open_progress(self, order: JobOrder | None) -> ProgressFile:
-        """Opens the progress file in the folder specified by the launcher's ``order``.
+        """Opens the progress file on the first rank.
 
-        Without a launcher, the progress file is in the trace folder.
+        The file is in the folder that the launcher's ``order`` specifies. Without a launcher, it is
+        in the trace folder.
         """
         folder = self._pipeline._trace.folder if order is None else order.progress
         return ProgressFile(folder if self._is_first else None)
@@ -265,9 +266,8 @@ class Loop:
     def _resume(self, trust: bool) -> float | None:
         """Loads the newest checkpoint, and returns the loading time in seconds.
 
-        If ``trust`` is true, checkpoints that contain pickles are also loaded.
-
-        Returns ``None`` if there is no checkpoint.
+        Returns ``None`` if there is no checkpoint. If ``trust`` is true, the checkpoint may contain
+        pickles.
         """
         begin_s = time.perf_counter()
         local_folder = self._local_folder
@@ -325,9 +325,9 @@ class Loop:
             self._save(is_behind=self._saves_behind and done < self._total)
 
     def _finish(self, reason: str) -> None:
-        """Ends the loop: saves a checkpoint of the last step if needed, and prints ``reason``.
+        """Saves a checkpoint of the last step if needed, and ends the loop.
 
-        All processes must call this.
+        All processes must call this. ``reason``, which is printed, says why the loop ends.
         """
         self._is_over = True
         self._stop.finish()
@@ -359,8 +359,8 @@ class Loop:
             )
         self._saved_at = self._pipeline.steps
         waited_s = time.perf_counter() - begin_s
-        # Report the previous checkpoint now if the background thread completed it during this save,
-        # because _waited_s still contains the time that training waited for it.
+        # If the background thread completed the previous checkpoint during this save, report that
+        # checkpoint now, while _waited_s still contains the time that training waited for it.
         self._report_completed()
         self._waited_s = waited_s
         if path is not None:

@@ -1,4 +1,4 @@
-"""Prepares steps: orders the microbatches of a batch, and adds their programs and loss weights."""
+"""Prepares steps: orders a batch's microbatches, and determines their programs and loss weights."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class StepWork:
         )
 
     def as_passed(self, values: Sequence[T]) -> list[T]:
-        """Sorts ``values`` by the order of the microbatches in the batch that the user passed.
+        """Returns ``values`` in the order of the batch that the user passed.
 
         Args:
             values: Value of each microbatch, in execution order; may be empty.
@@ -83,7 +83,7 @@ class StepWork:
     def frozen_stages(self) -> int:
         """Returns the number of leading stages through which no gradient flows in this step.
 
-        The number is the same on all ranks of the pipeline.
+        All ranks of the pipeline get the same number.
         """
         return min(chunks.frozen_stages or 0 for chunks in self.programs)
 
@@ -95,9 +95,9 @@ class StepWork:
 
     @property
     def listed_sizes(self) -> tuple[int, ...]:
-        """Returns the activation sizes of a list's microbatches in bytes.
+        """Returns the activation size of each microbatch in bytes if the user passed a list.
 
-        The tuple is empty if the user did not pass a list.
+        The tuple is empty if the user passed a dictionary.
         """
         return self._all_sizes if self.is_listed else ()
 
@@ -107,11 +107,11 @@ class StepWork:
 
 
 class BatchForm:
-    """Divides batches of the same kind as the sample batch (dictionary or list) into microbatches.
+    """Checks batches against the sample batch, and divides them into microbatches.
 
     Args:
         sample: Sample batch: a dictionary of tensors or a list of microbatches.
-        micro_batch_size: Number of samples per microbatch if the batch is a dictionary.
+        micro_batch_size: Number of samples per microbatch of a dictionary.
 
     Attributes:
         examples: Microbatches of the sample batch with which the model is recorded.
@@ -222,11 +222,13 @@ class StepMaker:
         return {name: entry.narrow(0, replica * part, part) for name, entry in batch.items()}
 
     def work(self, batch: Batch, num_items: Sequence[float] | None, step: int) -> StepWork:
-        """Checks a batch, and returns its microbatches to run. All ranks must call this.
+        """Checks a batch, and returns its microbatches in execution order.
+
+        All ranks must call this together.
 
         Args:
             batch: Batch of this replica, as the user passed it.
-            num_items: Number of items in each microbatch; if ``None``, the loss is averaged over
+            num_items: Number of items in each microbatch; ``None`` averages the loss over
                 microbatches.
             step: Index of the training step; -1 in an evaluation.
 
@@ -268,12 +270,13 @@ class StepMaker:
 
         Args:
             batch: Batch of this replica, as the user passed it.
-            num_items: Number of items in each microbatch, as the user passed it, or ``None``.
+            num_items: Value that the user passed as the number of items in each microbatch; may be
+                ``None``.
             step: Index of the training step; -1 in an evaluation.
 
         Returns:
-            The microbatches in the order in which the user passed them, with the order in which to
-                run them; and the checked numbers of items.
+            The microbatches, in the order in which the user passed them, and the checked numbers of
+                items. The attribute ``order`` contains the order in which to run the microbatches.
 
         Raises:
             ConfigError: If the batch is invalid.
@@ -307,18 +310,17 @@ class StepMaker:
         """Computes the weight of each microbatch's loss. All ranks of ``dp_group`` must call this.
 
         Args:
-            items: Number of items in each microbatch; if ``None``, the loss is averaged over
-                microbatches.
-            count: Number of microbatches.
+            items: Number of items in each microbatch; ``None`` averages the loss over microbatches.
+            count: Number of microbatches of this replica.
             is_listed: Whether the batch is a list of microbatches.
 
         Returns:
-            The weights, or ``None`` for the mean over microbatches; and the total number of
+            The weights (``None`` for the mean over microbatches), and the total number of
                 microbatches of all preceding replicas.
 
         Raises:
-            ConfigError: If no microbatch has items, or replicas pass different kinds of batches, or
-                only some replicas pass ``num_items``.
+            ConfigError: If no microbatch has items, if replicas pass different kinds of batches, or
+                if only some replicas pass ``num_items``.
         """
         replicas = self._mesh.dp_size
         numbers = items or [1.0] * count

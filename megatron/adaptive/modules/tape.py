@@ -1,7 +1,7 @@
-"""Describes a recorded forward pass: its tensors, and its torch calls in order.
+"""Describes a recorded forward pass (a tape): its tensors, and its torch calls in order.
 
-Every recorded tensor has an index on the tape (its number), by which the arguments of recorded
-calls refer to it.
+Every recorded tensor has an index on the tape. The arguments of recorded calls refer to a tensor by
+this index.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.adaptive.modules.host_memory import MUTABLE
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Refers to a tensor by its index on the tape. Replaces the tensor in recorded arguments."""
+    """Refers to a tensor by its index on the tape, and replaces it in recorded arguments."""
 
     value: int
 
@@ -35,7 +35,7 @@ class Value:
         source: Origin of the tensor: ``input``, ``parameter``, ``buffer`` or ``constant``; empty if
             a recorded call computed it.
         name: Name of the input, parameter or buffer; empty for other tensors.
-        tensor: The tensor if it is a constant; otherwise ``None``.
+        tensor: The tensor itself if it is a constant, otherwise ``None``.
         made_by: Index of the call that computed the tensor; -1 if no recorded call computed it.
         storage: Address of the tensor's memory, the same for tensors that share memory; 0 if the
             tensor has no storage.
@@ -64,9 +64,9 @@ class Call:
         reads: Indices on the tape of the tensors in the arguments.
         outputs: Index on the tape of each new tensor, and its path (indices and keys) in the result
             of the call.
-        changes: Index on the tape, before and after the call, of each argument that the call
-            changed in place.
-        segment: Index of the segment, which is the number of cut points reached before the call.
+        changes: Indices on the tape of each argument that the call changed in place: the index
+            before the call, and the index after the call.
+        segment: Index of the call's segment, which is the number of cut points reached before.
         is_random: Whether the call drew random numbers.
         with_grad: Whether gradients were enabled during the call.
         autocast: Autocast dtype; ``None`` if autocast was off.
@@ -88,9 +88,9 @@ class SegmentWork(NamedTuple):
     """Contains a segment's operation counts for a microbatch, separately for each action.
 
     Attributes:
-        forward: Operations of the forward pass.
-        backward: Operations of the action B (gradients of inputs) in a split backward pass.
-        weight: Operations of the action W (gradients of weights) in a split backward pass.
+        forward: Operation count of the forward pass (F).
+        backward: Operation count of B (gradients of inputs) in a split backward pass.
+        weight: Operation count of W (gradients of weights) in a split backward pass.
     """
 
     forward: float = 0.0
@@ -113,8 +113,8 @@ class Tape:
         cuts: Names of the cut points in the order in which the forward pass reaches them.
         loss: Index of the loss on the tape.
         device: Device on which the forward pass was recorded.
-        aliases: Further names of each parameter or buffer, keyed by its first name.
-        autocast: Autocast dtype of the whole forward pass; ``None`` without mixed precision.
+        aliases: Additional names of each parameter or buffer, keyed by its first name.
+        autocast: Autocast dtype of the whole forward pass; ``None`` if mixed precision is disabled.
         read_buffers: Names of the buffers whose values the model's Python code read.
     """
 
@@ -138,7 +138,7 @@ class Tape:
         return any(call.is_random for call in self.calls)
 
     def remove_cuts(self, names: Container[str]) -> None:
-        """Removes the cut points ``names``, and merges the segments on both sides of each one."""
+        """Removes the cut points ``names``, and merges the segments before and after each one."""
         kept = [name not in names for name in self.cuts]
         segments = list(itertools.accumulate(kept, initial=0))
         self.cuts = [name for name, is_kept in zip(self.cuts, kept, strict=True) if is_kept]
@@ -149,8 +149,8 @@ class Tape:
 def makes_same_calls(first: Tape, second: Tape) -> bool:
     """Returns whether two recordings make the same calls.
 
-    Arguments and constants must also be equal. Objects that Python compares by identity count as
-    equal if they have the same type. Gradient modes are not compared.
+    Arguments and constants must also be equal. Objects that can be compared only by identity count
+    as equal if they have the same type. Gradient modes are not compared.
     """
     return (
         len(first.calls) == len(second.calls)

@@ -1,4 +1,4 @@
-"""Ends a step: reduces gradients, updates parameters, and computes the loss and the norm.
+"""Ends a step: reduces gradients, updates parameters, and computes the loss and gradient norm.
 
 ::
 
@@ -35,13 +35,13 @@ _REMEDY = "use bf16, or a lower initial loss scale (initial_loss_scale of Pipeli
 
 @dataclass(slots=True, kw_only=True)
 class LossScale:
-    """Contains the loss scale of fp16. It halves after an overflow, and later doubles again.
+    """Contains the dynamic loss scale of fp16, which halves after an overflow and later doubles.
 
     Attributes:
-        scale: Current factor by which the loss is multiplied.
+        scale: Factor by which the loss is currently multiplied.
         growth_interval: Number of steps without overflow after which the scale doubles.
         least: Minimum scale.
-        good_steps: Number of steps since the scale last changed or an overflow occurred.
+        good_steps: Number of steps since the last overflow or change of the scale.
     """
 
     scale: float = 65536.0
@@ -65,10 +65,10 @@ def _all_reduce(tensors: Sequence[torch.Tensor], group: Any, *, divide_by: int =
     """Sums tensors over a process group in buckets. All ranks of ``group`` must call this.
 
     Args:
-        tensors: Tensors to replace with their sums. All ranks of the group must pass the same
-            shapes in the same order.
+        tensors: Tensors to replace with their sums. All ranks of the group must pass tensors of the
+            same shapes in the same order.
         group: Process group over which to sum the tensors.
-        divide_by: Divisor of the sums.
+        divide_by: Number by which the sums are divided.
     """
     for bucket in _take_tensors(tensors, _BUCKET_BYTES):
         flat = _flatten_dense_tensors(bucket)
@@ -82,7 +82,7 @@ def _all_reduce(tensors: Sequence[torch.Tensor], group: Any, *, divide_by: int =
 def _squared_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Returns the sum of the squares of all elements of ``gradients`` as a float64 scalar.
 
-    If any element is not finite, neither is the result.
+    The result is not finite if any element is not finite.
     """
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
@@ -94,8 +94,7 @@ def _squared_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> to
             if (gradient.dtype.itemsize < 4) is is_short
         ]
         if indices:
-            # Compute norms of 16-bit gradients in float32, without copying all gradients to
-            # float32.
+            # Accumulate the norms of 16-bit gradients in float32, without converting the gradients.
             dtype = torch.float32 if is_short else None
             of_kind = torch._foreach_norm([gradients[index] for index in indices], 2, dtype)
             norms.update(zip(indices, of_kind, strict=True))
@@ -108,9 +107,10 @@ class Update:
     Args:
         mesh: Replica and pipeline position of this process, and its process groups.
         parameters: Trained parameters of this rank's stages, keyed by name.
-        shared: Pipeline positions, in ascending order, of the ranks that have a copy of a shared
-            parameter, keyed by the parameter's name.
-        groups: Process groups for the sets of positions in ``shared`` that contain this rank.
+        shared: Sorted pipeline positions of the ranks that have a copy of each shared parameter,
+            keyed by the parameter's name.
+        groups: Process groups for the sets of positions in ``shared`` that contain this rank, keyed
+            by the positions.
 
     Attributes:
         parameters: Parameters of this rank's stages, keyed by name.
@@ -143,7 +143,7 @@ class Update:
     ) -> None:
         self.parameters = dict(parameters)
         self._shared: dict[tuple[int, ...], list[torch.nn.Parameter]] = {}
-        # Include a shared parameter in the model's norm only on the first rank that has a copy.
+        # Include a shared parameter in the gradient norm only on the first rank that has a copy.
         counted = dict(self.parameters)
         for name, positions in shared.items():
             if name in self.parameters:
@@ -159,12 +159,13 @@ class Update:
         shared: Mapping[str, tuple[int, ...]],
         groups: Mapping[tuple[int, ...], Any],
     ) -> None:
-        """Replaces the parameters after segments have moved. Keeps the optimizer object.
+        """Replaces the parameters after segments have moved, but keeps the optimizer object.
 
         Args:
             parameters: Trained parameters of this rank's stages, keyed by name.
-            shared: Pipeline positions of the ranks that have a copy of each shared parameter.
-            groups: Process groups for new sets of positions.
+            shared: Sorted pipeline positions of the ranks that have a copy of each shared
+                parameter, keyed by the parameter's name.
+            groups: Process groups for new sets of positions, keyed by the positions.
         """
         self._groups.update(groups)
         self._own(parameters, shared)
@@ -181,7 +182,7 @@ class Update:
         initial_scale: float,
         interval: int,
     ) -> torch.optim.Optimizer | None:
-        """Sets and returns the optimizer. See ``Pipeline.set_optimizer`` for the arguments."""
+        """Sets and returns the optimizer. ``Pipeline.set_optimizer`` describes the arguments."""
         if clip_norm is not None and not (math.isfinite(clip_norm) and clip_norm > 0):
             raise ConfigError(
                 f"clip_norm must be a positive finite number or None, got {clip_norm}"
@@ -236,7 +237,7 @@ class Update:
             )
 
     def check_trained(self) -> None:
-        """Checks that ``requires_grad`` of each parameter has not changed since the start.
+        """Checks that no parameter's ``requires_grad`` has changed since the pipeline was created.
 
         Raises:
             ConfigError: If ``requires_grad`` of one of this rank's parameters has changed.
@@ -253,7 +254,7 @@ class Update:
     def process_groups(self) -> dict[str, Any]:
         """Returns the process groups used at the end of a step, keyed by name.
 
-        The group ``optimizer`` sums the losses and the gradient norm over all ranks. Groups with
+        The group ``optimizer`` sums losses and squared gradient norms over all ranks. Groups with
         only one rank are omitted.
         """
         groups = {
@@ -269,7 +270,7 @@ class Update:
     def reduce(self) -> None:
         """Sums gradients of shared weights, and averages all gradients over replicas.
 
-        All ranks must call this. If no rank has a gradient for a parameter, its gradient remains
+        All ranks must call this. If no rank has a gradient for a parameter, its ``grad`` remains
         ``None``, so that the optimizer skips the parameter, as in an ordinary training loop.
         """
         trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
@@ -288,7 +289,7 @@ class Update:
     def _drop_unused(
         self, trained: Sequence[torch.nn.Parameter], has_gradient: dict[int, bool]
     ) -> None:
-        """Removes the gradients of parameters for which no rank computed a gradient.
+        """Sets ``grad`` to ``None`` again for parameters for which no rank computed a gradient.
 
         All ranks must call this.
 
@@ -326,7 +327,7 @@ class Update:
 
         Args:
             losses: Losses of the microbatches; empty on ranks without the last stage.
-            count: Number of microbatches per step.
+            count: Number of microbatches of this replica.
             weights: Weight of each microbatch's loss; ``None`` computes the mean. Losses with
                 weight 0 are ignored, even if they are NaN.
             with_norm: Whether to compute the norm. If ``False``, the returned norm is 0.
@@ -350,7 +351,7 @@ class Update:
     def apply(self, norm: float, step: int) -> bool:
         """Unscales and clips the gradients, and updates the parameters.
 
-        Without a loss scale, the first rank prints a warning about the first skipped update.
+        If there is no loss scale, the first rank prints a warning about the first skipped update.
 
         Args:
             norm: Gradient norm of the whole model.
