@@ -147,9 +147,9 @@ def _latest_run() -> Path | None:
 
 
 def _changed_s(folder: Path, patterns: Sequence[str]) -> float | None:
-    """Returns the time in seconds at which a matching file in ``folder`` last changed.
+    """Returns the time in seconds at which a file that matches one of ``patterns`` last changed.
 
-    A file matches if it matches one of ``patterns``. The result is ``None`` if no file matches.
+    The patterns are relative to ``folder``. The result is ``None`` if no file matches.
     """
     times_s = []
     for pattern in patterns:

@@ -128,7 +128,7 @@ class Recorder(AbstractContextManager["Recorder"]):
 
     @property
     def is_recording(self) -> bool:
-        """Whether spans are being recorded, because an iteration has begun and not yet ended."""
+        """Whether spans are being recorded: an iteration has begun but not yet ended."""
         return self._rows is not None
 
     @property

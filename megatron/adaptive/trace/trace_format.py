@@ -1,8 +1,8 @@
 """Defines the records of a trace (header, iterations, spans, clock samples) and the text format.
 
 Each rank writes one trace file. This module defines the records, the names in them, and their
-encoding as lines of JSON. The recorder uses this module during training, so it does not open trace
-files or import large packages. The clock is read only to create a :class:`TraceHeader`.
+encoding as lines of JSON. The recorder uses this module during training, so the module does not
+open trace files or import large packages. The clock is read only to create a :class:`TraceHeader`.
 
 ``docs/reference/traces.md`` describes each kind of span. A message has one span on the sender and
 one on the receiver. Both spans contain the receiver's ``of`` and ``chunk``, so that readers can

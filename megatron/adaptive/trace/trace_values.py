@@ -22,7 +22,7 @@ MAX_SIZES = {
 """Maximum sizes of a run in the header of a trace.
 
 Readers loop over all ranks, including ranks without a file, so a huge number in a damaged header
-would keep them busy for very long.
+would make them run for a very long time.
 """
 
 MAX_STAGES = 1 << 16
@@ -133,7 +133,7 @@ EXPECTED: dict[Any, tuple[Callable[[Any], bool], str]] = {
         "a list of process groups with the times of their collectives",
     ),
 }
-"""Maps each type of field to a check of a value and a description for error messages."""
+"""Maps each type of field to a function that checks a value, and to a description for errors."""
 
 
 def value_of(
@@ -181,7 +181,7 @@ def check_layers(values: Mapping[str, Any], origin: object) -> None:
         origin: Position of the header (``file:line``) for error messages.
 
     Raises:
-        TraceError: The numbers are larger than those of any model.
+        TraceError: The numbers are larger than in any real model.
     """
     if sum(values["layers"]) > _MAX_LAYERS or len(values["layers"]) > MAX_STAGES:
         shown = reprlib.repr(values["layers"])

@@ -347,7 +347,7 @@ def _sampling(logs: Floats) -> Floats:
 
 
 def _index_of_group(m: Measured, groups: dict[tuple[int, ...], list[int]]) -> Ints:
-    """Returns each rank's index of its group in ``groups``, ``[ranks]``."""
+    """Returns the index of each rank's group in ``groups``, ``[ranks]``."""
     index = np.zeros(len(m.headers), dtype=np.int64)
     for number, columns in enumerate(groups.values()):
         index[columns] = number

@@ -76,10 +76,10 @@ LOSES = 0.005
 """Minimum fraction of TCP segments that must be retransmitted for packet loss to be reported."""
 
 LOSES_OFTEN = 0.5
-"""Minimum number of retransmitted segments or port faults per iteration for a report."""
+"""Minimum number of retransmitted segments or port faults per iteration to report the loss."""
 
 FAULT_TIMES = 4.0
-"""Minimum ratio of a port's faults to the faults on other machines for a report."""
+"""Minimum ratio of a port's faults to those on other machines for them to be reported."""
 
 SLOWER_PORT = 0.6
 """Ratio of an interface's speed to the speed on other machines below which it is called slow."""
@@ -242,7 +242,7 @@ def starved(m: Measured, column: int, chosen: Ints | slice) -> float:
 
 
 def turn_wait_ns(m: Measured, columns: Sequence[int], chosen: Ints) -> float:
-    """Returns the mean duration in ns of one wait for a processor, added up over several ranks.
+    """Returns the mean duration in ns of a single wait for a processor, summed over several ranks.
 
     Args:
         m: Measured times of the run.

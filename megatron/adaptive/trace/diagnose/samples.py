@@ -449,8 +449,8 @@ def tame_mean(values: Floats) -> Floats:
     This estimate has a smaller error than the median, and is equally robust to a few outliers.
 
     Args:
-        values: ``[n, ..., m]``, with NaN for missing values. All values along the first axis are
-            clipped at the same distance from their median.
+        values: ``[n, ..., m]``, with NaN for missing values. The values of a row are clipped at a
+            distance from their median that is the same along the first axis.
 
     Returns:
         Clipped mean of each row, ``[n, ...]``, or NaN if all values are missing.

@@ -66,7 +66,7 @@ SEPARATOR = Border(left=Side(style="thin", color="FFFFFF"))
 _FAINT = Font(size=8, color="6B6B70")
 BOLD = Font(bold=True)
 MAX_ITERATIONS = 20_000
-"""Maximum number of rows in the sheet *iterations*. For a longer run, every n-th is shown."""
+"""Maximum number of rows in the sheet *iterations*. Longer runs show every n-th iteration."""
 MAX_RANK_COLUMNS = 256
 """Maximum number of ranks in the sheet *iterations*, which has one column per rank."""
 

@@ -213,7 +213,7 @@ def what_if_table(table: Any) -> Any:
 
 
 def _in_turn(run: RunTrace, where: Pipelines, chosen: Sequence[int]) -> Iterable[list[int]]:
-    """Splits ``chosen`` into lists whose iterations have at most :data:`SPANS_AT_ONCE` spans."""
+    """Splits ``chosen`` into lists with at most :data:`SPANS_AT_ONCE` spans in total per list."""
     ranks = where.ranks.tolist()
     group: list[int] = []
     spans = 0

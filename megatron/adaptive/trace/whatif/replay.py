@@ -1,10 +1,10 @@
 """Simulates recorded microbatches under a different schedule, or on other replicas.
 
 A recorded duration is split into three factors: the usual duration of the stage (the median over
-replicas), the slowdown of the rank relative to its peers, and a remaining factor for the length of
-the microbatch or chance. If a stage is split in two, each half is assumed to take half as long. The
-factor of a rank is assumed to be the same for all work, and the factor of a microbatch is assumed
-to be the same on all replicas.
+replicas), the slowdown of the rank relative to its peers, and a remaining factor, which comes from
+the length of the microbatch or from chance. If a stage is split in two, each half is assumed to
+take half as long. The factor of a rank is assumed to be the same for all work, and the factor of a
+microbatch is assumed to be the same on all replicas.
 
 Under a run-time scheduling rule, the order of actions depends on the durations, so the rule is also
 simulated.
@@ -93,8 +93,8 @@ class RecordedTimes:
 
     Attributes:
         steps: Maps each iteration to one array per replica, ``[2, stages, microbatches]``, with the
-            times in seconds of the forward pass and of the whole backward pass. If microbatches are
-            split, the last axis contains the slices of all microbatches.
+            times in seconds of the forward pass and of the backward pass (B and W together). If
+            microbatches are split, the last axis contains the slices of all microbatches.
         transfer_s: Median transfer time of a message in seconds.
         work: Computing cost of each stage in any unit; empty if unknown. If there are fewer than
             three replicas, these costs are needed to distinguish a slow rank from a stage with more

@@ -17,7 +17,7 @@ from megatron.adaptive.trace.diagnose.machine_reasons import COUNTS, reason_by, 
 from megatron.adaptive.trace.diagnose.samples import Floats, Measured, best_interval, chance, noise
 
 SURE = 3.2
-"""Minimum increase of the waiting time, in standard errors, to report a part of the run.
+"""Minimum increase of the waiting time, in standard errors, for a part of the run to be reported.
 """
 
 MOST_OF = 0.75

@@ -85,7 +85,7 @@ def find_overloaded_experts(m: Measured) -> list[Finding]:
             if all(i in m.experts[c] and _layout(m.experts[c][i]) == layouts[c] for c in group)
         ]
         if not chosen or len({layouts[column] for column in group}) < 2:
-            continue  # Every rank has all experts of these layers. No rank waits.
+            continue  # Every rank has all experts of these layers, so no rank waits.
         loads = [[m.experts[column][i] for column in group] for i in chosen]
         tokens = np.array(
             [[sum(sum(row[2:]) for row in load.tokens) for load in of_ranks] for of_ranks in loads]

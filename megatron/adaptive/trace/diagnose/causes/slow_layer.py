@@ -187,7 +187,7 @@ def _beside(layers: Sequence[_Layer], levels: Floats) -> list[float]:
 
 
 def _alone(slow: Sequence[int], levels: Floats) -> set[int]:
-    """Returns the indices of the slow layers whose times differ from all other slow layers.
+    """Returns the slow layers whose times differ from those of all other slow layers.
 
     Args:
         slow: Indices of all slow layers.
