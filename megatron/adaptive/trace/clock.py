@@ -12,7 +12,7 @@ is determined from the first source in this list that is available:
 
 One rank on every other machine requests the time from rank 0, in short bursts over a separate
 connection. Both sides first prove that they know a secret, which rank 0 generates for the trace.
-Later messages have no authentication code. The threads sleep between bursts. A sample consists of
+Later messages are not authenticated. The threads sleep between bursts. A sample consists of
 one request and the reply, whose four times bound the possible offset::
 
     here    ── t0 ────────────────────────────── t3 ──>      delay  = (t3 - t0) - (t2 - t1)
@@ -365,7 +365,7 @@ class Alignment:
         )
 
     def warnings(self) -> list[str]:
-        """Returns one line of text for each problem, such as clocks that were not measured."""
+        """Returns one line of text per problem, such as a clock whose offset was not measured."""
         lines = []
         for how, advice in (
             (
@@ -435,7 +435,7 @@ def refine(alignment: Alignment, names: Mapping[int, str], messages: Messages) -
 
     Args:
         alignment: Clocks as aligned by :func:`align`.
-        names: Clock ID of every rank that sends or receives a message.
+        names: Clock IDs of all ranks that send or receive a message, keyed by rank.
         messages: Messages of the run, with times converted by ``alignment``.
     """
     numbers = {clock.name: number for number, clock in enumerate(alignment.clocks)}

@@ -286,7 +286,7 @@ def drop_closed_terminal() -> bool:
 
 
 def set_aside(folder: str | os.PathLike[str]) -> Path | None:
-    """Renames ``folder`` to the first unused name of ``<folder>-1``, ``<folder>-2`` and so on.
+    """Renames ``folder`` to the first unused name among ``<folder>-1``, ``<folder>-2`` and so on.
 
     An empty folder is not renamed. A job calls this function at each start, because it needs an
     empty folder for its traces. If several machines share the folder, all of them may call this

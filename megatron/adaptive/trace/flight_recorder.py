@@ -183,7 +183,7 @@ def read_dumps(folder: Path) -> list[Dump]:
     """Reads all dumps in ``folder``, and returns them in ascending order of rank.
 
     Raises:
-        TraceError: A file is not a dump, or has a different version.
+        TraceError: A file is not a dump, is damaged, or has an unsupported version.
     """
     return [_read_dump(rank, path) for rank, path in sorted(dump_files(folder).items())]
 
@@ -283,7 +283,7 @@ def _message(
 def _is_late(
     end: int, call: RecordedCall, route: tuple[int, ...], dumps: Mapping[int, Dump]
 ) -> bool:
-    """Returns whether the rank ``end`` has not called its send or receive of a message yet.
+    """Returns whether the rank ``end`` has yet to call its send or receive of a message.
 
     Args:
         end: Global rank of the sender or the receiver. All calls of this rank on the route have

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 LEAST_S = 30.0
 STEPS = 10.0
-"""Default of ``--hang-after-s`` as a multiple of the median step time. It is at least 30 s."""
+"""Default of ``--hang-after-s`` as a multiple of the median step time, but at least 30 s."""
 _LOOK_S = 1.0
 _PATIENCE = 10.0
 """Time that ranks may compute without progress between steps, as a multiple of the hang limit."""
@@ -491,7 +491,7 @@ def _work(pid: int) -> tuple[float, float, float]:
 
 
 def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]:
-    """Collects evidence about this machine's ranks from outside, which takes several seconds.
+    """Collects evidence about this machine's ranks, which takes several seconds.
 
     Args:
         folder: Folder in which this machine's ranks write their status reports and stacks.
@@ -504,7 +504,7 @@ def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]
     stacks = {rank: _spy(job.get("py_spy"), pid, before[rank]) for rank, pid in pids.items()}
     nows = _read_nows(folder, pids)
     for rank, pid in pids.items():
-        # The signal would kill a rank without a handler. Ranks that have reported have a handler.
+        # The signal would kill a rank without a handler. Ranks that have reported have one.
         if not stacks[rank] and nows[rank] and before[rank] not in "XZTt":
             with contextlib.suppress(OSError):
                 os.kill(pid, int(job["signal"]))
@@ -660,13 +660,13 @@ class _Watch:
                 any(
                     after[n] - self._work[r][n] > _BUSY[n] * elapsed_s
                     for r, after in work.items()
-                    if n == 2 or not nows[r].get("spins")  # CUDA uses CPU time while it waits.
+                    if n == 2 or not nows[r].get("spins")  # CUDA busy-waits on the CPU.
                 )
                 for n in range(len(_BUSY))
             ]
             self._work = work
             if elapsed_s > 5 * _LOOK_S:
-                # This process was suspended, and the ranks perhaps as well, so start again.
+                # This process (and perhaps the ranks) was suspended, so measure again from now on.
                 self._still.restart(now_s)
             still_s = self._still.look(nows, now_s, computes=any(moved[:2]), transfers=moved[2])
             self._decide(still_s, now_s)
@@ -752,7 +752,7 @@ class _Watch:
     def _wait_for_others(
         self, still_s: float, evidence: Sequence[RankEvidence]
     ) -> list[RankEvidence]:
-        """Waits some seconds for the evidence from other machines, and returns this evidence."""
+        """Waits several seconds for evidence from the other machines, and returns it."""
         until_s = time.monotonic() + _OTHERS_S
         reports: dict[int, dict[str, Any]] = {}
         while time.monotonic() < until_s:

@@ -25,7 +25,7 @@ from megatron.adaptive.trace.legacy_text import legacy_shape, read_legacy
 from megatron.adaptive.trace.read import RunTrace, read_run, trace_files
 
 TRACES = "traces"
-"""Name of the folder with the traces inside a run's folder."""
+"""Name of the folder of traces within a run's folder."""
 
 _RUNS = Path("runs")
 _LATEST = _RUNS / "latest"
@@ -54,8 +54,8 @@ def load_run(
         num_chunks: Required number of chunks per rank; ``None`` to accept any number.
 
     Raises:
-        TraceError: The trace does not exist, cannot be read, or has different numbers of ranks or
-            chunks.
+        TraceError: The trace does not exist, cannot be read, or does not have the required numbers
+            of ranks or chunks.
     """
     source = path or newest_run(_LINES) or newest_run((_TEXT,))
     if source is None:
@@ -107,11 +107,12 @@ def searched(parents: Sequence[Path] = PARENTS) -> str:
 
 
 def _folders(parent: Path, patterns: Sequence[str], *, may_be_empty: bool) -> list[Path]:
-    """Returns the subfolders of ``parent`` that may contain the newest run.
+    """Returns the folders in ``parent`` that may contain the newest run.
 
-    The list is empty if ``parent`` cannot be read. In the folder ``runs``, the target of
-    ``runs/latest`` is the only candidate if the target contains a file that matches ``patterns``,
-    or if ``may_be_empty`` is true.
+    For the current directory, the list contains only the directory itself. The list is empty if
+    ``parent`` cannot be read. In the folder ``runs``, the target of ``runs/latest`` is the only
+    candidate if the target contains a file that matches ``patterns``, or if ``may_be_empty`` is
+    true.
     """
     if parent == _HERE:
         return [parent]

@@ -250,8 +250,8 @@ def run_figures(
         iterations: Iterations to include; ``None`` for all.
         ranks: Global ranks to include; ``None`` for all. Step times are computed from these ranks
             only.
-        workers: Number of processes that read files; ``None`` for one per processor core, or only
-            this process if this is faster. If there are several processes, the calling program
+        workers: Number of processes that read files; ``None`` for one per processor core, or for
+            this process only if that is faster. If there are several processes, the calling program
             needs an ``if __name__ == "__main__"`` guard, because each process imports the program
             again.
 

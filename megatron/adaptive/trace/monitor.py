@@ -65,7 +65,7 @@ Ranks write a status report twice a second.
 """
 
 LONG_S = 60.0
-"""Time in seconds after the last write at which a rank without status reports is shown as silent.
+"""Seconds since the last write after which a rank without status reports is shown as silent.
 
 Such a rank only writes its trace, once per step.
 """

@@ -177,7 +177,7 @@ class TraceTable:
         return is_chosen[self.kind]
 
     def take(self, rows: Ints | Mask | slice) -> TraceTable:
-        """Returns a table with only some ``rows``, which are a mask, indices or a slice."""
+        """Returns a table with only the selected ``rows`` (a mask, indices or a slice)."""
         return TraceTable(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     def of_kind(self, *kinds: str) -> TraceTable:
@@ -264,7 +264,7 @@ _SAME = ("iteration", "of", "chunk", "microbatch")
 
 @dataclass(frozen=True, eq=False)
 class Messages:
-    """Contains the messages of which both sides were recorded, as arrays ``[messages]``.
+    """Contains messages whose send and receive were both recorded, as arrays ``[messages]``.
 
     Attributes:
         iteration: Iteration number, ``int64``.

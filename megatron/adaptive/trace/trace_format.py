@@ -188,8 +188,9 @@ class SpanRow(NamedTuple):
             span.
         queue_depth: Number of inputs that had arrived but were still unused when the span started.
         peer: Global rank of the other side of a message, or -1 if there is none.
-        of: Index of the kind of action that a wait or a message belongs to, or -1 if there is none.
-        reason: Index in :data:`REASONS` of the span's reason.
+        of: Kind of the action that a wait or a message belongs to, as an index into :data:`KINDS`,
+            or -1 if there is none.
+        reason: Reason of the span, as an index into :data:`REASONS`.
     """
 
     kind: int
@@ -256,8 +257,8 @@ class TraceHeader:
         gpu_ranks: Number of ranks that use the GPU of this rank, including this rank; 1 on a CPU or
             if unknown.
         num_slices: Number of slices into which each microbatch is split along its sequence; 1 if
-            microbatches are not split, or if their numbers of slices differ. In the latter case,
-            the marker of each iteration contains the numbers in ``slices``.
+            microbatches are not split, or if their numbers of slices differ. If they differ, the
+            marker of each iteration contains the numbers in ``slices``.
         uncounted: Names of the counters of :mod:`machine_counters` that are unavailable on the
             rank's machine.
         device: Kind of device that the rank computes on, ``cpu`` or ``cuda``; empty if unknown.

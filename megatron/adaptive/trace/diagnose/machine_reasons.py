@@ -424,7 +424,7 @@ def _slow_port(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | No
 
 
 def waits_of(m: Measured, columns: Sequence[int]) -> Iterator[tuple[str, Floats]]:
-    """Yields the fraction of time that ranks on one machine waited, for each counter of waits.
+    """Yields, for each counter of waits, the fraction of time that ranks on one machine waited.
 
     Args:
         m: Measured times of the run.

@@ -76,7 +76,7 @@ class Measured:
         messages: Messages between ranks in the iterations, or in a sample of them if there are
             many.
         clock_error_ns: Maximum remaining error in ns between the clocks of two ranks.
-        experts: Map from iterations to markers with the load of the experts, for each rank.
+        experts: Markers with the load of the experts, keyed by iteration, for each rank.
         machine: Values of each counter in ``machine_counters``, ``[iterations, ranks] float64``.
             NaN for iterations without counters.
         layer_rows: Times of the layers as in ``IterationStart``, for each rank and iteration. Empty
@@ -175,8 +175,8 @@ class Measured:
                 (expected times), ``history`` (other iterations) or ``others`` (other ranks or
                 links).
             confidence: Probability that the finding is not caused by chance, between 0.5 and 0.99.
-            counts: Number of actions, messages or reads that were compared, by name. The number of
-                iterations is added.
+            counts: Number of actions, messages or reads that were compared, keyed by name. The
+                number of iterations is added.
             factor: Ratio of the ranks' computing time to the expected time or, for overloaded
                 experts, of their tokens to the mean. ``None`` if only ``delay_ms`` is known.
             delay_ms: Delay in milliseconds of each message, microbatch or action, or ``None`` if

@@ -157,7 +157,7 @@ class _RankFile:
         events: Ranges and kernels with a known kind of operation.
         steps: (Number, category, start time) of each step marked by the profiler.
         unknown: Number of ranges for each unrecognized name.
-        left_out: Number of omitted events, by reason and name.
+        left_out: Number of omitted events, keyed by reason and name.
         is_cut: Whether the file is truncated.
         sizes: Pipeline, tensor-parallel and data-parallel size; empty if unknown.
         only_group: Lowest rank of the process group if the file lists a single group; otherwise -1.
@@ -188,11 +188,11 @@ class _Span:
     """Contains an OpenTelemetry span.
 
     Attributes:
-        resource: Attributes of the process that wrote the span, by name.
+        resource: Attributes of the process that wrote the span, keyed by name.
         name: Name of the span.
         start: Start time in nanoseconds.
         end: End time in nanoseconds.
-        attributes: Attributes of the span, by name.
+        attributes: Attributes of the span, keyed by name.
     """
 
     resource: Mapping[str, Any]

@@ -5,7 +5,7 @@
 - *summary*     busy time, waits by cause, bubble, durations of actions, peaks and bytes of each
                 rank, first for the drawn iteration, then averaged over the workbook's iterations
 - *iterations*  step time, bubble and waits of each iteration
-- *charts*      Excel charts of the last two sheets, which are updated when cells change
+- *charts*      Excel charts of *summary* and *iterations*, which are updated when cells change
 
 The workbook shows one replica, and names it if there are several. The code avoids slow functions of
 openpyxl for columns, merged cells and styles, because charts may have hundreds of thousands of

@@ -3,7 +3,7 @@
 The order and the distribution over replicas concern microbatches of unequal cost, and the partition
 concerns segments (parts of a stage). Recorded steps are simulated under the schedule of the run::
 
-    recorded microbatches ──> dealt over replicas by cost ──┐
+    recorded microbatches ──> assigned to replicas by cost ─┐
                         └───────────────────────────────────┴──> ordered by cost ──> step time
     recorded segments ──> another partition (each stage's time divided among its segments)
 

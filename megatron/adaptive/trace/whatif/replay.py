@@ -54,7 +54,7 @@ MOST_PIPELINES = 256
 At least one step is simulated, even if it has more pipelines.
 """
 ALIKE = 0.1
-"""Maximum relative difference between the simulated and the recorded step time.
+"""Maximum relative difference of simulated and recorded step time for a simulation to be used.
 
 The simulation uses the recorded durations. The difference is larger if the run had a different
 limit on activation memory than the simulated rule, or if the trace's spans do not cover the whole
