@@ -228,7 +228,7 @@ def _unreadable(path: Path, error: OSError) -> TraceError:
 def _ends_at(file: BinaryIO, end: int, size: int) -> bool:
     """Returns whether a complete block of spans ends at byte ``end`` of ``file``.
 
-    A complete block ends with a complete line that is not followed by another span. ``size`` is the
+    A block is complete if its last line is complete and no other span follows. ``size`` is the
     size of the file in bytes.
     """
     if end > size:

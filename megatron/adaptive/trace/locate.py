@@ -5,7 +5,8 @@ contain a trace in the older text format (``legacy_text``). The newest run is th
 changed last. By default, runs write to these folders in the current directory::
 
     runs/NAME/traces, runs/NAME/checkpoints     train single, the scripts of examples/gpt
-    runs/latest                                 link to the newest of these, or file with its path
+    runs/latest                                 link to the newest such folder, or file with its
+                                                path
     logs/JOB, logs/JOB/traces                   jobs of conf.sh, on pods and on Slurm
     traces, checkpoints                         the names that the documentation uses with
                                                 --trace-dir and --save

@@ -51,14 +51,14 @@ ELAPSED = "elapsed_ns"
 PROCESSOR_WAIT = "processor_wait_ns"
 """Name of the counter for the time in ns that a thread was ready to run but had no processor.
 
-The value is that of the thread of this process that waited longest.
+The value is the wait of this process's longest-waiting thread.
 """
 
 TURN_WAIT = "turn_wait_ns"
 """Name of the counter for the mean time in ns that a thread waited until it got a processor.
 
-The value is that of the longest-waiting thread among those that run actions, send or receive. A
-receiving thread that waits for a processor notices messages late, by about this time.
+The value is the mean of the longest-waiting thread among those that run actions or transfer
+messages. A receiving thread that waits for a processor notices messages late, by about this time.
 """
 
 THROTTLED = "throttled_ns"
@@ -82,7 +82,7 @@ DISK_PAGES = "disk_pages"
 DISK_READ = "disk_read_bytes"
 """Name of the counter for bytes that this process or one of its children read from a disk.
 
-The value is that of the process that read most. Reads from the page cache are not included.
+The value is the count of the process that read most. Reads from the page cache are not included.
 """
 
 CLOCK = "clock_khz"

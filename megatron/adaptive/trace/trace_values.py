@@ -157,7 +157,7 @@ def value_of(
 
 
 def number_of_microbatches(record: Mapping[str, Any], origin: object) -> int:
-    """Returns the number of microbatches in the marker ``record``, after checking the range.
+    """Reads the number of microbatches from the marker ``record``, and checks that it is in range.
 
     ``origin`` is the position of the marker for error messages.
     """

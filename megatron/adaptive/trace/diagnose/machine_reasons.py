@@ -301,7 +301,7 @@ def reasons_of(m: Measured, column: int, chosen: slice, factor: float) -> list[R
 
 
 def reading_reason(m: Measured, column: int, chosen: Ints) -> Reason | None:
-    """Returns the reason why a rank reads data slowly, or ``None`` if the disk is not the reason.
+    """Returns the reason if the disk explains why a rank reads data slowly, and ``None`` otherwise.
 
     Args:
         m: Measured times of the run.
@@ -328,7 +328,7 @@ def reading_reason(m: Measured, column: int, chosen: Ints) -> Reason | None:
 
 
 def link_reason(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
-    """Returns the reason for a slow link according to the network counters, or ``None``.
+    """Returns the reason for a slow link if the network counters show one, and ``None`` otherwise.
 
     Args:
         m: Measured times of the run.
@@ -508,7 +508,7 @@ def _reads_most(m: Measured, column: int, chosen: slice) -> bool:
 
 
 def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reason | None:
-    """Returns the reason for a slowdown if a slow processor clock explains enough of it.
+    """Returns the reason if a slow processor clock explains enough of a slowdown.
 
     Otherwise returns ``None``. Skips ranks that compute on a GPU, because the processor's clock
     rate has little effect on them. ``factor`` is the ratio of the rank's computing time to the
@@ -538,7 +538,7 @@ def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reaso
 
 
 def _slow_gpu_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reason | None:
-    """Returns the reason for a slowdown if a slow GPU clock explains enough of it, or ``None``.
+    """Returns the reason if a slow GPU clock explains enough of a slowdown, and ``None`` otherwise.
 
     ``factor`` is the ratio of the rank's computing time to the expected time.
     """

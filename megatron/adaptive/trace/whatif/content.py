@@ -1,7 +1,8 @@
 """Simulates runs of a ``Pipeline`` with a different order, distribution or partition.
 
-The order and the distribution over replicas concern microbatches of unequal cost, and the partition
-concerns segments (parts of a stage). Recorded steps are simulated under the schedule of the run::
+The order of microbatches and their distribution over replicas matter if the microbatches differ in
+cost. The partition divides the segments (parts of stages) among the stages. Recorded steps are
+simulated under the schedule of the run::
 
     recorded microbatches ──> assigned to replicas by cost ─┐
                         └───────────────────────────────────┴──> ordered by cost ──> step time

@@ -31,7 +31,7 @@ LEAST_BUSY = 0.1
 
 
 class BusyMachineCause(Cause):
-    """Finds machines whose ranks all wait for processors, quotas or memory."""
+    """Finds machines on which all ranks wait for processors or memory, or are stopped by quotas."""
 
     name = "busy machine"
     order = 40
@@ -60,7 +60,7 @@ class BusyMachineCause(Cause):
 
 
 def _busy_machine(m: Measured, columns: Sequence[int]) -> Finding | None:
-    """Returns a finding if the ranks on a machine often wait for processors, quotas or memory.
+    """Returns a finding if the ranks on a machine often wait, for example for processors or memory.
 
     Otherwise returns ``None``. ``columns`` contains the indices of all ranks on the machine.
     """
