@@ -43,7 +43,7 @@ from megatron.adaptive.trace.trace_format import TraceHeader, parse_line, slices
 TAIL_BYTES = 1 << 20
 """Number of bytes that are read first from the end of a large file.
 
-More bytes are read if these do not contain a whole step.
+More bytes are read if these do not contain a complete step.
 """
 
 ALL_TAILS_BYTES = 1 << 28

@@ -180,7 +180,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._rows = []
 
     def extend(self, rows: Iterable[SpanRow]) -> None:
-        """Adds ``rows`` to the current iteration, or drops ``rows`` outside of an iteration.
+        """Adds ``rows`` to the current iteration, or drops them if there is none.
 
         This method never blocks.
         """

@@ -29,7 +29,7 @@ MAX_STAGES = 1 << 16
 """Maximum number of stages of a run."""
 
 MAX_ITERATION = 1 << 40
-"""Maximum iteration number, whose product with the number of ranks still fits into 64 bits."""
+"""Maximum iteration number. Its product with the number of ranks still fits into 64 bits."""
 
 _MAX_LAYERS = 1 << 16
 _MAX_WORK = 1e30

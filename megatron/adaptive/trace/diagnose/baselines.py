@@ -308,7 +308,8 @@ def _level_microbatches(m: Measured, logs: Floats) -> None:
 def _passing(m: Measured, series: Floats, sampling: Floats) -> Covariance:
     """Returns the covariance of the deviations that vary between iterations.
 
-    They consist of the noise of each rank, and a deviation that all ranks of a replica share.
+    These deviations consist of the noise of each rank, and a deviation that all ranks of a replica
+    share.
 
     Args:
         m: Measured times of the run.

@@ -472,7 +472,7 @@ def _usual(m: Measured, share: Floats, counter: str, column: int, chosen: slice)
 
 
 def _kernel_excess(m: Measured, column: int, chosen: slice) -> float:
-    """Returns by how much longer than usual a rank executes kernel code, as a fraction of a step.
+    """Returns how much more time than usual a rank spends in the Linux kernel, per step time.
 
     If memory is short, the kernel needs additional time to free memory and to read pages for the
     rank. ``chosen`` contains the indices of the iterations to use.

@@ -55,8 +55,8 @@ class Measured:
     Below, the "column" of a rank is its index on the rank axis of these arrays.
 
     Attributes:
-        headers: Trace header of each rank, by column.
-        stages: Indices of the pipeline stages on each rank, by column.
+        headers: Trace header of each rank, indexed by column.
+        stages: Indices of the pipeline stages on each rank, indexed by column.
         iterations: ``[iterations]``, numbers of the iterations.
         num_microbatches: Number of microbatches in the last iteration.
         num_chunks: Number of model chunks per rank.
@@ -449,8 +449,8 @@ def tame_mean(values: Floats) -> Floats:
     This estimate has a smaller error than the median, and is equally robust to a few outliers.
 
     Args:
-        values: ``[n, ..., m]``, with NaN for missing values. The values of a row are clipped at a
-            distance from their median that is the same along the first axis.
+        values: ``[n, ..., m]``, with NaN for missing values. Values are clipped around the median
+            of their row, at the same distance for all rows along the first axis.
 
     Returns:
         Clipped mean of each row, ``[n, ...]``, or NaN if all values are missing.

@@ -474,7 +474,7 @@ def _read(path: Path) -> _RankFile:
 
 
 def _take_head(file: _RankFile, held: bytes) -> None:
-    """Reads the rank and the job's sizes from the file's name and its first bytes (``held``).
+    """Reads the rank and the job's parallel sizes from the file's name and first bytes (``held``).
 
     Raises:
         TraceError: A value in the first bytes is impossible.

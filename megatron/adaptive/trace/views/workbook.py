@@ -77,7 +77,7 @@ HEAD_ROW = 2
 HEAD_HEIGHT = 44
 """Height in points of a header row, enough for three lines of text."""
 PART_COLUMN = 5
-"""Number of the first column with a part of the step in the sheet *summary*."""
+"""Number of the first column in the sheet *summary* that shows a part of the step."""
 
 PART_COLORS = {
     "busy": chunk_color("F", 0, 1),

@@ -539,7 +539,7 @@ def recorded_step(ops: Operations, rows: Ints, times_s: Floats) -> RecordedStep 
     Args:
         ops: Recorded operations.
         rows: Indices of the step's operations.
-        times_s: Durations in seconds, ``[operations]``.
+        times_s: Duration of each operation in seconds, ``[operations]``.
     """
     kind = ops.kind[rows]
     stage = ops.stage[rows]
@@ -591,14 +591,14 @@ def _sizes_of(ops: Operations, rows: Ints) -> tuple[int, ...]:
 
 
 def recorded_replicas(ops: Operations, iteration: int) -> list[tuple[RecordedStep, float]] | None:
-    """Returns each replica's step in ``iteration``, and the recorded step times in seconds.
+    """Returns each replica's step in ``iteration``, with the recorded step time in seconds.
 
     Args:
         ops: Recorded operations.
         iteration: Iteration number.
 
     Returns:
-        List with an entry per replica, or ``None`` if actions are missing.
+        List of pairs (step, step time), one per replica, or ``None`` if actions are missing.
     """
     replicas = []
     for rows in _rows_by_replica(ops, np.array([iteration]))[iteration]:

@@ -287,5 +287,5 @@ def _least_ns(m: Measured, ranks: Sequence[int], number: float) -> float:
 
 
 def _num_hosts(m: Measured, joined: JoinedCollectives) -> int:
-    """Returns the number of machines on which the members of the group of ``joined`` run."""
+    """Returns the number of machines on which the members of a process group run."""
     return len({m.headers[m.column[rank]].host for rank in joined.ranks})

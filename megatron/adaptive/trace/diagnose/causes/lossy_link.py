@@ -37,7 +37,7 @@ LATE_TOGETHER = 0.8
 """Minimum fraction of the delay that must fall into iterations with retransmitted TCP segments."""
 
 RANDOMLY = 0.02
-"""Maximum probability of a coincidence of delays and retransmissions for a link to be reported."""
+"""Maximum probability that delays and retransmissions coincide by chance on a reported link."""
 
 DRAWS = 1000
 """Number of random permutations of the iterations from which this probability is estimated."""

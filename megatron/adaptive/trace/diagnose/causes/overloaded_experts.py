@@ -62,7 +62,7 @@ OVERLOADED = 1.1
 """Minimum ratio of an overloaded rank's number of tokens to the mean over ranks."""
 
 OVERLOAD_ERRORS = 3.0
-"""Minimum additional waiting time of the other ranks, in standard errors, to report a rank.
+"""Minimum additional waiting time of the other ranks, in standard errors, to report the overload.
 """
 
 
