@@ -456,8 +456,8 @@ def _parse(rank: int, content: Mapping[str, Any]) -> Dump:
         if (group := names.get(str(number))) is not None:
             last = int(status["last_enqueued_collective"])
             begun[group] = max(begun.get(group, 0), last)
-    # torch numbers its records from 0 and overwrites the oldest ones first, so a dump is whole if
-    # the first record has the number 0.
+    # torch numbers its records from 0 and overwrites the oldest ones first, so a dump is complete
+    # if the first record has the number 0.
     is_whole = all(int(entry.get("record_id", 1)) == 0 for entry in entries[:1])
     return Dump(rank=rank, calls=tuple(calls), members=members, begun=begun, is_whole=is_whole)
 

@@ -143,8 +143,8 @@ class GpuCounters:
     def _others(self) -> int:
         """Returns the number of processes outside the job that use the GPU.
 
-        Processes are only counted, without comparing their IDs with those of the ranks, because
-        NVML may report process IDs of another namespace in a container.
+        Processes are counted without comparing their IDs with the process IDs of the ranks, because
+        in a container, NVML may report IDs of another namespace.
         """
         running = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._device)
         others = [process for process in running if int(process.pid) != os.getpid()]

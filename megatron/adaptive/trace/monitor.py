@@ -1,7 +1,7 @@
 """Reads the current or final state of a run from its files, for display by ``job top``.
 
-These files are the traces with the spans of the latest iterations, each rank's status file with the
-current action (``status_files``), and the trainer's progress file. Any of them may be missing. The
+The files are the traces (spans of the latest iterations), the status files of the ranks (current
+actions, see ``status_files``), and the trainer's progress file. Any of them may be missing. The
 clocks of different machines are aligned by their time of day, which is accurate enough for a
 display.
 

@@ -3,8 +3,8 @@
 The kernel counts the segments of each connection (``TCP_INFO``), so lost segments of other programs
 are not included. The connections of this process include those of gloo, of NCCL over sockets, and
 of the job's store. Ethernet and RDMA ports have files with their error counts. The speed is read
-only for the interface that the job uses, because other interfaces, such as those for management, do
-not slow the job down::
+only for the interface that the job uses, because other interfaces, such as management interfaces,
+do not slow the job down::
 
     /sys/class/net/*/statistics              packets with errors, packets that were dropped
     /sys/class/net/*/speed                   Mbit/s

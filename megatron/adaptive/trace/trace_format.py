@@ -653,7 +653,7 @@ def parse_line(
 ) -> TraceHeader | IterationStart | ClockSamples | Gap | None:
     """Parses a line of a trace file that contains a JSON object.
 
-    All lines contain JSON objects, except those of spans, which contain lists.
+    Lines of spans contain JSON lists, and all other lines contain JSON objects.
 
     Args:
         line: Text of the line, with or without the newline.

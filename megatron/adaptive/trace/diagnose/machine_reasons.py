@@ -1,8 +1,8 @@
 """Uses the counters of a rank's machine to find the reason why the rank did not compute.
 
 Most of these counters measure waiting time. Such a counter explains why a rank is slow if its
-excess over the usual value makes up a large part of the time that the rank lost. The usual value is
-that of other ranks, or of other iterations of the same rank.
+excess over the usual value makes up a large part of the time that the rank lost. The usual value
+comes from other ranks, or from other iterations of the same rank.
 """
 
 from __future__ import annotations
@@ -472,7 +472,7 @@ def _usual(m: Measured, share: Floats, counter: str, column: int, chosen: slice)
 
 
 def _kernel_excess(m: Measured, column: int, chosen: slice) -> float:
-    """Returns how much more time than usual a rank spends in the Linux kernel, per step time.
+    """Returns a rank's time in the Linux kernel beyond the usual time, as a fraction of a step.
 
     If memory is short, the kernel needs additional time to free memory and to read pages for the
     rank. ``chosen`` contains the indices of the iterations to use.

@@ -728,7 +728,7 @@ def _set_steps(file: _RankFile, line: str, events: list[_Event], labels: list[_E
 
 
 def _unspanned(end: str, messages: list[_Event], computes: list[_Event]) -> list[_Event]:
-    """Returns those sends or receives (``end``) that have no span, because one call did both.
+    """Returns the sends or receives (``end``) that have no span, because one call did both.
 
     Their times are estimated: the wait for an input begins at the end of the previous computation,
     and a result is sent at the end of the computation that produced it.

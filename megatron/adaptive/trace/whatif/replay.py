@@ -620,8 +620,8 @@ def recorded_times(
         work: Computing cost of each stage in any unit; empty if unknown.
 
     Returns:
-        Times of those steps in which every rank ran each microbatch of its replica, or ``None`` if
-        there are no such steps or ranks have several stages.
+        Times of the steps in which every rank ran each microbatch of its replica. ``None`` if there
+        are no such steps, or if ranks have several stages.
     """
     where = parts[0].where
     if where.stages.shape[1] > 1:

@@ -1,7 +1,7 @@
 """Finds links with packet loss, on which some messages are late because of retransmissions.
 
 Most messages on such a link are as fast as on other links, so a comparison of links finds nothing.
-However, the late messages occur in those iterations in which the machine retransmitted more TCP
+However, the late messages occur in the iterations in which the machine retransmitted more TCP
 segments than usual. Links within a machine are skipped, unless all messages are known to use TCP.
 """
 

@@ -71,8 +71,8 @@ def find_overloaded_experts(m: Measured) -> list[Finding]:
 
     Ranks are compared if the experts of the same layers are divided among them. The rank with the
     most tokens is the last to reach the all-to-all exchange after the experts, where the other
-    ranks wait for it. The cost is the difference between the waiting time of the other ranks and
-    that of the overloaded rank, but at most the time that the rank needs for its additional tokens.
+    ranks wait for it. The cost is how much longer the other ranks wait than the overloaded rank,
+    but at most the time that the overloaded rank needs for its additional tokens.
     """
     layouts = [next((_layout(marker) for marker in markers.values()), ()) for markers in m.experts]
     layers = [tuple(layer for layer, *_ in layout) for layout in layouts]
