@@ -30,8 +30,8 @@ These modules read, convert and display a trace:
 - ``locate``        finds the trace of the run that the user names, or of the newest run
 - ``views``         displays a trace in Excel, HTML, Perfetto, PNG or TensorBoard files
 - ``imports``       reads traces written by other programs
-- ``whatif``        simulates steps with changed times, for example with a rank that is slower or no
-  longer slow
+- ``whatif``        simulates steps with changed durations, for example as if a slow rank
+  were as fast as the others
 - ``flight_recorder`` reads torch's dumps to find the collective that hangs and the ranks that have
   not entered it
 - ``diagnose``      finds causes of slow steps, such as a slow rank, link or data reader

@@ -56,7 +56,7 @@ class Block:
 
     @property
     def num_spans(self) -> int:
-        """Estimated number of spans, which is at least 1 and limited by the size of the block."""
+        """Number of spans according to the marker, at least 1 and limited by the block's size."""
         if self.table is not None:
             return max(1, len(self.table))
         return max(1, min(sum(self.marker.counts), self.size_bytes // SHORTEST_SPAN))
@@ -89,8 +89,8 @@ class FileIndex:
 
         Args:
             size: Size of the file in bytes.
-            is_growing: Whether the run may still be writing to the file. If so, an incomplete line
-                at the end is not counted as truncated, but left for the next call.
+            is_growing: Whether the run may still be writing to the file. If so, an incomplete last
+                line is left for the next call instead of being counted as truncated.
 
         Raises:
             OSError: The file cannot be read.
@@ -150,8 +150,8 @@ def index_file(path: Path) -> FileIndex:
 def _block(index: FileIndex, file: BinaryIO, marker: IterationStart, file_size: int) -> Block:
     """Returns the block of spans after ``marker``, and advances ``file`` to the end of the block.
 
-    ``index`` lists the contents of the file, and ``file_size`` is the size that the file had when
-    reading started, in bytes.
+    ``index`` lists the contents of the file, and ``file_size`` is the size of the file in bytes
+    when reading started.
     """
     offset, size = file.tell(), marker.size_bytes
     if _ends_at(file, offset + size, file_size):
@@ -228,7 +228,7 @@ def _unreadable(path: Path, error: OSError) -> TraceError:
 def _ends_at(file: BinaryIO, end: int, size: int) -> bool:
     """Returns whether a complete block of spans ends at byte ``end`` of ``file``.
 
-    A complete block ends with a complete line that is not followed by another span. ``size`` is the
+    A block is complete if its last line is complete and no other span follows. ``size`` is the
     size of the file in bytes.
     """
     if end > size:
@@ -242,7 +242,7 @@ _PLAIN = bytes(range(ord("0"), ord("9") + 1)) + b",-[]\n"
 _COMMAS = bytes.maketrans(b"]", b",")
 _ENDS = {-(2**63), 2**63 - 1}
 _UNKNOWN = (("kind", OTHER, OTHER), ("of", OTHER, -1), ("reason", len(REASONS), 0))
-"""Columns that contain indices: name, number of known values, replacement for unknown values."""
+"""Columns of indices, as (name, number of known values, replacement for unknown values)."""
 
 
 def parse_spans(data: bytes, where: Callable[[int], str]) -> Ints:
@@ -256,8 +256,8 @@ def parse_spans(data: bytes, where: Callable[[int], str]) -> Ints:
     Returns:
         Array ``[lines, 12] int64``, in the order of
         :data:`~megatron.adaptive.trace.trace_format.COLUMNS`. An unknown kind of span is replaced
-        by ``other``. An unknown ``of`` or ``reason`` is replaced by the value for a missing ``of``
-        or ``reason``.
+        by ``other``. In the columns ``of`` and ``reason``, unknown values are replaced by the value
+        that means none.
 
     Raises:
         TraceError: A line is not a list of integers, one per column.
@@ -298,7 +298,7 @@ def _plain(data: bytes) -> Ints | None:
 
 
 def _refusal(data: bytes, where: Callable[[int], str]) -> TraceError:
-    """Creates an error with the position of the first line in ``data`` that is not a span.
+    """Returns an error that names the position of the first line in ``data`` that is not a span.
 
     ``where`` converts the index of a line in ``data`` to the position for the message.
     """

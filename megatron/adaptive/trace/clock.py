@@ -12,7 +12,7 @@ is determined from the first source in this list that is available:
 
 One rank on every other machine requests the time from rank 0, in short bursts over a separate
 connection. Both sides first prove that they know a secret, which rank 0 generates for the trace.
-Later messages have no authentication code. The threads sleep between bursts. A sample consists of
+Later messages are not authenticated. The threads sleep between bursts. A sample consists of
 one request and the reply, whose four times bound the possible offset::
 
     here    ── t0 ────────────────────────────── t3 ──>      delay  = (t3 - t0) - (t2 - t1)
@@ -25,7 +25,7 @@ optional: if rank 0 cannot be reached from a machine, the traces of this machine
 and a warning is printed when they are read.
 
 Round trips in which a thread had to wait for a processor are slow and inaccurate. Therefore, only
-the fastest samples of each second are used, and the slower ones of these have less weight. A
+the fastest samples of each second are used, and the slower of these samples get less weight. A
 straight line is fitted to the samples, or a piecewise linear function if a clock was adjusted
 during the run.
 
@@ -146,8 +146,8 @@ def fit_clock(samples: Sequence[ClockExchange] | Ints) -> ClockFit:
     """Fits the offset between the local clock and a reference clock as a function of time.
 
     Args:
-        samples: Requests to the reference rank, at least one, or an array ``[requests, 4]`` of
-            their times in ns in the order of the fields of ``ClockExchange``.
+        samples: Requests to the reference rank (at least one), or an array ``[requests, 4]`` with
+            the times of the requests in ns, in the order of the fields of ``ClockExchange``.
 
     Returns:
         Fit that converts readings of the local clock to those of the reference clock.
@@ -197,8 +197,9 @@ def settle(
             upper bound for the offset, and the mean of the two bounds is used.
 
     Returns:
-        Nanoseconds to add to each clock, and the longest time in nanoseconds by which a message
-        still arrives before it was sent, or 0 if no message does.
+        Nanoseconds to add to each clock, and the largest remaining contradiction in nanoseconds:
+        the longest time by which a message still seems to arrive before it was sent, or 0 if none
+        does.
     """
     moves = np.zeros(num_clocks)
     _place_unsure(moves, slack_ns, unsure)
@@ -291,8 +292,8 @@ def _line(times_ns: Floats, offsets: Floats, sigmas: Floats, count: int) -> tupl
     knots = np.linspace(times_ns[0], times_ns[-1], count)
     # Row i contains the weights of the knots in the interpolated value at point i.
     design = np.stack([np.interp(times_ns, knots, unit) for unit in np.eye(count)], axis=1)
-    # Add a row for each interval between knots that pulls the slope towards 0 with a small weight,
-    # because a few samples alone could not determine all slopes.
+    # A few samples alone could not determine all slopes. Therefore, add a row for each interval
+    # between knots that pulls the slope towards 0 with a small weight.
     matrix = np.concatenate([design, (np.eye(count, k=1) - np.eye(count))[:-1]])
     target = np.concatenate([offsets, np.zeros(count - 1)])
     prior = np.full(count - 1, length / (count - 1) * DRIFT_PRIOR)
@@ -364,7 +365,7 @@ class Alignment:
         )
 
     def warnings(self) -> list[str]:
-        """Returns one line of text for each problem, such as clocks that were not measured."""
+        """Returns one line of text per problem, such as a clock whose offset was not measured."""
         lines = []
         for how, advice in (
             (
@@ -434,7 +435,7 @@ def refine(alignment: Alignment, names: Mapping[int, str], messages: Messages) -
 
     Args:
         alignment: Clocks as aligned by :func:`align`.
-        names: Clock ID of every rank that sends or receives a message.
+        names: Clock IDs of all ranks that send or receive a message, keyed by rank.
         messages: Messages of the run, with times converted by ``alignment``.
     """
     numbers = {clock.name: number for number, clock in enumerate(alignment.clocks)}
@@ -554,7 +555,7 @@ class ClockServer:
         self.port = self._gate.port
 
     def close(self) -> None:
-        """Waits briefly for last requests, then stops the server. May be called more than once."""
+        """Waits briefly for the last requests, and stops the server. May be called repeatedly."""
         self._gate.close()
         end_s = time.monotonic() + PATIENCE_S
         while self._serving:
@@ -678,8 +679,8 @@ def _receive(connection: socket.socket, size: int, now: Clock) -> tuple[bytes, i
         if (level, kind) == (socket.SOL_SOCKET, _SO_TIMESTAMPNS):
             seconds, nanoseconds = _TIMESPEC.unpack(value[: _TIMESPEC.size])
             age_ns = unix_ns - (seconds * 10**9 + nanoseconds)
-            # Ignore ages that are out of range, because the time of day was then changed in the
-            # meantime.
+            # An age that is negative or above a second means that the time of day was changed in
+            # the meantime. Ignore such a timestamp.
             if 0 <= age_ns < 10**9:
                 return data, present_ns - age_ns
     return data, present_ns

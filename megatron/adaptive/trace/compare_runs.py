@@ -5,9 +5,10 @@ of one rank. The logarithms of the times are compared, so that relative changes 
 
     change of a cell  =  everything + kind of action + rank + stage + kind of action on the rank
 
-The changes are selected one at a time, in each case the change that accounts for most of the
-remaining difference. A rank on which all kinds of actions became slower is therefore reported as
-one change instead of three. Links, and ranks that read data, are compared separately.
+The changes are selected one at a time. Each time, the change that accounts for most of the
+remaining difference is selected. A rank on which all kinds of actions became slower is therefore
+reported as one change instead of three. The links, and the ranks that read data, are compared
+separately.
 
 If both runs recorded layers and collectives (``--trace-detail``), their times are also compared. A
 layer is reported if it changed differently from the other layers on the same ranks. For each
@@ -155,7 +156,7 @@ class Comparison:
         return self.after_ms / self.before_ms - 1
 
     def is_slower_by(self, limit: float) -> bool:
-        """Returns whether the steps of the second run are certainly slower by more than ``limit``.
+        """Returns whether the second run is significantly slower, and by more than ``limit``.
 
         Args:
             limit: Tolerated relative increase of the step time. If the increase may be random, the
@@ -347,15 +348,15 @@ that comes first is used.
 """
 
 _PREFERRED = 1 + 1e-9
-"""Minimum ratio of what a kind of part explains to what the kinds listed before it explain.
+"""Factor by which a kind of part must explain more than the kinds listed before it to be selected.
 
-A factor of 1 would not work, because sums of the same numbers over different axes may have
-different rounding errors.
+The factor is slightly above 1, because sums of the same numbers over different axes may differ by
+rounding errors.
 """
 
 
 def _largest_change(m: Measured, weight: Floats, rest: Floats) -> _PartChange | None:
-    """Returns the change that accounts for most of ``rest``, or ``None`` if no change is certain.
+    """Returns the change that accounts for most of ``rest``, or ``None`` if none is significant.
 
     For example, a change of a whole rank accounts for more than a change of its backward passes.
 

@@ -104,7 +104,7 @@ class BestEffortFile:
             opened.
 
     Raises:
-        OSError: The file cannot be opened, and the reason is not a full or failing disk.
+        OSError: The file cannot be opened for a reason other than a full or failing disk.
     """
 
     def __init__(self, path: Path, unit: str, head: Callable[[], bytes] = lambda: b"") -> None:
@@ -198,7 +198,7 @@ class BestEffortFile:
 
 
 class _LossyOutput(io.FileIO):
-    """Stream for standard output or error that drops unwritable data instead of raising an error.
+    """Stream for standard output or error that drops data if writing fails.
 
     Args:
         stream: Stream that is replaced, ``sys.stdout`` or ``sys.stderr``.
@@ -212,7 +212,7 @@ class _LossyOutput(io.FileIO):
     def write(self, data: Any) -> int:
         """Writes ``data``, or drops it if the write fails.
 
-        When writing succeeds again after a failure, the number of lost bytes is written first.
+        At the first successful write after a failure, the number of lost bytes is written first.
 
         Returns:
             Size of ``data`` in bytes, even if ``data`` was dropped.
@@ -236,7 +236,7 @@ class _LossyOutput(io.FileIO):
 
 
 def keep_printing() -> None:
-    """Makes ``print`` and other writes to standard output and error ignore errors.
+    """Makes ``print`` and all other writes to standard output and standard error ignore errors.
 
     Otherwise, a full disk or a closed terminal would end the run. Streams that other code has
     replaced are left unchanged. This function may be called more than once.
@@ -286,7 +286,7 @@ def drop_closed_terminal() -> bool:
 
 
 def set_aside(folder: str | os.PathLike[str]) -> Path | None:
-    """Renames ``folder`` to the first unused name of ``<folder>-1``, ``<folder>-2`` and so on.
+    """Renames ``folder`` to the first unused name among ``<folder>-1``, ``<folder>-2`` and so on.
 
     An empty folder is not renamed. A job calls this function at each start, because it needs an
     empty folder for its traces. If several machines share the folder, all of them may call this

@@ -33,7 +33,7 @@ _PEERS = re.compile(r"(\d+)(->|<-)(\d+)")
 _BATCH = "coalesced"
 """Suffix of the name of an entry that stands for a whole batch of messages.
 
-Such an entry follows the entries of the single messages.
+Such an entry follows the entries of the batch's individual messages.
 """
 
 
@@ -44,8 +44,8 @@ class RecordedCall:
     Attributes:
         rank: Global rank.
         group: Name of the process group, with its description if it has one.
-        number: Index of the collective in the group, or index of the message, for which each rank
-            has a separate count.
+        number: Index of the collective, counted per process group, or index of the message, which
+            each rank counts separately.
         name: Name of the operation, such as ``nccl:all_reduce``.
         sizes: Dtypes and shapes of the inputs as text, such as ``Float [3, 4]``.
         is_message: Whether the call is a send or a receive, that is, one end of a message between
@@ -94,12 +94,12 @@ class StuckCall:
     """Describes a collective or message that does not finish.
 
     Attributes:
-        call: Call of the first waiting rank.
+        call: Call in which the ranks wait, as recorded by the first waiting rank.
         waiting: Global ranks that are waiting in the call.
         late: Global ranks of the group that have not made the call yet.
         missing: Global ranks of the group that have not written a dump.
-        mismatch: Text that lists the ranks that called a different operation under the same index,
-            and these operations; empty if all ranks called the same operation.
+        mismatch: Text that lists the ranks that called a different operation at the same index, and
+            which one; empty if all ranks called the same operation.
         is_entered: Whether all ranks have made the call, which means that the transfer itself is
             stuck.
     """
@@ -183,7 +183,7 @@ def read_dumps(folder: Path) -> list[Dump]:
     """Reads all dumps in ``folder``, and returns them in ascending order of rank.
 
     Raises:
-        TraceError: A file is not a dump, or has a different version.
+        TraceError: A file is not a dump, is damaged, or has an unsupported version.
     """
     return [_read_dump(rank, path) for rank, path in sorted(dump_files(folder).items())]
 
@@ -283,7 +283,7 @@ def _message(
 def _is_late(
     end: int, call: RecordedCall, route: tuple[int, ...], dumps: Mapping[int, Dump]
 ) -> bool:
-    """Returns whether the rank ``end`` has not called its send or receive of a message yet.
+    """Returns whether the rank ``end`` has yet to call its send or receive of a message.
 
     Args:
         end: Global rank of the sender or the receiver. All calls of this rank on the route have
@@ -456,8 +456,8 @@ def _parse(rank: int, content: Mapping[str, Any]) -> Dump:
         if (group := names.get(str(number))) is not None:
             last = int(status["last_enqueued_collective"])
             begun[group] = max(begun.get(group, 0), last)
-    # torch numbers its records from 0 and overwrites the oldest ones first, so a dump is whole if
-    # the first record has the number 0.
+    # torch numbers its records from 0 and overwrites the oldest ones first, so a dump is complete
+    # if the first record has the number 0.
     is_whole = all(int(entry.get("record_id", 1)) == 0 for entry in entries[:1])
     return Dump(rank=rank, calls=tuple(calls), members=members, begun=begun, is_whole=is_whole)
 
@@ -465,8 +465,8 @@ def _parse(rank: int, content: Mapping[str, Any]) -> Dump:
 def _without_batches(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
     """Returns ``calls`` without the entries that stand for whole batches of messages.
 
-    torch marks only the entry of the batch as finished, not the entries of the messages in it. This
-    function therefore copies the mark to these messages.
+    torch marks only the entry of a batch as finished, not the entries of its messages. Therefore,
+    this function marks the messages of a finished batch as finished.
     """
     kept: list[RecordedCall] = []
     for call in calls:
@@ -492,7 +492,7 @@ def _call(rank: int, entry: Mapping[str, Any]) -> RecordedCall:
         name=str(entry["profiling_name"]),
         sizes=sizes or "nothing",
         is_message=is_message,
-        # gloo's calls stay in the state "scheduled", but are retired when they finish.
+        # gloo's calls keep the state "scheduled", but are marked as retired when they finish.
         has_ended=bool(entry["retired"]) or entry["state"] == "completed",
         line_of_code=_place(entry.get("frames", ())),
         created_ns=int(entry.get("time_created_ns") or 0),

@@ -11,16 +11,16 @@ import time
 from typing import Any
 
 GPU_POWER_LIMITED = "gpu_power_limited_ns"
-"""Name of the counter of the time in ns that a power limit reduced the GPU's clock rate."""
+"""Name of the counter for the time in ns during which a power limit lowered the GPU's clock."""
 
 GPU_HOT = "gpu_hot_ns"
-"""Name of the counter of the time in ns that heat reduced the GPU's clock rate."""
+"""Name of the counter for the time in ns during which heat lowered the GPU's clock."""
 
 GPU_ERRORS = "gpu_memory_errors"
-"""Name of the counter of uncorrectable errors in the GPU's memory (ECC)."""
+"""Name of the counter for uncorrectable errors in the GPU's memory (ECC)."""
 
 GPU_REPLAYS = "gpu_pcie_replays"
-"""Name of the counter of PCIe packets that the GPU retransmitted."""
+"""Name of the counter for PCIe packets that the GPU retransmitted."""
 
 GPU_CLOCK = "gpu_clock_mhz"
 """Name of the counter for the current clock rate of the GPU's multiprocessors in MHz."""
@@ -35,7 +35,7 @@ GPU_WATTS = "gpu_watts"
 """Name of the counter for the GPU's power consumption in watts."""
 
 GPU_OTHERS = "gpu_others"
-"""Name of the counter of processes outside the job that compute on the GPU."""
+"""Name of the counter for processes outside the job that compute on the GPU."""
 
 GPU_COUNTERS = (
     GPU_POWER_LIMITED,
@@ -143,8 +143,8 @@ class GpuCounters:
     def _others(self) -> int:
         """Returns the number of processes outside the job that use the GPU.
 
-        Processes are only counted, without comparing their IDs with those of the ranks, because
-        NVML may report process IDs of another namespace in a container.
+        Processes are counted without comparing their IDs with the process IDs of the ranks, because
+        in a container, NVML may report IDs of another namespace.
         """
         running = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._device)
         others = [process for process in running if int(process.pid) != os.getpid()]

@@ -32,12 +32,12 @@ from typing import Any, NamedTuple
 
 LEAST_S = 30.0
 STEPS = 10.0
-"""Default of ``--hang-after-s`` as a multiple of the median step time. It is at least 30 s."""
+"""Default of ``--hang-after-s`` as a multiple of the median step time, but at least 30 s."""
 _LOOK_S = 1.0
 _PATIENCE = 10.0
-"""Time that ranks may compute between steps without progress, in units of the hang limit."""
+"""Time that ranks may compute without progress between steps, as a multiple of the hang limit."""
 _BUSY = (0.05, 0.5, float(1 << 17))
-"""Minimum usage per second of a rank that works: processor time, processor time plus time in the
+"""Minimum usage per second of a working rank: processor time, processor time plus time in the
 run queue (both in seconds), and bytes read or written. Monitoring threads alone use less."""
 _STALE_S = 6.0
 """Age in seconds above which a rank's status file, which is written every second, is outdated."""
@@ -137,7 +137,7 @@ class RankEvidence:
         return self.is_in(_WAITING, 4) or (".wait(" in self.line and not self.is_in(_LOCKS, 1))
 
     def has_done(self, kind: str, chunk: int, turn: int, step: int) -> bool:
-        """Returns whether the rank has finished ``kind`` action ``turn`` (from 0) on ``chunk``."""
+        """Returns whether the rank has finished action number ``turn`` of ``kind`` on ``chunk``."""
         own_step = int(self.now.get("step", -1))
         done = self.now.get("finished", {}).get(f"{kind}{chunk}", 0)
         return own_step > step or (own_step == step and done > turn)
@@ -308,13 +308,13 @@ def _ahead_of(candidate: RankEvidence, ranks: Iterable[RankEvidence]) -> int:
 
 
 def _ahead(ranks: Iterable[RankEvidence], name: str, begun: int) -> list[int]:
-    """Returns the indices, after ``begun``, of collectives of ``name`` in which ranks wait."""
+    """Returns the indices above ``begun`` of collectives of group ``name`` in which ranks wait."""
     waited_in = (rank.collectives.get(name, (0,))[0] for rank in ranks if rank.waits)
     return [number for number in waited_in if number > begun]
 
 
 def _waits_for(ranks: Sequence[RankEvidence]) -> dict[int, set[int]]:
-    """Maps each rank to those it waits for: senders of inputs, or members that are behind."""
+    """Maps each rank to those it waits for: senders of inputs, or group members behind it."""
     by_rank = {rank.rank: rank for rank in ranks}
     edges: dict[int, set[int]] = {}
     for rank in ranks:
@@ -456,7 +456,7 @@ def _paused(nows: Collection[Mapping[str, Any]]) -> dict[str, int] | None:
 
 
 def agreed(counts: Iterable[Mapping[str, int] | None]) -> dict[str, int] | None:
-    """Returns the number of collectives started in each group, or ``None`` if ``counts`` differ."""
+    """Returns the number of started collectives of each group, or ``None`` if ``counts`` differ."""
     common: dict[str, int] = {}
     for by_name in counts:
         if by_name is None or any(common.setdefault(name, n) != n for name, n in by_name.items()):
@@ -491,7 +491,7 @@ def _work(pid: int) -> tuple[float, float, float]:
 
 
 def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]:
-    """Collects evidence about this machine's ranks from outside, which takes several seconds.
+    """Collects evidence about this machine's ranks, which takes several seconds.
 
     Args:
         folder: Folder in which this machine's ranks write their status reports and stacks.
@@ -504,7 +504,7 @@ def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]
     stacks = {rank: _spy(job.get("py_spy"), pid, before[rank]) for rank, pid in pids.items()}
     nows = _read_nows(folder, pids)
     for rank, pid in pids.items():
-        # The signal would kill a rank without a handler. Ranks that have reported have a handler.
+        # The signal would kill a rank without a handler. Ranks that have reported have one.
         if not stacks[rank] and nows[rank] and before[rank] not in "XZTt":
             with contextlib.suppress(OSError):
                 os.kill(pid, int(job["signal"]))
@@ -660,13 +660,13 @@ class _Watch:
                 any(
                     after[n] - self._work[r][n] > _BUSY[n] * elapsed_s
                     for r, after in work.items()
-                    if n == 2 or not nows[r].get("spins")  # CUDA uses CPU time while it waits.
+                    if n == 2 or not nows[r].get("spins")  # CUDA busy-waits on the CPU.
                 )
                 for n in range(len(_BUSY))
             ]
             self._work = work
             if elapsed_s > 5 * _LOOK_S:
-                # This process was suspended, and the ranks perhaps as well, so start again.
+                # This process (and perhaps the ranks) was suspended, so measure again from now on.
                 self._still.restart(now_s)
             still_s = self._still.look(nows, now_s, computes=any(moved[:2]), transfers=moved[2])
             self._decide(still_s, now_s)
@@ -752,7 +752,7 @@ class _Watch:
     def _wait_for_others(
         self, still_s: float, evidence: Sequence[RankEvidence]
     ) -> list[RankEvidence]:
-        """Waits some seconds for the evidence from other machines, and returns this evidence."""
+        """Waits several seconds for evidence from the other machines, and returns it."""
         until_s = time.monotonic() + _OTHERS_S
         reports: dict[int, dict[str, Any]] = {}
         while time.monotonic() < until_s:

@@ -148,7 +148,7 @@ class KernelFile:
         """Appends the kernels of ``step`` to the file.
 
         Raises:
-            OSError: The file cannot be opened, and the reason is not a full or failing disk.
+            OSError: The file cannot be opened for a reason other than a full or failing disk.
         """
         names = list(dict.fromkeys(total.name for total in step.totals))
         number_of = {name: number for number, name in enumerate(names)}
@@ -175,7 +175,7 @@ class KernelFile:
             self._file.close()
 
     def _line_end(self) -> bytes:
-        """Returns a newline if the file ends with an incomplete line, otherwise empty bytes.
+        """Returns a newline if the file ends with an incomplete line, and empty bytes otherwise.
 
         A process that was killed may have left an incomplete line.
         """
@@ -214,7 +214,7 @@ def kernel_notes(run: RunTrace) -> list[str]:
 
 
 def _read(path: Path) -> tuple[list[StepKernels], str]:
-    """Returns the steps in the file at ``path``, and a note, which is empty without damaged lines.
+    """Returns the steps in the file at ``path``, and a note, which is empty if no line is damaged.
 
     A truncated last line is skipped without a note.
     """
@@ -267,7 +267,7 @@ def _step(record: Any) -> StepKernels:
 
 
 def _whole(value: Any) -> int:
-    """Returns ``value``, or raises ``ValueError`` unless it is an integer from 0 to ``_LIMIT``."""
+    """Returns ``value``, or raises ``ValueError`` if it is not an integer from 0 to ``_LIMIT``."""
     if type(value) is int and 0 <= value < _LIMIT:
         return value
     raise ValueError("the value is not an integer, or is out of range")
@@ -282,7 +282,7 @@ def _text(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelFigures:
-    """Contains the count and total time of a rank's kernels with one name and action in a step.
+    """Contains the count and total time of kernels with the same rank, action and name in a step.
 
     Attributes:
         rank: Global rank.

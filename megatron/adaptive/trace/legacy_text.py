@@ -19,7 +19,7 @@ Iterations are written without the pauses between them. This module adds ``#`` l
 of the run, the schedule and the placement, and appends the iteration number to the lines that start
 or end an iteration. The script ignores these additions. ``weight start`` and ``weight finished``
 mark weight-gradient passes (W). Unlike the JSON-lines files, this format does not include waits,
-message sizes and memory.
+message sizes or memory usage.
 """
 
 from __future__ import annotations

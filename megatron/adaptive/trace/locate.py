@@ -5,7 +5,8 @@ contain a trace in the older text format (``legacy_text``). The newest run is th
 changed last. By default, runs write to these folders in the current directory::
 
     runs/NAME/traces, runs/NAME/checkpoints     train single, the scripts of examples/gpt
-    runs/latest                                 link to the newest of these, or file with its path
+    runs/latest                                 link to the newest such folder, or file with its
+                                                path
     logs/JOB, logs/JOB/traces                   jobs of conf.sh, on pods and on Slurm
     traces, checkpoints                         the names that the documentation uses with
                                                 --trace-dir and --save
@@ -25,7 +26,7 @@ from megatron.adaptive.trace.legacy_text import legacy_shape, read_legacy
 from megatron.adaptive.trace.read import RunTrace, read_run, trace_files
 
 TRACES = "traces"
-"""Name of the folder with the traces inside a run's folder."""
+"""Name of the folder of traces within a run's folder."""
 
 _RUNS = Path("runs")
 _LATEST = _RUNS / "latest"
@@ -54,8 +55,8 @@ def load_run(
         num_chunks: Required number of chunks per rank; ``None`` to accept any number.
 
     Raises:
-        TraceError: The trace does not exist, cannot be read, or has different numbers of ranks or
-            chunks.
+        TraceError: The trace does not exist, cannot be read, or does not have the required numbers
+            of ranks or chunks.
     """
     source = path or newest_run(_LINES) or newest_run((_TEXT,))
     if source is None:
@@ -107,11 +108,12 @@ def searched(parents: Sequence[Path] = PARENTS) -> str:
 
 
 def _folders(parent: Path, patterns: Sequence[str], *, may_be_empty: bool) -> list[Path]:
-    """Returns the subfolders of ``parent`` that may contain the newest run.
+    """Returns the folders in ``parent`` that may contain the newest run.
 
-    The list is empty if ``parent`` cannot be read. In the folder ``runs``, the target of
-    ``runs/latest`` is the only candidate if the target contains a file that matches ``patterns``,
-    or if ``may_be_empty`` is true.
+    For the current directory, the list contains only the directory itself. The list is empty if
+    ``parent`` cannot be read. In the folder ``runs``, the target of ``runs/latest`` is the only
+    candidate if the target contains a file that matches ``patterns``, or if ``may_be_empty`` is
+    true.
     """
     if parent == _HERE:
         return [parent]
@@ -147,9 +149,9 @@ def _latest_run() -> Path | None:
 
 
 def _changed_s(folder: Path, patterns: Sequence[str]) -> float | None:
-    """Returns the time in seconds at which a matching file in ``folder`` last changed.
+    """Returns the time in seconds at which a file that matches one of ``patterns`` last changed.
 
-    A file matches if it matches one of ``patterns``. The result is ``None`` if no file matches.
+    The patterns are relative to ``folder``. The result is ``None`` if no file matches.
     """
     times_s = []
     for pattern in patterns:

@@ -3,7 +3,7 @@
 The Linux kernel counts these events for every process or for the whole machine::
 
     /proc/self/task/*/schedstat      time that a thread waited for a processor, and the number of
-                                     times that it got a processor
+                                     times that it got one
     cpu.stat of the control groups   time that a quota on processor time stopped the process
     /proc/stat                       time that all programs used, and that the host of a virtual
                                      machine took ("steal")
@@ -51,18 +51,18 @@ ELAPSED = "elapsed_ns"
 PROCESSOR_WAIT = "processor_wait_ns"
 """Name of the counter for the time in ns that a thread was ready to run but had no processor.
 
-The value is that of the thread of this process that waited longest.
+The value is the wait of this process's longest-waiting thread.
 """
 
 TURN_WAIT = "turn_wait_ns"
 """Name of the counter for the mean time in ns that a thread waited until it got a processor.
 
-The value is that of the longest-waiting thread among those that run actions, send or receive. A
-receiver that has no processor may notice a message about this much too late.
+The value is the mean of the longest-waiting thread among those that run actions or transfer
+messages. A receiving thread that waits for a processor notices messages late, by about this time.
 """
 
 THROTTLED = "throttled_ns"
-"""Name of the counter for the time in ns that a quota stopped the processes of a control group."""
+"""Name of the counter for the time in ns during which a quota stopped a control group."""
 
 STEAL = "steal_ns"
 """Name of the counter for the time in ns that the host took from a virtual machine's processor.
@@ -82,7 +82,7 @@ DISK_PAGES = "disk_pages"
 DISK_READ = "disk_read_bytes"
 """Name of the counter for bytes that this process or one of its children read from a disk.
 
-The value is that of the process that read most. Reads from the page cache are not included.
+The value is the count of the process that read most. Reads from the page cache are not included.
 """
 
 CLOCK = "clock_khz"
@@ -174,13 +174,13 @@ _MESSAGE_THREADS = (
 )
 """Prefixes of the names of threads that run actions or transfer messages.
 
-The main thread is not included. The executor and the transports start these threads, or the
-libraries that they use.
+The main thread is not included. The threads are started by the executor, by the transports, or by
+the libraries that these use.
 """
 _MOST_THREADS = 64
 _MOST_CHILDREN = 16
 _READS_PER_LISTING = 64
-# List the threads again soon after the first listing, in which all threads count as new.
+# List the threads again soon. Until then all are read, because all are new in the first listing.
 _READS_TO_SECOND_LISTING = 8
 _MOST_BYTES = 1 << 14
 _BUSY_FIELDS = (1, 2, 3, 6, 7)
@@ -232,7 +232,8 @@ class MachineCounters:
 
     Attributes:
         missing: Names of the counters that are unavailable on this machine or to this user. If no
-            GPU counter can be read, a single entry with the reason stands for all GPU counters.
+            GPU counter can be read, a single entry with the reason replaces the names of all GPU
+            counters.
         message_threads: IDs of this process's threads that run actions or transfer messages.
     """
 
@@ -383,8 +384,8 @@ class MachineCounters:
         except OSError:
             return
         _renew(self._threads, listed, _TASKS + "/{}/schedstat", _turns)
-        # The calling thread runs the actions. Get the names of Python's threads from the module
-        # threading, because the kernel does not know them.
+        # The calling thread runs the actions. Get the names of Python's threads from the
+        # ``threading`` module, because the kernel does not know these names.
         names = {str(thread.native_id): thread.name for thread in threading.enumerate()}
         self.message_threads = {str(threading.get_native_id())} | {
             thread
@@ -481,9 +482,9 @@ def _name_of(thread: str) -> str:
 
 
 def _throttled_ns(text: bytes) -> int:
-    """Parses the time in ns that a quota stopped a control group from its ``cpu.stat``."""
+    """Parses ``cpu.stat`` for the time in ns during which a quota stopped the control group."""
     fields = dict(line.split()[:2] for line in text.splitlines())
-    if b"throttled_usec" in fields:  # Name in version 2 of control groups.
+    if b"throttled_usec" in fields:  # Name of the field in cgroup v2.
         return int(fields[b"throttled_usec"]) * _NS_PER_US
     return int(fields.get(b"throttled_time", b""))
 
@@ -495,7 +496,7 @@ def _steal_ns(text: bytes) -> int:
 
 
 def _machine_busy_ns(text: bytes) -> int:
-    """Parses the processor time in ns of all programs and interrupts from ``/proc/stat``."""
+    """Parses ``/proc/stat`` for the processor time in ns of all programs and interrupts."""
     fields = text.split(maxsplit=_STEAL_FIELD + 1)
     return sum(int(fields[field]) for field in _BUSY_FIELDS) * _ns_per_tick()
 
@@ -505,22 +506,22 @@ def _ns_per_tick() -> int:
 
 
 def _pressure_ns(text: bytes) -> int:
-    """Parses the time in ns that at least one program waited from a ``/proc/pressure`` file."""
+    """Parses a ``/proc/pressure`` file for the time in ns that at least one program waited."""
     return int(text.split(b"total=", 1)[1].split(maxsplit=1)[0]) * _NS_PER_US
 
 
 def _major_faults(text: bytes) -> int:
-    """Parses the number of page faults that required a disk read from ``/proc/self/stat``."""
+    """Parses ``/proc/self/stat`` for the number of page faults that required a disk read."""
     return int(text.rpartition(b")")[2].split()[_MAJOR_FAULTS_FIELD])
 
 
 def _last_processor(text: bytes) -> int:
-    """Parses the index of the processor that last ran the process from ``/proc/self/stat``."""
+    """Parses ``/proc/self/stat`` for the index of the processor that last ran the process."""
     return int(text.rpartition(b")")[2].split()[_LAST_PROCESSOR_FIELD])
 
 
 def _turns(text: bytes) -> _Turns:
-    """Parses a thread's waits for a processor from its ``schedstat`` file."""
+    """Parses a thread's ``schedstat`` file for its waits for a processor."""
     _, waited_ns, number = text.split()
     return _Turns(int(waited_ns), int(number))
 

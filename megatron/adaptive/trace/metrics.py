@@ -62,7 +62,7 @@ For smaller files, starting several processes would take longer than reading the
 HANDED_OVER_NS = 100_000
 """Maximum time in ns from the end of a send to the end of an action that includes the send.
 
-If the send itself took longer than this, its duration is the maximum instead.
+For a send that took longer than this value, the maximum is the send's own duration.
 """
 
 Floats = npt.NDArray[np.float64]
@@ -250,8 +250,8 @@ def run_figures(
         iterations: Iterations to include; ``None`` for all.
         ranks: Global ranks to include; ``None`` for all. Step times are computed from these ranks
             only.
-        workers: Number of processes that read files; ``None`` for one per processor core, or only
-            this process if this is faster. If there are several processes, the calling program
+        workers: Number of processes that read files; ``None`` for one per processor core, or for
+            this process only if that is faster. If there are several processes, the calling program
             needs an ``if __name__ == "__main__"`` guard, because each process imports the program
             again.
 
@@ -371,10 +371,10 @@ def _within_actions(
 
     A send is part of an action only if the action ends with the send.
 
-    With ``cuda``, the GPU times the actions, but the CPU, which runs ahead of the GPU, times sends
-    and data reads. A send or a read may therefore seem to lie within a different action. Sends are
-    not counted as parts of actions then, because the GPU computes during a send. A read is part of
-    an action only if the action is the forward pass of the same microbatch.
+    With ``cuda``, actions are timed on the GPU, but sends and data reads on the CPU, which runs
+    ahead of the GPU. A send or a read may therefore seem to lie within a different action. No send
+    counts as a part of an action in this case, because the GPU continues to compute during a send.
+    A read is part of an action only if the action is the forward pass of the same microbatch.
 
     Returns:
         Rows of these spans in the table, and rows of the actions that contain them.
@@ -460,7 +460,7 @@ def _reduced(function: np.ufunc, values: Ints, begins: Ints, sizes: Ints) -> Int
 
 
 def _covered(actions: TraceTable) -> Ints:
-    """Returns the time in ns during each action in which no earlier action was still running.
+    """Returns, for each action, the time in ns during which no earlier action was still running.
 
     The sum of these times is the time during which at least one action ran.
     """

@@ -1,7 +1,7 @@
 """Reads the current or final state of a run from its files, for display by ``job top``.
 
-These files are the traces with the spans of the latest iterations, each rank's status file with the
-current action (``status_files``), and the trainer's progress file. Any of them may be missing. The
+The files are the traces (spans of the latest iterations), the status files of the ranks (current
+actions, see ``status_files``), and the trainer's progress file. Any of them may be missing. The
 clocks of different machines are aligned by their time of day, which is accurate enough for a
 display.
 
@@ -43,7 +43,7 @@ from megatron.adaptive.trace.trace_format import TraceHeader, parse_line, slices
 TAIL_BYTES = 1 << 20
 """Number of bytes that are read first from the end of a large file.
 
-More bytes are read if these do not contain a whole step.
+More bytes are read if these do not contain a complete step.
 """
 
 ALL_TAILS_BYTES = 1 << 28
@@ -65,7 +65,7 @@ Ranks write a status report twice a second.
 """
 
 LONG_S = 60.0
-"""Time in seconds after the last write at which a rank without status reports is shown as silent.
+"""Seconds since the last write after which a rank without status reports is shown as silent.
 
 Such a rank only writes its trace, once per step.
 """

@@ -1,10 +1,10 @@
 """Counts lost TCP segments of this process, and errors of this machine's network ports.
 
-The kernel counts the segments of each connection (``TCP_INFO``), so segments that other programs
-lose are not included. The connections of this process include those of gloo, of NCCL over sockets,
-and of the job's store. Ethernet and RDMA ports have files with their error counts. The speed is
-read only for the interface that the job uses, because other interfaces, such as those for
-management, do not slow the job down::
+The kernel counts the segments of each connection (``TCP_INFO``), so lost segments of other programs
+are not included. The connections of this process include those of gloo, of NCCL over sockets, and
+of the job's store. Ethernet and RDMA ports have files with their error counts. The speed is read
+only for the interface that the job uses, because other interfaces, such as management interfaces,
+do not slow the job down::
 
     /sys/class/net/*/statistics              packets with errors, packets that were dropped
     /sys/class/net/*/speed                   Mbit/s
@@ -64,7 +64,7 @@ class TcpCounters:
         self._size = ctypes.c_uint32()
 
     def list_connections(self) -> None:
-        """Selects the open connections, at most 64, that later calls of :meth:`read` read."""
+        """Selects up to 64 open connections for later calls of :meth:`read`."""
         self._connections = []
         try:
             listed = os.listdir("/proc/self/fd")
@@ -111,7 +111,7 @@ def _c_library() -> ctypes.CDLL | None:
 def increase(
     before: Mapping[int, tuple[int, int]], after: Mapping[int, tuple[int, int]]
 ) -> tuple[int, int]:
-    """Returns how many segments were sent and how many retransmitted between two readings.
+    """Returns the numbers of segments sent and retransmitted between two readings.
 
     Args:
         before: First reading.
@@ -151,7 +151,7 @@ def speed_mbit_per_s(interface: str) -> int:
 
 
 def _ethernet() -> Iterator[Path]:
-    """Yields the folder of each port of a physical device, which excludes ``lo`` and bridges."""
+    """Yields the folder of each port of a physical device, and skips ``lo`` and bridges."""
     for port in _listed(_NETWORKS):
         if (port / "device").exists():
             yield port

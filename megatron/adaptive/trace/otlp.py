@@ -56,7 +56,7 @@ FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 60.0
 """Initial and maximum pause in seconds after a failure. The pause doubles with each failure."""
 
 CLOSE_S = 5.0
-"""Maximum time in seconds that a job waits at its end until the last spans have been sent."""
+"""Maximum time in seconds that a job waits at its end for the last spans to be sent."""
 
 _PREFIX = "megatron."
 _NAMES = {
@@ -136,7 +136,7 @@ def otlp_spans(
         rank: Global rank.
         spans: Spans of the iteration.
         unix_ns: Difference in ns between the time since 1970 and the times of the spans.
-        first: Number of spans of the iteration that earlier calls have converted.
+        first: Number of spans of the iteration that earlier calls already converted.
         has_step: Whether the iteration has a span of the whole step; ``None`` to determine this
             from ``spans``.
         slices: Number of slices of each microbatch of the iteration.

@@ -42,7 +42,7 @@ REFINED_ITERATIONS = 5
 """Number of evenly spaced iterations whose messages are used to correct the clocks."""
 
 MOST_MATCHED = 4_000_000
-"""Maximum total number of spans in these iterations, unless a single iteration has more."""
+"""Maximum number of spans to read for correcting the clocks, unless one iteration has more."""
 
 _FILE_NAME = re.compile(r"trace_rank_(\d{5,7})\.jsonl")
 _STARTS_BACK_NS = 1_000_000
@@ -97,7 +97,7 @@ class RankTrace:
 
     @cached_property
     def num_microbatches(self) -> Mapping[int, int]:
-        """Number of microbatches in each iteration."""
+        """Number of microbatches, keyed by iteration."""
         return {i: blocks[0].marker.num_microbatches for i, blocks in self._blocks.items()}
 
     def slices(self, iteration: int) -> SliceCounts:
@@ -444,7 +444,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunTrace:
 def frozen_chunks_of(header: TraceHeader, marker: IterationStart) -> int:
     """Returns how many chunks of a rank run no backward passes in an iteration.
 
-    They are the first chunks of the rank.
+    These are the rank's first chunks.
 
     Args:
         header: Header of the rank's trace file.

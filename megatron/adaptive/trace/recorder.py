@@ -128,7 +128,7 @@ class Recorder(AbstractContextManager["Recorder"]):
 
     @property
     def is_recording(self) -> bool:
-        """Whether spans are being recorded, because an iteration has begun and not yet ended."""
+        """Whether spans are being recorded: an iteration has begun but not yet ended."""
         return self._rows is not None
 
     @property
@@ -180,7 +180,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._rows = []
 
     def extend(self, rows: Iterable[SpanRow]) -> None:
-        """Adds ``rows`` to the current iteration, or drops ``rows`` outside of an iteration.
+        """Adds ``rows`` to the current iteration, or drops them if there is none.
 
         This method never blocks.
         """

@@ -141,8 +141,8 @@ class TraceTable:
 
         Args:
             iteration: ``[spans]``, iteration number of each span.
-            columns: Array ``[spans]``, or a single number for all spans, as a keyword argument for
-                each column. Omitted columns get -1 or 0, which means that there is no value.
+            columns: Keyword argument for each column: an array ``[spans]``, or a single number for
+                all spans. Omitted columns get -1 or 0, which means that there is no value.
         """
         rows = np.zeros((len(iteration), len(COLUMNS)), dtype=np.int64)
         defaults = dict.fromkeys(("chunk", "microbatch", "peer", "of"), -1)
@@ -177,7 +177,7 @@ class TraceTable:
         return is_chosen[self.kind]
 
     def take(self, rows: Ints | Mask | slice) -> TraceTable:
-        """Returns a table with only some ``rows``, which are a mask, indices or a slice."""
+        """Returns a table with only the selected ``rows`` (a mask, indices or a slice)."""
         return TraceTable(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     def of_kind(self, *kinds: str) -> TraceTable:
@@ -264,7 +264,7 @@ _SAME = ("iteration", "of", "chunk", "microbatch")
 
 @dataclass(frozen=True, eq=False)
 class Messages:
-    """Contains the messages of which both sides were recorded, as arrays ``[messages]``.
+    """Contains messages whose send and receive were both recorded, as arrays ``[messages]``.
 
     Attributes:
         iteration: Iteration number, ``int64``.
@@ -313,7 +313,7 @@ def match_messages(tables: Mapping[int, TraceTable]) -> Messages:
     """Matches the sends and receives of the messages between the ranks in ``tables``.
 
     Args:
-        tables: Table of spans of each global rank. Messages from or to other ranks are ignored.
+        tables: Tables of spans, keyed by global rank. Messages from or to other ranks are ignored.
 
     Returns:
         Messages, sorted by receiver, in the order of the receiver's file.

@@ -1,8 +1,8 @@
 """Defines the records of a trace (header, iterations, spans, clock samples) and the text format.
 
 Each rank writes one trace file. This module defines the records, the names in them, and their
-encoding as lines of JSON. The recorder uses this module during training, so it does not open trace
-files or import large packages. The clock is read only to create a :class:`TraceHeader`.
+encoding as lines of JSON. The recorder uses this module during training, so the module does not
+open trace files or import large packages. The clock is read only to create a :class:`TraceHeader`.
 
 ``docs/reference/traces.md`` describes each kind of span. A message has one span on the sender and
 one on the receiver. Both spans contain the receiver's ``of`` and ``chunk``, so that readers can
@@ -188,8 +188,9 @@ class SpanRow(NamedTuple):
             span.
         queue_depth: Number of inputs that had arrived but were still unused when the span started.
         peer: Global rank of the other side of a message, or -1 if there is none.
-        of: Index of the kind of action that a wait or a message belongs to, or -1 if there is none.
-        reason: Index in :data:`REASONS` of the span's reason.
+        of: Kind of the action that a wait or a message belongs to, as an index into :data:`KINDS`,
+            or -1 if there is none.
+        reason: Reason of the span, as an index into :data:`REASONS`.
     """
 
     kind: int
@@ -256,8 +257,8 @@ class TraceHeader:
         gpu_ranks: Number of ranks that use the GPU of this rank, including this rank; 1 on a CPU or
             if unknown.
         num_slices: Number of slices into which each microbatch is split along its sequence; 1 if
-            microbatches are not split, or if their numbers of slices differ. In the latter case,
-            the marker of each iteration contains the numbers in ``slices``.
+            microbatches are not split, or if their numbers of slices differ. If they differ, the
+            marker of each iteration contains the numbers in ``slices``.
         uncounted: Names of the counters of :mod:`machine_counters` that are unavailable on the
             rank's machine.
         device: Kind of device that the rank computes on, ``cpu`` or ``cuda``; empty if unknown.
@@ -652,7 +653,7 @@ def parse_line(
 ) -> TraceHeader | IterationStart | ClockSamples | Gap | None:
     """Parses a line of a trace file that contains a JSON object.
 
-    All lines contain JSON objects, except those of spans, which contain lists.
+    Lines of spans contain JSON lists, and all other lines contain JSON objects.
 
     Args:
         line: Text of the line, with or without the newline.

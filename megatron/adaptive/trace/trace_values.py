@@ -22,14 +22,14 @@ MAX_SIZES = {
 """Maximum sizes of a run in the header of a trace.
 
 Readers loop over all ranks, including ranks without a file, so a huge number in a damaged header
-would keep them busy for very long.
+would make them run for a very long time.
 """
 
 MAX_STAGES = 1 << 16
 """Maximum number of stages of a run."""
 
 MAX_ITERATION = 1 << 40
-"""Maximum iteration number, whose product with the number of ranks still fits into 64 bits."""
+"""Maximum iteration number. Its product with the number of ranks still fits into 64 bits."""
 
 _MAX_LAYERS = 1 << 16
 _MAX_WORK = 1e30
@@ -133,7 +133,7 @@ EXPECTED: dict[Any, tuple[Callable[[Any], bool], str]] = {
         "a list of process groups with the times of their collectives",
     ),
 }
-"""Maps each type of field to a check of a value and a description for error messages."""
+"""Maps each type of field to a function that checks a value, and to a description for errors."""
 
 
 def value_of(
@@ -157,7 +157,7 @@ def value_of(
 
 
 def number_of_microbatches(record: Mapping[str, Any], origin: object) -> int:
-    """Returns the number of microbatches in the marker ``record``, after checking the range.
+    """Reads the number of microbatches from the marker ``record``, and checks that it is in range.
 
     ``origin`` is the position of the marker for error messages.
     """
@@ -181,7 +181,7 @@ def check_layers(values: Mapping[str, Any], origin: object) -> None:
         origin: Position of the header (``file:line``) for error messages.
 
     Raises:
-        TraceError: The numbers are larger than those of any model.
+        TraceError: The numbers are larger than in any real model.
     """
     if sum(values["layers"]) > _MAX_LAYERS or len(values["layers"]) > MAX_STAGES:
         shown = reprlib.repr(values["layers"])

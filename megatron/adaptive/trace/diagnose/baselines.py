@@ -51,7 +51,7 @@ LEAST_NOISE = 0.004
 """Minimum relative standard deviation to assume for a rank's times in different iterations."""
 
 OF_TIME = 0.1
-"""Fraction of the computing time above which a kind of action (F, B, W) is examined."""
+"""Minimum fraction of the computing time for a kind of action (F, B, W) to be examined."""
 
 MOST_INTERVALS = 20_000_000
 """Maximum number of intervals of iterations to search for shifts, summed over all ranks.
@@ -99,7 +99,8 @@ class RankBaselines:
     """Holds the statistical model of the ranks' computing times, and searches it for shifts.
 
     Attributes:
-        series: ``[iterations, ranks]``, logarithm of the rank's time divided by its planned work.
+        series: ``[iterations, ranks]``, logarithm of the ratio of the rank's time to its planned
+            work.
         by_kind: ``[iterations, ranks, 3]``, same as ``series`` for each kind of action: forward
             passes, backward passes and separate weight-gradient passes. NaN for kinds that take
             little time.
@@ -307,11 +308,13 @@ def _level_microbatches(m: Measured, logs: Floats) -> None:
 def _passing(m: Measured, series: Floats, sampling: Floats) -> Covariance:
     """Returns the covariance of the deviations that vary between iterations.
 
-    They consist of the noise of each rank, and a deviation that all ranks of a replica share.
+    These deviations consist of the noise of each rank, and a deviation that all ranks of a replica
+    share.
 
     Args:
         m: Measured times of the run.
-        series: ``[iterations, ranks]``, logarithm of the rank's time divided by its planned work.
+        series: ``[iterations, ranks]``, logarithm of the ratio of the rank's time to its planned
+            work.
         sampling: ``[ranks]``, lower bound on the standard deviation of the rank's noise.
     """
     ranks = len(m.headers)
@@ -347,7 +350,7 @@ def _sampling(logs: Floats) -> Floats:
 
 
 def _index_of_group(m: Measured, groups: dict[tuple[int, ...], list[int]]) -> Ints:
-    """Returns each rank's index of its group in ``groups``, ``[ranks]``."""
+    """Returns the index of each rank's group in ``groups``, ``[ranks]``."""
     index = np.zeros(len(m.headers), dtype=np.int64)
     for number, columns in enumerate(groups.values()):
         index[columns] = number

@@ -198,7 +198,7 @@ class Cause:
         raise NotImplementedError
 
     def describe(self, finding: Finding) -> str:
-        """Returns the middle of the headline, which names the affected rank and the effect."""
+        """Returns the middle part of the headline, which names the affected rank and the effect."""
         if finding.factor is not None:
             return f"{finding.culprit} takes {finding.factor:.2f} times as long"
         return f"{finding.culprit} takes {finding.delay_text} more"

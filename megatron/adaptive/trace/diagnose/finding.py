@@ -67,12 +67,12 @@ class Finding:
         against: Reference of the comparison: ``peers`` (ranks with the same work), ``plan``
             (expected times), ``history`` (other iterations) or ``others`` (other ranks or links).
         confidence: Probability that the finding is not caused by chance, between 0.5 and 0.99.
-        counts: Number of iterations, actions, messages or reads that were compared, by name.
+        counts: Number of iterations, actions, messages or reads that were compared, keyed by name.
         detail: Additional numbers, as a line of text.
         cost_ms: Time in ms that a step would save without the cause, according to a simulation.
         cost_fraction: ``cost_ms`` as a fraction of the step time.
-        description: Middle of the headline, with the affected rank and the effect. Filled in by the
-            diagnosis.
+        description: Middle part of the headline, which names the affected rank and the effect.
+            Filled in by the diagnosis.
         advice: Remedies, one sentence each, with the best first.
         partition: Best number of layers per stage for the measured speeds. Empty if unknown or not
             better than the current partition.
@@ -145,7 +145,7 @@ class Diagnosis:
         findings: Detected causes of slow steps, most costly first.
         iterations: Numbers of the examined iterations.
         num_ranks: Number of ranks with a trace.
-        counts: Number of examined actions and messages, by name.
+        counts: Number of examined actions and messages, keyed by name.
         step_ms: Median step time in ms.
         notes: Caveats about the trace, which :meth:`format` does not include.
         pace_ns: Each rank's time in ns per microbatch, divided by its planned work in layers. Empty

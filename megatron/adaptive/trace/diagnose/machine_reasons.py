@@ -1,8 +1,8 @@
 """Uses the counters of a rank's machine to find the reason why the rank did not compute.
 
 Most of these counters measure waiting time. Such a counter explains why a rank is slow if its
-excess over the usual value makes up a large part of the time that the rank lost. The usual value is
-that of other ranks, or of other iterations of the same rank.
+excess over the usual value makes up a large part of the time that the rank lost. The usual value
+comes from other ranks, or from other iterations of the same rank.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ LOSES = 0.005
 """Minimum fraction of TCP segments that must be retransmitted for packet loss to be reported."""
 
 LOSES_OFTEN = 0.5
-"""Minimum number of retransmitted segments or port faults per iteration for a report."""
+"""Minimum number of retransmitted segments or port faults per iteration to report the loss."""
 
 FAULT_TIMES = 4.0
-"""Minimum ratio of a port's faults to the faults on other machines for a report."""
+"""Minimum ratio of a port's faults to those on other machines for them to be reported."""
 
 SLOWER_PORT = 0.6
 """Ratio of an interface's speed to the speed on other machines below which it is called slow."""
@@ -242,7 +242,7 @@ def starved(m: Measured, column: int, chosen: Ints | slice) -> float:
 
 
 def turn_wait_ns(m: Measured, columns: Sequence[int], chosen: Ints) -> float:
-    """Returns the mean duration in ns of one wait for a processor, added up over several ranks.
+    """Returns the mean duration in ns of a single wait for a processor, summed over several ranks.
 
     Args:
         m: Measured times of the run.
@@ -301,7 +301,7 @@ def reasons_of(m: Measured, column: int, chosen: slice, factor: float) -> list[R
 
 
 def reading_reason(m: Measured, column: int, chosen: Ints) -> Reason | None:
-    """Returns the reason why a rank reads data slowly, or ``None`` if the disk is not the reason.
+    """Returns the reason if the disk explains why a rank reads data slowly, and ``None`` otherwise.
 
     Args:
         m: Measured times of the run.
@@ -328,7 +328,7 @@ def reading_reason(m: Measured, column: int, chosen: Ints) -> Reason | None:
 
 
 def link_reason(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
-    """Returns the reason for a slow link according to the network counters, or ``None``.
+    """Returns the reason for a slow link if the network counters show one, and ``None`` otherwise.
 
     Args:
         m: Measured times of the run.
@@ -424,7 +424,7 @@ def _slow_port(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | No
 
 
 def waits_of(m: Measured, columns: Sequence[int]) -> Iterator[tuple[str, Floats]]:
-    """Yields the fraction of time that ranks on one machine waited, for each counter of waits.
+    """Yields, for each counter of waits, the fraction of time that ranks on one machine waited.
 
     Args:
         m: Measured times of the run.
@@ -472,7 +472,7 @@ def _usual(m: Measured, share: Floats, counter: str, column: int, chosen: slice)
 
 
 def _kernel_excess(m: Measured, column: int, chosen: slice) -> float:
-    """Returns by how much longer than usual a rank executes kernel code, as a fraction of a step.
+    """Returns a rank's time in the Linux kernel beyond the usual time, as a fraction of a step.
 
     If memory is short, the kernel needs additional time to free memory and to read pages for the
     rank. ``chosen`` contains the indices of the iterations to use.
@@ -508,7 +508,7 @@ def _reads_most(m: Measured, column: int, chosen: slice) -> bool:
 
 
 def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reason | None:
-    """Returns the reason for a slowdown if a slow processor clock explains enough of it.
+    """Returns the reason if a slow processor clock explains enough of a slowdown.
 
     Otherwise returns ``None``. Skips ranks that compute on a GPU, because the processor's clock
     rate has little effect on them. ``factor`` is the ratio of the rank's computing time to the
@@ -538,7 +538,7 @@ def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reaso
 
 
 def _slow_gpu_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reason | None:
-    """Returns the reason for a slowdown if a slow GPU clock explains enough of it, or ``None``.
+    """Returns the reason if a slow GPU clock explains enough of a slowdown, and ``None`` otherwise.
 
     ``factor`` is the ratio of the rank's computing time to the expected time.
     """

@@ -55,8 +55,8 @@ class Measured:
     Below, the "column" of a rank is its index on the rank axis of these arrays.
 
     Attributes:
-        headers: Trace header of each rank, by column.
-        stages: Indices of the pipeline stages on each rank, by column.
+        headers: Trace header of each rank, indexed by column.
+        stages: Indices of the pipeline stages on each rank, indexed by column.
         iterations: ``[iterations]``, numbers of the iterations.
         num_microbatches: Number of microbatches in the last iteration.
         num_chunks: Number of model chunks per rank.
@@ -76,7 +76,7 @@ class Measured:
         messages: Messages between ranks in the iterations, or in a sample of them if there are
             many.
         clock_error_ns: Maximum remaining error in ns between the clocks of two ranks.
-        experts: Map from iterations to markers with the load of the experts, for each rank.
+        experts: Markers with the load of the experts, keyed by iteration, for each rank.
         machine: Values of each counter in ``machine_counters``, ``[iterations, ranks] float64``.
             NaN for iterations without counters.
         layer_rows: Times of the layers as in ``IterationStart``, for each rank and iteration. Empty
@@ -175,8 +175,8 @@ class Measured:
                 (expected times), ``history`` (other iterations) or ``others`` (other ranks or
                 links).
             confidence: Probability that the finding is not caused by chance, between 0.5 and 0.99.
-            counts: Number of actions, messages or reads that were compared, by name. The number of
-                iterations is added.
+            counts: Number of actions, messages or reads that were compared, keyed by name. The
+                number of iterations is added.
             factor: Ratio of the ranks' computing time to the expected time or, for overloaded
                 experts, of their tokens to the mean. ``None`` if only ``delay_ms`` is known.
             delay_ms: Delay in milliseconds of each message, microbatch or action, or ``None`` if
@@ -449,8 +449,8 @@ def tame_mean(values: Floats) -> Floats:
     This estimate has a smaller error than the median, and is equally robust to a few outliers.
 
     Args:
-        values: ``[n, ..., m]``, with NaN for missing values. All values along the first axis are
-            clipped at the same distance from their median.
+        values: ``[n, ..., m]``, with NaN for missing values. Values are clipped around the median
+            of their row, at the same distance for all rows along the first axis.
 
     Returns:
         Clipped mean of each row, ``[n, ...]``, or NaN if all values are missing.

@@ -1,13 +1,13 @@
 """Reads traces of other programs' runs, from torch.profiler's JSON or OpenTelemetry spans.
 
-A torch.profiler file may have gigabytes, so it is read as a stream. A byte search skips irrelevant
-events, so that only named ranges and communication kernels are parsed. The name of a range
-determines the kind of operation (:data:`_COMPUTES`). If a training loop has no such names, users
-can add them with ``torch.profiler.record_function("forward_step")`` around the forward pass, and
-``"backward_step"`` around the backward pass. Ranges on a GPU's timeline are preferred to ranges on
-the host. The files do not contain the microbatch of a message, so a received message is assigned to
-the next computation, and a sent message to the previous one. Otherwise, the rules are the same as
-for published tables (see ``published``).
+A torch.profiler file may be gigabytes in size, so it is read as a stream. A byte search skips
+irrelevant events, so that only named ranges and communication kernels are parsed. The name of a
+range determines the kind of operation (:data:`_COMPUTES`). If a training loop has no such names,
+users can add them with ``torch.profiler.record_function("forward_step")`` around the forward pass,
+and ``"backward_step"`` around the backward pass. Ranges on a GPU's timeline are preferred to ranges
+on the host. The files do not contain the microbatch of a message, so a received message is assigned
+to the next computation, and a sent message to the previous one. Otherwise, the rules are the same
+as for published tables (see ``published``).
 
 OpenTelemetry spans are recognized by the names that Megatron-LM uses (:data:`_SPANS`).
 """
@@ -39,7 +39,7 @@ CHUNK_BYTES = 4 << 20
 HEAD_BYTES = 1 << 18
 MOST_LINE_BYTES = 64 << 20
 MOST_HEAD_BYTES = 64 << 20
-"""Maximum number of bytes before the first event. They list the job's process groups."""
+"""Maximum number of bytes before the first event. These bytes list the job's process groups."""
 
 MOST_NS = 1 << 62
 """Largest plausible time in nanoseconds. A file with a larger time is damaged."""
@@ -157,11 +157,11 @@ class _RankFile:
         events: Ranges and kernels with a known kind of operation.
         steps: (Number, category, start time) of each step marked by the profiler.
         unknown: Number of ranges for each unrecognized name.
-        left_out: Number of omitted events, by reason and name.
+        left_out: Number of omitted events, keyed by reason and name.
         is_cut: Whether the file is truncated.
         sizes: Pipeline, tensor-parallel and data-parallel size; empty if unknown.
-        only_group: Lowest rank of the process group if the file lists a single group, or else -1.
-        process: Host and process ID from a default file name, or else the file name.
+        only_group: Lowest rank of the process group if the file lists a single group; otherwise -1.
+        process: Host and process ID if the file has a default name; otherwise the file name.
     """
 
     path: Path
@@ -188,11 +188,11 @@ class _Span:
     """Contains an OpenTelemetry span.
 
     Attributes:
-        resource: Attributes of the process that wrote the span, by name.
+        resource: Attributes of the process that wrote the span, keyed by name.
         name: Name of the span.
         start: Start time in nanoseconds.
         end: End time in nanoseconds.
-        attributes: Attributes of the span, by name.
+        attributes: Attributes of the span, keyed by name.
     """
 
     resource: Mapping[str, Any]
@@ -474,7 +474,7 @@ def _read(path: Path) -> _RankFile:
 
 
 def _take_head(file: _RankFile, held: bytes) -> None:
-    """Reads the rank and the job's sizes from the file's name and its first bytes (``held``).
+    """Reads the rank and the job's parallel sizes from the file's name and first bytes (``held``).
 
     Raises:
         TraceError: A value in the first bytes is impossible.
@@ -511,7 +511,7 @@ def _whole(value: Any, limit: int) -> int:
     """Returns ``value`` as an integer, which must be between -1 and ``limit``.
 
     Raises:
-        ValueError: The value is out of range, or a text that is not a number.
+        ValueError: The value is out of range, or is text that does not contain a number.
         TypeError: The value is neither a number nor text.
     """
     number = int(value) if len(str(value)) < 30 else limit + 1
@@ -728,7 +728,7 @@ def _set_steps(file: _RankFile, line: str, events: list[_Event], labels: list[_E
 
 
 def _unspanned(end: str, messages: list[_Event], computes: list[_Event]) -> list[_Event]:
-    """Returns those sends or receives (``end``) that have no span, because one call did both.
+    """Returns the sends or receives (``end``) that have no span, because one call did both.
 
     Their times are estimated: the wait for an input begins at the end of the previous computation,
     and a result is sent at the end of the computation that produced it.

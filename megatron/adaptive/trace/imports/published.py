@@ -235,7 +235,7 @@ class _Table:
     """Converts the rows of a table to spans.
 
     Args:
-        table: Columns of integers, by name.
+        table: Columns of integers, keyed by name.
         kind_names: Names of the kinds of operations in the table.
         kind: Kind of operation in each row, as an index into ``kind_names``.
         start_ns: Start of the operation in each row in nanoseconds.

@@ -411,8 +411,8 @@ def encode(columns: Mapping[str, Ints], **head: Any) -> dict[str, Any]:
     """Returns a block of data for the page, with compressed columns and values for JSON.
 
     Args:
-        columns: Columns of integers below 2^53, by column name.
-        head: Other values that the block contains, by name.
+        columns: Columns of integers below 2^53, keyed by column name.
+        head: Other values that the block contains, keyed by name.
     """
     most = np.iinfo("int32").max
     typed = {

@@ -121,7 +121,7 @@ def trace_view(
     The function takes a :class:`ViewInput` and the :class:`~pathlib.Path` of the file to write,
     whose folder exists. To replace the file atomically, use ``replaced(path)`` of
     ``trace/files.py``. The function returns a line that describes the file, such as ``iteration 5
-    drawn``, a list of such a line and notes, or ``None``.
+    drawn``. It may also return a list with such a line and notes, or ``None``.
 
     If ``ending`` is empty, the function takes only the :class:`ViewInput`, and returns the text to
     print or its lines.

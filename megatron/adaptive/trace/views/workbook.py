@@ -5,7 +5,7 @@
 - *summary*     busy time, waits by cause, bubble, durations of actions, peaks and bytes of each
                 rank, first for the drawn iteration, then averaged over the workbook's iterations
 - *iterations*  step time, bubble and waits of each iteration
-- *charts*      Excel charts of the last two sheets, which are updated when cells change
+- *charts*      Excel charts of *summary* and *iterations*, which are updated when cells change
 
 The workbook shows one replica, and names it if there are several. The code avoids slow functions of
 openpyxl for columns, merged cells and styles, because charts may have hundreds of thousands of
@@ -66,7 +66,7 @@ SEPARATOR = Border(left=Side(style="thin", color="FFFFFF"))
 _FAINT = Font(size=8, color="6B6B70")
 BOLD = Font(bold=True)
 MAX_ITERATIONS = 20_000
-"""Maximum number of rows in the sheet *iterations*. For a longer run, every n-th is shown."""
+"""Maximum number of rows in the sheet *iterations*. Longer runs show every n-th iteration."""
 MAX_RANK_COLUMNS = 256
 """Maximum number of ranks in the sheet *iterations*, which has one column per rank."""
 
@@ -77,7 +77,7 @@ HEAD_ROW = 2
 HEAD_HEIGHT = 44
 """Height in points of a header row, enough for three lines of text."""
 PART_COLUMN = 5
-"""Number of the first column with a part of the step in the sheet *summary*."""
+"""Number of the first column in the sheet *summary* that shows a part of the step."""
 
 PART_COLORS = {
     "busy": chunk_color("F", 0, 1),

@@ -64,7 +64,7 @@ from megatron.adaptive.trace.whatif.result import SHOWN, SLOW, Repair, WhatIf
 from megatron.adaptive.trace.whatif.slice_tokens import token_repairs
 
 SPANS_AT_ONCE = 1_000_000
-"""Maximum number of spans to read at once, except for single steps, which may have more."""
+"""Maximum number of spans to read at the same time. A single step may have more."""
 SETS_AT_ONCE = 8
 """Number of alternative sets of durations that are simulated at the same time."""
 SLOWEST_WORKERS = 0.03
@@ -214,7 +214,7 @@ def what_if_table(table: Any) -> Any:
 
 
 def _in_turn(run: RunTrace, where: Pipelines, chosen: Sequence[int]) -> Iterable[list[int]]:
-    """Splits ``chosen`` into lists whose iterations have at most :data:`SPANS_AT_ONCE` spans."""
+    """Splits ``chosen`` into lists with at most :data:`SPANS_AT_ONCE` spans in total per list."""
     ranks = where.ranks.tolist()
     group: list[int] = []
     spans = 0
@@ -269,7 +269,7 @@ def _without(group: str, values: Sequence[int]) -> Durations:
 
 
 def _ordered_repairs(steps_s: Mapping[tuple[str, str], float], whole: float) -> list[Repair]:
-    """Returns the possible changes in ``steps_s``, sorted by the time that they save, most first.
+    """Returns the possible changes in ``steps_s``, sorted by the time saved, largest first.
 
     ``steps_s`` maps the description and flag of each change to a step time in seconds. ``whole`` is
     the step time in seconds without a change.
@@ -488,7 +488,7 @@ class _Answers:
         return [link for link in worst if link >= 0 and late[link] > 0][:SHOWN]
 
     def _worst(self, group: str, count: int) -> list[int]:
-        """Returns all stages or replicas, or if there are many, only those that lose the most time.
+        """Returns all stages or replicas. If there are many, omits those that lose less time.
 
         Args:
             group: ``stage`` or ``replica``.
@@ -569,7 +569,7 @@ class _Answers:
         )
 
     def _partition(self, usual: Floats) -> tuple[str, Floats]:
-        """Returns the flag for equal stages, and the factor for the change of each rank's time.
+        """Returns the flag for equal stages, and the factor by which each rank's time changes.
 
         ``usual`` contains the usual computing time of each pipeline rank in seconds.
         """

@@ -1,9 +1,10 @@
 """Simulates runs of a ``Pipeline`` with a different order, distribution or partition.
 
-The order and the distribution over replicas concern microbatches of unequal cost, and the partition
-concerns segments (parts of a stage). Recorded steps are simulated under the schedule of the run::
+The order of microbatches and their distribution over replicas matter if the microbatches differ in
+cost. The partition divides the segments (parts of stages) among the stages. Recorded steps are
+simulated under the schedule of the run::
 
-    recorded microbatches ──> dealt over replicas by cost ──┐
+    recorded microbatches ──> assigned to replicas by cost ─┐
                         └───────────────────────────────────┴──> ordered by cost ──> step time
     recorded segments ──> another partition (each stage's time divided among its segments)
 
@@ -242,7 +243,7 @@ class _Simulation:
         return float(np.std(costs)) > UNEQUAL * float(np.mean(costs))
 
     def _cut(self, step: RecordedStep, partition: Sequence[int]) -> RecordedStep:
-        """Returns a copy of ``step`` whose segments are divided according to ``partition``."""
+        """Returns a copy of ``step`` in which ``partition`` divides the segments into stages."""
         segments = step.durations_s[:, self._stage_of] * self._shares[:, :, None]
         stages = [segments[:, part].sum(axis=1) for part in _slices(partition)]
         # If a trained segment moves to a frozen stage, this stage needs backward passes.
@@ -295,7 +296,7 @@ def _joined(steps: Sequence[RecordedStep]) -> RecordedStep:
 
 
 def _in_turns(replicas: Sequence[RecordedStep]) -> RecordedStep:
-    """Returns one step with the microbatches of all replicas, in the order of the whole batch.
+    """Returns a step with the microbatches of all replicas, in their order in the whole batch.
 
     This assumes that the batch was distributed over the replicas round-robin.
     """

@@ -355,9 +355,9 @@ def _kinds(table: TraceTable) -> Ints:
 def _inputs(actions: TraceTable, stage: Ints, where: Pipelines, owner: Ints) -> tuple[Ints, int]:
     """Returns the row of the computation that produced each computation's input.
 
-    The row is -1 for forward passes in the first stage, and for inputs that no recorded computation
-    produced. The second result is the number of inputs of the latter kind. ``actions`` contains the
-    computations, ``stage`` their stages, and ``owner`` the indices of their workers.
+    The row is -1 for forward passes in the first stage, and for orphaned inputs, which no recorded
+    computation produced. The second result is the number of orphaned inputs. ``actions`` contains
+    the computations, ``stage`` their stages, and ``owner`` the indices of their workers.
     """
     is_f = actions.kind == KIND["F"]
     is_b = actions.kind == KIND["B"]

@@ -1,10 +1,10 @@
 """Simulates recorded microbatches under a different schedule, or on other replicas.
 
 A recorded duration is split into three factors: the usual duration of the stage (the median over
-replicas), the slowdown of the rank relative to its peers, and a remaining factor for the length of
-the microbatch or chance. If a stage is split in two, each half is assumed to take half as long. The
-factor of a rank is assumed to be the same for all work, and the factor of a microbatch is assumed
-to be the same on all replicas.
+replicas), the slowdown of the rank relative to its peers, and a remaining factor, which comes from
+the length of the microbatch or from chance. If a stage is split in two, each half is assumed to
+take half as long. The factor of a rank is assumed to be the same for all work, and the factor of a
+microbatch is assumed to be the same on all replicas.
 
 Under a run-time scheduling rule, the order of actions depends on the durations, so the rule is also
 simulated.
@@ -54,7 +54,7 @@ MOST_PIPELINES = 256
 At least one step is simulated, even if it has more pipelines.
 """
 ALIKE = 0.1
-"""Maximum relative difference between the simulated and the recorded step time.
+"""Maximum relative difference of simulated and recorded step time for a simulation to be used.
 
 The simulation uses the recorded durations. The difference is larger if the run had a different
 limit on activation memory than the simulated rule, or if the trace's spans do not cover the whole
@@ -93,8 +93,8 @@ class RecordedTimes:
 
     Attributes:
         steps: Maps each iteration to one array per replica, ``[2, stages, microbatches]``, with the
-            times in seconds of the forward pass and of the whole backward pass. If microbatches are
-            split, the last axis contains the slices of all microbatches.
+            times in seconds of the forward pass and of the backward pass (B and W together). If
+            microbatches are split, the last axis contains the slices of all microbatches.
         transfer_s: Median transfer time of a message in seconds.
         work: Computing cost of each stage in any unit; empty if unknown. If there are fewer than
             three replicas, these costs are needed to distinguish a slow rank from a stage with more
@@ -539,7 +539,7 @@ def recorded_step(ops: Operations, rows: Ints, times_s: Floats) -> RecordedStep 
     Args:
         ops: Recorded operations.
         rows: Indices of the step's operations.
-        times_s: Durations in seconds, ``[operations]``.
+        times_s: Duration of each operation in seconds, ``[operations]``.
     """
     kind = ops.kind[rows]
     stage = ops.stage[rows]
@@ -591,14 +591,14 @@ def _sizes_of(ops: Operations, rows: Ints) -> tuple[int, ...]:
 
 
 def recorded_replicas(ops: Operations, iteration: int) -> list[tuple[RecordedStep, float]] | None:
-    """Returns each replica's step in ``iteration``, and the recorded step times in seconds.
+    """Returns each replica's step in ``iteration``, with the recorded step time in seconds.
 
     Args:
         ops: Recorded operations.
         iteration: Iteration number.
 
     Returns:
-        List with an entry per replica, or ``None`` if actions are missing.
+        List of pairs (step, step time), one per replica, or ``None`` if actions are missing.
     """
     replicas = []
     for rows in _rows_by_replica(ops, np.array([iteration]))[iteration]:
@@ -620,8 +620,8 @@ def recorded_times(
         work: Computing cost of each stage in any unit; empty if unknown.
 
     Returns:
-        Times of those steps in which every rank ran each microbatch of its replica, or ``None`` if
-        there are no such steps or ranks have several stages.
+        Times of the steps in which every rank ran each microbatch of its replica. ``None`` if there
+        are no such steps, or if ranks have several stages.
     """
     where = parts[0].where
     if where.stages.shape[1] > 1:

@@ -12,7 +12,7 @@ from megatron.adaptive.trace.span_columns import Ints
 from megatron.adaptive.trace.whatif.operations import Floats, Pipelines
 
 SHOWN = 5
-"""Number of ranks, and of links, for which the slowdown is computed (those that are slowest)."""
+"""Number of ranks, and of links, whose slowdown is computed: the slowest ones."""
 SLOW = 1.05
 """Minimum slowdown for which the report names causes and the share of each."""
 

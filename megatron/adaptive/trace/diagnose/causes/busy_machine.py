@@ -17,7 +17,7 @@ from megatron.adaptive.trace.diagnose.machine_reasons import COUNTS, reason_by, 
 from megatron.adaptive.trace.diagnose.samples import Floats, Measured, best_interval, chance, noise
 
 SURE = 3.2
-"""Minimum increase of the waiting time, in standard errors, to report a part of the run.
+"""Minimum increase of the waiting time, in standard errors, for a part of the run to be reported.
 """
 
 MOST_OF = 0.75
@@ -31,7 +31,7 @@ LEAST_BUSY = 0.1
 
 
 class BusyMachineCause(Cause):
-    """Finds machines whose ranks all wait for processors, quotas or memory."""
+    """Finds machines on which all ranks wait for processors or memory, or are stopped by quotas."""
 
     name = "busy machine"
     order = 40
@@ -60,7 +60,7 @@ class BusyMachineCause(Cause):
 
 
 def _busy_machine(m: Measured, columns: Sequence[int]) -> Finding | None:
-    """Returns a finding if the ranks on a machine often wait for processors, quotas or memory.
+    """Returns a finding if the ranks on a machine often wait, for example for processors or memory.
 
     Otherwise returns ``None``. ``columns`` contains the indices of all ranks on the machine.
     """

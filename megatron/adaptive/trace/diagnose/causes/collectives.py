@@ -1,9 +1,9 @@
-"""Finds late members of process groups, and groups whose transfers take longer than usual.
+"""Finds ranks that arrive late at collectives, and groups whose transfers take longer than usual.
 
-Both causes require the times of collectives (``--trace-detail collectives``). Late ranks are only
-searched for in groups whose members do the same work at the same time. In a data-parallel group,
-for example, waits mean that a whole replica is late, which other causes explain. In a group of
-experts, the rank with the most tokens is the last to arrive (see ``overloaded_experts``).
+Both causes require the times of collectives (``--trace-detail collectives``). Late ranks are
+searched for only in groups whose members do the same work at the same time. In a data-parallel
+group, for example, waits mean that a whole replica is late, which other causes explain. In a group
+of experts, the rank with the most tokens is the last to arrive (see ``overloaded_experts``).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ FEWEST_GROUPS = 2
 """Minimum number of other groups needed for a comparison."""
 
 _LEAST_LEFT = 0.1
-"""Minimum time left of an operation after subtracting the delay, as a fraction of its duration."""
+"""Minimum time that remains of an operation without the delay, as a fraction of its duration."""
 
 
 class SlowMember(Cause):
@@ -129,15 +129,14 @@ class CongestedCollectives(Cause):
         kind = finding.detail.partition(" ")[0]
         if kind in IN_STEP:
             return _shortened(steps, steps.affected)
-        # The group is of a different kind, such as a data-parallel group. Groups of these kinds
-        # communicate at the end of a step.
+        # Groups of all other kinds, such as data-parallel groups, communicate at the end of a step.
         ops = steps.operations
         at_end = np.isin(ops.kind, (OPTIMIZER, REDUCE)) & np.isin(ops.worker, steps.workers)
         return _shortened(steps, at_end)
 
 
 def _shortened(steps: RecordedSteps, chosen: Mask) -> Floats64:
-    """Returns the durations of all operations, after subtracting the delay from the chosen ones.
+    """Returns the durations of all operations, with the delay subtracted from those in ``chosen``.
 
     Args:
         steps: Operations of recorded steps, and the finding with the delay per step.
@@ -206,7 +205,7 @@ def _slow_member(
 
 
 def _congestion(m: Measured, joined: JoinedCollectives, others: Floats) -> Finding | None:
-    """Returns a finding if the transfers of a group take too long, or else ``None``.
+    """Returns a finding if the transfers of a group take too long, and ``None`` otherwise.
 
     Args:
         m: Measured times of the run.
@@ -288,5 +287,5 @@ def _least_ns(m: Measured, ranks: Sequence[int], number: float) -> float:
 
 
 def _num_hosts(m: Measured, joined: JoinedCollectives) -> int:
-    """Returns the number of machines on which the members of the group of ``joined`` run."""
+    """Returns the number of machines on which the members of a process group run."""
     return len({m.headers[m.column[rank]].host for rank in joined.ranks})

@@ -1,7 +1,7 @@
 """Finds links with packet loss, on which some messages are late because of retransmissions.
 
 Most messages on such a link are as fast as on other links, so a comparison of links finds nothing.
-However, the late messages occur in those iterations in which the machine retransmitted more TCP
+However, the late messages occur in the iterations in which the machine retransmitted more TCP
 segments than usual. Links within a machine are skipped, unless all messages are known to use TCP.
 """
 
@@ -37,10 +37,10 @@ LATE_TOGETHER = 0.8
 """Minimum fraction of the delay that must fall into iterations with retransmitted TCP segments."""
 
 RANDOMLY = 0.02
-"""Maximum probability that delays and retransmissions coincide by chance."""
+"""Maximum probability that delays and retransmissions coincide by chance on a reported link."""
 
 DRAWS = 1000
-"""Number of random permutations of the iterations for estimating this probability."""
+"""Number of random permutations of the iterations from which this probability is estimated."""
 
 LINK_FEWEST = 20
 """Minimum number of messages needed to judge a link."""
@@ -60,8 +60,8 @@ class LossyLink(Cause):
             if finding.cause == "slow link" and finding.reason is not None
         }
         if explained:
-            # A slow link has already been found. Lost packets are counted per machine, so that link
-            # may have lost them.
+            # A slow link with a known reason has already been found. It may have lost the packets,
+            # because lost packets are counted per machine, not per link.
             return []
         return find_lossy_links(evidence.measured)
 

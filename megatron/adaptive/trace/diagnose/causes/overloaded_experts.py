@@ -62,7 +62,7 @@ OVERLOADED = 1.1
 """Minimum ratio of an overloaded rank's number of tokens to the mean over ranks."""
 
 OVERLOAD_ERRORS = 3.0
-"""Minimum additional waiting time of the other ranks, in standard errors, to report a rank.
+"""Minimum additional waiting time of the other ranks, in standard errors, to report the overload.
 """
 
 
@@ -71,8 +71,8 @@ def find_overloaded_experts(m: Measured) -> list[Finding]:
 
     Ranks are compared if the experts of the same layers are divided among them. The rank with the
     most tokens is the last to reach the all-to-all exchange after the experts, where the other
-    ranks wait for it. The cost is the difference between the waiting time of the other ranks and
-    that of the overloaded rank, but at most the time that the rank needs for its additional tokens.
+    ranks wait for it. The cost is how much longer the other ranks wait than the overloaded rank,
+    but at most the time that the overloaded rank needs for its additional tokens.
     """
     layouts = [next((_layout(marker) for marker in markers.values()), ()) for markers in m.experts]
     layers = [tuple(layer for layer, *_ in layout) for layout in layouts]
@@ -85,7 +85,7 @@ def find_overloaded_experts(m: Measured) -> list[Finding]:
             if all(i in m.experts[c] and _layout(m.experts[c][i]) == layouts[c] for c in group)
         ]
         if not chosen or len({layouts[column] for column in group}) < 2:
-            continue  # Every rank has all experts of these layers. No rank waits.
+            continue  # Every rank has all experts of these layers, so no rank waits.
         loads = [[m.experts[column][i] for column in group] for i in chosen]
         tokens = np.array(
             [[sum(sum(row[2:]) for row in load.tokens) for load in of_ranks] for of_ranks in loads]

@@ -41,10 +41,11 @@ MOST_SLOW = 0.25
 
 
 SLOWER_PASS = 1.15
-"""Minimum ratio for each of a slow layer's two passes (forward and backward) to other layers."""
+"""Minimum ratio of each pass (forward and backward) of a slow layer to that pass of other
+layers."""
 
 SLOWER_LAST = 2.0
-"""Minimum ratio of the last layer's time to the time of other layers, if the last layer is slow.
+"""Minimum ratio of the last layer's time to the time of other layers for the layer to be slow.
 
 The last layer often does additional work. For other layers, the minimum ratio is :data:`SLOWER`.
 """
@@ -56,7 +57,7 @@ Layers of such a kind are not reported.
 """
 
 FEWEST_SPACED = 3
-"""Minimum number of evenly spaced slow layers that are considered a separate kind of layer."""
+"""Minimum number of evenly spaced slow layers to consider them a separate kind of layer."""
 
 
 class SlowLayer(Cause):
@@ -187,7 +188,7 @@ def _beside(layers: Sequence[_Layer], levels: Floats) -> list[float]:
 
 
 def _alone(slow: Sequence[int], levels: Floats) -> set[int]:
-    """Returns the indices of the slow layers whose times differ from all other slow layers.
+    """Returns the slow layers whose times differ from those of all other slow layers.
 
     Args:
         slow: Indices of all slow layers.

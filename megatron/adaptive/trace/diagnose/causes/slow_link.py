@@ -194,11 +194,11 @@ def _links(m: Measured) -> list[_Link]:
 
 
 def _judge(m: Measured, link: _Link, others: Floats, action: float) -> Finding | None:
-    """Returns a finding if ``link`` is slow in all or some iterations, or else ``None``.
+    """Returns a finding if ``link`` is slow, always or only at times, and ``None`` otherwise.
 
     Args:
         m: Measured times of the run.
-        link: Messages from one rank to another.
+        link: Link from one rank to another, with its messages.
         others: ``[links, 2]``, median and 10th percentile of the travel time in ns on every other
             link of the same kind (within a machine, or between machines).
         action: Median duration of an action in ns.

@@ -85,10 +85,10 @@ The rest may come from changes on the ranks with which the rank is compared.
 """
 
 OF_LAYER = 0.5
-"""Minimum fraction of a slow rank's lost time that a slow layer must explain."""
+"""Minimum fraction of a slow rank's lost time that a slow layer must explain to be the cause."""
 
 HOLDS_UP = 2.0
-"""Minimum ratio of the time spent waiting for a slow rank to that for any other group member."""
+"""Minimum ratio of the time that a group waits for a slow rank to its wait for any other member."""
 
 MOST_FOUND = 20
 """Maximum number of slow ranks to report."""

@@ -75,7 +75,7 @@ SPIKE_OF_STEP = 0.003
 """Minimum fraction of the step time that spikes must cost to be reported."""
 
 MOST_WITH_ALL = 3
-"""Maximum number of ranks in a run at which a rank is compared with all other ranks.
+"""Maximum number of ranks in a run for which each rank is compared with all other ranks.
 
 In larger runs, the other rank with the most spikes is excluded from the comparison.
 """

@@ -34,7 +34,7 @@ class UnevenStages(Cause):
     order = 60
 
     def find(self, evidence: Evidence, earlier: Sequence[Finding]) -> list[Finding]:
-        # Stages may be uneven only because of a slow rank or a slow layer.
+        # Stages may be uneven only because a rank or a layer is slow.
         is_slow = any(
             finding.cause in ("slow rank", "slow layer")
             and finding.period.kind in ("lasting", "begun")

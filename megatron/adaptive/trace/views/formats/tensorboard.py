@@ -2,8 +2,8 @@
 
 ::
 
-    <folder>/mean/events.out.tfevents.trace          mean over the ranks
-    <folder>/rank 00003/events.out.tfevents.trace    one rank: its part of each step
+    <folder>/mean/events.out.tfevents.trace          mean of the curves over ranks
+    <folder>/rank 00003/events.out.tfevents.trace    curves of a single rank
 
 Every iteration is a point in each curve, at the time of day at which the iteration ran. The files
 are written with TensorBoard's own writer. They become visible only when they are complete. Files
@@ -45,7 +45,7 @@ def write_scalars(
 
     Args:
         run: Trace of the run.
-        figures: Statistics of the ranks to show, by iteration.
+        figures: Statistics of the ranks to show, for each iteration.
         folder: Folder to pass to TensorBoard as ``--logdir``. Files from an earlier call are
             replaced.
 
