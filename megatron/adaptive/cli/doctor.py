@@ -316,7 +316,7 @@ def _port(port: int) -> Check:
 
 
 def _ignore(text: str) -> None:
-    """Ignores ``text``, a message about a rejected connection.
+    """Ignores the message ``text``, which reports a rejected connection.
 
     ``doctor`` only reports accepted connections.
     """

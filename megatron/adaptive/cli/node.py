@@ -185,7 +185,7 @@ def _print_instructions(address: str, port: int, logs: Path, generated_secret: s
 
 
 def _answer(conf: LaunchConf, numbered: list[tuple[int, int]], port: int) -> dict[str, Any]:
-    """Validates the trainer's flags against the final world size, and returns the workers' reply.
+    """Validates the trainer's flags for the final world size, and returns the reply to the workers.
 
     Each worker receives this reply with a few more entries, such as its node rank.
 

@@ -165,7 +165,7 @@ def parse_counts(name: str, text: str | None) -> tuple[int, ...]:
         The integers, or an empty tuple if the option is not set.
 
     Raises:
-        ConfigError: The text is not a list of different positive integers.
+        ConfigError: The text is not a list of distinct positive integers.
     """
     if text is None:
         return ()
@@ -371,7 +371,7 @@ def _lognormal(text: str, most: int) -> Lengths:
 
 
 def _listed(text: str) -> Lengths:
-    """Returns the numbers in the file ``text``.
+    """Returns the numbers in the file whose path is ``text``.
 
     The file contains a JSON list, or numbers separated by whitespace.
     """

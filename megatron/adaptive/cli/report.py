@@ -150,7 +150,7 @@ def _node_of_each_rank(folder: Path, names: Sequence[str], processes: Sequence[i
     names_by_node_rank = [
         latest.get(number, ("", f"node {number}"))[1] for number in range(len(processes))
     ]
-    # Limit the counts. Otherwise, a huge number in a damaged file would make the list below huge.
+    # Limit the counts, because a damaged file may contain a huge number of processes.
     counts = [min(count, 1 << 12) for count in processes]
     return [
         name for name, count in zip(names_by_node_rank, counts, strict=True) for _ in range(count)
@@ -188,7 +188,7 @@ def _account(job: str) -> dict[str, str]:
 
 
 def _settings(status: JobStatus) -> list[dict[str, Any]]:
-    """Returns the requested and the effective value of each variable, and whether they differ."""
+    """Returns each variable's requested value, its effective value, and whether the two differ."""
     effective = status.effective
     differ = {name for name, _, _ in status.differences}
     names = [name for name in SETTINGS if name in status.requested or name in effective]

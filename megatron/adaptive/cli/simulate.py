@@ -31,7 +31,7 @@ from megatron.adaptive.trace.files import replaced
 _BAR = 40
 _MAX_ACTIONS = 200_000
 _MAX_WORK = 4_000_000
-"""Maximum number of forward passes to simulate per schedule. A million of them take up to 30 s."""
+"""Maximum number of simulated forward passes per schedule. A million of them take up to 30 s."""
 _SCHEDULES = "1f1b,interleaved,zb-v,adaptive"
 _PROFILE_KEYS = {
     "forward": "forward_s",
@@ -228,7 +228,7 @@ def _add_slices(parser: argparse.ArgumentParser) -> None:
 
 
 def _counts(text: str) -> list[int]:
-    """Parses ``text``, a list of positive integers that are separated by commas."""
+    """Parses ``text``, a comma-separated list of positive integers."""
     return [count(part.strip()) for part in text.split(",")]
 
 

@@ -189,7 +189,7 @@ def _differences(
 
 
 def _kind(line: str) -> str:
-    """Returns ``error`` or ``warning`` if ``line`` reports one of these, otherwise ``""``."""
+    """Returns ``error`` or ``warning`` if ``line`` reports such a message, otherwise ``""``."""
     return "error" if _ERROR.search(line) else "warning" if _WARNING.search(line) else ""
 
 
@@ -472,7 +472,7 @@ def slurm_rows(command: Sequence[str]) -> list[list[str]]:
 
 
 def slurm_state(job: str) -> SlurmState:
-    """Returns the state of ``job`` in Slurm. A heterogeneous job has the state of its first part.
+    """Returns the state of ``job`` in Slurm. For a heterogeneous job, uses its first component.
 
     ``squeue`` is queried first, because ``sacct`` may be out of date.
     """

@@ -59,8 +59,8 @@ class FailedProbes:
         self._stragglers = stragglers
         self._members = members
         self._in_use = in_use
-        # Number of the last incarnation (start of the ranks in a layout) in which a failure of a
-        # node was handled, keyed by node name.
+        # For each node name, the number of the last incarnation (start of the ranks in a layout) in
+        # which a failure of the node was handled.
         self._handled: dict[str, int] = {}
         self._checks: dict[str, asyncio.Task[None]] = {}
         self._waits_s: dict[str, float] = {}
@@ -74,7 +74,7 @@ class FailedProbes:
         Args:
             failed: Nodes that have failed a probe since the ranks were started, with the
                 measurements that violated a limit.
-            running: State of the ranks that are running.
+            running: State of the running ranks.
             nodes: Available nodes, in the order in which they get ranks.
 
         Returns:

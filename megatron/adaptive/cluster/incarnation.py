@@ -156,8 +156,9 @@ class ScriptProgram(Program):
     ) -> tuple[list[str], dict[str, str]]:
         measured = None if layout.is_to_be_measured else MeasuredModule.read(self._model)
         if measured is not None and measured.is_random and measured.micro_batch_size is None:
-            # Random numbers, such as dropout masks, depend on the microbatch size. Record the size
-            # of the first layout in the model's file, so that later layouts use the same size.
+            # Random numbers, such as dropout masks, depend on the microbatch size. Record the
+            # microbatch size of the first layout in the model's file, so that later layouts keep
+            # it.
             replace(measured, micro_batch_size=layout.micro_batch).write(self._model)
         order = JobOrder(
             checkpoints=str(self.folder.path),
@@ -205,7 +206,7 @@ def is_trainer(script: Path) -> bool:
     try:
         return _TRAINER.encode() in read_whole(script)
     except OSError:
-        return True  # Let a rank report that the script cannot be read.
+        return True  # The script cannot be read. Let a rank report this error.
 
 
 Policy = Literal["ignore", "replan", "exclude"]
@@ -437,8 +438,9 @@ class RunningRanks:
         Args:
             fault: Description of the failure.
             deadline_s: Time in seconds, on the manager's clock, by which the other ranks must exit.
-            kill: Whether a signal from outside the job killed a rank. Such a signal is recorded as
-                the cause even if another rank has already failed, because it lost its peer.
+            kill: Whether a signal from outside the job killed a rank. Such a signal replaces an
+                earlier failure as the cause, because ranks that lose a killed peer may fail before
+                the kill is reported.
             gone: Description of the loss or departure of the node that caused the failure, or
                 empty. It is recorded even after other failures, because ranks that cannot reach the
                 node may exit before the node is known to be lost.
@@ -482,8 +484,8 @@ def assign(nodes: Sequence[Node], layout: ParallelLayout) -> list[Node]:
         layout: Layout to run.
 
     Returns:
-        Node of each rank, ordered by rank. If nodes are missing, the list does not contain the last
-        ranks.
+        Node of each rank, ordered by rank. If there are too few nodes, the list is shorter and
+        omits the last ranks.
     """
     places: list[Node] = []
     by_name = {node.name: node for node in nodes}
@@ -505,7 +507,7 @@ def rank_orders(
     Args:
         arguments: Arguments of the script.
         places: Node of each rank, ordered by rank.
-        incarnation: Number of the incarnation that begins.
+        incarnation: Number of the incarnation that is being started.
         variables: Environment variables to set for all ranks.
     """
     counts = Counter(node.name for node in places)

@@ -154,7 +154,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text().strip()
     except OSError:
-        return ""  # Files of unset entries exist, but reading them fails.
+        return ""  # A file exists even if its entry is unset. Reading it then fails.
 
 
 ENDED = "ended"
@@ -200,7 +200,7 @@ def count_gpus(visible: str | None) -> int:
 
 
 class ResourceSampler:
-    """Runs a thread that samples the resource usage of this node's GPUs and of some processes.
+    """Runs a thread that samples the usage of this node's GPUs and of a process's descendants.
 
     The sampler must be closed after use.
 

@@ -35,7 +35,7 @@ _NUMBERS = ("unix_ns", "iteration", "total_iterations", "lost_steps")
 _EPOCH = "epoch"
 _MOST_EARLIER = 1000
 MEASURES = "processes that measure the model"
-"""End of a layout's description if the layout's ranks only measure the model and do not train."""
+"""Suffix of a layout's description if its ranks only measure the model and do not train."""
 _PHASES = ("notice", "checkpoint", "end", "plan", "start", "load", "first_step")
 
 
@@ -181,10 +181,10 @@ class IncarnationProgress:
             yet.
         iteration: Last completed iteration, or ``None`` before the first iteration.
         ended: Reason that the ranks gave when training ended normally, or ``None``.
-        begun_ns: Time when the model had been built and the checkpoint had been loaded.
+        begun_ns: Time when the model was built and the checkpoint was loaded.
         loaded_s: Time in seconds that it took to load the checkpoint.
-        first_ns: Time when the first step of the incarnation was complete.
-        saved_ns: Time when the last checkpoint was complete.
+        first_ns: Time when the first step of the incarnation was completed.
+        saved_ns: Time when the last checkpoint was completed.
         saving_s: Time in seconds for which the last checkpoint blocked training.
         copies: Description of the in-memory copies of the state; empty if it is not known yet.
         step_s: Median step time in seconds over the last 1,000 steps, excluding the first step.

@@ -81,7 +81,7 @@ _ANY_NUMBER = 1 << 20
 
 
 def node_kind(base: NodeType, gpus: int, slowness: float) -> NodeType:
-    """Returns ``base`` with ``gpus`` GPUs and with all durations multiplied by ``slowness``."""
+    """Returns a copy of ``base`` with ``gpus`` GPUs and durations multiplied by ``slowness``."""
     name = base.name
     if slowness != 1.0 or gpus != base.gpus:
         name += f" x {gpus}"
@@ -95,8 +95,7 @@ def read_inputs(paths: Sequence[Path]) -> tuple[Cluster, dict[str, Any] | None]:
     The type of each file is detected from its content.
 
     Returns:
-        The cluster, and a profile merged from all profiles. The latter is ``None`` if there are no
-        profiles.
+        The cluster, and a profile merged from all profiles, or ``None`` if there are no profiles.
 
     Raises:
         ConfigError: A file is missing or invalid, or there is not exactly one cluster file.

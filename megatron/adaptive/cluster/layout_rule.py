@@ -215,7 +215,7 @@ def relative_time(layout: ParallelLayout, slowness: Sequence[float]) -> float:
 
 
 def _by_stage(by_rank: Sequence[float], pipeline: int, width: int) -> list[float]:
-    """Returns the slowness of each stage, which is the maximum over the ranks of the stage."""
+    """Returns the slowness of each stage: that of its slowest rank."""
     return [max(by_rank[stage * width : (stage + 1) * width]) for stage in range(pipeline)]
 
 
@@ -304,7 +304,7 @@ def _layout(
     replicas: int,
     partition: tuple[int, ...],
 ) -> ParallelLayout | None:
-    """Creates a layout with these sizes, or returns ``None`` if the trainer rejects the layout."""
+    """Creates a layout with the given sizes, or returns ``None`` if the trainer rejects it."""
     tensor = config.parallel.tensor_model_parallel_size
     chunks = len(partition) // pipeline
     if pipeline == 1 and chunks > 1:

@@ -224,7 +224,7 @@ class Manager:
 
     @property
     def _is_successor(self) -> bool:
-        """Returns whether another manager ran this job before this manager."""
+        """Returns whether another manager ran this job before this one."""
         return "run" in self._lease.former
 
     async def _recover(self) -> None:

@@ -174,14 +174,14 @@ Status = Literal["starting", "present", "leaving", "gone", "lost", "unreachable"
 class Event(NamedTuple):
     """Event that the manager handles.
 
-    Events are created when a node changes, when the manager receives a signal (``stop``), and when
-    a timer fires (``tick``).
+    Events are created when the state of a node changes, when the manager receives a signal
+    (``stop``), and when a timer fires (``tick``).
 
     Attributes:
         kind: Name of the event: ``joined``, ``ready``, ``failed``, ``notice``, ``removed``,
             ``lost``, ``ended``, ``passed`` (a node that failed a probe earlier is fast enough now),
             ``stop`` or ``tick``.
-        node: Name of the node that changed; empty for an event of the manager.
+        node: Name of the node to which the event belongs; empty for ``stop`` and ``tick``.
         message: Message from the node's agent, or a dictionary with the same structure.
     """
 
@@ -567,7 +567,7 @@ class Membership:
 
 
 def allow_files(count: int) -> None:
-    """Raises this process's limit on open files to ``count``, or as far as the system allows."""
+    """Raises this process's limit on open files to ``count``, but not above the hard limit."""
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard_limit != resource.RLIM_INFINITY:
         count = min(count, hard_limit)

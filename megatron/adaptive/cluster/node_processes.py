@@ -175,8 +175,8 @@ def _profiler(conf: LaunchConf, node_rank: int, run_dir: Path) -> list[str]:
 def in_container(conf: LaunchConf, command: Sequence[str], run_dir: Path) -> list[str]:
     """Returns a command that runs ``command`` in the container.
 
-    Returns ``command`` itself if there is no container, or if Slurm starts the container with its
-    plugin pyxis.
+    Returns ``command`` itself if there is no container, or if Slurm starts the container with the
+    pyxis plugin.
     """
     gpu = ["--nv"] if conf["DEVICE"] == "gpu" else []
     starts = {"apptainer": ["exec", *gpu, "--bind"], "enroot": ["start", "--rw", "--mount"]}
@@ -347,7 +347,7 @@ def _signals_to(job: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def _signal_ranks(pid: int, number: int) -> None:
-    """Signals all ranks among the descendants of process ``pid``, but not their children."""
+    """Signals each rank among the descendants of process ``pid``, but not the rank's children."""
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):

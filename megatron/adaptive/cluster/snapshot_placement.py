@@ -34,8 +34,8 @@ class SnapshotSource:
         step: Newest step whose parts all still exist; 0 if there is no such step.
         seen: Newest step for which any part of a snapshot still exists, or 0 if no part exists.
         why: Reason why no step can be restored, or empty if a step can be restored.
-        parts: Copies from which ``step`` is restored. Each element is a copy's entry in the
-            inventory of its node, with two more keys: ``node`` is the name of this node, and
+        parts: Copies from which ``step`` is restored. Each element is the entry of a copy in its
+            node's inventory, with two additional keys: ``node`` is the name of the node, and
             ``needs`` contains the indices of the required parts that the copy provides.
     """
 
@@ -66,9 +66,9 @@ def newest(kept: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> SnapshotS
 
     Args:
         kept: Pairs of a remaining node's name and the list of copies in this node's memory. In the
-            entry of a copy, ``needs`` lists the parts that make up a complete step. A part is
-            provided by a copy from any of its ``ranks``. If ``is_sent`` of the part is false, only
-            copies in the memory of a rank's own node provide the part.
+            entry of a copy, ``needs`` lists the parts that make up a complete step. A copy from any
+            of the part's ``ranks`` provides the part. If the part's ``is_sent`` is false, the copy
+            must also be in the memory of the rank's own node.
     """
     copies: list[Mapping[str, Any]] = []
     needs: dict[tuple[str, int], Sequence[Mapping[str, Any]]] = {}

@@ -241,7 +241,7 @@ class FieldSpec:
 
     @property
     def is_switch(self) -> bool:
-        """Whether the flag takes no value. The presence of such a flag inverts the default."""
+        """Whether the flag takes no value. Such a flag inverts the default."""
         return self.has_flag and self.base is bool and not self.takes_value
 
     @property

@@ -88,7 +88,7 @@ def modules_in(package: ModuleType, pattern: str = "*") -> Iterator[ModuleType]:
 
 
 def source_of(function: Any) -> str:
-    """Returns the file and line at which ``function``, which may also be a class, is defined."""
+    """Returns the file and line at which the function or class ``function`` is defined."""
     try:
         file = inspect.getsourcefile(function) or "?"
         line = inspect.getsourcelines(function)[1]

@@ -34,7 +34,7 @@ ENTRY_POINTS = "megatron_adaptive.schedules"
 
 
 def no_function(*arguments: Any) -> Any:
-    """Replaces the function of schedules that have none: ``auto``, ``file`` and ``megatron``."""
+    """Stands for the missing function of the schedules ``auto``, ``file`` and ``megatron``."""
     raise AssertionError("this schedule has no function")
 
 
@@ -79,8 +79,8 @@ class ScheduleSpec:
             Run-time rules always support slices.
         torch_name: Name of the same schedule in ``torch.distributed.pipelining``, or empty if there
             is none.
-        reasons: Reasons that a trace contains for the choice of F, B and W by a run-time rule, if
-            each kind of action always has the same reason. They are words of ``REASONS`` in
+        reasons: Reasons that a trace records for F, B and W, if a run-time rule always chooses the
+            same kind of action for the same reason. They are entries of ``REASONS`` in
             ``trace/trace_format.py``.
         is_selectable: Whether users can select the schedule. It is false only for the schedule that
             validation uses.
@@ -229,7 +229,7 @@ def _own_spec(name: str) -> ScheduleSpec:
 
 
 def why_whole_backward(*, recompute: str | None, overlaps: bool, replicas: int) -> str | None:
-    """Returns why separate weight-gradient passes would be a disadvantage, or ``None`` otherwise.
+    """Returns a reason against separate weight-gradient passes, or ``None`` if there is none.
 
     Usually, a backward pass for inputs (B) frees more memory than it keeps for the later backward
     pass for weights (W), so the limit on activations still holds. In the cases that this function

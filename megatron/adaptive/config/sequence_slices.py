@@ -202,7 +202,7 @@ class SliceRule:
 
 
 def _closes(width: int, documents: Sequence[int], tokens: int | None) -> tuple[int, ...]:
-    """Returns the end positions of documents, and of parts of the padding, in a packed row."""
+    """Returns the end positions of the documents and the pieces of padding in a packed row."""
     closes = list(itertools.accumulate(documents))
     while tokens is not None and closes[-1] // tokens < (width - 1) // tokens:
         closes.append((closes[-1] // tokens + 1) * tokens)
@@ -263,7 +263,7 @@ def numbers_to_choose(length: int, multiple: int) -> tuple[int, ...]:
 
 
 def first_number(length: int, multiple: int) -> int:
-    """Returns the number of slices in the first steps with ``--sequence-slices auto``.
+    """Returns the number of slices that ``--sequence-slices auto`` uses in the first steps.
 
     Half of this number is measured next. The arguments have the same meaning as in
     :func:`numbers_to_choose`.
@@ -288,7 +288,7 @@ def tokens_to_choose(longest: int, multiple: int) -> tuple[int, ...]:
 
 
 def first_tokens(longest: int, multiple: int) -> int:
-    """Returns the slice length in the first steps with ``--slice-tokens auto``.
+    """Returns the slice length that ``--slice-tokens auto`` uses in the first steps.
 
     The next longer length is measured afterwards. The arguments have the same meaning as in
     :func:`tokens_to_choose`.

@@ -1,12 +1,12 @@
 """Lists flags of Megatron-LM that this trainer rejects or ignores, with the reasons.
 
 A flag is rejected if it contradicts the pipeline engine, or if ignoring it would result in a
-different training run. The error message contains the reason, whereas the message for an unknown
-flag only suggests the most similar flag. If the main flag of a feature is rejected, the other flags
-of this feature are accepted and ignored. Flags that are never used in GPT pre-training are also
-ignored. A prefix stands for a group of flags, because such groups grow with each version of
-Megatron-LM. Prefixes do not apply to a flag that is listed by its full name. A test checks that no
-flag of this trainer is listed here.
+different training run. The error message contains the reason. The message for an unknown flag only
+suggests the most similar flag. If the main flag of a feature is rejected, the other flags of this
+feature are accepted and ignored. Flags that are never used in GPT pre-training are also ignored. A
+prefix stands for a group of flags, because such groups grow with each version of Megatron-LM.
+Prefixes do not apply to a flag that is listed by its full name. A test checks that no flag of this
+trainer is listed here.
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ def is_idle(name: str) -> bool:
 
 
 def with_no(name: str) -> str:
-    """Returns ``--no-X`` if ``name`` is ``--disable-X``, and otherwise ``name`` itself.
+    """Returns ``--no-X`` if ``name`` is ``--disable-X``, otherwise ``name`` itself.
 
     Megatron-LM accepts both spellings of a flag for a setting that is on by default.
     """

@@ -115,16 +115,16 @@ def spread(lanes: Iterable[Sequence[float]]) -> float:
     """Returns the relative standard deviation of the durations of actions.
 
     Each duration is divided by the median of its sequence. The result is the standard deviation of
-    the logarithms. It is computed from quartiles, which are insensitive to a few actions that the
-    operating system interrupted.
+    the logarithms of these ratios. It is estimated from quartiles, because they are insensitive to
+    a few actions that the operating system interrupted.
 
     Args:
-        lanes: Sequences of durations in any unit, one sequence for each kind of work.
+        lanes: Durations in any unit, as one sequence for each kind of work.
     """
     logs: list[float] = []
     for values in lanes:
         if len(values) < 2:
-            continue  # A single duration does not show how durations vary.
+            continue  # A single duration says nothing about the variation.
         middle = statistics.median(values)
         logs += [math.log(value / middle) for value in values if middle > 0 and value > 0]
     if len(logs) < _LEAST_LOGS:

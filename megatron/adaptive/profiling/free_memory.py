@@ -30,7 +30,7 @@ KEPT_FREE = 0.1
 """Fraction of the free memory that a plan must leave unused, as a safety margin."""
 
 HOST_SHARE = 0.35
-"""Fraction of freed activation memory on a CPU that the C library keeps instead of returning it.
+"""Fraction of freed activation memory on a CPU that the C library does not return to the system.
 
 This fraction was measured with ``studies/planner.py --part memory`` in runs of the trainer with
 glibc.

@@ -1,4 +1,4 @@
-"""Measures links between ranks, and all-reduces within nodes, in the way a training run uses them.
+"""Measures links between ranks and all-reduces within nodes, as a training run uses them.
 
 ``auto``, profiles and ``transport --check`` all measure with :func:`measure_link`. This function
 sends bursts of messages, one directly after another. It separates the latency of a message from its
@@ -162,7 +162,7 @@ def receive(transport: Transport, peer: int, timeout_s: float) -> Arrival:
 def make_connector(
     job: Job, *, in_flight: int = 2 * _BURST, timeout_s: float = _LIMIT_S
 ) -> Connector:
-    """Creates an object that connects ranks for measurements in the same way as a training run.
+    """Creates an object that connects ranks for measurements as in a training run.
 
     Args:
         job: Environment of this process: ranks, device, process groups.

@@ -479,7 +479,7 @@ class Turns:
                 self._store.delete_key(self._key(number + 1, "go"))
 
     def note(self, text: str) -> None:
-        """Makes :meth:`is_noted` return true for ``text`` on all ranks in later turns."""
+        """Makes :meth:`is_noted` return true for ``text`` in later turns, on all ranks."""
         self._store.set(f"noted/{text}", "")
 
     def is_noted(self, text: str) -> bool:

@@ -57,7 +57,7 @@ class Family:
             field name in ``config/model.py`` or in megatron-core.
         needed: Keys that all models of the family must have in addition to the usual keys. Each
             setting is mapped to its keys in ``config.json``.
-        keys: Optional keys of the models of the family. Each setting is mapped to its keys in
+        keys: Optional keys of the family's models. Each setting is mapped to its keys in
             ``config.json``, which replace the setting's usual keys (``config_keys.py``).
         attention_keys: Optional keys for the sizes of attention. Each setting is mapped to its keys
             in ``config.json``.

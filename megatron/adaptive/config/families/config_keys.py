@@ -190,7 +190,7 @@ def _checked(value: Any, setting: str, key: str, where: str) -> int | float:
 
 
 def count_of(config: Mapping[str, Any], keys: tuple[str, ...], where: str) -> int:
-    """Returns the number of heads or layers: the value of the first of ``keys`` that is present.
+    """Returns the number of heads or layers from the first of ``keys`` that is present.
 
     Raises:
         ConfigError: The value is not an integer from 1 to 10,000.

@@ -1,7 +1,6 @@
 """Finds the family of a model among the families in this folder and those that users provide.
 
-The module also lists how unsupported models differ from supported families, which error messages
-explain.
+The module also lists how unsupported models differ from supported families, for error messages.
 """
 
 from __future__ import annotations
@@ -201,7 +200,7 @@ def family_of(config: Mapping[str, Any], where: str, hf_family: str | None = Non
 
 
 def _lacks(config: Mapping[str, Any], name: str, nearest: str) -> str:
-    """Describes how an unsupported model differs from the family with the type ``nearest``."""
+    """Describes how the supported family ``nearest`` differs from an unsupported model."""
     family = built_in_families()[nearest]
     expected = family.known_keys.union(family.refuse).difference(_CHECKED)
     strange = {key for key, value in config.items() if value and key not in expected}
