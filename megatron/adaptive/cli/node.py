@@ -12,9 +12,9 @@ Nodes in pods find each other before torchrun starts::
     worker       tries to connect until the deadline; sends its hello; receives the reply
 
 After both sides have proved that they know the run's secret, each worker describes itself in a
-hello message. While nodes are missing, the first node removes each worker that disconnects or stops
-sending heartbeats from its list, so that the worker can join again. When all workers have received
-their replies, the first node closes the port, so that torchrun can use it.
+hello message. While nodes are missing, the first node forgets a worker that disconnects or stops
+sending heartbeats, so that the worker can join again. When all workers have received their replies,
+the first node closes the port, so that torchrun can use it.
 """
 
 from __future__ import annotations
@@ -709,7 +709,7 @@ def _environment_number(*names: str) -> int | None:
 
 
 def _say_missing(secrets: Iterable[str]) -> None:
-    """Warns about the variables in ``secrets`` that this node's environment does not contain."""
+    """Warns about the variables in ``secrets`` that are missing from this node's environment."""
     if missing := [name for name in secrets if name not in os.environ]:
         _say(
             f"warning: conf.sh sets {', '.join(missing)}, but secrets are neither stored nor "

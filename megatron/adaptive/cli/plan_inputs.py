@@ -332,8 +332,8 @@ def read_lengths(text: str, most: int) -> tuple[Lengths, int]:
         most: Maximum length of a document in tokens. The trainer truncates longer documents.
 
     Returns:
-        Number of tokens of each document that the trainer predicts, and an upper bound of these
-        numbers for all documents in the data.
+        Number of tokens that the trainer predicts in each document, and an upper bound of this
+        number for all documents in the data.
 
     Raises:
         ConfigError: The text does not have one of the possible forms, or a length is invalid.
@@ -387,7 +387,7 @@ def _listed(text: str) -> Lengths:
 
 
 def _words(content: str) -> Iterator[str]:
-    """Yields the words of ``content``. Splits one part of the text at a time, to save memory."""
+    """Yields the words of ``content``. Splits the text piece by piece, to save memory."""
     end = 0
     while end < len(content):
         start = end

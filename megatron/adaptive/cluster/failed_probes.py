@@ -113,7 +113,7 @@ class FailedProbes:
         """Includes the node ``name`` in layouts again, after it has passed its check.
 
         Args:
-            name: Name of the node, as contained in the event ``passed``.
+            name: Name of the node, from the event ``passed``.
         """
         self._checks.pop(name, None)
         self._handled.pop(name, None)

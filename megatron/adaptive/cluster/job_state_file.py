@@ -264,7 +264,7 @@ class ProgressReader:
 
 
 def phases(incarnation: Incarnation, now: IncarnationProgress) -> dict[str, float]:
-    """Returns the durations of the phases of a layout change in seconds, keyed by phase name.
+    """Returns the duration in seconds of each phase of a layout change, keyed by phase name.
 
     Phases whose durations are not known yet are omitted.
 
@@ -315,7 +315,7 @@ class StateFile:
         self._earlier: list[Any] = []
 
     def take_over(self, checkpoints: Path) -> int:
-        """Reads the state that an earlier manager wrote, so that later writes include its history.
+        """Reads the state written by an earlier manager, so that later writes include its history.
 
         Returns:
             Number of machines in the job when the state was written, or 0 if no earlier

@@ -136,7 +136,7 @@ class Chooser:
         return choose_layout(arguments, offers)
 
     def is_better(self, layout: ParallelLayout, running: ParallelLayout) -> bool:
-        """Returns whether a job should change from the layout ``running`` to the layout ``layout``.
+        """Returns whether a job with the layout ``running`` should switch to ``layout``.
 
         Args:
             layout: Layout to which the job could change.

@@ -235,9 +235,10 @@ class Manager:
             await self._next(None)
 
     async def _first_nodes(self) -> None:
-        """Waits until no agent is starting and, without a machines file, enough nodes have joined.
+        """Waits until all started agents have connected or failed.
 
-        Also returns when the timeout expires or the job is asked to stop.
+        Without a machines file, also waits until enough nodes have joined. Returns early if the
+        timeout expires or the job is asked to stop.
         """
         expected = self._spec.nodes
         limit_s = self._spec.join_s
@@ -372,14 +373,14 @@ class Manager:
         return incarnation
 
     async def _watch(self, running: RunningRanks) -> None:
-        """Waits until each rank in ``running`` has exited or is on a node that is lost."""
+        """Waits until each rank in ``running`` has exited, or its node is lost."""
         while len(running.statuses) < len(running.where):
             event = await self._next(earliest(running.deadline_s, self._reconsider_s))
             kind = "" if event is None else event.kind
             if event is not None and kind == "ended" and event.message["key"] in running.where:
                 self._rank_ended(running, event)
-            # The method ``_overdue`` marks nodes as lost without sending an event, so check all
-            # nodes after a deadline.
+            # After a deadline, check all nodes, because the method ``_overdue`` marks nodes as lost
+            # without sending an event.
             if event is None or kind == "lost":
                 for key in running.alive:
                     name = running.where[key]

@@ -50,7 +50,7 @@ def buddies(nodes: Sequence[Node]) -> dict[str, str | None]:
 
     Returns the names of the buddies, keyed by node name. The buddy is the next node, in cyclic
     order, that is on another machine. If all nodes are on the same machine, such as in a trial run,
-    the buddy is the next node. A single node has the buddy ``None``.
+    the buddy is the next node. The buddy of a single node is ``None``.
     """
     buddy_names: dict[str, str | None] = {}
     alone = len({node.host for node in nodes}) == 1

@@ -43,7 +43,7 @@ _FLASH_CAPABILITY = 8
 
 
 class Kernel(enum.Enum):
-    """Lists the ways to compute attention.
+    """Lists the methods of computing attention.
 
     Attributes:
         SCORES: No fused kernel. The scores of all pairs of tokens are kept until the backward pass.

@@ -253,7 +253,7 @@ def check_unequal_stages(config: TrainerConfig) -> None:
 
 
 def _given_flags(config: TrainerConfig, **changes: Any) -> GivenFlags:
-    """Returns an object that checks the effective values of the settings ``config`` against rules.
+    """Returns an object that checks the effective settings in ``config`` against rules.
 
     Args:
         config: Settings of the run.

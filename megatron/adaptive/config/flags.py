@@ -311,7 +311,7 @@ class FieldSpec:
         return options
 
     def text_of(self, value: Any) -> str:
-        """Returns the flag and ``value`` as text, the way they are typed on a command line."""
+        """Returns the flag and ``value`` as text, as typed on a command line."""
         if self.is_switch:
             return self.name
         if isinstance(value, float):

@@ -226,7 +226,7 @@ def read_text(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -
 
 
 def read_bytes(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -> bytes:
-    """Reads a regular file of at most :data:`MAX_BYTES`, with the errors of :func:`read_text`."""
+    """Reads a regular file of at most :data:`MAX_BYTES`. Raises the errors of :func:`read_text`."""
     try:
         return read_whole(path)
     except OSError as caught:
@@ -252,7 +252,7 @@ def read_json(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -
 
 
 def natural(text: str) -> int | None:
-    """Converts ``text`` to an integer, or returns ``None`` unless it has 1 to 18 digits."""
+    """Converts ``text`` to an integer if it has 1 to 18 digits, otherwise returns ``None``."""
     is_number = text.isascii() and text.isdecimal() and len(text) <= _DIGITS
     return int(text) if is_number else None
 

@@ -189,9 +189,8 @@ def layer_rules(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str
 
     Args:
         config: Settings of the run.
-        flags: Object with an attribute for each setting. The attribute contains the setting as it
-            is typed on the command line, such as ``--num-layers 8``. Error messages contain these
-            texts.
+        flags: Object with an attribute for each setting. The value of the attribute is the setting
+            as typed on the command line, such as ``--num-layers 8``, for error messages.
     """
     model = config.model
     layers = model.num_layers

@@ -44,8 +44,8 @@ class ScheduleSpec:
 
     Attributes:
         name: Name of the schedule on the command line.
-        position: Position in the list of this package's schedules. If several schedules are equally
-            fast, the one with the lowest position is chosen.
+        position: Position of the schedule in the list of this package's schedules. If several
+            schedules are equally fast, the one with the lowest position is chosen.
         function: Function that implements the schedule.
         kind: ``fixed`` if the order of actions is known before the step, or ``rule`` if each rank
             chooses its next action at run time. The schedules ``auto``, ``file`` and ``megatron``
@@ -116,7 +116,7 @@ class ScheduleSpec:
 
     @property
     def is_v_only(self) -> bool:
-        """Whether the schedule requires stages that are placed in a V over the ranks."""
+        """Whether the schedule requires a V-shaped placement of the stages."""
         return self.placements == ("v",)
 
     @property
@@ -169,7 +169,7 @@ _SCHEDULES = (
 
 @functools.cache
 def built_in_schedules() -> Mapping[str, ScheduleSpec]:
-    """Returns the schedules of this package, keyed by name, in ascending order of ``position``.
+    """Returns the schedules of this package, keyed by name and sorted by ``position``.
 
     They are the entries of ``SCHEDULES`` in ``schedule/runtime_rules.py`` and in each module of
     ``schedule`` whose name begins with ``fixed_``, together with the schedules that have no
@@ -186,12 +186,13 @@ def built_in_schedules() -> Mapping[str, ScheduleSpec]:
 def selectable_names(
     matches: Callable[[ScheduleSpec], object] = lambda spec: True, *, also: Iterable[str] = ()
 ) -> tuple[str, ...]:
-    """Returns the names of the schedules that users can select, in ascending order of position.
+    """Returns the names of the schedules that users can select, sorted by their ``position``.
 
     Args:
         matches: Function that takes the specification of a schedule, and returns whether to include
             its name.
-        also: Names of schedules from outside this package that are also considered.
+        also: Names of schedules from outside this package that are also considered. These schedules
+            come last.
     """
     specs = [spec for spec in built_in_schedules().values() if spec.is_selectable]
     specs += [schedule_spec(name) for name in also if name not in built_in_schedules()]

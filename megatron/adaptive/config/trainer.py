@@ -257,7 +257,7 @@ class TrainerConfig:
         ``--window-size``, the FLOPs of attention grow linearly, so the result is 0.
         """
         linear, per_token = self._layer_costs
-        # This product counts the work for scores and values. Half of the scores are masked.
+        # This product counts the work for scores and values, half of which is masked.
         pairs = per_token * self.model.seq_length
         return pairs / (linear + pairs)
 
@@ -277,9 +277,9 @@ class TrainerConfig:
 
     @property
     def _layer_costs(self) -> tuple[int, int]:
-        """Numbers of multiply-adds of a layer: per token outside of attention, and per token pair.
+        """Multiply-adds of a layer per token outside of attention, and per pair of tokens.
 
-        Half of the pairs are masked, so the second number is half of the work for one pair.
+        Half of the pairs are masked, so the second number is half of an unmasked pair's work.
         """
         model = self.model
         assert model.kv_channels is not None

@@ -123,12 +123,12 @@ class Family:
 
     @functools.cached_property
     def layer_modules(self) -> Mapping[str, list[str]]:
-        """Names in Hugging Face files of the modules of a layer, keyed by name in megatron-core."""
+        """Hugging Face names of the modules of a layer, keyed by name in megatron-core."""
         return _inverted(self.layer_weights)
 
     @functools.cached_property
     def outer_modules(self) -> Mapping[str, list[str]]:
-        """Names in Hugging Face files of modules outside of layers, keyed by name in megatron-core.
+        """Hugging Face names of the modules outside of layers, keyed by name in megatron-core.
 
         Each value is a list with a single name.
         """

@@ -238,7 +238,7 @@ def check_numbers(config: Mapping[str, Any], whole: frozenset[str], where: str) 
 
 
 def scaling_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the settings of the rotary embedding in ``config``, under the old or the new key."""
+    """Returns the rotary embedding's settings from their old or their new key in ``config``."""
     scaling: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
     return scaling
 
