@@ -458,8 +458,7 @@ def _probe(options: argparse.Namespace, argv: Sequence[str]) -> int:
 
     Args:
         options: Parsed flags of ``doctor``.
-        argv: Unparsed flags of ``doctor``, which are passed to the processes that this function
-            starts.
+        argv: Unparsed flags of ``doctor``, passed on to the processes that this function starts.
 
     Returns:
         1 if a rank, link or group is an outlier or did not respond; otherwise 0.

@@ -325,9 +325,9 @@ class _Hello:
     Attributes:
         host: Host name of the node.
         gpus: Number of GPUs on the node.
-        processes: Number of processes that the user of the node requested, or ``None`` to let the
-            master decide.
-        node_rank: Node rank that the user of the node requested, or ``None`` for any rank.
+        processes: Number of processes requested by the node's user, or ``None`` to let the master
+            decide.
+        node_rank: Node rank requested by the node's user, or ``None`` for any rank.
         address: Address of the node on its connection to the master, or empty for the master
             itself.
     """

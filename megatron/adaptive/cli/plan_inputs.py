@@ -50,7 +50,7 @@ from megatron.adaptive.trace.status_files import PROGRESS_NAME, ProgressTail, pr
 _DRAWN = 100_000
 """Number of document lengths to draw from a distribution."""
 _PIECE = 1 << 20
-"""Number of characters of a lengths file that are split into words at a time."""
+"""Number of characters of a lengths file to split into words at a time."""
 _LOGNORMAL = "lognormal"
 _MOST_TOKENS = 10**9
 _FLAG = "--document-lengths"
@@ -187,7 +187,7 @@ def measured_kinds(model: Model, spreads: Sequence[int]) -> tuple[str, ...]:
 
     Args:
         model: Model whose layers are measured.
-        spreads: Expert-parallel sizes (numbers of ranks that share the experts of a layer).
+        spreads: Expert-parallel sizes (numbers of ranks that share a layer's experts).
     """
     parts = [kind.partition("/") for kind in model.kinds]
     spread = {name for name, mark, _ in parts if mark}

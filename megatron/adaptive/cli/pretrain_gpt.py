@@ -323,7 +323,7 @@ def flags(argv: Sequence[str]) -> int:
 
 
 def flags_markdown() -> str:
-    """Returns Markdown tables of all flags by group, and of flags that are refused or ignored."""
+    """Returns Markdown tables of all flags by group, and of the refused and ignored flags."""
     parts = [_FLAGS_HEAD]
     for title, rows in flag_table().items():
         parts.append(f"\n## {title}\n\n| Flag | Default | Meaning |\n| --- | --- | --- |\n")

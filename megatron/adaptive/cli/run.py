@@ -266,7 +266,7 @@ def _on_straggler(wished: Policy | None, schedule: ScheduleConfig) -> Policy:
 
     Args:
         wished: Reaction that the user has selected, or ``None`` for the default.
-        schedule: Schedule settings of the trainer, which include the settings of the diagnosis.
+        schedule: Schedule settings of the trainer, including those of the diagnosis.
     """
     is_diagnosed = schedule.trace_dir is not None and schedule.diagnose_interval > 0
     if wished in ("replan", "exclude") and not is_diagnosed:

@@ -251,7 +251,7 @@ def samples_of(path: Path, latest: bool = False) -> Iterator[dict[str, Any]]:
     """Yields the samples of a node's resource usage. Skips damaged lines.
 
     Args:
-        path: Path of the file that contains the samples of the node.
+        path: Path of the file with the node's samples.
         latest: Whether to yield only the latest sample.
     """
     lines: Iterator[str] = iter(reversed(tail(path))) if latest else lines_of(path)
@@ -310,7 +310,7 @@ class NodeStatus:
     """Summary of a node's log files.
 
     Attributes:
-        name: Name of the node, which is the prefix of the names of its files.
+        name: Name of the node. The names of its files begin with it.
         out: Last lines of the node's standard output.
         err: Last lines of the node's standard error.
         errors: Last distinct lines in both files that report an error.

@@ -518,7 +518,7 @@ def _kernels(run: RunTrace, iteration: int) -> dict[str, Any]:
 
 
 def _kernel_lines(run: RunTrace, iteration: int, step_ms: float) -> list[str]:
-    """Returns a table of the kernels that took the most time in ``iteration``, as lines of text.
+    """Returns a table of the kernels with the most total time in ``iteration``, as lines of text.
 
     If kernels were recorded only in other iterations, the result is a line that lists these
     iterations. If no kernels were recorded, the result is empty.

@@ -351,7 +351,7 @@ def load_conf(
     Args:
         path: Path of ``conf.sh``, or ``None`` to use only defaults.
         changes: Strings of the form ``NAME=VALUE`` that override the file and the plan.
-        plan: Path of a plan file to use instead of the file that the variable ``PLAN`` names.
+        plan: Path of a plan file to use instead of the one that the variable ``PLAN`` names.
 
     Raises:
         ConfigError: A name is unknown or a value is invalid.

@@ -45,7 +45,7 @@ class FailedProbes:
         stragglers: Object that chooses layouts and stores which nodes are excluded.
         members: Nodes of the job. When a node passes its check, the event ``passed`` is put into
             the event queue of ``members``.
-        in_use: Function that returns the names of the nodes that run ranks.
+        in_use: Function that returns the names of the nodes running ranks.
     """
 
     def __init__(

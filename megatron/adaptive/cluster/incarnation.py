@@ -247,7 +247,7 @@ _VARIABLES = frozenset(
 """Environment variables that a manager may set for the ranks of a node."""
 
 EXIT_LEFT = 75
-"""Exit status of a node that has left a job that continues. The node may join the job again."""
+"""Exit status of a node that has left a job still in progress. The node may join the job again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -441,9 +441,9 @@ class RunningRanks:
             kill: Whether a signal from outside the job killed a rank. Such a signal replaces an
                 earlier failure as the cause, because ranks that lose a killed peer may fail before
                 the kill is reported.
-            gone: Description of the loss or departure of the node that caused the failure, or
-                empty. It is recorded even after other failures, because ranks that cannot reach the
-                node may exit before the node is known to be lost.
+            gone: Description of the node loss or departure that caused the failure, or empty. It is
+                recorded even after other failures, because ranks that cannot reach the node may
+                exit before the node is known to be lost.
         """
         self.gone = self.gone or gone
         if not self.fault or (kill and not self.killed and not self.has_kill):

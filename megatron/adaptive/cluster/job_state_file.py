@@ -88,8 +88,8 @@ class Incarnation:
             could not be used.
         marks_ns: Times of the events ``notice``, ``ended``, ``planned`` and ``begun`` on the
             manager's clock, in nanoseconds since the Unix epoch, keyed by event.
-        phases_s: Duration in seconds of each phase of the change to this layout, keyed by the name
-            of the phase.
+        phases_s: Duration in seconds of each phase of the change to this layout, keyed by phase
+            name.
         before: Last progress of the previous incarnation, or ``None`` for the first incarnation.
         predicted_s: Step time that the planner predicted, in seconds, or ``None`` without a plan.
         step_s: Measured step time in seconds, or ``None`` before any step was measured.
@@ -170,7 +170,7 @@ _SLOW = tuple(entry.name for entry in fields(SlowRank))
 
 @dataclass(frozen=True, kw_only=True)
 class IncarnationProgress:
-    """Summary of the progress file that the ranks of one incarnation write.
+    """Summary of the progress file written by the ranks of one incarnation.
 
     Attributes whose names end with ``_ns`` are points in time in nanoseconds since the Unix epoch.
     Each of them is ``None`` until its event happens.

@@ -64,8 +64,7 @@ class ParallelLayout:
         pace: Computing time per layer on each node, keyed by node name, in an arbitrary unit; empty
             without the planner.
         widths: Number of replicas of each stage; empty if all stages have the same number.
-        unit: Name of the parts of the model that ``partition`` counts, such as ``layers`` or
-            ``segments``.
+        unit: Name of the model parts that ``partition`` counts, such as ``layers`` or ``segments``.
     """
 
     tensor: int

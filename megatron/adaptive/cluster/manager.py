@@ -243,8 +243,7 @@ class Manager:
         expected = self._spec.nodes
         limit_s = self._spec.join_s
         if self._is_successor:
-            # Expect the nodes of the previous manager to join again, except the node on which that
-            # manager ran.
+            # Expect all nodes of the previous manager to join again, except the manager's own node.
             expected = max(1, self._before_us - 1)
             limit_s = min(limit_s, _RETURN_S)
         until_s = self._clock.now_s() + limit_s

@@ -240,8 +240,8 @@ class Membership:
         own_machine: Machine of the manager if nodes join by themselves, otherwise ``None``.
         address: Address at which other machines can reach this machine, or ``None`` to detect it.
         secret: Secret with which agents and the manager authenticate each other.
-        work: Script and arguments of the ranks, which are sent to the agents that this process
-            starts.
+        work: Script and arguments of the ranks. They are sent to the agents started by this
+            process.
     """
 
     def __init__(

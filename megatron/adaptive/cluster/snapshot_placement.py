@@ -177,7 +177,7 @@ class JobSnapshots:
         return orders
 
     def begun(self, resumed: int, before: IncarnationProgress | None) -> tuple[str, int]:
-        """Returns the origin of the training state, and the number of steps that must be repeated.
+        """Returns where the training state comes from, and how many steps must be repeated.
 
         Args:
             resumed: Iteration of the checkpoint from which the incarnation resumes.

@@ -275,7 +275,7 @@ def only_groups(argv: Sequence[str], kinds: Sequence[type], more: Sequence[str] 
 
     Args:
         argv: Command line of the trainer.
-        kinds: Dataclasses of the groups of settings whose flags are returned.
+        kinds: Dataclasses of the setting groups whose flags are returned.
         more: Names of additional fields whose flags are returned.
 
     Raises:

@@ -75,7 +75,7 @@ class Mask(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCase:
-    """Properties of a call to attention that determine which kernel is used.
+    """Properties of an attention call that determine which kernel is used.
 
     Attributes:
         backend: Value of ``--attention-backend``.

@@ -1,4 +1,4 @@
-"""Parses the command lines of all programs, with error messages that consist of a single line."""
+"""Parses the command lines of all programs, with one-line error messages."""
 
 from __future__ import annotations
 

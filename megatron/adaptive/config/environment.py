@@ -156,7 +156,7 @@ class Environment:
             (``MEGATRON_ADAPTIVE_COPIES``), or ``None`` if no copies are made.
         node: Name of this node in a job of ``train elastic`` (``MEGATRON_ADAPTIVE_NODE``), or
             ``None`` in other jobs.
-        lease: Number of the lease that allows a job of ``train elastic`` to write to the checkpoint
+        lease: Number of the lease with which a ``train elastic`` job may write to the checkpoint
             folder (``MEGATRON_ADAPTIVE_LEASE``), or ``None`` in other jobs.
         job: Instructions from ``train elastic`` for a script that trains a ``Pipeline``
             (``MEGATRON_ADAPTIVE_JOB``), as the text of a :class:`JobOrder`, or ``None`` in other

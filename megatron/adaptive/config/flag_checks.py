@@ -238,7 +238,7 @@ def check_config(config: TrainerConfig, installed: Installed, *, needs_data: boo
 
 
 def check_unequal_stages(config: TrainerConfig) -> None:
-    """Checks that the settings of a run allow stages with different numbers of replicas.
+    """Checks that the settings of a run allow unequal stages (different numbers of replicas).
 
     Args:
         config: Settings of the run, which may have equal stages.

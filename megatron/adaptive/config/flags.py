@@ -396,7 +396,7 @@ class FieldSpec:
 
 @functools.cache
 def fields_of(group: type) -> tuple[FieldSpec, ...]:
-    """Returns the specifications of all fields of a settings dataclass, in order of definition."""
+    """Returns the specifications of a settings dataclass's fields, in order of definition."""
     hints = typing.get_type_hints(group, include_extras=True)
     return tuple(
         spec_of(item.name, hints[item.name], item.default, item.metadata.get(_METADATA_KEY, {}))

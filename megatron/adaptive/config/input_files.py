@@ -119,8 +119,8 @@ def read_whole(path: str | Path, most: int = MAX_BYTES) -> bytes:
         left = most - os.fstat(file.fileno()).st_size
         while left >= 0 and (piece := file.read(_PIECE_BYTES)):
             pieces.append(piece)
-            # The bytes that were read are counted, because files in /proc report size 0 and other
-            # files may grow.
+            # Count the bytes that were read, because files in /proc report size 0 and other files
+            # may grow.
             left = most - sum(map(len, pieces))
     if left < 0:
         raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))

@@ -1,4 +1,4 @@
-"""Defines the settings of data types, of the optimizer, of the learning rate and of adapters."""
+"""Defines the settings for data types, the optimizer, the learning rate and adapters."""
 
 from __future__ import annotations
 

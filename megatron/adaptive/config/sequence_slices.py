@@ -1,9 +1,9 @@
 """Cuts sequences into slices, which are processed separately with ``--sequence-slices``.
 
 Most of a layer's work grows with the number of tokens. The work of attention grows with the number
-of pairs of tokens, because a slice attends to all slices before it. Let ``a`` be the fraction of
-the cost of a whole sequence that is due to attention. Then, in a sequence of length 1, the part
-from ``x`` to ``y`` costs
+of pairs of tokens, because a slice attends to all slices before it. Let ``a`` be attention's
+fraction of the cost of a whole sequence. Then, in a sequence of length 1, the part from ``x`` to
+``y`` costs
 
     (1 - a) (y - x) + a (y^2 - x^2)
 
@@ -195,7 +195,7 @@ class SliceRule:
         """
         if self.tokens is not None:
             return self.tokens
-        # Each token costs at least 1, and the cost of each slice is the cost of the row / slices.
+        # Each token costs at least 1, and each slice costs the row's cost divided by ``slices``.
         share = width * (1 + self.pair_cost * longest) / self.slices
         least = LEAST_TOKENS + 2 * self.multiple
         return min(width, max(least, math.ceil(share) + self.multiple))

@@ -224,7 +224,7 @@ class TrainerConfig:
 
     @property
     def least_row(self) -> int:
-        """Minimum number of tokens in a row of documents that ``--sequence-slices`` can cut."""
+        """Minimum length in tokens of a document row that ``--sequence-slices`` can cut."""
         if self.slice_tokens is not None or self.num_slices == 1:
             return 1
         return least_row(self.num_slices, self.token_ranks)
@@ -266,7 +266,7 @@ class TrainerConfig:
 
         Args:
             tokens: Total number of tokens in the documents.
-            squares: Sum of the squares of the documents' numbers of tokens.
+            squares: Sum of the squared document lengths, in tokens.
         """
         return tokens + self._pair_cost * squares
 
@@ -395,7 +395,7 @@ class TrainerConfig:
 
 
 def groups() -> dict[str, type]:
-    """Returns the dataclass of each group of settings, keyed by name, in the order of the docs."""
+    """Returns the dataclass of each settings group, keyed by name, in the order of the docs."""
     return typing.get_type_hints(TrainerConfig)
 
 

@@ -66,9 +66,9 @@ def time_microbatches(
     """Runs and times microbatches on chunk 0 of a rank's stages, one after another.
 
     Args:
-        stages: Object that runs the actions of a rank's stages, with the methods that the executor
-            calls. It must be created for ``WARM_UP + repeats`` microbatches. Its ``finish`` method
-            is always called at the end.
+        stages: Object that runs the actions of a rank's stages. It has the methods that the
+            executor calls. It must be created for ``WARM_UP + repeats`` microbatches. Its
+            ``finish`` method is always called at the end.
         received: Function that creates the input of a forward pass, or returns ``None`` for the
             first stage.
         gradient: Function that creates the input of a backward pass, or returns ``None`` for the
@@ -82,8 +82,8 @@ def time_microbatches(
 
     Returns:
         Three lists of durations in seconds, and the output of the last forward pass. The lists
-        contain the durations of forward passes, of backward passes, and of weight-gradient passes.
-        The last list contains zeros unless ``split`` is true.
+        contain the durations of the forward, backward and weight-gradient passes. The last list
+        contains zeros unless ``split`` is true.
     """
     rows: list[list[float]] = [[], [], []]
     output = None

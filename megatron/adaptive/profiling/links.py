@@ -39,7 +39,7 @@ SIZES = (1 << 10, 1 << 16, 1 << 19, 1 << 22, 1 << 25)
 """Message sizes to measure, in bytes. The time of the smallest message is the latency."""
 
 NO_STEP = -1
-"""Index of the step in the labels of messages that do not belong to a training step."""
+"""Step index in the labels of messages outside of training steps."""
 
 _BURST = 4
 _GO = 0
@@ -184,7 +184,7 @@ def make_connector(
 
 
 def pairings(machines: Sequence[str], names: Sequence[str]) -> list[tuple[bool, Pair, list[Pair]]]:
-    """Chooses the pairs of ranks that send at the same time in each measurement of links.
+    """Chooses the pairs of ranks that send at the same time in each link measurement.
 
     Links between the same types of nodes are measured only once.
 
@@ -193,8 +193,8 @@ def pairings(machines: Sequence[str], names: Sequence[str]) -> list[tuple[bool, 
         names: Type of each rank's node.
 
     Returns:
-        A tuple for each measurement: whether the link is within a node, an example pair of ranks
-        whose nodes have the two types, and the pairs that send at the same time.
+        A tuple for each measurement: whether the link is within a node, one pair of ranks as an
+        example of the link, and the pairs that send at the same time.
     """
     members: dict[str, list[int]] = {}
     for rank, machine in enumerate(machines):

@@ -226,7 +226,7 @@ class LayerShare:
 
     Args:
         models: Model and its block of layers, for each chunk to measure.
-        clock: Clock of the device, which records times in the device's queue of work.
+        clock: Clock that records times in the device's work queue.
         layers: Layers to measure separately, keyed by chunk. Other chunks are measured as a whole.
     """
 
@@ -296,7 +296,7 @@ class LayerShare:
         return [[*map(resolve, marks)] for marks in forwards if len(marks) == complete]
 
     def _marking(self, chunk: int, begins: bool = False) -> Any:
-        """Returns a hook for a module of ``chunk`` that records the time of each call.
+        """Returns a hook that records the time of each call of a module in ``chunk``.
 
         If ``begins`` is true, each call of the hook starts a new forward pass.
         """

@@ -53,8 +53,8 @@ class Family:
     Attributes:
         model_types: Values of ``model_type`` in ``config.json`` that belong to the family.
             Subclasses do not inherit this attribute.
-        settings: Values of the trainer's settings that all models of the family share, keyed by
-            field name in ``config/model.py`` or in megatron-core.
+        settings: Trainer settings shared by all models of the family, keyed by field name in
+            ``config/model.py`` or in megatron-core.
         needed: Keys that all models of the family must have in addition to the usual keys. Each
             setting is mapped to its keys in ``config.json``.
         keys: Optional keys of the family's models. Each setting is mapped to its keys in
@@ -164,8 +164,8 @@ class Family:
             config = {**config, key: rotation}
             if base := in_windows.get("rope_theta"):
                 config["rope_local_base_freq"] = base
-        # If a key is present at the top level and in the rotation settings, transformers uses the
-        # value in the rotation settings.
+        # A key may be present both at the top level and in the rotation settings. transformers then
+        # uses the value in the rotation settings.
         inner_keys = ("rope_theta", "partial_rotary_factor")
         inner = {key: rotation[key] for key in inner_keys if rotation.get(key) is not None}
         return {**self.defaults, **config, **inner}

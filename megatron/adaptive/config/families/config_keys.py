@@ -1,7 +1,7 @@
 """Lists keys of ``config.json`` that several families share, and checks their values.
 
-Each table maps settings of the trainer to the keys of ``config.json`` that may contain their
-values. If several of these keys are present, the first is used.
+Each table maps trainer settings to the ``config.json`` keys that may contain their values. If
+several of these keys are present, the first is used.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ class Verdict(NamedTuple):
 Check = Callable[[Any, Mapping[str, Any], Settings], Verdict | None]
 """Function that checks the value of a key, or returns ``None`` if the key has no effect.
 
-The arguments are the value of the key, the contents of the file with the family's defaults, and the
-settings that were read from the file.
+The arguments are the value of the key, the file's contents with the family's defaults, and the
+settings read from the file.
 """
 
 
@@ -84,7 +84,7 @@ def _rotation(value: Any, config: Mapping[str, Any], settings: Settings) -> Verd
 def rotation_verdict(
     value: Any, config: Mapping[str, Any], is_scaled: bool, nearest: str
 ) -> Verdict:
-    """Checks the value of a key that contains the settings of the rotary embedding.
+    """Checks the value of a key with the rotary embedding's settings.
 
     Args:
         value: Value of the key.

@@ -23,8 +23,7 @@ _STATES = "layers that keep a state instead of attention"
 _FUSED = "a different order of queries, keys and values in one matrix"
 _UNROTATED = "layers without rotation"
 _MULTIPLIED = "scale factors of embeddings, residuals and logits"
-# Features of unsupported models that no supported family has, and that the keys in a file do not
-# reveal.
+# Features of unsupported models that no supported family has and that config.json does not show.
 _DIFFERENCES: Mapping[str, str] = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "jamba", "rwkv", "bamba"), _STATES),
     **dict.fromkeys(("internlm2", "baichuan", "qwen", "chatglm"), _FUSED),
@@ -46,7 +45,7 @@ _DIFFERENCES: Mapping[str, str] = {
     "qwen3_next": f"{_STATES}, and attention gates",
     "smollm3": _UNROTATED,
 }
-# Keys that are reported as differences of an unknown model, although `refuse` also checks them.
+# Keys in `refuse` that still count as differences of an unknown model.
 _CHECKED = ("quantization_config", "sliding_window_size")
 
 ENTRY_POINTS = "megatron_adaptive.families"
@@ -63,8 +62,8 @@ def built_in_families() -> Mapping[str, Family]:
             if not inspect.isclass(kind) or kind.__module__ != module.__name__:
                 continue
             if issubclass(kind, Family):
-                # Base classes are skipped, because they have no model types of their own. Model
-                # types are not inherited.
+                # Skip base classes, which have no model types of their own. Model types are not
+                # inherited.
                 types = vars(kind).get("model_types", ())
                 families |= dict.fromkeys(types, kind())
     return families
