@@ -151,7 +151,7 @@ def plan_variables(content: Any, where: str) -> dict[str, str]:
 
 
 def _stages(stages: Sequence[Mapping[str, Any]], where: str) -> dict[str, str]:
-    """Returns the ``conf.sh`` variable for the ranks per stage, if stages are unequal."""
+    """Returns the ``conf.sh`` variable with the number of ranks of each stage in ``stages``."""
     for index, stage in enumerate(stages):
         if any(width != 1 for width in stage["tensor"]):
             raise ConfigError(

@@ -262,7 +262,7 @@ class TrainerConfig:
         return pairs / (linear + pairs)
 
     def cost_of(self, tokens: float, squares: float) -> float:
-        """Returns the predicted cost of documents, relative to that of a token without attention.
+        """Returns the predicted cost of documents, in units of a token's cost without attention.
 
         Args:
             tokens: Total number of tokens in the documents.

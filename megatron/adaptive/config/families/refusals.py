@@ -84,7 +84,7 @@ def _rotation(value: Any, config: Mapping[str, Any], settings: Settings) -> Verd
 def rotation_verdict(
     value: Any, config: Mapping[str, Any], is_scaled: bool, nearest: str
 ) -> Verdict:
-    """Checks the value of a key with the rotary embedding's settings.
+    """Checks the value of a key that holds settings of the rotary embedding.
 
     Args:
         value: Value of the key.
