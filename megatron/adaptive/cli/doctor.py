@@ -133,7 +133,7 @@ class Check:
     """Describes the result of one check.
 
     Attributes:
-        name: Name of the item that was checked.
+        name: Name of the checked item.
         state: ``ok``, ``warning`` if a run may still work, or ``error`` if a run cannot work.
         text: Result as a message to the user.
         mend: Suggested fix, or empty if nothing needs to be fixed.

@@ -726,7 +726,7 @@ def _say(text: str) -> None:
 def _master_file(path: Path, address: str, port: int, secret: str) -> Iterator[None]:
     """Writes the master's address and secret to ``path``. Removes the file when the context exits.
 
-    Workers that have access to the file read the address and the secret from it.
+    Workers with access to the file read the address and the secret from it.
     """
     facts = {"address": address, "port": port, "pid": os.getpid(), "secret": secret}
     text = json.dumps(facts)

@@ -311,7 +311,7 @@ class _LossCheck(NamedTuple):
 
     Attributes:
         rejects: Function that takes the loss, and returns whether the loss must be rejected.
-        message: Reason that is logged if the loss is rejected.
+        message: Reason to log if the loss is rejected.
         is_fatal: Whether a rejected loss aborts the run.
     """
 

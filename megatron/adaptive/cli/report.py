@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _newest_job(logs: Path) -> str:
-    """Returns the ID of the job in ``logs`` that has most recently written to its log folder."""
+    """Returns the ID of the job that wrote most recently to its folder in ``logs``."""
     parents = [logs.absolute()]
     newest = newest_run(["*.out", "progress.jsonl"], parents)
     if newest is None:
@@ -84,7 +84,7 @@ MAX_POINTS = 5000
 """Maximum number of points in a curve. Longer curves are reduced to evenly spaced points."""
 
 MAX_MESSAGES = 200
-"""Maximum number of distinct warnings and errors that are shown per node."""
+"""Maximum number of distinct warnings and errors shown per node."""
 _NODE_START = re.compile(r"=== (.*) node (\d+) starts$")
 _ACCOUNT = ("state", "start", "end", "elapsed", "nodelist", "exitcode", "partition")
 _GIB = 1 << 30

@@ -144,7 +144,7 @@ def _write_json(path: Path, outcomes: Sequence[CandidateOutcome]) -> None:
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Formats help texts, and adds the default value of each option that has one."""
+    """Formats help texts, including the default values of options."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default in (None, []) else super()._get_help_string(action)

@@ -194,7 +194,7 @@ def _kind(line: str) -> str:
 
 
 def node_names(folder: Path) -> list[str]:
-    """Returns the names of the nodes that have files in ``folder``, the log folder of a job."""
+    """Returns the names of the nodes with files in ``folder``, a job's log folder."""
     return sorted({path.stem for path in folder.glob("*.out")})
 
 
@@ -440,7 +440,7 @@ def read_status(job: str, logs: Path, progress: ProgressTail | None = None) -> J
 
 
 def _read_nodes(folder: Path, record: Mapping[str, Any]) -> tuple[NodeStatus, ...]:
-    """Returns a summary of each node that has files in ``folder``, the log folder of a job.
+    """Returns a summary of each node with files in ``folder``, a job's log folder.
 
     ``record`` is the content of the job's ``run.json``.
     """

@@ -278,7 +278,7 @@ class LaunchGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConf:
-    """Validated configuration with which a job is started.
+    """Validated configuration for starting a job.
 
     Attributes:
         folder: Folder of ``conf.sh``, to which paths are relative.

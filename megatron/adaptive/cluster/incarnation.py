@@ -394,7 +394,7 @@ class NodeWork:
 
 @dataclass(kw_only=True, eq=False)
 class RunningRanks:
-    """State of the ranks during one incarnation, which is one start of all ranks in a layout.
+    """State of the ranks during one incarnation (one start of all ranks in a layout).
 
     Attributes:
         incarnation: Record of the incarnation that the ranks run.
@@ -507,7 +507,7 @@ def rank_orders(
     Args:
         arguments: Arguments of the script.
         places: Node of each rank, ordered by rank.
-        incarnation: Number of the incarnation that is being started.
+        incarnation: Number of the incarnation to start.
         variables: Environment variables to set for all ranks.
     """
     counts = Counter(node.name for node in places)

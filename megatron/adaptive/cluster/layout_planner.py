@@ -230,8 +230,8 @@ class Planning:
         """Checks that a plan exists if all known machines join.
 
         Args:
-            machines: Path of the machines file; ``None`` if nodes join by themselves, in which case
-                the machines of the cluster file are used.
+            machines: Path of the machines file, or ``None`` if nodes join by themselves. The check
+                then uses the machines of the cluster file.
 
         Raises:
             ConfigError: The machines file is invalid or lists machines that are missing from the
@@ -622,8 +622,8 @@ class PlannerChooser(Chooser):
         The call blocks until the check is complete.
 
         Args:
-            machines: Path of the machines file; ``None`` if nodes join by themselves, in which case
-                the machines of the cluster file are used.
+            machines: Path of the machines file, or ``None`` if nodes join by themselves. The check
+                then uses the machines of the cluster file.
 
         Returns:
             Reason why the check was not completed, such as the timeout, or an empty string.

@@ -4,8 +4,8 @@ Without ``--plan-with``, the layout uses as many processes as the batch size and
 layers allow. Among these layouts, the rule chooses the smallest pipeline size that is at least the
 size on the command line. If there is none, the rule chooses the largest pipeline size. It avoids
 sizes below the one on the command line, because the model may not fit in memory with fewer stages.
-The global batch size never changes. Nodes that are known to be slow get fewer layers. With
-``--plan-with``, the planner chooses the layout (see ``layout_planner``).
+The global batch size never changes. Nodes known to be slow get fewer layers. With ``--plan-with``,
+the planner chooses the layout (see ``layout_planner``).
 """
 
 from __future__ import annotations

@@ -524,7 +524,7 @@ class Manager:
         return None, lost or running.fault
 
     async def _apply_all(self, until_s: float | None) -> None:
-        """Waits for an event, and then applies all events that are in the queue.
+        """Waits for an event, and then applies all queued events.
 
         If several nodes have joined at the same time, the next layout can then use all of them.
         """
@@ -623,7 +623,7 @@ class Manager:
         return not self._is_deposed
 
     def _fence(self) -> bool:
-        """Prevents ranks of earlier layouts that are still running from saving checkpoints.
+        """Prevents ranks that still run in an earlier layout from saving checkpoints.
 
         Returns:
             Whether this manager still holds the job's lease.
@@ -731,7 +731,7 @@ class Participant:
         return EXIT_LEFT
 
     async def _join(self, owner: Mapping[str, Any]) -> int | None:
-        """Joins the job as an agent, and returns the exit status with which the node must exit.
+        """Joins the job as an agent, and returns the exit status for this node.
 
         Returns ``None`` if the manager is lost or not ready yet.
         """

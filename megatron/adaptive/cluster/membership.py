@@ -414,8 +414,8 @@ class Membership:
 
         Args:
             node: Node to release.
-            why: Reason that is shown to the user.
-            status: Exit status with which the node's agent must exit.
+            why: Reason shown to the user.
+            status: Exit status for the node's agent.
         """
         node.status = "gone"
         node.why = why
@@ -426,7 +426,7 @@ class Membership:
         """Releases all nodes and waits for the agents that this process started.
 
         Args:
-            status: Exit status with which the agents must exit.
+            status: Exit status for the agents.
             hands_over: Whether another manager continues the job. If so, nodes that joined by
                 themselves are not released, so that they look for the new manager.
         """

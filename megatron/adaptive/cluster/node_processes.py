@@ -118,8 +118,8 @@ def check_trainer(conf: LaunchConf, world_size: int, run_dir: Path) -> None:
     """Checks with the trainer's parser that the trainer would accept the configuration ``conf``.
 
     Raises:
-        ConfigError: The trainer would reject a flag. The message contains the variable of
-            ``conf.sh`` that sets the flag, or the flag itself if there is no such variable.
+        ConfigError: The trainer would reject a flag. The message names the ``conf.sh`` variable
+            that sets the flag or, if there is none, the flag.
     """
     if conf["LOCAL_CHECKPOINT_DIR"] and not conf["CHECKPOINT_DIR"]:
         raise ConfigError(

@@ -48,9 +48,9 @@ class SnapshotSource:
 def buddies(nodes: Sequence[Node]) -> dict[str, str | None]:
     """Chooses, for each node, another node (its buddy) that stores copies of the node's state.
 
-    Returns the names of the buddies, keyed by node name. The buddy is the next node, in cyclic
-    order, that is on another machine. If all nodes are on the same machine, such as in a trial run,
-    the buddy is the next node. The buddy of a single node is ``None``.
+    Returns the names of the buddies, keyed by node name. The buddy is the next node on another
+    machine, in cyclic order. If all nodes are on the same machine, such as in a trial run, the
+    buddy is the next node. The buddy of a single node is ``None``.
     """
     buddy_names: dict[str, str | None] = {}
     alone = len({node.host for node in nodes}) == 1
@@ -120,7 +120,7 @@ class JobSnapshots:
         folder: Folder of checkpoints.
         manager: Name of the manager that starts the ranks.
         kept: Name of the manager's own node, and the object with the snapshots that this node
-            stored under the previous manager; ``None`` if there are no such snapshots.
+            stored under the previous manager; ``None`` if there are none.
     """
 
     def __init__(

@@ -76,7 +76,7 @@ class Stragglers:
 
         Args:
             name: Name of the node.
-            why: Reason for excluding the node, which is shown in the state of the job.
+            why: Reason for excluding the node, shown in the job's state.
             nodes: Available nodes, in the order in which they get ranks.
 
         Returns:

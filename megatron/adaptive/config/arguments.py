@@ -85,7 +85,7 @@ def flag_table() -> dict[str, list[tuple[str, str, str]]]:
     """Returns the flags of each group of settings, keyed by the group's title.
 
     Each flag is a tuple of its spellings, its default and its help text. Groups and flags are in
-    the order in which they are defined.
+    order of definition.
     """
     table = {"Plan": [(f"{PLAN_FLAG} FILE", "none", PLAN_HELP)]}
     notes = effect_notes(flag_specs())

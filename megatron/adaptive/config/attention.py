@@ -139,7 +139,7 @@ def kernel_for(case: AttentionCase) -> Kernel:
 
 
 def shares_keys(case: AttentionCase) -> bool:
-    """Returns whether the kernel that is chosen for ``case`` supports grouped queries.
+    """Returns whether the kernel chosen for ``case`` supports grouped queries.
 
     If it does, keys and values need not be repeated for every query head.
     """

@@ -202,8 +202,7 @@ def check_config(config: TrainerConfig, installed: Installed, *, needs_data: boo
         needs_data: Whether the flags for data and for tokenizer files are required.
 
     Raises:
-        ConfigError: Settings are incompatible. The message describes the first problem that was
-            found.
+        ConfigError: Settings are incompatible. The message describes the first problem.
     """
     flags = _given_flags(config)
     order = order_rules(config.schedule.pipeline_schedule)

@@ -218,6 +218,6 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """Factor for the output of each adapter, which is alpha / rank."""
+        """Factor for each adapter's output: alpha / rank."""
         rank = self.lora_rank or 1
         return (self.lora_alpha or rank) / rank

@@ -27,7 +27,7 @@ def ending_with_this_process(number: int) -> Callable[[], None]:
     """Returns a ``preexec_fn`` for ``subprocess`` that makes the new process end with this one.
 
     Args:
-        number: Number of the signal that is sent to the new process when this process exits.
+        number: Number of the signal sent to the new process when this process exits.
     """
     parent = os.getpid()
 

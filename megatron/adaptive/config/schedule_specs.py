@@ -2,11 +2,10 @@
 
 A schedule determines the order in which each rank runs its actions (forward pass, backward pass,
 weight gradient). Each schedule of this package is a :class:`ScheduleSpec` in the module of its
-function, where :func:`built_in_schedules` finds it. A user's schedule is a function that is
-decorated with :func:`fixed_order` or :func:`run_time_rule`, and is selected with
-``--pipeline-schedule package.module:name``. A package can also publish its schedules as entry
-points of the group ``megatron_adaptive.schedules``. Such schedules are selected by name
-(``examples/own_schedule``).
+function, where :func:`built_in_schedules` finds it. A user's schedule is a function decorated with
+:func:`fixed_order` or :func:`run_time_rule`. The flag that selects it is ``--pipeline-schedule
+package.module:name``. A package can also publish its schedules as entry points of the group
+``megatron_adaptive.schedules``. Such schedules are selected by name (``examples/own_schedule``).
 
 This module imports the modules of schedules only when their names are first needed, because they
 import this module. ``schedule.catalog`` documents the arguments and the results of the functions.
@@ -75,8 +74,8 @@ class ScheduleSpec:
         is_auto_candidate: Whether the ``auto`` schedule tries this schedule.
         planned: When the planner considers the schedule: always (``by default``), only if the user
             lists it (``on request``), or never (``no``).
-        orders_slices: Whether a fixed schedule also supports sequences that are cut into slices.
-            Run-time rules always support slices.
+        orders_slices: Whether a fixed schedule also supports sequences cut into slices. Run-time
+            rules always support slices.
         torch_name: Name of the same schedule in ``torch.distributed.pipelining``, or empty if there
             is none.
         reasons: Reasons that a trace records for F, B and W, if a run-time rule always chooses the
@@ -121,7 +120,7 @@ class ScheduleSpec:
 
     @property
     def default_placement(self) -> PlacementKind:
-        """Assignment of stages to ranks that is used by default for two chunks per rank."""
+        """Default assignment of stages to ranks with two chunks per rank."""
         return "v" if self.prefers_v or self.is_v_only else "loop"
 
     @property
@@ -191,8 +190,7 @@ def selectable_names(
     Args:
         matches: Function that takes the specification of a schedule, and returns whether to include
             its name.
-        also: Names of schedules from outside this package that are also considered. These schedules
-            come last.
+        also: Names of additional schedules, from outside this package. These names come last.
     """
     specs = [spec for spec in built_in_schedules().values() if spec.is_selectable]
     specs += [schedule_spec(name) for name in also if name not in built_in_schedules()]

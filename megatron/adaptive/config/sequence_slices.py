@@ -56,8 +56,8 @@ def cut_points(num_slices: int, attention_share: float) -> tuple[float, ...]:
 
     Args:
         num_slices: Number of slices. It must be at least 1.
-        attention_share: Fraction of the cost of the whole sequence that is due to attention. If it
-            is 0, all slices have the same length.
+        attention_share: Attention's fraction of the cost of the whole sequence. If it is 0, all
+            slices have the same length.
 
     Returns:
         Positions from 0 to 1. Both ends of the sequence are included.
@@ -153,7 +153,7 @@ class SliceRule:
     Attributes:
         slices: Number of slices per microbatch. It is ignored if ``tokens`` is set.
         tokens: Number of tokens per slice, or ``None`` if each microbatch has ``slices`` slices.
-        multiple: Number by which the length of each slice must be divisible.
+        multiple: Required divisor of each slice's length.
         pair_cost: Cost of attention per pair of tokens, divided by the cost of all other work per
             token. A document of x tokens has x^2 pairs. If the value is 0, all slices have equal
             length.
@@ -256,7 +256,7 @@ def numbers_to_choose(length: int, multiple: int) -> tuple[int, ...]:
 
     Args:
         length: Number of tokens in a sequence.
-        multiple: Number by which the length of each slice must be divisible.
+        multiple: Required divisor of each slice's length.
     """
     most = min(_MOST_CHOSEN, length // least_row(1, multiple))
     return tuple(2**exponent for exponent in range(max(1, most).bit_length()))
@@ -279,7 +279,7 @@ def tokens_to_choose(longest: int, multiple: int) -> tuple[int, ...]:
 
     Args:
         longest: Largest number of tokens in a document.
-        multiple: Number by which the length of each slice must be divisible.
+        multiple: Required divisor of each slice's length.
     """
     least = least_row(1, multiple)
     parts = range(_MOST_CHOSEN.bit_length())
@@ -306,7 +306,7 @@ def least_row(slices: int, multiple: int) -> int:
 
     Args:
         slices: Number of slices.
-        multiple: Number by which the length of each slice must be divisible.
+        multiple: Required divisor of each slice's length.
     """
     return slices * -(-LEAST_TOKENS // multiple) * multiple
 
@@ -322,10 +322,10 @@ def slice_ends(
     Args:
         length: Number of tokens in the sequence.
         slices: Number of slices. It must be at least 1.
-        multiple: Number by which the length of each slice must be divisible, such as the number of
-            tensor-parallel ranks that share each slice.
-        attention_share: Fraction of the cost of the whole sequence that is due to attention. If it
-            is 0, lengths differ by at most ``multiple``.
+        multiple: Required divisor of each slice's length, such as the number of tensor-parallel
+            ranks that share each slice.
+        attention_share: Attention's fraction of the cost of the whole sequence. If it is 0, lengths
+            differ by at most ``multiple``.
 
     Returns:
         Position directly after the last token of each slice, in ascending order. The last position

@@ -61,7 +61,7 @@ class TrainerConfig:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages of the pipeline, which is pipeline ranks times chunks per rank."""
+        """Number of pipeline stages: pipeline ranks times chunks per rank."""
         return self.parallel.num_stages
 
     @property
@@ -251,7 +251,7 @@ class TrainerConfig:
 
     @property
     def attention_share(self) -> float:
-        """Fraction of the FLOPs of a layer's forward pass that is due to attention.
+        """Attention's fraction of the FLOPs of a layer's forward pass.
 
         Only FLOPs that grow with the square of the sequence length are counted. With
         ``--window-size``, the FLOPs of attention grow linearly, so the result is 0.
@@ -332,7 +332,7 @@ class TrainerConfig:
 
     @property
     def microbatch_group(self) -> int:
-        """Number by which the number of microbatches per step and replica must be divisible."""
+        """Required divisor of the number of microbatches per step and replica."""
         parallel = self.parallel
         spec = schedule_spec(self.schedule.pipeline_schedule)
         if spec.groups_microbatches and parallel.num_chunks > 1:
@@ -343,9 +343,9 @@ class TrainerConfig:
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Returns the settings of each group as values that JSON can represent.
 
-        Settings of megatron-core that have their default values are omitted, so that a checkpoint
-        can be loaded with a different version of megatron-core. Settings of adapters are omitted if
-        no adapters are trained. A chosen number of slices is omitted, because the next run with
+        megatron-core settings with default values are omitted, so that a checkpoint can be loaded
+        with a different version of megatron-core. Settings of adapters are omitted if no adapters
+        are trained. A chosen number of slices is omitted, because the next run with
         ``--sequence-slices auto`` chooses it again. User, password and query are removed from URLs,
         because checkpoints and loggers must not reveal secrets.
         """
@@ -400,7 +400,7 @@ def groups() -> dict[str, type]:
 
 
 def flag_specs() -> dict[str, FieldSpec]:
-    """Returns the specifications of all settings that have a flag, keyed by setting name."""
+    """Returns the specifications of all settings with a flag, keyed by setting name."""
     return {
         spec.dest: spec for kind in groups().values() for spec in fields_of(kind) if spec.has_flag
     }

@@ -5,7 +5,7 @@ different training run. The error message contains the reason. The message for a
 suggests the most similar flag. If the main flag of a feature is rejected, the other flags of this
 feature are accepted and ignored. Flags that are never used in GPT pre-training are also ignored. A
 prefix stands for a group of flags, because such groups grow with each version of Megatron-LM.
-Prefixes do not apply to a flag that is listed by its full name. A test checks that no flag of this
+Prefixes do not apply to flags listed by their full names. A test checks that no flag of this
 trainer is listed here.
 """
 
@@ -181,7 +181,7 @@ it was renamed long ago; use --distributed-backend
     DDP-impl
 """
 
-# Flags that are accepted with any values, but ignored. The notation is the same as above.
+# Flags accepted with any value, but ignored. The notation is the same as above.
 _IDLE_TABLE = """\
 it belongs to programs other than pre-training a GPT: vision, BERT, T5, retrieval, Mamba
     num-classes num-channels patch-dim classes-fraction data-per-class-fraction no-data-sharding
@@ -323,5 +323,5 @@ def _by_prefix(bare: str, reasons: Mapping[str, str]) -> str | None:
 
 
 def refused_flags() -> tuple[str, ...]:
-    """Returns the rejected flags that are listed by their full names, with leading dashes."""
+    """Returns the rejected flags listed by their full names, with leading dashes."""
     return tuple(f"--{name}" for name in REFUSED if not name.endswith("*"))

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from megatron.adaptive.errors import ConfigError
 
 Ranks = tuple[int, ...]
-"""Global ranks of a device, link or group that is measured."""
+"""Global ranks of a measured device, link or group."""
 
 TENSOR = "tensor-parallel"
 CONTEXT = "context-parallel"

@@ -110,7 +110,7 @@ class Family:
 
         Args:
             config: Contents of ``config.json``, with ``defaults`` for absent keys.
-            settings: Settings that were read from ``config.json``. This method modifies them.
+            settings: Settings read from ``config.json``. This method modifies them.
         """
 
     def rotation(self, config: Mapping[str, Any]) -> Settings:
@@ -257,7 +257,7 @@ class Family:
 
         Args:
             document: Contents of ``config.json``.
-            settings: Settings that were read from the file.
+            settings: Settings read from the file.
             where: Path of the file, shown in error messages.
 
         Raises:

@@ -51,7 +51,7 @@ class Gemma(Llama):
     }
 
 
-# Values for keys that are absent in a config.json of Gemma 2 or 3.
+# Values for keys that are absent from a config.json of Gemma 2 or 3.
 _DEFAULTS: Mapping[str, Any] = {
     **Llama.defaults,
     "tie_word_embeddings": True,

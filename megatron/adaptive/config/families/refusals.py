@@ -142,8 +142,8 @@ def expert_weights_verdict(value: Any, settings: Settings, *, are_raw: bool) -> 
     """Checks whether the trainer scales the weights of the chosen experts as the file requires.
 
     Args:
-        value: Value of the key, which is true if the weights are scaled so that their sum is 1.
-        settings: Settings that were read from the file.
+        value: Value of the key: whether the weights are scaled to a sum of 1.
+        settings: Settings read from the file.
         are_raw: Whether the trainer's layers use the weights without this scaling.
     """
     if "num_moe_experts" not in settings:
@@ -188,4 +188,4 @@ REFUSE: Mapping[str, Check] = {
     "num_experts_per_tok": _chosen_experts,
     "topk_method": _choice_of_experts,
 }
-"""Checks that all families share, keyed by the key of ``config.json`` that is checked."""
+"""Checks shared by all families, keyed by the ``config.json`` key to check."""

@@ -89,7 +89,7 @@ def supported_types() -> list[str]:
 
 
 def find_family(model_type: Any, hf_family: str | None = None) -> Family | None:
-    """Returns the family to which ``model_type`` belongs, or ``None`` if there is no such family.
+    """Returns the family to which ``model_type`` belongs, or ``None`` if there is none.
 
     Args:
         model_type: Value of ``model_type`` in ``config.json``.
