@@ -199,7 +199,7 @@ def measured_kinds(model: Model, spreads: Sequence[int]) -> tuple[str, ...]:
 
 
 def add_host_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds an option to ``parser`` that sets the node type of a host in a traced run."""
+    """Adds the option for the node type of a host in a traced run to ``parser``."""
     text = "node type of a host in these runs; required if the cluster has several node types"
     hosts: dict[str, Any] = {"action": "append", "default": [], "metavar": "HOST=TYPE"}
     parser.add_argument("--calibrate-host", **hosts, help=text)

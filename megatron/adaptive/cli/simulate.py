@@ -69,8 +69,8 @@ def main(argv: Sequence[str]) -> int:
     for name, reason in refused.items():
         show(f"left out {name}: {reason}")
     if options.chart is not None:
-        # Import this module only here, because the import takes half a second, and only charts
-        # require the module.
+        # Import this module only here, because the import takes half a second and only charts need
+        # it.
         from megatron.adaptive.trace.views.picture import write_comparison
 
         write_comparison([(str(o.candidate), o.example) for o in outcomes], options.chart)

@@ -454,7 +454,7 @@ class RunningRanks:
 
 
 def earliest(*moments: float | None) -> float | None:
-    """Returns the earliest of the deadlines ``moments``, or ``None`` if all deadlines are ``None``.
+    """Returns the earliest of the deadlines ``moments``, or ``None`` if all of them are ``None``.
 
     The deadlines are in seconds.
     """

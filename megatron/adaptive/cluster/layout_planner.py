@@ -540,7 +540,7 @@ def _running(module: MeasuredModule, places: Sequence[tuple[Offer, int]]) -> Run
 def _host(offer: Offer) -> str:
     """Returns the host name that the node ``offer`` reports.
 
-    This is the last entry of ``hosts``, or the name of the node if ``hosts`` is empty.
+    The result is the last entry of ``hosts``, or the node's name if ``hosts`` is empty.
     """
     return offer.hosts[-1] if offer.hosts else offer.name
 

@@ -115,7 +115,7 @@ def _data_flags(conf: LaunchConf) -> list[str]:
 
 
 def check_trainer(conf: LaunchConf, world_size: int, run_dir: Path) -> None:
-    """Checks with the trainer's parser that the trainer would accept the configuration ``conf``.
+    """Checks with the trainer's own parser that the trainer accepts the configuration ``conf``.
 
     Raises:
         ConfigError: The trainer would reject a flag. The message names the ``conf.sh`` variable

@@ -75,7 +75,7 @@ def model_settings_of(values: Mapping[str, Any], argv: Sequence[str]) -> Setting
 
 
 def _typed_flag(name: str, argv: Sequence[str]) -> str:
-    """Returns the flag of the setting ``name`` as it is spelled in ``argv``."""
+    """Returns the flag of the setting ``name``, as spelled in ``argv``."""
     spellings = flag_specs()[name].names
     return next((flag for flag in flags_in(argv) if flag in spellings), spellings[0])
 

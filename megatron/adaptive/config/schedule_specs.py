@@ -3,9 +3,10 @@
 A schedule determines the order in which each rank runs its actions (forward pass, backward pass,
 weight gradient). Each schedule of this package is a :class:`ScheduleSpec` in the module of its
 function, where :func:`built_in_schedules` finds it. A user's schedule is a function decorated with
-:func:`fixed_order` or :func:`run_time_rule`. The flag that selects it is ``--pipeline-schedule
-package.module:name``. A package can also publish its schedules as entry points of the group
-``megatron_adaptive.schedules``. Such schedules are selected by name (``examples/own_schedule``).
+:func:`fixed_order` or :func:`run_time_rule`. It is selected on the command line with
+``--pipeline-schedule package.module:name``. A package can also publish its schedules as entry
+points of the group ``megatron_adaptive.schedules``. Such schedules are selected by name
+(``examples/own_schedule``).
 
 This module imports the modules of schedules only when their names are first needed, because they
 import this module. ``schedule.catalog`` documents the arguments and the results of the functions.

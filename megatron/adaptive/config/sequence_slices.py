@@ -113,7 +113,7 @@ class Cut:
     documents: tuple[int, ...] = ()
 
     def bounds(self, index: int) -> tuple[int, int]:
-        """Returns the start position and the end position of the slice with index ``index``."""
+        """Returns the start and end positions of the slice with index ``index``."""
         return (self.ends[index - 1] if index else 0), self.ends[index]
 
     def pieces(self, index: int) -> list[DocumentPart]:
@@ -141,7 +141,7 @@ class Cut:
         return sum(part.end - part.start for part in parts), pairs
 
     def kept_tokens(self, index: int) -> int:
-        """Returns the number of the slice's tokens whose documents extend over several slices."""
+        """Returns how many tokens of the slice are in documents that extend over several slices."""
         parts = self.pieces(index)
         return sum(part.end - part.start for part in parts if not part.is_whole)
 

@@ -67,7 +67,7 @@ def free_memory_bytes(accelerator: Accelerator, ranks_here: int) -> int:
 
 
 def available_host_bytes() -> int:
-    """Returns the host memory in bytes that all ranks of this machine may still allocate.
+    """Returns how many bytes of host memory all ranks of this machine may still allocate.
 
     The result is the minimum of the machine's available memory and the remaining memory of each
     control group. Page cache that the kernel can reclaim counts as free.
