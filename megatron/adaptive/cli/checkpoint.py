@@ -157,7 +157,7 @@ def _lines(about: dict[str, Any]) -> list[str]:
 def import_hf(argv: Sequence[str]) -> None:
     """Converts a Hugging Face folder to a checkpoint of iteration 0.
 
-    Also writes the trainer flags that describe the model to a file next to the checkpoint.
+    Also writes a file next to the checkpoint with the trainer flags that describe the model.
     """
     parser = CommandParser(
         prog=f"{PROGRAM} hf import",

@@ -102,8 +102,8 @@ def _lost_peer(error: Exception) -> AdaptiveError | None:
     """
     if "torch.distributed" not in sys.modules:
         return None
-    # Import this function only here, because its module imports torch. This import takes seconds,
-    # and most commands do not need torch.
+    # Import this function only here, because its module imports torch, which takes seconds. Most
+    # commands do not need torch.
     from megatron.adaptive.engine.process_context import lost_peer
 
     return lost_peer(error, Environment.read().rank)

@@ -133,7 +133,7 @@ class Check:
     """Describes the result of one check.
 
     Attributes:
-        name: Name of the item that was checked.
+        name: Name of the checked item.
         state: ``ok``, ``warning`` if a run may still work, or ``error`` if a run cannot work.
         text: Result as a message to the user.
         mend: Suggested fix, or empty if nothing needs to be fixed.
@@ -316,7 +316,7 @@ def _port(port: int) -> Check:
 
 
 def _ignore(text: str) -> None:
-    """Ignores ``text``, a message about a rejected connection.
+    """Ignores the message ``text``, which reports a rejected connection.
 
     ``doctor`` only reports accepted connections.
     """
@@ -458,8 +458,7 @@ def _probe(options: argparse.Namespace, argv: Sequence[str]) -> int:
 
     Args:
         options: Parsed flags of ``doctor``.
-        argv: Unparsed flags of ``doctor``, which are passed to the processes that this function
-            starts.
+        argv: Unparsed flags of ``doctor``, passed on to the processes that this function starts.
 
     Returns:
         1 if a rank, link or group is an outlier or did not respond; otherwise 0.

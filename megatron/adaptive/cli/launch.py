@@ -170,7 +170,7 @@ def _read_options(argv: Sequence[str]) -> Any:
         raise ConfigError(f"--nproc-per-node must be from 1 to {_MAX_PROCESSES}, got {text}")
     options.nproc_per_node = str(number)
     if options.master_port is None:
-        # torchrun 2.13 and later also set these options, but only after they are needed here.
+        # torchrun 2.13 and later versions also set these options, but too late for the code below.
         most = options.nnodes.rpartition(":")[2]
         if options.rdzv_backend == "static" and not options.rdzv_endpoint and most == "1":
             options.standalone = True

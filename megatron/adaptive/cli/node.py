@@ -12,9 +12,9 @@ Nodes in pods find each other before torchrun starts::
     worker       tries to connect until the deadline; sends its hello; receives the reply
 
 After both sides have proved that they know the run's secret, each worker describes itself in a
-hello message. While nodes are missing, the first node removes each worker that disconnects or stops
-sending heartbeats from its list, so that the worker can join again. When all workers have received
-their replies, the first node closes the port, so that torchrun can use it.
+hello message. While nodes are missing, the first node forgets a worker that disconnects or stops
+sending heartbeats, so that the worker can join again. When all workers have received their replies,
+the first node closes the port, so that torchrun can use it.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def _print_instructions(address: str, port: int, logs: Path, generated_secret: s
 
 
 def _answer(conf: LaunchConf, numbered: list[tuple[int, int]], port: int) -> dict[str, Any]:
-    """Validates the trainer's flags against the final world size, and returns the workers' reply.
+    """Validates the trainer's flags for the final world size, and returns the reply to the workers.
 
     Each worker receives this reply with a few more entries, such as its node rank.
 
@@ -325,9 +325,9 @@ class _Hello:
     Attributes:
         host: Host name of the node.
         gpus: Number of GPUs on the node.
-        processes: Number of processes that the user of the node requested, or ``None`` to let the
-            master decide.
-        node_rank: Node rank that the user of the node requested, or ``None`` for any rank.
+        processes: Number of processes requested by the node's user, or ``None`` to let the master
+            decide.
+        node_rank: Node rank requested by the node's user, or ``None`` for any rank.
         address: Address of the node on its connection to the master, or empty for the master
             itself.
     """
@@ -709,7 +709,7 @@ def _environment_number(*names: str) -> int | None:
 
 
 def _say_missing(secrets: Iterable[str]) -> None:
-    """Warns about the variables in ``secrets`` that this node's environment does not contain."""
+    """Warns about the variables in ``secrets`` that are missing from this node's environment."""
     if missing := [name for name in secrets if name not in os.environ]:
         _say(
             f"warning: conf.sh sets {', '.join(missing)}, but secrets are neither stored nor "
@@ -726,7 +726,7 @@ def _say(text: str) -> None:
 def _master_file(path: Path, address: str, port: int, secret: str) -> Iterator[None]:
     """Writes the master's address and secret to ``path``. Removes the file when the context exits.
 
-    Workers that have access to the file read the address and the secret from it.
+    Workers with access to the file read the address and the secret from it.
     """
     facts = {"address": address, "port": port, "pid": os.getpid(), "secret": secret}
     text = json.dumps(facts)

@@ -377,7 +377,7 @@ def _slices(options: argparse.Namespace, model: Model) -> tuple[int, ...]:
 
 
 def _slice_tokens(options: argparse.Namespace, inputs: PlanInputs) -> tuple[int, ...]:
-    """Returns the candidate lengths of slices of packed documents, in tokens, longest first."""
+    """Returns the candidate slice lengths for packed documents, in tokens, longest first."""
     documents, text = inputs.documents, options.slice_tokens
     if text is None and documents is not None:
         raise ConfigError(

@@ -50,7 +50,7 @@ from megatron.adaptive.trace.status_files import PROGRESS_NAME, ProgressTail, pr
 _DRAWN = 100_000
 """Number of document lengths to draw from a distribution."""
 _PIECE = 1 << 20
-"""Number of characters of a lengths file that are split into words at a time."""
+"""Number of characters of a lengths file to split into words at a time."""
 _LOGNORMAL = "lognormal"
 _MOST_TOKENS = 10**9
 _FLAG = "--document-lengths"
@@ -165,7 +165,7 @@ def parse_counts(name: str, text: str | None) -> tuple[int, ...]:
         The integers, or an empty tuple if the option is not set.
 
     Raises:
-        ConfigError: The text is not a list of different positive integers.
+        ConfigError: The text is not a list of distinct positive integers.
     """
     if text is None:
         return ()
@@ -187,7 +187,7 @@ def measured_kinds(model: Model, spreads: Sequence[int]) -> tuple[str, ...]:
 
     Args:
         model: Model whose layers are measured.
-        spreads: Expert-parallel sizes (numbers of ranks that share the experts of a layer).
+        spreads: Expert-parallel sizes (numbers of ranks that share a layer's experts).
     """
     parts = [kind.partition("/") for kind in model.kinds]
     spread = {name for name, mark, _ in parts if mark}
@@ -199,7 +199,7 @@ def measured_kinds(model: Model, spreads: Sequence[int]) -> tuple[str, ...]:
 
 
 def add_host_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds an option to ``parser`` that sets the node type of a host in a traced run."""
+    """Adds the option for the node type of a host in a traced run to ``parser``."""
     text = "node type of a host in these runs; required if the cluster has several node types"
     hosts: dict[str, Any] = {"action": "append", "default": [], "metavar": "HOST=TYPE"}
     parser.add_argument("--calibrate-host", **hosts, help=text)
@@ -332,8 +332,8 @@ def read_lengths(text: str, most: int) -> tuple[Lengths, int]:
         most: Maximum length of a document in tokens. The trainer truncates longer documents.
 
     Returns:
-        Number of tokens of each document that the trainer predicts, and an upper bound of these
-        numbers for all documents in the data.
+        Number of tokens that the trainer predicts in each document, and an upper bound of this
+        number for all documents in the data.
 
     Raises:
         ConfigError: The text does not have one of the possible forms, or a length is invalid.
@@ -371,7 +371,7 @@ def _lognormal(text: str, most: int) -> Lengths:
 
 
 def _listed(text: str) -> Lengths:
-    """Returns the numbers in the file ``text``.
+    """Returns the numbers in the file whose path is ``text``.
 
     The file contains a JSON list, or numbers separated by whitespace.
     """
@@ -387,7 +387,7 @@ def _listed(text: str) -> Lengths:
 
 
 def _words(content: str) -> Iterator[str]:
-    """Yields the words of ``content``. Splits one part of the text at a time, to save memory."""
+    """Yields the words of ``content``. Splits the text piece by piece, to save memory."""
     end = 0
     while end < len(content):
         start = end

@@ -71,7 +71,7 @@ def tidy_on_sigterm() -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``preprocess_data`` with ``argv``, which defaults to the arguments of the process."""
+    """Runs ``preprocess_data`` with the arguments ``argv``, or those of the process by default."""
     return run_cli(_run, argv)
 
 
@@ -133,7 +133,7 @@ def _parser() -> CommandParser:
 
 
 def make_corpus_main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``make_corpus`` with ``argv``, which defaults to the arguments of the process."""
+    """Runs ``make_corpus`` with the arguments ``argv``, or those of the process by default."""
     return run_cli(_make_corpus, argv)
 
 

@@ -69,7 +69,7 @@ Megatron-LM's own trainer with its own flags and those of the plug-in."""
 
 
 def _lacking() -> str:
-    """Returns an error message that lists what ``train megatron-lm`` requires."""
+    """Returns the error message for a missing trainer, which lists the requirements."""
     return (
         f"megatron-core {metadata.version('megatron-core')} does not contain Megatron-LM's "
         "trainer; train megatron-lm requires megatron-core 0.17 or newer (with Python 3.12), or "
@@ -142,8 +142,8 @@ def model(
     layers = block() if args.spec is None else import_module(args.spec)
     predictions = None
     if args.mtp_num_layers is not None:
-        # Get the specifications of all layers, because multi-token prediction uses that of the
-        # model's last layer, which may be on another rank.
+        # Get the specifications of all layers, because multi-token prediction uses the
+        # specification of the model's last layer, which may be on another rank.
         all_layers = gpt_layer_specs.get_gpt_decoder_layer_specs(
             config,
             use_transformer_engine=uses_engine,
@@ -218,7 +218,7 @@ def _cached_datasets() -> Any:
     return importlib.import_module("megatron.adaptive.data.datasets")
 
 
-# Attribute that Megatron-LM reads. It means that every rank calls the function.
+# Megatron-LM reads this attribute. It means that every rank calls the function.
 datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
@@ -307,11 +307,11 @@ def _read(data_iterator: Iterator[Any]) -> SimpleNamespace:
 
 
 class _LossCheck(NamedTuple):
-    """Check that megatron-core's rerun state machine applies to the loss.
+    """Check of the loss, made by megatron-core's rerun state machine.
 
     Attributes:
         rejects: Function that takes the loss, and returns whether the loss must be rejected.
-        message: Reason that is logged if the loss is rejected.
+        message: Reason to log if the loss is rejected.
         is_fatal: Whether a rejected loss aborts the run.
     """
 

@@ -58,7 +58,7 @@ by commas. Flags of Megatron-LM that this trainer refuses are at the end.
 
 
 _WAIT_S = 3.0
-"""Time in seconds for which a node's first rank delays its error, because rank 0 may print it.
+"""Time in seconds for which a node's first rank delays an error that rank 0 may also print.
 
 The other ranks of the node wait twice as long, so that usually only one rank prints the error.
 """
@@ -323,7 +323,7 @@ def flags(argv: Sequence[str]) -> int:
 
 
 def flags_markdown() -> str:
-    """Returns Markdown tables of all flags by group, and of flags that are refused or ignored."""
+    """Returns Markdown tables of all flags by group, and of the refused and ignored flags."""
     parts = [_FLAGS_HEAD]
     for title, rows in flag_table().items():
         parts.append(f"\n## {title}\n\n| Flag | Default | Meaning |\n| --- | --- | --- |\n")

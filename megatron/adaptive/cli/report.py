@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _newest_job(logs: Path) -> str:
-    """Returns the ID of the job in ``logs`` that has most recently written to its log folder."""
+    """Returns the ID of the job that wrote most recently to its folder in ``logs``."""
     parents = [logs.absolute()]
     newest = newest_run(["*.out", "progress.jsonl"], parents)
     if newest is None:
@@ -84,7 +84,7 @@ MAX_POINTS = 5000
 """Maximum number of points in a curve. Longer curves are reduced to evenly spaced points."""
 
 MAX_MESSAGES = 200
-"""Maximum number of distinct warnings and errors that are shown per node."""
+"""Maximum number of distinct warnings and errors shown per node."""
 _NODE_START = re.compile(r"=== (.*) node (\d+) starts$")
 _ACCOUNT = ("state", "start", "end", "elapsed", "nodelist", "exitcode", "partition")
 _GIB = 1 << 30
@@ -150,7 +150,7 @@ def _node_of_each_rank(folder: Path, names: Sequence[str], processes: Sequence[i
     names_by_node_rank = [
         latest.get(number, ("", f"node {number}"))[1] for number in range(len(processes))
     ]
-    # Limit the counts. Otherwise, a huge number in a damaged file would make the list below huge.
+    # Limit the counts, because a damaged file may contain a huge number of processes.
     counts = [min(count, 1 << 12) for count in processes]
     return [
         name for name, count in zip(names_by_node_rank, counts, strict=True) for _ in range(count)
@@ -188,7 +188,7 @@ def _account(job: str) -> dict[str, str]:
 
 
 def _settings(status: JobStatus) -> list[dict[str, Any]]:
-    """Returns the requested and the effective value of each variable, and whether they differ."""
+    """Returns each variable's requested value, its effective value, and whether the two differ."""
     effective = status.effective
     differ = {name for name, _, _ in status.differences}
     names = [name for name in SETTINGS if name in status.requested or name in effective]

@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_reactions(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags to ``parser`` that set the reactions to slow nodes and to failed probes."""
+    """Adds the flags for reactions to slow nodes and to failed probes to ``parser``."""
     add = parser.add_argument
     add(
         "--on-straggler",
@@ -266,7 +266,7 @@ def _on_straggler(wished: Policy | None, schedule: ScheduleConfig) -> Policy:
 
     Args:
         wished: Reaction that the user has selected, or ``None`` for the default.
-        schedule: Schedule settings of the trainer, which include the settings of the diagnosis.
+        schedule: Schedule settings of the trainer, including those of the diagnosis.
     """
     is_diagnosed = schedule.trace_dir is not None and schedule.diagnose_interval > 0
     if wished in ("replan", "exclude") and not is_diagnosed:
@@ -279,7 +279,7 @@ def _on_straggler(wished: Policy | None, schedule: ScheduleConfig) -> Policy:
 
 
 def _check_probes(wished: ProbePolicy, interval: int) -> None:
-    """Raises an error if failed probes are to exclude nodes, but no probe is configured."""
+    """Raises an error if nodes that fail a probe should be excluded, but no probe is configured."""
     if wished == "exclude" and not interval:
         raise ConfigError(
             "--on-failed-probe exclude requires probes; add a positive --probe-interval to the "
@@ -290,7 +290,7 @@ def _check_probes(wished: ProbePolicy, interval: int) -> None:
 def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitStack) -> Chooser:
     """Creates and returns the object that chooses the layouts of a job.
 
-    If the object has a planner, ``stack`` closes the planner.
+    The exit stack ``stack`` closes the object if it runs a planner.
     """
     from megatron.adaptive.cluster.incarnation import model_file
     from megatron.adaptive.cluster.job_state_file import say

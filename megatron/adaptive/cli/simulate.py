@@ -31,7 +31,7 @@ from megatron.adaptive.trace.files import replaced
 _BAR = 40
 _MAX_ACTIONS = 200_000
 _MAX_WORK = 4_000_000
-"""Maximum number of forward passes to simulate per schedule. A million of them take up to 30 s."""
+"""Maximum number of simulated forward passes per schedule. A million of them take up to 30 s."""
 _SCHEDULES = "1f1b,interleaved,zb-v,adaptive"
 _PROFILE_KEYS = {
     "forward": "forward_s",
@@ -69,8 +69,8 @@ def main(argv: Sequence[str]) -> int:
     for name, reason in refused.items():
         show(f"left out {name}: {reason}")
     if options.chart is not None:
-        # Import this module only here, because the import takes half a second, and only charts
-        # require the module.
+        # Import this module only here, because the import takes half a second and only charts need
+        # it.
         from megatron.adaptive.trace.views.picture import write_comparison
 
         write_comparison([(str(o.candidate), o.example) for o in outcomes], options.chart)
@@ -144,7 +144,7 @@ def _write_json(path: Path, outcomes: Sequence[CandidateOutcome]) -> None:
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Formats help texts, and adds the default value of each option that has one."""
+    """Formats help texts, including the default values of options."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default in (None, []) else super()._get_help_string(action)
@@ -228,7 +228,7 @@ def _add_slices(parser: argparse.ArgumentParser) -> None:
 
 
 def _counts(text: str) -> list[int]:
-    """Parses ``text``, a list of positive integers that are separated by commas."""
+    """Parses ``text``, a comma-separated list of positive integers."""
     return [count(part.strip()) for part in text.split(",")]
 
 

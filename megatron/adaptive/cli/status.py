@@ -189,12 +189,12 @@ def _differences(
 
 
 def _kind(line: str) -> str:
-    """Returns ``error`` or ``warning`` if ``line`` reports one of these, otherwise ``""``."""
+    """Returns ``error`` or ``warning`` if ``line`` reports such a message, otherwise ``""``."""
     return "error" if _ERROR.search(line) else "warning" if _WARNING.search(line) else ""
 
 
 def node_names(folder: Path) -> list[str]:
-    """Returns the names of the nodes that have files in ``folder``, the log folder of a job."""
+    """Returns the names of the nodes with files in ``folder``, a job's log folder."""
     return sorted({path.stem for path in folder.glob("*.out")})
 
 
@@ -251,7 +251,7 @@ def samples_of(path: Path, latest: bool = False) -> Iterator[dict[str, Any]]:
     """Yields the samples of a node's resource usage. Skips damaged lines.
 
     Args:
-        path: Path of the file that contains the samples of the node.
+        path: Path of the file with the node's samples.
         latest: Whether to yield only the latest sample.
     """
     lines: Iterator[str] = iter(reversed(tail(path))) if latest else lines_of(path)
@@ -310,7 +310,7 @@ class NodeStatus:
     """Summary of a node's log files.
 
     Attributes:
-        name: Name of the node, which is the prefix of the names of its files.
+        name: Name of the node. The names of its files begin with it.
         out: Last lines of the node's standard output.
         err: Last lines of the node's standard error.
         errors: Last distinct lines in both files that report an error.
@@ -440,7 +440,7 @@ def read_status(job: str, logs: Path, progress: ProgressTail | None = None) -> J
 
 
 def _read_nodes(folder: Path, record: Mapping[str, Any]) -> tuple[NodeStatus, ...]:
-    """Returns a summary of each node that has files in ``folder``, the log folder of a job.
+    """Returns a summary of each node with files in ``folder``, a job's log folder.
 
     ``record`` is the content of the job's ``run.json``.
     """
@@ -472,7 +472,7 @@ def slurm_rows(command: Sequence[str]) -> list[list[str]]:
 
 
 def slurm_state(job: str) -> SlurmState:
-    """Returns the state of ``job`` in Slurm. A heterogeneous job has the state of its first part.
+    """Returns the state of ``job`` in Slurm. For a heterogeneous job, uses its first component.
 
     ``squeue`` is queried first, because ``sacct`` may be out of date.
     """

@@ -340,7 +340,7 @@ def _bar(rank: LiveRank) -> Text:
 
 
 def _waits(waits: Mapping[str, float]) -> Text:
-    """Returns the main cause of waits, and the fraction of the step that these waits take.
+    """Returns the main cause of waits, and the fraction of the step spent in waits of this cause.
 
     ``waits`` contains the fraction of the step for each cause.
     """

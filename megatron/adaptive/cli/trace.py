@@ -1,4 +1,4 @@
-"""Implements ``trace``, which prints a run's figures, writes views, and diagnoses and imports runs.
+"""Implements ``trace``, which prints run statistics, writes views, and diagnoses and imports runs.
 
 python -m megatron.adaptive trace runs/latest --format html,xlsx --output-dir views
 python -m megatron.adaptive trace diagnose runs/latest
@@ -6,9 +6,9 @@ python -m megatron.adaptive trace whatif runs/latest
 python -m megatron.adaptive trace diff runs/before runs/after
 python -m megatron.adaptive trace import trace.parquet --output traces
 
-The scripts ``process_trace.py`` and ``visualize_trace.py`` do parts of this work with older flags.
-They read the JSON lines in a run's folder ``traces`` or, if there is no such folder, a text trace
-named ``trace_pipeline_<p>_model_chunks_<c>.txt``.
+The scripts ``process_trace.py`` and ``visualize_trace.py`` offer parts of this command with older
+flags. Both scripts read the JSON lines in a run's folder ``traces`` or, if there is no such folder,
+a text trace named ``trace_pipeline_<p>_model_chunks_<c>.txt``.
 """
 
 from __future__ import annotations
@@ -288,8 +288,7 @@ def _show(
     Args:
         parser: Parser with the flags that choose the run and its iterations.
         argv: Arguments of the command line.
-        formats: Default of ``--format``: names of file formats that are separated by commas, or
-            ``all``.
+        formats: Default of ``--format``: comma-separated names of file formats, or ``all``.
         report: Whether to print a report on how the run spent its time.
         events: View to write for the shown replica in addition to ``formats``, or ``None``.
     """
@@ -436,7 +435,7 @@ def _select(arguments: argparse.Namespace) -> ViewInput:
 
 
 def _report(selection: ViewInput) -> dict[str, Any]:
-    """Returns a dictionary with figures of the shown step and of each traced rank.
+    """Returns a dictionary with statistics of the shown step and of each traced rank.
 
     ``bubble_fraction`` is the idle time divided by the step time. ``times`` contains the mean and
     the population standard deviation of the durations, keyed by kind of action.
@@ -519,7 +518,7 @@ def _kernels(run: RunTrace, iteration: int) -> dict[str, Any]:
 
 
 def _kernel_lines(run: RunTrace, iteration: int, step_ms: float) -> list[str]:
-    """Returns a table of the kernels that took the most time in ``iteration``, as lines of text.
+    """Returns a table of the kernels with the most total time in ``iteration``, as lines of text.
 
     If kernels were recorded only in other iterations, the result is a line that lists these
     iterations. If no kernels were recorded, the result is empty.
@@ -600,7 +599,7 @@ def _layer_lines(figures: list[LayerFigures], step_ms: float) -> list[str]:
 
 
 def _expert_lines(experts: Mapping[str, Any], step_ms: float) -> list[str]:
-    """Returns lines that describe the load of the experts and the exchange of tokens.
+    """Returns lines of text about the load of the experts and the exchange of tokens.
 
     Times are also shown as fractions of the step, which takes ``step_ms`` milliseconds.
     """
@@ -701,9 +700,9 @@ def _table(ranks: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> list[lis
 
 
 def _parts_table(ranks: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Returns the cells of a table that divides the step time of each rank into parts.
+    """Returns the cells of a table that breaks down the step time of each rank.
 
-    Parts that take no time on any rank are omitted, except for ``busy``.
+    Parts of the step that take no time on any rank are omitted, except for ``busy``.
     """
     parts = [rank["parts_ms"] for rank in ranks]
     shown = [

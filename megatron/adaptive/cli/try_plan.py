@@ -227,8 +227,8 @@ def _measure_links(trial: _Trial, plan: Plan) -> dict[str, Any]:
     """Measures messages and all-reduces between two ranks on this machine.
 
     Returns:
-        Entries of a profile file. The result is empty if the plan has a single rank, if the machine
-        has a single GPU, or if the measurement fails. In the latter case, a warning is printed.
+        Entries of a profile file. The result is empty if the plan has a single rank or the machine
+        has a single GPU. It is also empty if the measurement fails, after a warning.
     """
     if trial.world_size == 1 or count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) == 1:
         return {}

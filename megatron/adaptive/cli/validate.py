@@ -109,7 +109,7 @@ def _find_runs(folder: Path) -> dict[str, Path]:
     """Finds traced runs in ``folder``, in its subfolders, and in their ``traces`` folders.
 
     Returns:
-        Folder of the traces of each run, keyed by the name of the run's folder.
+        Trace folder of each run, keyed by the name of the run's folder.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; pass the folder with the traced runs")

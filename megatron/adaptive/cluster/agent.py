@@ -32,7 +32,7 @@ from megatron.adaptive.network import is_loopback, own_address
 _CONNECT_S = 20.0
 _END_S = 20.0
 EXIT_REFUSED = 2
-"""Exit status that the agent reports for a rank if the agent refuses to start this rank."""
+"""Exit status that the agent reports for a rank that it refuses to start."""
 _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 _START_KEYS = frozenset(("what", "number", "ranks", "copies", "program"))
 _DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
@@ -214,8 +214,8 @@ class Agent:
             elif kind == "signal":
                 self._order(signal=message["number"])
             elif kind == "leave":
-                # If the message has no status, the manager considers this node lost, and the node
-                # may join again.
+                # A message without a status means that the manager considers this node lost, so the
+                # node may join again.
                 self.status = message.get("status")
                 self.why = message.get("why", "")
                 return

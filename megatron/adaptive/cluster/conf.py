@@ -266,7 +266,7 @@ class LaunchGroup:
         nodes: Number of nodes, or ``None`` if it is unknown before the nodes have connected.
         processes: Number of processes on each node, or ``None`` to start one process per GPU.
         partition: Slurm partition of the group; empty for Slurm's default partition.
-        gres: Slurm's name of the GPUs (generic resource); ``none`` to request no GPUs.
+        gres: Slurm generic resource (GRES) that stands for the GPUs; ``none`` to request no GPUs.
     """
 
     kind: str = ""
@@ -278,7 +278,7 @@ class LaunchGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConf:
-    """Validated configuration with which a job is started.
+    """Validated configuration for starting a job.
 
     Attributes:
         folder: Folder of ``conf.sh``, to which paths are relative.
@@ -351,7 +351,7 @@ def load_conf(
     Args:
         path: Path of ``conf.sh``, or ``None`` to use only defaults.
         changes: Strings of the form ``NAME=VALUE`` that override the file and the plan.
-        plan: Path of a plan file to use instead of the file that the variable ``PLAN`` names.
+        plan: Path of a plan file to use instead of the one that the variable ``PLAN`` names.
 
     Raises:
         ConfigError: A name is unknown or a value is invalid.
@@ -414,9 +414,9 @@ def read_changes(changes: Sequence[str]) -> dict[str, str]:
 
 
 def _apply_plan(texts: dict[str, str], plan: dict[str, str], fixed: frozenset[str]) -> None:
-    """Adds the variables in ``plan`` to ``texts``, except those in ``fixed``, a set of names.
+    """Adds the variables in ``plan`` to ``texts``, except those whose names are in ``fixed``.
 
-    Raises an error if ``texts`` already contains a different value for one of the added variables.
+    Raises an error if ``texts`` already contains a different value for an added variable.
     """
     for name, value in plan.items():
         text = texts.get(name, "").strip()

@@ -30,10 +30,10 @@ from megatron.adaptive.handshake import (
 BEAT_S = 1.0
 SILENCE_S = 20.0
 PATIENCE_S = 60.0
-"""Time in seconds without a message after which agents on machines of the machines file exit.
+"""Time in seconds without a message after which an agent on a listed machine exits.
 
-This timeout is longer than :data:`SILENCE_S`, because no other manager can take over a job that has
-a machines file.
+Listed machines are those in the machines file. The timeout is longer than :data:`SILENCE_S`,
+because no other manager can take over a job that has a machines file.
 """
 
 
@@ -101,7 +101,7 @@ class Connection:
     def peer(self) -> str:
         """Returns the address of the other side.
 
-        Returns an IPv4-mapped IPv6 address in the form of an IPv4 address.
+        An IPv4-mapped IPv6 address is returned in its IPv4 form.
         """
         return str(self._writer.get_extra_info("peername", ("",))[0]).removeprefix("::ffff:")
 

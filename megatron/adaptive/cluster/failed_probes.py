@@ -45,7 +45,7 @@ class FailedProbes:
         stragglers: Object that chooses layouts and stores which nodes are excluded.
         members: Nodes of the job. When a node passes its check, the event ``passed`` is put into
             the event queue of ``members``.
-        in_use: Function that returns the names of the nodes that run ranks.
+        in_use: Function that returns the names of the nodes running ranks.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class FailedProbes:
         self._stragglers = stragglers
         self._members = members
         self._in_use = in_use
-        # Number of the last incarnation (start of the ranks in a layout) in which a failure of a
-        # node was handled, keyed by node name.
+        # For each node name, the number of the last incarnation (start of the ranks in a layout) in
+        # which a failure of the node was handled.
         self._handled: dict[str, int] = {}
         self._checks: dict[str, asyncio.Task[None]] = {}
         self._waits_s: dict[str, float] = {}
@@ -74,7 +74,7 @@ class FailedProbes:
         Args:
             failed: Nodes that have failed a probe since the ranks were started, with the
                 measurements that violated a limit.
-            running: State of the ranks that are running.
+            running: State of the running ranks.
             nodes: Available nodes, in the order in which they get ranks.
 
         Returns:
@@ -113,7 +113,7 @@ class FailedProbes:
         """Includes the node ``name`` in layouts again, after it has passed its check.
 
         Args:
-            name: Name of the node, as contained in the event ``passed``.
+            name: Name of the node, from the event ``passed``.
         """
         self._checks.pop(name, None)
         self._handled.pop(name, None)

@@ -156,8 +156,9 @@ class ScriptProgram(Program):
     ) -> tuple[list[str], dict[str, str]]:
         measured = None if layout.is_to_be_measured else MeasuredModule.read(self._model)
         if measured is not None and measured.is_random and measured.micro_batch_size is None:
-            # Random numbers, such as dropout masks, depend on the microbatch size. Record the size
-            # of the first layout in the model's file, so that later layouts use the same size.
+            # Random numbers, such as dropout masks, depend on the microbatch size. Record the
+            # microbatch size of the first layout in the model's file, so that later layouts keep
+            # it.
             replace(measured, micro_batch_size=layout.micro_batch).write(self._model)
         order = JobOrder(
             checkpoints=str(self.folder.path),
@@ -205,7 +206,7 @@ def is_trainer(script: Path) -> bool:
     try:
         return _TRAINER.encode() in read_whole(script)
     except OSError:
-        return True  # Let a rank report that the script cannot be read.
+        return True  # The script cannot be read. Let a rank report this error.
 
 
 Policy = Literal["ignore", "replan", "exclude"]
@@ -246,7 +247,7 @@ _VARIABLES = frozenset(
 """Environment variables that a manager may set for the ranks of a node."""
 
 EXIT_LEFT = 75
-"""Exit status of a node that has left a job that continues. The node may join the job again."""
+"""Exit status of a node that has left a job still in progress. The node may join the job again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,7 +394,7 @@ class NodeWork:
 
 @dataclass(kw_only=True, eq=False)
 class RunningRanks:
-    """State of the ranks during one incarnation, which is one start of all ranks in a layout.
+    """State of the ranks during one incarnation (one start of all ranks in a layout).
 
     Attributes:
         incarnation: Record of the incarnation that the ranks run.
@@ -437,11 +438,12 @@ class RunningRanks:
         Args:
             fault: Description of the failure.
             deadline_s: Time in seconds, on the manager's clock, by which the other ranks must exit.
-            kill: Whether a signal from outside the job killed a rank. Such a signal is recorded as
-                the cause even if another rank has already failed, because it lost its peer.
-            gone: Description of the loss or departure of the node that caused the failure, or
-                empty. It is recorded even after other failures, because ranks that cannot reach the
-                node may exit before the node is known to be lost.
+            kill: Whether a signal from outside the job killed a rank. Such a signal replaces an
+                earlier failure as the cause, because ranks that lose a killed peer may fail before
+                the kill is reported.
+            gone: Description of the node loss or departure that caused the failure, or empty. It is
+                recorded even after other failures, because ranks that cannot reach the node may
+                exit before the node is known to be lost.
         """
         self.gone = self.gone or gone
         if not self.fault or (kill and not self.killed and not self.has_kill):
@@ -452,7 +454,7 @@ class RunningRanks:
 
 
 def earliest(*moments: float | None) -> float | None:
-    """Returns the earliest of the deadlines ``moments``, or ``None`` if all deadlines are ``None``.
+    """Returns the earliest of the deadlines ``moments``, or ``None`` if all of them are ``None``.
 
     The deadlines are in seconds.
     """
@@ -482,8 +484,8 @@ def assign(nodes: Sequence[Node], layout: ParallelLayout) -> list[Node]:
         layout: Layout to run.
 
     Returns:
-        Node of each rank, ordered by rank. If nodes are missing, the list does not contain the last
-        ranks.
+        Node of each rank, ordered by rank. If there are too few nodes, the list is shorter and
+        omits the last ranks.
     """
     places: list[Node] = []
     by_name = {node.name: node for node in nodes}
@@ -505,7 +507,7 @@ def rank_orders(
     Args:
         arguments: Arguments of the script.
         places: Node of each rank, ordered by rank.
-        incarnation: Number of the incarnation that begins.
+        incarnation: Number of the incarnation to start.
         variables: Environment variables to set for all ranks.
     """
     counts = Counter(node.name for node in places)

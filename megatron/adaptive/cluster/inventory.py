@@ -75,7 +75,7 @@ def resolve(host: str) -> str:
 def interface_variables(interface: str | None, environment: Mapping[str, str]) -> dict[str, str]:
     """Returns environment variables that make gloo and NCCL use ``interface``.
 
-    Variables that are already set in ``environment`` are omitted.
+    Omits variables that are already set in ``environment``.
     """
     if interface is None:
         return {}
@@ -102,7 +102,7 @@ def rdma_variables(ports: Sequence[RdmaPort], environment: Mapping[str, str]) ->
 
     Args:
         ports: RDMA ports of this node.
-        environment: Environment variables that are already set. The result does not contain them.
+        environment: Environment variables that are already set. The result omits them.
     """
     active = [port for port in ports if port.state == "ACTIVE"]
     usable = [port for port in active if port.link == "InfiniBand"]
@@ -154,7 +154,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text().strip()
     except OSError:
-        return ""  # Files of unset entries exist, but reading them fails.
+        return ""  # A file exists even if its entry is unset. Reading it then fails.
 
 
 ENDED = "ended"
@@ -200,7 +200,7 @@ def count_gpus(visible: str | None) -> int:
 
 
 class ResourceSampler:
-    """Runs a thread that samples the resource usage of this node's GPUs and of some processes.
+    """Runs a thread that samples the usage of this node's GPUs and of a process's descendants.
 
     The sampler must be closed after use.
 
@@ -240,7 +240,7 @@ class ResourceSampler:
         file.append((json.dumps({**self.sample(), **extra}) + "\n").encode())
 
     def sample(self) -> dict[str, Any]:
-        """Takes a sample, and returns the dictionary that is written as a line of the file."""
+        """Takes a sample, and returns it as the dictionary for one line of the file."""
         processes = self._processes()
         return {"unix_s": round(time.time(), 1), "gpus": self._gpus(), "processes": processes}
 

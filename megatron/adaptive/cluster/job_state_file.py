@@ -35,7 +35,7 @@ _NUMBERS = ("unix_ns", "iteration", "total_iterations", "lost_steps")
 _EPOCH = "epoch"
 _MOST_EARLIER = 1000
 MEASURES = "processes that measure the model"
-"""End of a layout's description if the layout's ranks only measure the model and do not train."""
+"""Suffix of a layout's description if its ranks only measure the model and do not train."""
 _PHASES = ("notice", "checkpoint", "end", "plan", "start", "load", "first_step")
 
 
@@ -88,8 +88,8 @@ class Incarnation:
             could not be used.
         marks_ns: Times of the events ``notice``, ``ended``, ``planned`` and ``begun`` on the
             manager's clock, in nanoseconds since the Unix epoch, keyed by event.
-        phases_s: Duration in seconds of each phase of the change to this layout, keyed by the name
-            of the phase.
+        phases_s: Duration in seconds of each phase of the change to this layout, keyed by phase
+            name.
         before: Last progress of the previous incarnation, or ``None`` for the first incarnation.
         predicted_s: Step time that the planner predicted, in seconds, or ``None`` without a plan.
         step_s: Measured step time in seconds, or ``None`` before any step was measured.
@@ -170,7 +170,7 @@ _SLOW = tuple(entry.name for entry in fields(SlowRank))
 
 @dataclass(frozen=True, kw_only=True)
 class IncarnationProgress:
-    """Summary of the progress file that the ranks of one incarnation write.
+    """Summary of the progress file written by the ranks of one incarnation.
 
     Attributes whose names end with ``_ns`` are points in time in nanoseconds since the Unix epoch.
     Each of them is ``None`` until its event happens.
@@ -181,10 +181,10 @@ class IncarnationProgress:
             yet.
         iteration: Last completed iteration, or ``None`` before the first iteration.
         ended: Reason that the ranks gave when training ended normally, or ``None``.
-        begun_ns: Time when the model had been built and the checkpoint had been loaded.
+        begun_ns: Time when the model was built and the checkpoint was loaded.
         loaded_s: Time in seconds that it took to load the checkpoint.
-        first_ns: Time when the first step of the incarnation was complete.
-        saved_ns: Time when the last checkpoint was complete.
+        first_ns: Time when the first step of the incarnation was completed.
+        saved_ns: Time when the last checkpoint was completed.
         saving_s: Time in seconds for which the last checkpoint blocked training.
         copies: Description of the in-memory copies of the state; empty if it is not known yet.
         step_s: Median step time in seconds over the last 1,000 steps, excluding the first step.
@@ -264,7 +264,7 @@ class ProgressReader:
 
 
 def phases(incarnation: Incarnation, now: IncarnationProgress) -> dict[str, float]:
-    """Returns the durations of the phases of a layout change in seconds, keyed by phase name.
+    """Returns the duration in seconds of each phase of a layout change, keyed by phase name.
 
     Phases whose durations are not known yet are omitted.
 
@@ -315,7 +315,7 @@ class StateFile:
         self._earlier: list[Any] = []
 
     def take_over(self, checkpoints: Path) -> int:
-        """Reads the state that an earlier manager wrote, so that later writes include its history.
+        """Reads the state written by an earlier manager, so that later writes include its history.
 
         Returns:
             Number of machines in the job when the state was written, or 0 if no earlier

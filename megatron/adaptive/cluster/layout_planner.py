@@ -81,7 +81,7 @@ _ANY_NUMBER = 1 << 20
 
 
 def node_kind(base: NodeType, gpus: int, slowness: float) -> NodeType:
-    """Returns ``base`` with ``gpus`` GPUs and with all durations multiplied by ``slowness``."""
+    """Returns a copy of ``base`` with ``gpus`` GPUs and durations multiplied by ``slowness``."""
     name = base.name
     if slowness != 1.0 or gpus != base.gpus:
         name += f" x {gpus}"
@@ -95,8 +95,7 @@ def read_inputs(paths: Sequence[Path]) -> tuple[Cluster, dict[str, Any] | None]:
     The type of each file is detected from its content.
 
     Returns:
-        The cluster, and a profile merged from all profiles. The latter is ``None`` if there are no
-        profiles.
+        The cluster, and a profile merged from all profiles, or ``None`` if there are no profiles.
 
     Raises:
         ConfigError: A file is missing or invalid, or there is not exactly one cluster file.
@@ -231,8 +230,8 @@ class Planning:
         """Checks that a plan exists if all known machines join.
 
         Args:
-            machines: Path of the machines file; ``None`` if nodes join by themselves, in which case
-                the machines of the cluster file are used.
+            machines: Path of the machines file, or ``None`` if nodes join by themselves. The check
+                then uses the machines of the cluster file.
 
         Raises:
             ConfigError: The machines file is invalid or lists machines that are missing from the
@@ -541,7 +540,7 @@ def _running(module: MeasuredModule, places: Sequence[tuple[Offer, int]]) -> Run
 def _host(offer: Offer) -> str:
     """Returns the host name that the node ``offer`` reports.
 
-    This is the last entry of ``hosts``, or the name of the node if ``hosts`` is empty.
+    The result is the last entry of ``hosts``, or the node's name if ``hosts`` is empty.
     """
     return offer.hosts[-1] if offer.hosts else offer.name
 
@@ -623,8 +622,8 @@ class PlannerChooser(Chooser):
         The call blocks until the check is complete.
 
         Args:
-            machines: Path of the machines file; ``None`` if nodes join by themselves, in which case
-                the machines of the cluster file are used.
+            machines: Path of the machines file, or ``None`` if nodes join by themselves. The check
+                then uses the machines of the cluster file.
 
         Returns:
             Reason why the check was not completed, such as the timeout, or an empty string.

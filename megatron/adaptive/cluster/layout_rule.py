@@ -4,8 +4,8 @@ Without ``--plan-with``, the layout uses as many processes as the batch size and
 layers allow. Among these layouts, the rule chooses the smallest pipeline size that is at least the
 size on the command line. If there is none, the rule chooses the largest pipeline size. It avoids
 sizes below the one on the command line, because the model may not fit in memory with fewer stages.
-The global batch size never changes. Nodes that are known to be slow get fewer layers. With
-``--plan-with``, the planner chooses the layout (see ``layout_planner``).
+The global batch size never changes. Nodes known to be slow get fewer layers. With ``--plan-with``,
+the planner chooses the layout (see ``layout_planner``).
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ class ParallelLayout:
         pace: Computing time per layer on each node, keyed by node name, in an arbitrary unit; empty
             without the planner.
         widths: Number of replicas of each stage; empty if all stages have the same number.
-        unit: Name of the parts of the model that ``partition`` counts, such as ``layers`` or
-            ``segments``.
+        unit: Name of the model parts that ``partition`` counts, such as ``layers`` or ``segments``.
     """
 
     tensor: int
@@ -136,7 +135,7 @@ class Chooser:
         return choose_layout(arguments, offers)
 
     def is_better(self, layout: ParallelLayout, running: ParallelLayout) -> bool:
-        """Returns whether a job should change from the layout ``running`` to the layout ``layout``.
+        """Returns whether a job with the layout ``running`` should switch to ``layout``.
 
         Args:
             layout: Layout to which the job could change.
@@ -215,7 +214,7 @@ def relative_time(layout: ParallelLayout, slowness: Sequence[float]) -> float:
 
 
 def _by_stage(by_rank: Sequence[float], pipeline: int, width: int) -> list[float]:
-    """Returns the slowness of each stage, which is the maximum over the ranks of the stage."""
+    """Returns the slowness of each stage: that of its slowest rank."""
     return [max(by_rank[stage * width : (stage + 1) * width]) for stage in range(pipeline)]
 
 
@@ -304,7 +303,7 @@ def _layout(
     replicas: int,
     partition: tuple[int, ...],
 ) -> ParallelLayout | None:
-    """Creates a layout with these sizes, or returns ``None`` if the trainer rejects the layout."""
+    """Creates a layout with the given sizes, or returns ``None`` if the trainer rejects it."""
     tensor = config.parallel.tensor_model_parallel_size
     chunks = len(partition) // pipeline
     if pipeline == 1 and chunks > 1:

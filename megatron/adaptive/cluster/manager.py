@@ -224,7 +224,7 @@ class Manager:
 
     @property
     def _is_successor(self) -> bool:
-        """Returns whether another manager ran this job before this manager."""
+        """Returns whether another manager ran this job before this one."""
         return "run" in self._lease.former
 
     async def _recover(self) -> None:
@@ -235,15 +235,15 @@ class Manager:
             await self._next(None)
 
     async def _first_nodes(self) -> None:
-        """Waits until no agent is starting and, without a machines file, enough nodes have joined.
+        """Waits until all started agents have connected or failed.
 
-        Also returns when the timeout expires or the job is asked to stop.
+        Without a machines file, also waits until enough nodes have joined. Returns early if the
+        timeout expires or the job is asked to stop.
         """
         expected = self._spec.nodes
         limit_s = self._spec.join_s
         if self._is_successor:
-            # Expect the nodes of the previous manager to join again, except the node on which that
-            # manager ran.
+            # Expect all nodes of the previous manager to join again, except the manager's own node.
             expected = max(1, self._before_us - 1)
             limit_s = min(limit_s, _RETURN_S)
         until_s = self._clock.now_s() + limit_s
@@ -372,14 +372,14 @@ class Manager:
         return incarnation
 
     async def _watch(self, running: RunningRanks) -> None:
-        """Waits until each rank in ``running`` has exited or is on a node that is lost."""
+        """Waits until each rank in ``running`` has exited, or its node is lost."""
         while len(running.statuses) < len(running.where):
             event = await self._next(earliest(running.deadline_s, self._reconsider_s))
             kind = "" if event is None else event.kind
             if event is not None and kind == "ended" and event.message["key"] in running.where:
                 self._rank_ended(running, event)
-            # The method ``_overdue`` marks nodes as lost without sending an event, so check all
-            # nodes after a deadline.
+            # After a deadline, check all nodes, because the method ``_overdue`` marks nodes as lost
+            # without sending an event.
             if event is None or kind == "lost":
                 for key in running.alive:
                     name = running.where[key]
@@ -525,7 +525,7 @@ class Manager:
         return None, lost or running.fault
 
     async def _apply_all(self, until_s: float | None) -> None:
-        """Waits for an event, and then applies all events that are in the queue.
+        """Waits for an event, and then applies all queued events.
 
         If several nodes have joined at the same time, the next layout can then use all of them.
         """
@@ -624,7 +624,7 @@ class Manager:
         return not self._is_deposed
 
     def _fence(self) -> bool:
-        """Prevents ranks of earlier layouts that are still running from saving checkpoints.
+        """Prevents ranks that still run in an earlier layout from saving checkpoints.
 
         Returns:
             Whether this manager still holds the job's lease.
@@ -732,7 +732,7 @@ class Participant:
         return EXIT_LEFT
 
     async def _join(self, owner: Mapping[str, Any]) -> int | None:
-        """Joins the job as an agent, and returns the exit status with which the node must exit.
+        """Joins the job as an agent, and returns the exit status for this node.
 
         Returns ``None`` if the manager is lost or not ready yet.
         """

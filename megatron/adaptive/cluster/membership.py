@@ -174,14 +174,14 @@ Status = Literal["starting", "present", "leaving", "gone", "lost", "unreachable"
 class Event(NamedTuple):
     """Event that the manager handles.
 
-    Events are created when a node changes, when the manager receives a signal (``stop``), and when
-    a timer fires (``tick``).
+    Events are created when the state of a node changes, when the manager receives a signal
+    (``stop``), and when a timer fires (``tick``).
 
     Attributes:
         kind: Name of the event: ``joined``, ``ready``, ``failed``, ``notice``, ``removed``,
             ``lost``, ``ended``, ``passed`` (a node that failed a probe earlier is fast enough now),
             ``stop`` or ``tick``.
-        node: Name of the node that changed; empty for an event of the manager.
+        node: Name of the node to which the event belongs; empty for ``stop`` and ``tick``.
         message: Message from the node's agent, or a dictionary with the same structure.
     """
 
@@ -240,8 +240,8 @@ class Membership:
         own_machine: Machine of the manager if nodes join by themselves, otherwise ``None``.
         address: Address at which other machines can reach this machine, or ``None`` to detect it.
         secret: Secret with which agents and the manager authenticate each other.
-        work: Script and arguments of the ranks, which are sent to the agents that this process
-            starts.
+        work: Script and arguments of the ranks. They are sent to the agents started by this
+            process.
     """
 
     def __init__(
@@ -414,8 +414,8 @@ class Membership:
 
         Args:
             node: Node to release.
-            why: Reason that is shown to the user.
-            status: Exit status with which the node's agent must exit.
+            why: Reason shown to the user.
+            status: Exit status for the node's agent.
         """
         node.status = "gone"
         node.why = why
@@ -426,7 +426,7 @@ class Membership:
         """Releases all nodes and waits for the agents that this process started.
 
         Args:
-            status: Exit status with which the agents must exit.
+            status: Exit status for the agents.
             hands_over: Whether another manager continues the job. If so, nodes that joined by
                 themselves are not released, so that they look for the new manager.
         """
@@ -567,7 +567,7 @@ class Membership:
 
 
 def allow_files(count: int) -> None:
-    """Raises this process's limit on open files to ``count``, or as far as the system allows."""
+    """Raises this process's limit on open files to ``count``, but not above the hard limit."""
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard_limit != resource.RLIM_INFINITY:
         count = min(count, hard_limit)

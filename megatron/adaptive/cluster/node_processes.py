@@ -115,11 +115,11 @@ def _data_flags(conf: LaunchConf) -> list[str]:
 
 
 def check_trainer(conf: LaunchConf, world_size: int, run_dir: Path) -> None:
-    """Checks with the trainer's parser that the trainer would accept the configuration ``conf``.
+    """Checks with the trainer's own parser that the trainer accepts the configuration ``conf``.
 
     Raises:
-        ConfigError: The trainer would reject a flag. The message contains the variable of
-            ``conf.sh`` that sets the flag, or the flag itself if there is no such variable.
+        ConfigError: The trainer would reject a flag. The message names the ``conf.sh`` variable
+            that sets the flag or, if there is none, the flag.
     """
     if conf["LOCAL_CHECKPOINT_DIR"] and not conf["CHECKPOINT_DIR"]:
         raise ConfigError(
@@ -175,8 +175,8 @@ def _profiler(conf: LaunchConf, node_rank: int, run_dir: Path) -> list[str]:
 def in_container(conf: LaunchConf, command: Sequence[str], run_dir: Path) -> list[str]:
     """Returns a command that runs ``command`` in the container.
 
-    Returns ``command`` itself if there is no container, or if Slurm starts the container with its
-    plugin pyxis.
+    Returns ``command`` itself if there is no container, or if Slurm starts the container with the
+    pyxis plugin.
     """
     gpu = ["--nv"] if conf["DEVICE"] == "gpu" else []
     starts = {"apptainer": ["exec", *gpu, "--bind"], "enroot": ["start", "--rw", "--mount"]}
@@ -347,7 +347,7 @@ def _signals_to(job: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def _signal_ranks(pid: int, number: int) -> None:
-    """Signals all ranks among the descendants of process ``pid``, but not their children."""
+    """Signals each rank among the descendants of process ``pid``, but not the rank's children."""
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):

@@ -59,7 +59,7 @@ def main(descriptor: int) -> None:
         descriptor: File descriptor of the socket.
     """
     orders = socket.socket(fileno=descriptor)
-    end_with_parent()  # Must precede the imports, because the agent may exit during them.
+    end_with_parent()  # Call this before the imports, because the agent may exit during them.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # The agent handles these signals.
     _import()

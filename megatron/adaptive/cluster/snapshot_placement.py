@@ -34,8 +34,8 @@ class SnapshotSource:
         step: Newest step whose parts all still exist; 0 if there is no such step.
         seen: Newest step for which any part of a snapshot still exists, or 0 if no part exists.
         why: Reason why no step can be restored, or empty if a step can be restored.
-        parts: Copies from which ``step`` is restored. Each element is a copy's entry in the
-            inventory of its node, with two more keys: ``node`` is the name of this node, and
+        parts: Copies from which ``step`` is restored. Each element is the entry of a copy in its
+            node's inventory, with two additional keys: ``node`` is the name of the node, and
             ``needs`` contains the indices of the required parts that the copy provides.
     """
 
@@ -48,9 +48,9 @@ class SnapshotSource:
 def buddies(nodes: Sequence[Node]) -> dict[str, str | None]:
     """Chooses, for each node, another node (its buddy) that stores copies of the node's state.
 
-    Returns the names of the buddies, keyed by node name. The buddy is the next node, in cyclic
-    order, that is on another machine. If all nodes are on the same machine, such as in a trial run,
-    the buddy is the next node. A single node has the buddy ``None``.
+    Returns the names of the buddies, keyed by node name. The buddy is the next node on another
+    machine, in cyclic order. If all nodes are on the same machine, such as in a trial run, the
+    buddy is the next node. The buddy of a single node is ``None``.
     """
     buddy_names: dict[str, str | None] = {}
     alone = len({node.host for node in nodes}) == 1
@@ -66,9 +66,9 @@ def newest(kept: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> SnapshotS
 
     Args:
         kept: Pairs of a remaining node's name and the list of copies in this node's memory. In the
-            entry of a copy, ``needs`` lists the parts that make up a complete step. A part is
-            provided by a copy from any of its ``ranks``. If ``is_sent`` of the part is false, only
-            copies in the memory of a rank's own node provide the part.
+            entry of a copy, ``needs`` lists the parts that make up a complete step. A copy from any
+            of the part's ``ranks`` provides the part. If the part's ``is_sent`` is false, the copy
+            must also be in the memory of the rank's own node.
     """
     copies: list[Mapping[str, Any]] = []
     needs: dict[tuple[str, int], Sequence[Mapping[str, Any]]] = {}
@@ -120,7 +120,7 @@ class JobSnapshots:
         folder: Folder of checkpoints.
         manager: Name of the manager that starts the ranks.
         kept: Name of the manager's own node, and the object with the snapshots that this node
-            stored under the previous manager; ``None`` if there are no such snapshots.
+            stored under the previous manager; ``None`` if there are none.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class JobSnapshots:
         return orders
 
     def begun(self, resumed: int, before: IncarnationProgress | None) -> tuple[str, int]:
-        """Returns the origin of the training state, and the number of steps that must be repeated.
+        """Returns where the training state comes from, and how many steps must be repeated.
 
         Args:
             resumed: Iteration of the checkpoint from which the incarnation resumes.

@@ -76,7 +76,7 @@ class Stragglers:
 
         Args:
             name: Name of the node.
-            why: Reason for excluding the node, which is shown in the state of the job.
+            why: Reason for excluding the node, shown in the job's state.
             nodes: Available nodes, in the order in which they get ranks.
 
         Returns:
@@ -143,9 +143,9 @@ class Stragglers:
     def _excess(self, slow_rank: SlowRank, name: str, running: RunningRanks) -> float:
         """Returns the ratio of the measured to the expected computing time of the node ``name``.
 
-        The measured time of each rank is divided by the expected time. The result is the maximum
-        over the ranks of the node, divided by the median over the ranks of all other nodes, because
-        the speed of the whole job may differ from the expected speed.
+        For each rank, the measured time is divided by the expected time. The largest ratio on the
+        node is then divided by the median ratio of all ranks on other nodes. This cancels the
+        difference between the job's actual and expected speed.
         """
         nodes = running.where.values()
         if len(slow_rank.pace_ns) != len(nodes):

@@ -44,7 +44,7 @@ _LONGEST_PATTERN = 1000
 # This pattern matches nested repetitions such as (a*)*. They are rejected, because matching them
 # may take exponential time.
 _ENDLESS = re.compile(r"[*+}][^()]*\)[*+{]")
-# Values of init_lora_weights with which PEFT leaves the weights of the base model unchanged.
+# Values of init_lora_weights for which PEFT leaves the base model's weights unchanged.
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 
 
@@ -75,7 +75,7 @@ def model_settings_of(values: Mapping[str, Any], argv: Sequence[str]) -> Setting
 
 
 def _typed_flag(name: str, argv: Sequence[str]) -> str:
-    """Returns the flag of the setting ``name`` as it is spelled in ``argv``."""
+    """Returns the flag of the setting ``name``, as spelled in ``argv``."""
     spellings = flag_specs()[name].names
     return next((flag for flag in flags_in(argv) if flag in spellings), spellings[0])
 
@@ -100,7 +100,7 @@ def linear_names(config: TrainerConfig) -> dict[str, list[str]]:
 
 
 def adapted_parts(config: TrainerConfig) -> dict[str, tuple[bool, ...]]:
-    """Returns which parts of each linear layer of megatron-core have adapters, keyed by layer.
+    """Returns which parts of megatron-core's linear layers have adapters, keyed by layer.
 
     The parts of a layer are the linear layers of ``transformers`` that it combines, in the order of
     :func:`linear_names`. Each value has one boolean per part. Only layers with at least one adapter
@@ -209,7 +209,7 @@ def adapter_settings(folder: Path, base: Base) -> Settings:
 
 
 def _targets(modules: Any, base: Base, where: str) -> list[str]:
-    """Returns the names of the linear layers that have adapters, following the rules of PEFT.
+    """Returns the names of the linear layers with adapters, following PEFT's rules.
 
     Args:
         modules: Value of ``target_modules``. This is a list of names, ``all-linear``, or a regular

@@ -85,7 +85,7 @@ def flag_table() -> dict[str, list[tuple[str, str, str]]]:
     """Returns the flags of each group of settings, keyed by the group's title.
 
     Each flag is a tuple of its spellings, its default and its help text. Groups and flags are in
-    the order in which they are defined.
+    order of definition.
     """
     table = {"Plan": [(f"{PLAN_FLAG} FILE", "none", PLAN_HELP)]}
     notes = effect_notes(flag_specs())
@@ -230,7 +230,7 @@ def _mapping(content: Any, where: str) -> Mapping[Any, Any]:
 
 
 def _by_field(part: Any, where: str) -> dict[str, Any]:
-    """Returns the settings in ``part`` of a recipe, keyed by field name."""
+    """Returns the settings in the recipe's section ``part``, keyed by field name."""
     fields = {name: (name, True) for name in _PROCESSES}
     for spec in flag_specs().values():
         # A flag such as --no-x turns a setting off, so "no_x: true" means that the setting is off.
@@ -275,7 +275,7 @@ def only_groups(argv: Sequence[str], kinds: Sequence[type], more: Sequence[str] 
 
     Args:
         argv: Command line of the trainer.
-        kinds: Dataclasses of the groups of settings whose flags are returned.
+        kinds: Dataclasses of the setting groups whose flags are returned.
         more: Names of additional fields whose flags are returned.
 
     Raises:

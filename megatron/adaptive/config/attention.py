@@ -43,7 +43,7 @@ _FLASH_CAPABILITY = 8
 
 
 class Kernel(enum.Enum):
-    """Lists the ways to compute attention.
+    """Lists the methods of computing attention.
 
     Attributes:
         SCORES: No fused kernel. The scores of all pairs of tokens are kept until the backward pass.
@@ -75,7 +75,7 @@ class Mask(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCase:
-    """Properties of a call to attention that determine which kernel is used.
+    """Properties of an attention call that determine which kernel is used.
 
     Attributes:
         backend: Value of ``--attention-backend``.
@@ -139,7 +139,7 @@ def kernel_for(case: AttentionCase) -> Kernel:
 
 
 def shares_keys(case: AttentionCase) -> bool:
-    """Returns whether the kernel that is chosen for ``case`` supports grouped queries.
+    """Returns whether the kernel chosen for ``case`` supports grouped queries.
 
     If it does, keys and values need not be repeated for every query head.
     """

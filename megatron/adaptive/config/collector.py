@@ -1,4 +1,4 @@
-"""Checks the URL of a collector, which is a server that receives OpenTelemetry spans."""
+"""Checks the URL of a collector (a server that receives OpenTelemetry spans)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import urllib.parse
 from megatron.adaptive.errors import ConfigError
 
 OTLP_PATH = "/v1/traces"
-"""Path that is appended to the URL of a collector if the URL has no path."""
+"""Path that is appended to a collector's URL if the URL has no path."""
 
 
 def collector_url(flag: str, target: str, *, or_give: str = "") -> str:

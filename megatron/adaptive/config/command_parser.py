@@ -1,4 +1,4 @@
-"""Parses the command lines of all programs, with error messages that consist of a single line."""
+"""Parses the command lines of all programs, with one-line error messages."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def _hint(self, unknown: str) -> str:
         """Returns a hint about what to use instead of the unknown option ``unknown``."""
-        # Names are compared without dashes. Otherwise, every short name would be similar to --help.
+        # Compare names without dashes. Otherwise, every short name would be similar to --help.
         options = {option.strip("-"): option for option in self._option_string_actions}
         nearest = difflib.get_close_matches(unknown.strip("-"), options, n=1)
         if not nearest or unknown in self._elsewhere():

@@ -54,7 +54,7 @@ def core_version() -> str | None:
 
 
 def shadowed_copies() -> str | None:
-    """Returns a warning about copies of megatron-core that Python does not import.
+    """Returns a warning about copies of megatron-core that the imported copy hides.
 
     Only copies whose versions differ from the imported copy are mentioned. The result is ``None``
     if there are no such copies.

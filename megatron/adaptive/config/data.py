@@ -1,4 +1,4 @@
-"""Defines the settings of the tokenizer, the training data and the batch sizes."""
+"""Defines the settings for the tokenizer, the training data and the batch sizes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class TokenizerConfig:
 
     @property
     def missing(self) -> list[str]:
-        """Names of the flags that this type of tokenizer requires but that are absent."""
+        """Names of the absent flags that this type of tokenizer requires."""
         needs = {
             "NullTokenizer": ("vocab_size",),
             "GPT2BPETokenizer": ("vocab_file", "merge_file"),

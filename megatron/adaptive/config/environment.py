@@ -116,7 +116,7 @@ def _mask(match: re.Match[str]) -> str:
 
 
 def masked_text(text: str) -> str:
-    """Returns the command line ``text``, which is a single string, without secrets."""
+    """Returns ``text``, a command line as a single string, without secrets."""
     try:
         arguments = shlex.split(text)
     except ValueError:
@@ -156,7 +156,7 @@ class Environment:
             (``MEGATRON_ADAPTIVE_COPIES``), or ``None`` if no copies are made.
         node: Name of this node in a job of ``train elastic`` (``MEGATRON_ADAPTIVE_NODE``), or
             ``None`` in other jobs.
-        lease: Number of the lease that allows a job of ``train elastic`` to write to the checkpoint
+        lease: Number of the lease with which a ``train elastic`` job may write to the checkpoint
             folder (``MEGATRON_ADAPTIVE_LEASE``), or ``None`` in other jobs.
         job: Instructions from ``train elastic`` for a script that trains a ``Pipeline``
             (``MEGATRON_ADAPTIVE_JOB``), as the text of a :class:`JobOrder`, or ``None`` in other
@@ -220,8 +220,7 @@ class Environment:
                     f"environment variable {name} is set to {source[name]}, but {other} is not "
                     f"set; {_LAUNCHER}"
                 )
-        # Launchers other than torchrun may not set these variables. In this case, a single node is
-        # assumed.
+        # Launchers other than torchrun may not set these variables. If so, assume a single node.
         local_rank = number("LOCAL_RANK", rank)
         local_world_size = number("LOCAL_WORLD_SIZE", world_size, 1, _MOST_RANKS)
         _require_below("RANK", rank, world_size)
@@ -426,7 +425,7 @@ class JobOrder:
     job. In this case, it restarts the ranks with new instructions.
 
     Attributes:
-        checkpoints: Folder in which checkpoints are saved and from which training resumes.
+        checkpoints: Folder for saving checkpoints and for resuming from them.
         progress: Folder of the progress file that belongs to this layout.
         model: Path of the file with measurements of the model.
         epoch: Sequence number of this layout among all layouts of the job.

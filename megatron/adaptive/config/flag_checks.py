@@ -202,8 +202,7 @@ def check_config(config: TrainerConfig, installed: Installed, *, needs_data: boo
         needs_data: Whether the flags for data and for tokenizer files are required.
 
     Raises:
-        ConfigError: Settings are incompatible. The message describes the first problem that was
-            found.
+        ConfigError: Settings are incompatible. The message describes the first problem.
     """
     flags = _given_flags(config)
     order = order_rules(config.schedule.pipeline_schedule)
@@ -238,7 +237,7 @@ def check_config(config: TrainerConfig, installed: Installed, *, needs_data: boo
 
 
 def check_unequal_stages(config: TrainerConfig) -> None:
-    """Checks that the settings of a run allow stages with different numbers of replicas.
+    """Checks that the settings of a run allow unequal stages (different numbers of replicas).
 
     Args:
         config: Settings of the run, which may have equal stages.
@@ -253,7 +252,7 @@ def check_unequal_stages(config: TrainerConfig) -> None:
 
 
 def _given_flags(config: TrainerConfig, **changes: Any) -> GivenFlags:
-    """Returns an object that checks the effective values of the settings ``config`` against rules.
+    """Returns an object that checks the effective settings in ``config`` against rules.
 
     Args:
         config: Settings of the run.

@@ -144,7 +144,7 @@ def effect_warning(flags: GivenFlags, schedule: str) -> str | None:
 
 
 def effect_notes(specs: Mapping[str, FieldSpec]) -> dict[str, str]:
-    """Returns sentences for help texts that name the flags without which a flag has no effect.
+    """Returns sentences for the help texts of flags that take effect only with another flag.
 
     Args:
         specs: Specifications of all flags, keyed by the name of the setting.

@@ -198,7 +198,7 @@ class GivenFlags:
         return f"{flags} and {self._text(rule.right)} exclude each other"
 
     def _beyond(self, rule: _Rule, product: str) -> str:
-        """Returns a message with the numbers that violate ``rule``, or an empty string.
+        """Returns a message with the numbers that violate ``rule``, or an empty string if none do.
 
         The verb of the rule must be ``within`` or ``divides``. ``product`` contains the settings on
         the left side of the rule, joined by ``*``.

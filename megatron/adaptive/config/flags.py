@@ -241,7 +241,7 @@ class FieldSpec:
 
     @property
     def is_switch(self) -> bool:
-        """Whether the flag takes no value. The presence of such a flag inverts the default."""
+        """Whether the flag takes no value. Such a flag inverts the default."""
         return self.has_flag and self.base is bool and not self.takes_value
 
     @property
@@ -311,7 +311,7 @@ class FieldSpec:
         return options
 
     def text_of(self, value: Any) -> str:
-        """Returns the flag and ``value`` as text, the way they are typed on a command line."""
+        """Returns the flag and ``value`` as text, as typed on a command line."""
         if self.is_switch:
             return self.name
         if isinstance(value, float):
@@ -396,7 +396,7 @@ class FieldSpec:
 
 @functools.cache
 def fields_of(group: type) -> tuple[FieldSpec, ...]:
-    """Returns the specifications of all fields of a settings dataclass, in order of definition."""
+    """Returns the specifications of a settings dataclass's fields, in order of definition."""
     hints = typing.get_type_hints(group, include_extras=True)
     return tuple(
         spec_of(item.name, hints[item.name], item.default, item.metadata.get(_METADATA_KEY, {}))

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 from megatron.adaptive.errors import AdaptiveError, ConfigError
 
 MAX_BYTES = 1 << 28
-"""Maximum size in bytes of files that are read into memory as a whole."""
+"""Maximum size in bytes of a file that is read into memory at once."""
 MAX_LEVELS = 64
 """Maximum nesting depth of lists and objects in JSON. Files of this project have at most 10 levels.
 """
@@ -119,8 +119,8 @@ def read_whole(path: str | Path, most: int = MAX_BYTES) -> bytes:
         left = most - os.fstat(file.fileno()).st_size
         while left >= 0 and (piece := file.read(_PIECE_BYTES)):
             pieces.append(piece)
-            # The bytes that were read are counted, because files in /proc report size 0 and other
-            # files may grow.
+            # Count the bytes that were read, because files in /proc report size 0 and other files
+            # may grow.
             left = most - sum(map(len, pieces))
     if left < 0:
         raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
@@ -213,7 +213,7 @@ def read_text(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -
 
     Args:
         path: Path of the file.
-        hint: Advice to the user, which is added at the end of error messages.
+        hint: Advice to the user, appended to error messages.
         error: Class of the errors to raise.
 
     Raises:
@@ -226,7 +226,7 @@ def read_text(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -
 
 
 def read_bytes(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -> bytes:
-    """Reads a regular file of at most :data:`MAX_BYTES`, with the errors of :func:`read_text`."""
+    """Reads a regular file of at most :data:`MAX_BYTES`. Raises the errors of :func:`read_text`."""
     try:
         return read_whole(path)
     except OSError as caught:
@@ -238,7 +238,7 @@ def read_json(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -
 
     Args:
         path: Path of the file.
-        hint: Advice to the user, which is added at the end of error messages.
+        hint: Advice to the user, appended to error messages.
         error: Class of the errors to raise.
 
     Raises:
@@ -252,7 +252,7 @@ def read_json(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -
 
 
 def natural(text: str) -> int | None:
-    """Converts ``text`` to an integer, or returns ``None`` unless it has 1 to 18 digits."""
+    """Converts ``text`` to an integer if it has 1 to 18 digits, otherwise returns ``None``."""
     is_number = text.isascii() and text.isdecimal() and len(text) <= _DIGITS
     return int(text) if is_number else None
 
@@ -269,7 +269,7 @@ def say(text: str, *, lines: bool = False) -> None:
 
 
 def shown(text: str, *, lines: bool = False) -> str:
-    """Returns a message in which control characters are escaped and very long words are truncated.
+    """Returns a message with control characters escaped and very long words truncated.
 
     Args:
         text: Text of the message, which may contain user input or parts of files.
@@ -279,11 +279,11 @@ def shown(text: str, *, lines: bool = False) -> str:
 
 
 def aligned(lines: Sequence[Sequence[str]], left: int = 0) -> list[str]:
-    """Formats a table as lines of text in which columns are aligned.
+    """Formats a table as lines of text with aligned columns.
 
     Args:
         lines: Cells of the table, row by row.
-        left: Number of columns, counted from the left, that are left-aligned. All other columns are
+        left: Number of left-aligned columns, counted from the left. All other columns are
             right-aligned.
     """
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

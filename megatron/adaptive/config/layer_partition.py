@@ -111,8 +111,8 @@ class UnlikeLayer(NamedTuple):
     Attributes:
         groups: Number of key and value heads, or 0 if the layer has no attention.
         width: Inner width of the feed-forward block, or 0 if the layer has none.
-        linear: Number of blocks (attention or feed-forward) of the layer that are replaced by a
-            linear layer, from 0 to 2.
+        linear: Number of the layer's blocks (attention, feed-forward) that a linear layer replaces:
+            0 to 2.
     """
 
     groups: int
@@ -189,9 +189,8 @@ def layer_rules(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str
 
     Args:
         config: Settings of the run.
-        flags: Object with an attribute for each setting. The attribute contains the setting as it
-            is typed on the command line, such as ``--num-layers 8``. Error messages contain these
-            texts.
+        flags: Object with an attribute for each setting. The value of the attribute is the setting
+            as typed on the command line, such as ``--num-layers 8``, for error messages.
     """
     model = config.model
     layers = model.num_layers

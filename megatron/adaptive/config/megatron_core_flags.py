@@ -179,8 +179,8 @@ class _Setting:
 
 def _settings() -> Iterator[_Setting]:
     """Yields all fields of the configuration classes of the installed megatron-core."""
-    # The paths of the package megatron are searched, because find_spec("megatron.core.x") would
-    # import megatron.core.
+    # Search the paths of the package megatron, because find_spec("megatron.core.x") would import
+    # megatron.core.
     folders = (Path(part, "core") for part in sys.modules["megatron"].__path__)
     folder = next((candidate for candidate in folders if candidate.is_dir()), Path())
     trees: dict[str, ast.Module] = {}
@@ -206,8 +206,8 @@ def _settings_of(node: ast.ClassDef) -> Iterator[_Setting]:
         if isinstance(default, ast.Call):
             arguments = {keyword.arg: keyword.value for keyword in default.keywords}
             default = arguments.get("default")
-            # Only the names of the flag are evaluated, because other parts of the metadata may not
-            # be literals.
+            # Evaluate only the names of the flag, because other parts of the metadata may not be
+            # literals.
             for part in ast.walk(arguments.get("metadata", ast.Pass())):
                 if isinstance(part, ast.Dict):
                     for key, spellings in zip(part.keys, part.values, strict=True):

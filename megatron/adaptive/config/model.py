@@ -1,4 +1,4 @@
-"""Defines the settings of the GPT model and of recomputation, and a table of known models."""
+"""Defines the settings for the GPT model and recomputation, and a table of known models."""
 
 from __future__ import annotations
 

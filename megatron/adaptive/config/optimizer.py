@@ -1,4 +1,4 @@
-"""Defines the settings of data types, of the optimizer, of the learning rate and of adapters."""
+"""Defines the settings for data types, the optimizer, the learning rate and adapters."""
 
 from __future__ import annotations
 
@@ -218,6 +218,6 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """Factor for the output of each adapter, which is alpha / rank."""
+        """Factor for each adapter's output: alpha / rank."""
         rank = self.lora_rank or 1
         return (self.lora_alpha or rank) / rank

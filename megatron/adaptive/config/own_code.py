@@ -88,7 +88,7 @@ def modules_in(package: ModuleType, pattern: str = "*") -> Iterator[ModuleType]:
 
 
 def source_of(function: Any) -> str:
-    """Returns the file and line at which ``function``, which may also be a class, is defined."""
+    """Returns the file and line at which the function or class ``function`` is defined."""
     try:
         file = inspect.getsourcefile(function) or "?"
         line = inspect.getsourcelines(function)[1]
@@ -101,7 +101,7 @@ def line_of_error(error: Exception, user_code: Any) -> str:
     """Returns the file and line at which user code raised ``error``.
 
     Args:
-        error: Exception that was raised, perhaps in a library that the user's code called.
+        error: Exception to locate, perhaps raised in a library that the user's code called.
         user_code: Function or class of the user. The result is the innermost line that was running
             in the file of this code. If there is none, the result is the line that raised the
             error.

@@ -137,7 +137,7 @@ class ParallelConfig:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages of the pipeline, which is pipeline ranks times chunks per rank."""
+        """Number of pipeline stages: pipeline ranks times chunks per rank."""
         return self.pipeline_model_parallel_size * self.num_chunks
 
 

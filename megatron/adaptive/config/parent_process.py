@@ -14,9 +14,8 @@ def end_with_parent(number: int = signal.SIGKILL) -> None:
     """Asks the kernel to send a signal to this process when its parent process exits.
 
     The request remains in effect after ``exec``, but child processes do not inherit it. If a parent
-    process with several threads is killed, the signal may arrive several times. The reason is that
-    the kernel moves this process from each exiting thread to a thread that still runs, and sends
-    the signal every time.
+    process with several threads is killed, the signal may arrive several times, because the kernel
+    sends it for each parent thread that exits.
 
     Args:
         number: Number of the signal.
@@ -25,10 +24,10 @@ def end_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def ending_with_this_process(number: int) -> Callable[[], None]:
-    """Returns a ``preexec_fn`` for ``subprocess`` so that the new process ends with this process.
+    """Returns a ``preexec_fn`` for ``subprocess`` that makes the new process end with this one.
 
     Args:
-        number: Number of the signal that is sent to the new process when this process exits.
+        number: Number of the signal sent to the new process when this process exits.
     """
     parent = os.getpid()
 

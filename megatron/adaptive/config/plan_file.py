@@ -61,7 +61,7 @@ FLAGS = {
     "SLICE_TOKENS": "--slice-tokens",
     "ACTIVATION_CAP": "--activation-cap",
 }
-"""Maps variables of ``conf.sh`` to the flags of the trainer that receive their values."""
+"""Maps each variable of ``conf.sh`` to the trainer flag that receives its value."""
 _SWITCH_FLAGS = {
     "DISTRIBUTED_OPTIMIZER": "--use-distributed-optimizer",
     "OVERLAP_GRAD_REDUCE": "--overlap-grad-reduce",
@@ -91,7 +91,7 @@ def plan_flags(content: Any, where: str) -> list[str]:
 
 
 def run_flags(values: Mapping[str, Any]) -> list[str]:
-    """Converts the variables of ``conf.sh`` that a plan may set to flags of the trainer.
+    """Converts ``conf.sh`` variables that a plan may set to trainer flags.
 
     Args:
         values: Values of the variables as text, numbers or booleans, keyed by name. ``None`` means
@@ -151,7 +151,7 @@ def plan_variables(content: Any, where: str) -> dict[str, str]:
 
 
 def _stages(stages: Sequence[Mapping[str, Any]], where: str) -> dict[str, str]:
-    """Returns the variable of ``conf.sh`` that sets the number of ranks of each unequal stage."""
+    """Returns the ``conf.sh`` variable with the number of ranks of each stage in ``stages``."""
     for index, stage in enumerate(stages):
         if any(width != 1 for width in stage["tensor"]):
             raise ConfigError(

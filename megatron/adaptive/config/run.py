@@ -1,4 +1,4 @@
-"""Defines the settings of the length of a run, of validation, of checkpoints and of logging."""
+"""Defines the settings for run length, validation, checkpoints and logging."""
 
 from __future__ import annotations
 

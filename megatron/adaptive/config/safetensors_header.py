@@ -195,7 +195,7 @@ def _entry(name: str, value: Any, first: int) -> TensorEntry:
 
     Args:
         name: Name of the tensor.
-        value: Value of the entry, which is an object unless the file is damaged.
+        value: Value of the entry; an object unless the file is damaged.
         first: Position of the first byte after the header in the file.
 
     Raises:

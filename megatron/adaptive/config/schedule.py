@@ -1,4 +1,4 @@
-"""Defines the settings of the pipeline schedule, of the layers per stage, and of traces."""
+"""Defines the settings for the pipeline schedule, the layers per stage, and traces."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def _is_own_schedule(name: str) -> bool:
 
 
 def _read_candidates(text: str) -> tuple[str, ...]:
-    """Parses a comma-separated list of names of schedules that ``auto`` may choose.
+    """Parses a comma-separated list of schedule names from which ``auto`` may choose.
 
     Raises:
         ValueError: A schedule does not exist, or is of a kind that ``auto`` does not support.

@@ -2,8 +2,8 @@
 
 A schedule determines the order in which each rank runs its actions (forward pass, backward pass,
 weight gradient). Each schedule of this package is a :class:`ScheduleSpec` in the module of its
-function, where :func:`built_in_schedules` finds it. A user's schedule is a function that is
-decorated with :func:`fixed_order` or :func:`run_time_rule`, and is selected with
+function, where :func:`built_in_schedules` finds it. A user's schedule is a function decorated with
+:func:`fixed_order` or :func:`run_time_rule`. It is selected on the command line with
 ``--pipeline-schedule package.module:name``. A package can also publish its schedules as entry
 points of the group ``megatron_adaptive.schedules``. Such schedules are selected by name
 (``examples/own_schedule``).
@@ -34,7 +34,7 @@ ENTRY_POINTS = "megatron_adaptive.schedules"
 
 
 def no_function(*arguments: Any) -> Any:
-    """Replaces the function of schedules that have none: ``auto``, ``file`` and ``megatron``."""
+    """Stands for the missing function of the schedules ``auto``, ``file`` and ``megatron``."""
     raise AssertionError("this schedule has no function")
 
 
@@ -44,8 +44,8 @@ class ScheduleSpec:
 
     Attributes:
         name: Name of the schedule on the command line.
-        position: Position in the list of this package's schedules. If several schedules are equally
-            fast, the one with the lowest position is chosen.
+        position: Position of the schedule in the list of this package's schedules. If several
+            schedules are equally fast, the one with the lowest position is chosen.
         function: Function that implements the schedule.
         kind: ``fixed`` if the order of actions is known before the step, or ``rule`` if each rank
             chooses its next action at run time. The schedules ``auto``, ``file`` and ``megatron``
@@ -75,12 +75,12 @@ class ScheduleSpec:
         is_auto_candidate: Whether the ``auto`` schedule tries this schedule.
         planned: When the planner considers the schedule: always (``by default``), only if the user
             lists it (``on request``), or never (``no``).
-        orders_slices: Whether a fixed schedule also supports sequences that are cut into slices.
-            Run-time rules always support slices.
+        orders_slices: Whether a fixed schedule also supports sequences cut into slices. Run-time
+            rules always support slices.
         torch_name: Name of the same schedule in ``torch.distributed.pipelining``, or empty if there
             is none.
-        reasons: Reasons that a trace contains for the choice of F, B and W by a run-time rule, if
-            each kind of action always has the same reason. They are words of ``REASONS`` in
+        reasons: Reasons that a trace records for F, B and W, if a run-time rule always chooses the
+            same kind of action for the same reason. They are entries of ``REASONS`` in
             ``trace/trace_format.py``.
         is_selectable: Whether users can select the schedule. It is false only for the schedule that
             validation uses.
@@ -116,12 +116,12 @@ class ScheduleSpec:
 
     @property
     def is_v_only(self) -> bool:
-        """Whether the schedule requires stages that are placed in a V over the ranks."""
+        """Whether the schedule requires a V-shaped placement of the stages."""
         return self.placements == ("v",)
 
     @property
     def default_placement(self) -> PlacementKind:
-        """Assignment of stages to ranks that is used by default for two chunks per rank."""
+        """Default assignment of stages to ranks with two chunks per rank."""
         return "v" if self.prefers_v or self.is_v_only else "loop"
 
     @property
@@ -169,7 +169,7 @@ _SCHEDULES = (
 
 @functools.cache
 def built_in_schedules() -> Mapping[str, ScheduleSpec]:
-    """Returns the schedules of this package, keyed by name, in ascending order of ``position``.
+    """Returns the schedules of this package, keyed by name and sorted by ``position``.
 
     They are the entries of ``SCHEDULES`` in ``schedule/runtime_rules.py`` and in each module of
     ``schedule`` whose name begins with ``fixed_``, together with the schedules that have no
@@ -186,12 +186,12 @@ def built_in_schedules() -> Mapping[str, ScheduleSpec]:
 def selectable_names(
     matches: Callable[[ScheduleSpec], object] = lambda spec: True, *, also: Iterable[str] = ()
 ) -> tuple[str, ...]:
-    """Returns the names of the schedules that users can select, in ascending order of position.
+    """Returns the names of the schedules that users can select, sorted by their ``position``.
 
     Args:
         matches: Function that takes the specification of a schedule, and returns whether to include
             its name.
-        also: Names of schedules from outside this package that are also considered.
+        also: Names of additional schedules, from outside this package. These names come last.
     """
     specs = [spec for spec in built_in_schedules().values() if spec.is_selectable]
     specs += [schedule_spec(name) for name in also if name not in built_in_schedules()]
@@ -229,7 +229,7 @@ def _own_spec(name: str) -> ScheduleSpec:
 
 
 def why_whole_backward(*, recompute: str | None, overlaps: bool, replicas: int) -> str | None:
-    """Returns why separate weight-gradient passes would be a disadvantage, or ``None`` otherwise.
+    """Returns a reason against separate weight-gradient passes, or ``None`` if there is none.
 
     Usually, a backward pass for inputs (B) frees more memory than it keeps for the later backward
     pass for weights (W), so the limit on activations still holds. In the cases that this function

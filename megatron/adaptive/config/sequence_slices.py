@@ -1,9 +1,9 @@
 """Cuts sequences into slices, which are processed separately with ``--sequence-slices``.
 
 Most of a layer's work grows with the number of tokens. The work of attention grows with the number
-of pairs of tokens, because a slice attends to all slices before it. Let ``a`` be the fraction of
-the cost of a whole sequence that is due to attention. Then, in a sequence of length 1, the part
-from ``x`` to ``y`` costs
+of pairs of tokens, because a slice attends to all slices before it. Let ``a`` be attention's
+fraction of the cost of a whole sequence. Then, in a sequence of length 1, the part from ``x`` to
+``y`` costs
 
     (1 - a) (y - x) + a (y^2 - x^2)
 
@@ -56,8 +56,8 @@ def cut_points(num_slices: int, attention_share: float) -> tuple[float, ...]:
 
     Args:
         num_slices: Number of slices. It must be at least 1.
-        attention_share: Fraction of the cost of the whole sequence that is due to attention. If it
-            is 0, all slices have the same length.
+        attention_share: Attention's fraction of the cost of the whole sequence. If it is 0, all
+            slices have the same length.
 
     Returns:
         Positions from 0 to 1. Both ends of the sequence are included.
@@ -113,7 +113,7 @@ class Cut:
     documents: tuple[int, ...] = ()
 
     def bounds(self, index: int) -> tuple[int, int]:
-        """Returns the start position and the end position of the slice with index ``index``."""
+        """Returns the start and end positions of the slice with index ``index``."""
         return (self.ends[index - 1] if index else 0), self.ends[index]
 
     def pieces(self, index: int) -> list[DocumentPart]:
@@ -141,7 +141,7 @@ class Cut:
         return sum(part.end - part.start for part in parts), pairs
 
     def kept_tokens(self, index: int) -> int:
-        """Returns the number of the slice's tokens whose documents extend over several slices."""
+        """Returns how many tokens of the slice are in documents that extend over several slices."""
         parts = self.pieces(index)
         return sum(part.end - part.start for part in parts if not part.is_whole)
 
@@ -153,7 +153,7 @@ class SliceRule:
     Attributes:
         slices: Number of slices per microbatch. It is ignored if ``tokens`` is set.
         tokens: Number of tokens per slice, or ``None`` if each microbatch has ``slices`` slices.
-        multiple: Number by which the length of each slice must be divisible.
+        multiple: Required divisor of each slice's length.
         pair_cost: Cost of attention per pair of tokens, divided by the cost of all other work per
             token. A document of x tokens has x^2 pairs. If the value is 0, all slices have equal
             length.
@@ -195,14 +195,14 @@ class SliceRule:
         """
         if self.tokens is not None:
             return self.tokens
-        # Each token costs at least 1, and the cost of each slice is the cost of the row / slices.
+        # Each token costs at least 1, and each slice costs the row's cost divided by ``slices``.
         share = width * (1 + self.pair_cost * longest) / self.slices
         least = LEAST_TOKENS + 2 * self.multiple
         return min(width, max(least, math.ceil(share) + self.multiple))
 
 
 def _closes(width: int, documents: Sequence[int], tokens: int | None) -> tuple[int, ...]:
-    """Returns the end positions of documents, and of parts of the padding, in a packed row."""
+    """Returns the end positions of the documents and the pieces of padding in a packed row."""
     closes = list(itertools.accumulate(documents))
     while tokens is not None and closes[-1] // tokens < (width - 1) // tokens:
         closes.append((closes[-1] // tokens + 1) * tokens)
@@ -256,14 +256,14 @@ def numbers_to_choose(length: int, multiple: int) -> tuple[int, ...]:
 
     Args:
         length: Number of tokens in a sequence.
-        multiple: Number by which the length of each slice must be divisible.
+        multiple: Required divisor of each slice's length.
     """
     most = min(_MOST_CHOSEN, length // least_row(1, multiple))
     return tuple(2**exponent for exponent in range(max(1, most).bit_length()))
 
 
 def first_number(length: int, multiple: int) -> int:
-    """Returns the number of slices in the first steps with ``--sequence-slices auto``.
+    """Returns the number of slices that ``--sequence-slices auto`` uses in the first steps.
 
     Half of this number is measured next. The arguments have the same meaning as in
     :func:`numbers_to_choose`.
@@ -279,7 +279,7 @@ def tokens_to_choose(longest: int, multiple: int) -> tuple[int, ...]:
 
     Args:
         longest: Largest number of tokens in a document.
-        multiple: Number by which the length of each slice must be divisible.
+        multiple: Required divisor of each slice's length.
     """
     least = least_row(1, multiple)
     parts = range(_MOST_CHOSEN.bit_length())
@@ -288,7 +288,7 @@ def tokens_to_choose(longest: int, multiple: int) -> tuple[int, ...]:
 
 
 def first_tokens(longest: int, multiple: int) -> int:
-    """Returns the slice length in the first steps with ``--slice-tokens auto``.
+    """Returns the slice length that ``--slice-tokens auto`` uses in the first steps.
 
     The next longer length is measured afterwards. The arguments have the same meaning as in
     :func:`tokens_to_choose`.
@@ -306,7 +306,7 @@ def least_row(slices: int, multiple: int) -> int:
 
     Args:
         slices: Number of slices.
-        multiple: Number by which the length of each slice must be divisible.
+        multiple: Required divisor of each slice's length.
     """
     return slices * -(-LEAST_TOKENS // multiple) * multiple
 
@@ -322,10 +322,10 @@ def slice_ends(
     Args:
         length: Number of tokens in the sequence.
         slices: Number of slices. It must be at least 1.
-        multiple: Number by which the length of each slice must be divisible, such as the number of
-            tensor-parallel ranks that share each slice.
-        attention_share: Fraction of the cost of the whole sequence that is due to attention. If it
-            is 0, lengths differ by at most ``multiple``.
+        multiple: Required divisor of each slice's length, such as the number of tensor-parallel
+            ranks that share each slice.
+        attention_share: Attention's fraction of the cost of the whole sequence. If it is 0, lengths
+            differ by at most ``multiple``.
 
     Returns:
         Position directly after the last token of each slice, in ascending order. The last position

@@ -47,7 +47,7 @@ def checked_profile_ranks(ranks: object) -> tuple[int, ...]:
 
 
 def check_collector(target: str | None, trace_dir: str | None) -> None:
-    """Checks the setting ``trace_otlp``, which is the URL of a collector of spans.
+    """Checks the setting ``trace_otlp``, the URL of a span collector.
 
     Args:
         target: URL of a collector, or ``None`` if spans are not sent to a collector.

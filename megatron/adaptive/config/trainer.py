@@ -61,7 +61,7 @@ class TrainerConfig:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages of the pipeline, which is pipeline ranks times chunks per rank."""
+        """Number of pipeline stages: pipeline ranks times chunks per rank."""
         return self.parallel.num_stages
 
     @property
@@ -224,7 +224,7 @@ class TrainerConfig:
 
     @property
     def least_row(self) -> int:
-        """Minimum number of tokens in a row of documents that ``--sequence-slices`` can cut."""
+        """Minimum length in tokens of a document row that ``--sequence-slices`` can cut."""
         if self.slice_tokens is not None or self.num_slices == 1:
             return 1
         return least_row(self.num_slices, self.token_ranks)
@@ -251,22 +251,22 @@ class TrainerConfig:
 
     @property
     def attention_share(self) -> float:
-        """Fraction of the FLOPs of a layer's forward pass that is due to attention.
+        """Attention's fraction of the FLOPs of a layer's forward pass.
 
         Only FLOPs that grow with the square of the sequence length are counted. With
         ``--window-size``, the FLOPs of attention grow linearly, so the result is 0.
         """
         linear, per_token = self._layer_costs
-        # This product counts the work for scores and values. Half of the scores are masked.
+        # This product counts the work for scores and values, half of which is masked.
         pairs = per_token * self.model.seq_length
         return pairs / (linear + pairs)
 
     def cost_of(self, tokens: float, squares: float) -> float:
-        """Returns the predicted cost of documents, relative to that of a token without attention.
+        """Returns the predicted cost of documents, in units of a token's cost without attention.
 
         Args:
             tokens: Total number of tokens in the documents.
-            squares: Sum of the squares of the documents' numbers of tokens.
+            squares: Sum of the squared document lengths, in tokens.
         """
         return tokens + self._pair_cost * squares
 
@@ -277,9 +277,9 @@ class TrainerConfig:
 
     @property
     def _layer_costs(self) -> tuple[int, int]:
-        """Numbers of multiply-adds of a layer: per token outside of attention, and per token pair.
+        """Multiply-adds of a layer per token outside of attention, and per pair of tokens.
 
-        Half of the pairs are masked, so the second number is half of the work for one pair.
+        Half of the pairs are masked, so the second number is half of an unmasked pair's work.
         """
         model = self.model
         assert model.kv_channels is not None
@@ -332,7 +332,7 @@ class TrainerConfig:
 
     @property
     def microbatch_group(self) -> int:
-        """Number by which the number of microbatches per step and replica must be divisible."""
+        """Required divisor of the number of microbatches per step and replica."""
         parallel = self.parallel
         spec = schedule_spec(self.schedule.pipeline_schedule)
         if spec.groups_microbatches and parallel.num_chunks > 1:
@@ -343,9 +343,9 @@ class TrainerConfig:
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Returns the settings of each group as values that JSON can represent.
 
-        Settings of megatron-core that have their default values are omitted, so that a checkpoint
-        can be loaded with a different version of megatron-core. Settings of adapters are omitted if
-        no adapters are trained. A chosen number of slices is omitted, because the next run with
+        megatron-core settings with default values are omitted, so that a checkpoint can be loaded
+        with a different version of megatron-core. Settings of adapters are omitted if no adapters
+        are trained. A chosen number of slices is omitted, because the next run with
         ``--sequence-slices auto`` chooses it again. User, password and query are removed from URLs,
         because checkpoints and loggers must not reveal secrets.
         """
@@ -395,12 +395,12 @@ class TrainerConfig:
 
 
 def groups() -> dict[str, type]:
-    """Returns the dataclass of each group of settings, keyed by name, in the order of the docs."""
+    """Returns the dataclass of each settings group, keyed by name, in the order of the docs."""
     return typing.get_type_hints(TrainerConfig)
 
 
 def flag_specs() -> dict[str, FieldSpec]:
-    """Returns the specifications of all settings that have a flag, keyed by setting name."""
+    """Returns the specifications of all settings with a flag, keyed by setting name."""
     return {
         spec.dest: spec for kind in groups().values() for spec in fields_of(kind) if spec.has_flag
     }

@@ -1,4 +1,4 @@
-"""Lists the transports between ranks, which are the values of ``--transport``.
+"""Lists the transports between ranks: the values of ``--transport``.
 
 Each transport of this package is an entry of the table below, which contains the path of its class.
 Users' transports need no entry. A user derives a class from ``TransportKind`` in
@@ -29,8 +29,8 @@ class TransportSpec:
     Attributes:
         name: Name of the transport on the command line.
         path: Path of the class that implements the transport, in the form ``package.module:Class``.
-        preference: Position of the transport in the order in which ``auto`` tries transports. The
-            transport with the smallest number is tried first.
+        preference: Position of the transport in the order that ``auto`` follows. It tries the
+            transport with the smallest number first.
     """
 
     name: str

@@ -1,12 +1,12 @@
 """Lists flags of Megatron-LM that this trainer rejects or ignores, with the reasons.
 
 A flag is rejected if it contradicts the pipeline engine, or if ignoring it would result in a
-different training run. The error message contains the reason, whereas the message for an unknown
-flag only suggests the most similar flag. If the main flag of a feature is rejected, the other flags
-of this feature are accepted and ignored. Flags that are never used in GPT pre-training are also
-ignored. A prefix stands for a group of flags, because such groups grow with each version of
-Megatron-LM. Prefixes do not apply to a flag that is listed by its full name. A test checks that no
-flag of this trainer is listed here.
+different training run. The error message contains the reason. The message for an unknown flag only
+suggests the most similar flag. If the main flag of a feature is rejected, the other flags of this
+feature are accepted and ignored. Flags that are never used in GPT pre-training are also ignored. A
+prefix stands for a group of flags, because such groups grow with each version of Megatron-LM.
+Prefixes do not apply to flags listed by their full names. A test checks that no flag of this
+trainer is listed here.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ it was renamed long ago; use --distributed-backend
     DDP-impl
 """
 
-# Flags that are accepted with any values, but ignored. The notation is the same as above.
+# Flags accepted with any value, but ignored. The notation is the same as above.
 _IDLE_TABLE = """\
 it belongs to programs other than pre-training a GPT: vision, BERT, T5, retrieval, Mamba
     num-classes num-channels patch-dim classes-fraction data-per-class-fraction no-data-sharding
@@ -301,7 +301,7 @@ def is_idle(name: str) -> bool:
 
 
 def with_no(name: str) -> str:
-    """Returns ``--no-X`` if ``name`` is ``--disable-X``, and otherwise ``name`` itself.
+    """Returns ``--no-X`` if ``name`` is ``--disable-X``, otherwise ``name`` itself.
 
     Megatron-LM accepts both spellings of a flag for a setting that is on by default.
     """
@@ -323,5 +323,5 @@ def _by_prefix(bare: str, reasons: Mapping[str, str]) -> str | None:
 
 
 def refused_flags() -> tuple[str, ...]:
-    """Returns the rejected flags that are listed by their full names, with leading dashes."""
+    """Returns the rejected flags listed by their full names, with leading dashes."""
     return tuple(f"--{name}" for name in REFUSED if not name.endswith("*"))

@@ -66,9 +66,9 @@ def time_microbatches(
     """Runs and times microbatches on chunk 0 of a rank's stages, one after another.
 
     Args:
-        stages: Object that runs the actions of a rank's stages, with the methods that the executor
-            calls. It must be created for ``WARM_UP + repeats`` microbatches. Its ``finish`` method
-            is always called at the end.
+        stages: Object that runs the actions of a rank's stages. It has the methods that the
+            executor calls. It must be created for ``WARM_UP + repeats`` microbatches. Its
+            ``finish`` method is always called at the end.
         received: Function that creates the input of a forward pass, or returns ``None`` for the
             first stage.
         gradient: Function that creates the input of a backward pass, or returns ``None`` for the
@@ -82,8 +82,8 @@ def time_microbatches(
 
     Returns:
         Three lists of durations in seconds, and the output of the last forward pass. The lists
-        contain the durations of forward passes, of backward passes, and of weight-gradient passes.
-        The last list contains zeros unless ``split`` is true.
+        contain the durations of the forward, backward and weight-gradient passes. The last list
+        contains zeros unless ``split`` is true.
     """
     rows: list[list[float]] = [[], [], []]
     output = None
@@ -115,16 +115,16 @@ def spread(lanes: Iterable[Sequence[float]]) -> float:
     """Returns the relative standard deviation of the durations of actions.
 
     Each duration is divided by the median of its sequence. The result is the standard deviation of
-    the logarithms. It is computed from quartiles, which are insensitive to a few actions that the
-    operating system interrupted.
+    the logarithms of these ratios. It is estimated from quartiles, because they are insensitive to
+    a few actions that the operating system interrupted.
 
     Args:
-        lanes: Sequences of durations in any unit, one sequence for each kind of work.
+        lanes: Durations in any unit, as one sequence for each kind of work.
     """
     logs: list[float] = []
     for values in lanes:
         if len(values) < 2:
-            continue  # A single duration does not show how durations vary.
+            continue  # A single duration says nothing about the variation.
         middle = statistics.median(values)
         logs += [math.log(value / middle) for value in values if middle > 0 and value > 0]
     if len(logs) < _LEAST_LOGS:

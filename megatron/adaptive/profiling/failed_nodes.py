@@ -104,8 +104,7 @@ def _slow_shares(
 def _at_fault(outlier: Outlier, shares: Mapping[str, float], nodes: Sequence[str]) -> str | None:
     """Returns the node that caused ``outlier``, or ``None`` if the cause is unknown.
 
-    ``shares`` contains the fraction of slow links of each node, and ``nodes`` the node of each
-    rank.
+    ``shares`` contains each node's fraction of slow links, and ``nodes`` each rank's node.
     """
     involved = list(dict.fromkeys(nodes[rank] for rank in outlier.ranks))
     if len(involved) == 1:

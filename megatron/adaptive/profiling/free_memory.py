@@ -30,7 +30,7 @@ KEPT_FREE = 0.1
 """Fraction of the free memory that a plan must leave unused, as a safety margin."""
 
 HOST_SHARE = 0.35
-"""Fraction of freed activation memory on a CPU that the C library keeps instead of returning it.
+"""Fraction of freed activation memory on a CPU that the C library does not return to the system.
 
 This fraction was measured with ``studies/planner.py --part memory`` in runs of the trainer with
 glibc.
@@ -67,7 +67,7 @@ def free_memory_bytes(accelerator: Accelerator, ranks_here: int) -> int:
 
 
 def available_host_bytes() -> int:
-    """Returns the host memory in bytes that all ranks of this machine may still allocate.
+    """Returns how many bytes of host memory all ranks of this machine may still allocate.
 
     The result is the minimum of the machine's available memory and the remaining memory of each
     control group. Page cache that the kernel can reclaim counts as free.

@@ -1,4 +1,4 @@
-"""Measures links between ranks, and all-reduces within nodes, in the way a training run uses them.
+"""Measures links between ranks and all-reduces within nodes, as a training run uses them.
 
 ``auto``, profiles and ``transport --check`` all measure with :func:`measure_link`. This function
 sends bursts of messages, one directly after another. It separates the latency of a message from its
@@ -39,7 +39,7 @@ SIZES = (1 << 10, 1 << 16, 1 << 19, 1 << 22, 1 << 25)
 """Message sizes to measure, in bytes. The time of the smallest message is the latency."""
 
 NO_STEP = -1
-"""Index of the step in the labels of messages that do not belong to a training step."""
+"""Step index in the labels of messages outside of training steps."""
 
 _BURST = 4
 _GO = 0
@@ -162,7 +162,7 @@ def receive(transport: Transport, peer: int, timeout_s: float) -> Arrival:
 def make_connector(
     job: Job, *, in_flight: int = 2 * _BURST, timeout_s: float = _LIMIT_S
 ) -> Connector:
-    """Creates an object that connects ranks for measurements in the same way as a training run.
+    """Creates an object that connects ranks for measurements as in a training run.
 
     Args:
         job: Environment of this process: ranks, device, process groups.
@@ -184,7 +184,7 @@ def make_connector(
 
 
 def pairings(machines: Sequence[str], names: Sequence[str]) -> list[tuple[bool, Pair, list[Pair]]]:
-    """Chooses the pairs of ranks that send at the same time in each measurement of links.
+    """Chooses the pairs of ranks that send at the same time in each link measurement.
 
     Links between the same types of nodes are measured only once.
 
@@ -193,8 +193,8 @@ def pairings(machines: Sequence[str], names: Sequence[str]) -> list[tuple[bool, 
         names: Type of each rank's node.
 
     Returns:
-        A tuple for each measurement: whether the link is within a node, an example pair of ranks
-        whose nodes have the two types, and the pairs that send at the same time.
+        A tuple for each measurement: whether the link is within a node, one pair of ranks as an
+        example of the link, and the pairs that send at the same time.
     """
     members: dict[str, list[int]] = {}
     for rank, machine in enumerate(machines):

@@ -26,7 +26,7 @@ _PAUSE_S = 0.2
 
 
 def passes(limits: Mapping[str, float]) -> bool:
-    """Returns whether the device of this process reaches each limit in at least one of five tries.
+    """Returns whether this process's device reaches each limit in at least one of five attempts.
 
     Args:
         limits: Minimum value of each quantity, in bytes/s, FLOP/s or Hz.

@@ -28,7 +28,7 @@ from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes
 
 _FORWARDS = 16
 _ALIKE = 0.05
-"""Maximum relative spread of the times of microbatches that are treated as equal."""
+"""Maximum relative spread of microbatch times at which all microbatches count as equally long."""
 F = ActionKind.F
 B = ActionKind.B
 W = ActionKind.W
@@ -174,7 +174,7 @@ def most_of(
     layers: Sequence[int] = (),
     others: Sequence[int] = (),
 ) -> float:
-    """Returns how many microbatches would fit into the memory of every rank in another layout.
+    """Returns how many microbatches every rank could keep in memory in another layout.
 
     Args:
         samples: Measurements in the layout ``present``, at least one from every rank.
@@ -187,7 +187,7 @@ def most_of(
             middle stage.
 
     Returns:
-        Number of microbatches on the rank with the least memory. The number is below 1, or even
+        Number of microbatches that fit on the rank with the least room. It is below 1, or even
         negative, if the stages themselves do not fit.
     """
     free = [math.inf] * present.num_ranks
@@ -219,14 +219,14 @@ def most_of(
 
 
 class LayerShare:
-    """Measures the fraction of a forward pass that the layers take, without embedding and loss.
+    """Measures the fraction of a forward pass spent in the layers, not in the embedding or loss.
 
     Hooks on the modules read the device's clock during the first forward passes after each call of
     :meth:`begin`.
 
     Args:
         models: Model and its block of layers, for each chunk to measure.
-        clock: Clock of the device, which records times in the device's queue of work.
+        clock: Clock that records times in the device's work queue.
         layers: Layers to measure separately, keyed by chunk. Other chunks are measured as a whole.
     """
 
@@ -255,7 +255,7 @@ class LayerShare:
             marks.clear()
 
     def share(self, chunk: int) -> float:
-        """Returns the median fraction of a forward pass that the layers of ``chunk`` take.
+        """Returns the median fraction of a forward pass that is spent in the layers of ``chunk``.
 
         The result is 1 for a chunk that is not measured. The device must have completed the forward
         passes, so call this method between two steps.
@@ -296,7 +296,7 @@ class LayerShare:
         return [[*map(resolve, marks)] for marks in forwards if len(marks) == complete]
 
     def _marking(self, chunk: int, begins: bool = False) -> Any:
-        """Returns a hook for a module of ``chunk`` that records the time of each call.
+        """Returns a hook that records the time of each call of a module in ``chunk``.
 
         If ``begins`` is true, each call of the hook starts a new forward pass.
         """

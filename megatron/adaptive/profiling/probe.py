@@ -67,14 +67,14 @@ _REDUCED_BYTES = {"cpu": 256 << 10, "cuda": 16 << 20}
 _FILE_BYTES = 16 << 20
 _LEAST_REPEATS = 3
 _ROUNDS = Rounds(burst=4, least=4)
-_MOST_IN_FLIGHT = 8  # This is the maximum number of messages in flight in one direction.
+_MOST_IN_FLIGHT = 8  # Limit on the messages in flight in one direction.
 _WAIT_S = 10.0
 _PAUSES_S = (0.25, 0.75, 2.0)
 """Pauses in seconds before outliers are measured again, so that short-lived programs have ended."""
 
 
 def _message_bytes(accelerator: Accelerator) -> int:
-    """Returns the size in bytes of the largest message that a probe of ``accelerator`` sends."""
+    """Returns the size in bytes of the largest message in a probe of ``accelerator``."""
     return _LARGE_BYTES[accelerator.device.type]
 
 
@@ -280,7 +280,7 @@ class Probe:
         }
 
     def _group(self, ranks: Ranks, *, kind: str) -> list[Figure]:
-        """Measures the collectives of the group of ``kind`` that contains this rank.
+        """Measures the collectives in this rank's group of the type ``kind``.
 
         ``ranks`` contains the ranks of the group.
         """
@@ -479,7 +479,7 @@ class Turns:
                 self._store.delete_key(self._key(number + 1, "go"))
 
     def note(self, text: str) -> None:
-        """Makes :meth:`is_noted` return true for ``text`` on all ranks in later turns."""
+        """Makes :meth:`is_noted` return true for ``text`` in later turns, on all ranks."""
         self._store.set(f"noted/{text}", "")
 
     def is_noted(self, text: str) -> bool:

@@ -46,7 +46,7 @@ _DEVIATIONS = 4.0
 _OF_NORMAL = 1.4826
 _LEAST = 1e-12
 _MOST_OTHERS = 0.97
-"""Fraction of the other members of a class that must vary by less than an outlier's factor."""
+"""Fraction of the other members of a class whose spread must be below the outlier's factor."""
 _FEW = 100
 _SLOW_RANK = (
     "check this rank for other programs, quotas, heat and power limits, or exclude the node"
@@ -60,7 +60,7 @@ class Measure:
     """Quantity that a probe measures, with the limits for outliers.
 
     Attributes:
-        unit: Unit in which measurements are printed.
+        unit: Unit of the printed measurements.
         scale: Factor that converts a measurement from s, bytes/s, FLOP/s or Hz to ``unit``.
         least_factor: Minimum factor by which an outlier is worse than the median of its class.
         least_sheet: Minimum value as a fraction of the data sheet's value, or 0 without a data
@@ -267,7 +267,7 @@ def _is_far(times: Sequence[float], index: int) -> bool:
 def _usual_spread(spreads: Sequence[float], left_out: float) -> float:
     """Returns the spread that most of the sorted ``spreads`` do not exceed.
 
-    ``left_out`` is an element that is ignored.
+    Ignores the element ``left_out``.
     """
     if len(spreads) == 1:
         return 1.0

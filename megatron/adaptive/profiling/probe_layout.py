@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from megatron.adaptive.errors import ConfigError
 
 Ranks = tuple[int, ...]
-"""Global ranks of a device, link or group that is measured."""
+"""Global ranks of a measured device, link or group."""
 
 TENSOR = "tensor-parallel"
 CONTEXT = "context-parallel"
@@ -111,8 +111,8 @@ def batches(
     Args:
         subjects: Global ranks of each measurement.
         machines: ID of each rank's machine.
-        most_busy: Maximum number of ranks that may measure at the same time on the machine of each
-            rank. A measurement with more ranks is made alone on that machine.
+        most_busy: Maximum number of ranks that may measure at the same time, for the machine of
+            each rank. A measurement with more ranks is made alone on that machine.
 
     Returns:
         All elements of ``subjects``, divided into batches. Within a batch, they keep their order.

@@ -1,6 +1,6 @@
 """Tests every transport between some pairs of a job's ranks, for ``transport --check``.
 
-After the rendezvous of the ranks, pairs are chosen. All ranks run the same tests even if a
+After the rendezvous, every rank chooses the same pairs. All ranks run the same tests even if a
 transport fails. The tests of each pair and transport are::
 
     contents     a message of each size in both directions, compared bit by bit
@@ -28,13 +28,13 @@ from megatron.adaptive.transport.select import Choice, choose, why_not
 _LIMIT_S = 30.0
 _WAIT_S = 10.0
 _BURST = 8
-# This number is small, so that the check of a slow network hardly exceeds the requested time.
+# A small minimum keeps the check of a slow network close to the requested time.
 _LEAST_ROUNDS = 3
 _SMALL_BYTES = 1 << 10
 _LARGE_BYTES = 4 << 20
 _SIZES = (0, 1, 1000, _SMALL_BYTES, 1 << 20, _LARGE_BYTES + 1)
-# The test data repeats after this number of bytes. This number is prime, so that the check detects
-# data from a wrong slot of a buffer.
+# The test data repeats after this number of bytes. The number is prime, so that data from a wrong
+# slot of a buffer is detected.
 _PATTERN = 251
 
 

@@ -53,11 +53,11 @@ class Family:
     Attributes:
         model_types: Values of ``model_type`` in ``config.json`` that belong to the family.
             Subclasses do not inherit this attribute.
-        settings: Values of the trainer's settings that all models of the family share, keyed by
-            field name in ``config/model.py`` or in megatron-core.
+        settings: Trainer settings shared by all models of the family, keyed by field name in
+            ``config/model.py`` or in megatron-core.
         needed: Keys that all models of the family must have in addition to the usual keys. Each
             setting is mapped to its keys in ``config.json``.
-        keys: Optional keys of the models of the family. Each setting is mapped to its keys in
+        keys: Optional keys of the family's models. Each setting is mapped to its keys in
             ``config.json``, which replace the setting's usual keys (``config_keys.py``).
         attention_keys: Optional keys for the sizes of attention. Each setting is mapped to its keys
             in ``config.json``.
@@ -110,7 +110,7 @@ class Family:
 
         Args:
             config: Contents of ``config.json``, with ``defaults`` for absent keys.
-            settings: Settings that were read from ``config.json``. This method modifies them.
+            settings: Settings read from ``config.json``. This method modifies them.
         """
 
     def rotation(self, config: Mapping[str, Any]) -> Settings:
@@ -123,12 +123,12 @@ class Family:
 
     @functools.cached_property
     def layer_modules(self) -> Mapping[str, list[str]]:
-        """Names in Hugging Face files of the modules of a layer, keyed by name in megatron-core."""
+        """Hugging Face names of the modules of a layer, keyed by name in megatron-core."""
         return _inverted(self.layer_weights)
 
     @functools.cached_property
     def outer_modules(self) -> Mapping[str, list[str]]:
-        """Names in Hugging Face files of modules outside of layers, keyed by name in megatron-core.
+        """Hugging Face names of the modules outside of layers, keyed by name in megatron-core.
 
         Each value is a list with a single name.
         """
@@ -164,8 +164,8 @@ class Family:
             config = {**config, key: rotation}
             if base := in_windows.get("rope_theta"):
                 config["rope_local_base_freq"] = base
-        # If a key is present at the top level and in the rotation settings, transformers uses the
-        # value in the rotation settings.
+        # A key may be present both at the top level and in the rotation settings. transformers then
+        # uses the value in the rotation settings.
         inner_keys = ("rope_theta", "partial_rotary_factor")
         inner = {key: rotation[key] for key in inner_keys if rotation.get(key) is not None}
         return {**self.defaults, **config, **inner}
@@ -257,7 +257,7 @@ class Family:
 
         Args:
             document: Contents of ``config.json``.
-            settings: Settings that were read from the file.
+            settings: Settings read from the file.
             where: Path of the file, shown in error messages.
 
         Raises:

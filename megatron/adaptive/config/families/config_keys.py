@@ -1,7 +1,7 @@
 """Lists keys of ``config.json`` that several families share, and checks their values.
 
-Each table maps settings of the trainer to the keys of ``config.json`` that may contain their
-values. If several of these keys are present, the first is used.
+Each table maps trainer settings to the ``config.json`` keys that may contain their values. If
+several of these keys are present, the first is used.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def _checked(value: Any, setting: str, key: str, where: str) -> int | float:
 
 
 def count_of(config: Mapping[str, Any], keys: tuple[str, ...], where: str) -> int:
-    """Returns the number of heads or layers: the value of the first of ``keys`` that is present.
+    """Returns the number of heads or layers from the first of ``keys`` that is present.
 
     Raises:
         ConfigError: The value is not an integer from 1 to 10,000.
@@ -238,7 +238,7 @@ def check_numbers(config: Mapping[str, Any], whole: frozenset[str], where: str) 
 
 
 def scaling_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the settings of the rotary embedding in ``config``, under the old or the new key."""
+    """Returns the rotary embedding's settings from their old or their new key in ``config``."""
     scaling: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
     return scaling
 

@@ -51,7 +51,7 @@ class Gemma(Llama):
     }
 
 
-# Values for keys that are absent in a config.json of Gemma 2 or 3.
+# Values for keys that are absent from a config.json of Gemma 2 or 3.
 _DEFAULTS: Mapping[str, Any] = {
     **Llama.defaults,
     "tie_word_embeddings": True,
@@ -85,7 +85,7 @@ class Gemma2(Gemma):
     }
 
     def adjust(self, config: Mapping[str, Any], settings: Settings) -> None:
-        """Sets ``softmax_scale`` to 1 / sqrt(n), where n is the number in the file."""
+        """Sets ``softmax_scale`` to 1 / sqrt(n), where n is ``query_pre_attn_scalar``."""
         if "softmax_scale" in settings:
             settings["softmax_scale"] **= -0.5
 

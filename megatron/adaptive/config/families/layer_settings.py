@@ -14,7 +14,7 @@ from megatron.adaptive.errors import ConfigError
 
 
 def expert_settings(config: Mapping[str, Any], layers: int, where: str) -> Settings:
-    """Returns the settings of layers with experts, of the shared expert and of the router.
+    """Returns the settings for layers with experts, the shared expert and the router.
 
     Args:
         config: Contents of ``config.json``.

@@ -17,7 +17,7 @@ class Phi(Family):
 
 
 class Phi3(Llama):
-    """Describes Phi 3 and 4, where one matrix combines Q, K and V, and one combines gate and up."""
+    """Describes Phi 3 and 4, which combine Q, K and V in one matrix, and gate and up in another."""
 
     model_types = ("phi3",)
     defaults = {}

@@ -34,8 +34,8 @@ class Verdict(NamedTuple):
 Check = Callable[[Any, Mapping[str, Any], Settings], Verdict | None]
 """Function that checks the value of a key, or returns ``None`` if the key has no effect.
 
-The arguments are the value of the key, the contents of the file with the family's defaults, and the
-settings that were read from the file.
+The arguments are the value of the key, the file's contents with the family's defaults, and the
+settings read from the file.
 """
 
 
@@ -84,7 +84,7 @@ def _rotation(value: Any, config: Mapping[str, Any], settings: Settings) -> Verd
 def rotation_verdict(
     value: Any, config: Mapping[str, Any], is_scaled: bool, nearest: str
 ) -> Verdict:
-    """Checks the value of a key that contains the settings of the rotary embedding.
+    """Checks the value of a key that holds settings of the rotary embedding.
 
     Args:
         value: Value of the key.
@@ -142,8 +142,8 @@ def expert_weights_verdict(value: Any, settings: Settings, *, are_raw: bool) -> 
     """Checks whether the trainer scales the weights of the chosen experts as the file requires.
 
     Args:
-        value: Value of the key, which is true if the weights are scaled so that their sum is 1.
-        settings: Settings that were read from the file.
+        value: Value of the key: whether the weights are scaled to a sum of 1.
+        settings: Settings read from the file.
         are_raw: Whether the trainer's layers use the weights without this scaling.
     """
     if "num_moe_experts" not in settings:
@@ -188,4 +188,4 @@ REFUSE: Mapping[str, Check] = {
     "num_experts_per_tok": _chosen_experts,
     "topk_method": _choice_of_experts,
 }
-"""Checks that all families share, keyed by the key of ``config.json`` that is checked."""
+"""Checks shared by all families, keyed by the ``config.json`` key to check."""

@@ -1,7 +1,6 @@
 """Finds the family of a model among the families in this folder and those that users provide.
 
-The module also lists how unsupported models differ from supported families, which error messages
-explain.
+The module also lists how unsupported models differ from supported families, for error messages.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ _STATES = "layers that keep a state instead of attention"
 _FUSED = "a different order of queries, keys and values in one matrix"
 _UNROTATED = "layers without rotation"
 _MULTIPLIED = "scale factors of embeddings, residuals and logits"
-# Features of unsupported models that no supported family has, and that the keys in a file do not
-# reveal.
+# Features of unsupported models that no supported family has and that config.json does not show.
 _DIFFERENCES: Mapping[str, str] = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "jamba", "rwkv", "bamba"), _STATES),
     **dict.fromkeys(("internlm2", "baichuan", "qwen", "chatglm"), _FUSED),
@@ -47,7 +45,7 @@ _DIFFERENCES: Mapping[str, str] = {
     "qwen3_next": f"{_STATES}, and attention gates",
     "smollm3": _UNROTATED,
 }
-# Keys that are reported as differences of an unknown model, although `refuse` also checks them.
+# Keys in `refuse` that still count as differences of an unknown model.
 _CHECKED = ("quantization_config", "sliding_window_size")
 
 ENTRY_POINTS = "megatron_adaptive.families"
@@ -64,8 +62,8 @@ def built_in_families() -> Mapping[str, Family]:
             if not inspect.isclass(kind) or kind.__module__ != module.__name__:
                 continue
             if issubclass(kind, Family):
-                # Base classes are skipped, because they have no model types of their own. Model
-                # types are not inherited.
+                # Skip base classes, which have no model types of their own. Model types are not
+                # inherited.
                 types = vars(kind).get("model_types", ())
                 families |= dict.fromkeys(types, kind())
     return families
@@ -91,7 +89,7 @@ def supported_types() -> list[str]:
 
 
 def find_family(model_type: Any, hf_family: str | None = None) -> Family | None:
-    """Returns the family to which ``model_type`` belongs, or ``None`` if there is no such family.
+    """Returns the family to which ``model_type`` belongs, or ``None`` if there is none.
 
     Args:
         model_type: Value of ``model_type`` in ``config.json``.
@@ -201,7 +199,7 @@ def family_of(config: Mapping[str, Any], where: str, hf_family: str | None = Non
 
 
 def _lacks(config: Mapping[str, Any], name: str, nearest: str) -> str:
-    """Describes how an unsupported model differs from the family with the type ``nearest``."""
+    """Describes how the supported family ``nearest`` differs from an unsupported model."""
     family = built_in_families()[nearest]
     expected = family.known_keys.union(family.refuse).difference(_CHECKED)
     strange = {key for key, value in config.items() if value and key not in expected}
