@@ -119,7 +119,7 @@ class Candidate:
     def policies(
         self, num_microbatches: int, num_slices: SliceCounts | None = None
     ) -> tuple[Policy, ...]:
-        """Returns one policy per rank. It follows a static schedule or applies a run-time rule.
+        """Returns one policy per rank, which follows a static schedule or applies a run-time rule.
 
         Args:
             num_microbatches: Number of microbatches per step.
@@ -186,7 +186,7 @@ class Candidate:
             work: Durations of all actions and messages in the step.
             compiled: Whether to compile the simulation with numba (see
                 :func:`~megatron.adaptive.schedule.simulate.simulate`).
-            policies: Result of :meth:`policies` if the caller has it already, otherwise ``None``.
+            policies: Result of :meth:`policies` if the caller already has it, otherwise ``None``.
         """
         count = work.num_microbatches
         return simulate(
@@ -215,7 +215,7 @@ def make_candidate(
 ) -> Candidate:
     """Returns a schedule or run-time rule with its settings for a pipeline.
 
-    Arguments that are ``None`` get their default values.
+    Arguments that are ``None`` are replaced by their defaults.
 
     Args:
         name: Name of the static schedule or run-time rule.
@@ -401,7 +401,7 @@ def make_policies(
     num_slices: int = 1,
     frozen_stages: int = 0,
 ) -> tuple[Policy, ...]:
-    """Returns one policy per rank. It follows a static schedule or applies a run-time rule.
+    """Returns one policy per rank, which follows a static schedule or applies a run-time rule.
 
     Args:
         name: Name of the static schedule or run-time rule.
@@ -444,7 +444,7 @@ def make_policies(
 
 
 def _unequal(name: str) -> str:
-    """Returns an error message that schedule ``name`` requires equal numbers of slices."""
+    """Returns the error message for a schedule ``name`` that requires equal numbers of slices."""
     return (
         f"schedule {name} requires the same number of slices for all microbatches; use adaptive, "
         "dfc or bfc"
@@ -481,10 +481,11 @@ def hint_for(
 ) -> Schedule:
     """Returns the schedule that ``hinted`` follows on a pipeline, within a memory limit (cap).
 
-    If the usual static schedule stays within the cap and is known to be the best, this function
-    returns it. With whole microbatches and one chunk per rank, it is always the best. With several
-    chunks, it is known to be the best only for enough microbatches and, in the loop placement, for
-    a cap that is not tight. With slices, no schedule is known to be the best.
+    This function returns the first static schedule in the catalog that stays within the cap, if
+    that schedule is known to be the best. With whole microbatches and one chunk per rank, it always
+    is. With several chunks, it is known to be the best only if there are enough microbatches and,
+    in the loop placement, if the cap is not tight. With slices, no schedule is known to be the
+    best.
 
     Otherwise, this function simulates steps under ``hinted`` with different schedules to follow,
     which are called hints. It returns the hint with the shortest step. The simulated stages are

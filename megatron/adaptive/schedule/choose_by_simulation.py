@@ -49,7 +49,7 @@ DRAWS = 6
 _MANY = 20_000
 """Number of forward passes per step above which a single simulated step is enough.
 
-Random differences between actions average out above this number.
+Above this number, random differences between actions average out.
 """
 GAIN = 0.005
 """Minimum relative gain over the best static schedule for choosing a run-time rule.
@@ -262,7 +262,7 @@ def _fastest(
 
 
 def loop_of(candidate: Candidate) -> str:
-    """Returns a key that identifies the compiled simulation loop that ``candidate`` uses."""
+    """Returns a key that identifies the compiled simulation loop used by ``candidate``."""
     return candidate.name if is_rule(candidate.name) and candidate.name != ANNEALED else "fixed"
 
 
@@ -292,8 +292,8 @@ def evaluate(
             number of stages.
         seeds: Random seeds, one per simulated step. One seed is enough if the durations of the
             profile do not vary.
-        planned: Number of actions in all planned simulations with this candidate's rule, which
-            determines whether the simulation is compiled, or ``None`` to always compile.
+        planned: Number of actions in all planned simulations with this candidate's rule, from which
+            the function decides whether to compile. ``None`` always compiles.
 
     Raises:
         ScheduleError: The candidate does not support this pipeline.
@@ -339,7 +339,7 @@ def pace_of(profile: StageProfile, num_slices: int = 1) -> Pace:
     """Returns the relative durations of messages, backward passes (B) and weight gradients (W).
 
     The durations are relative to a forward pass (F). Durations of actions are means over the
-    stages. The duration of a message is the one on the slowest link.
+    stages. The duration of a message is that on the slowest link.
 
     Args:
         profile: Durations for whole microbatches.

@@ -92,7 +92,7 @@ class Setting:
         link_tokens: Number of tokens in the messages with which the links were measured.
         room: Function that takes a slice length and a placement, and returns the number of tokens
             whose activations fit into the memory of every rank.
-        cap: User's limit on the microbatches that a rank holds, or ``None`` if there is no limit.
+        cap: User's limit on the number of microbatches whose activations a rank holds, or ``None``.
     """
 
     placements: Sequence[Placement]
@@ -110,8 +110,8 @@ class TokensChoice:
 
     Attributes:
         tokens: Number of tokens of each slice.
-        candidate: Run-time rule with the settings to run, or ``None`` if this length is still to be
-            measured.
+        candidate: Run-time rule to run, with its settings, or ``None`` if this length must be
+            measured first.
         text: Description of the decision, as one line for the log.
     """
 
@@ -159,7 +159,8 @@ def _least_squares(table: Any, *, has_fixed: bool) -> Any:
         if rank < len(subset) or solution.min() < 0:
             continue
         missed = seconds - scaled @ solution
-        # A subset with more parts must reduce the residual by more than rounding errors.
+        # Accept a subset with more parts only if it reduces the residual by more than rounding
+        # errors.
         if (squares := float(missed @ missed)) < least * (1 - 1e-9):
             least = squares
             best = np.zeros(3)
@@ -231,7 +232,8 @@ class SlicedStep(NamedTuple):
     Attributes:
         work: Durations of all actions and messages.
         counts: Number of slices of each microbatch.
-        least: Smallest possible limit on activations, in microbatches of mean size.
+        least: Smallest limit on activations with which the step can run, in microbatches of mean
+            size.
         row_tokens: Mean number of tokens per microbatch.
     """
 

@@ -34,11 +34,11 @@ this limit, noise in the measurements could make the work of a microbatch zero o
 
 @dataclass(frozen=True, kw_only=True)
 class SliceTrial:
-    """Times that were measured with a certain number of slices.
+    """Stage times measured with a certain number of slices.
 
     Attributes:
         num_slices: Number of slices of each microbatch.
-        times: Times of a whole microbatch on each stage, summed over its slices.
+        times: Times of a microbatch on each stage, summed over its slices.
     """
 
     num_slices: int
@@ -172,7 +172,7 @@ def choose_number(
 
 
 def ratio(whole: StageTimes, measured: StageTimes) -> float:
-    """Returns the ratio of the time without the cost of slicing to the measured time.
+    """Returns the time without the cost of slicing, divided by the measured time.
 
     Both times are sums over all stages and kinds of action.
 

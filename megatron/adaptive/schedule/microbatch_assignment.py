@@ -149,7 +149,7 @@ class CostFit:
         return sum(part * number for part, number in zip(self.parts, sums, strict=True))
 
     def age(self) -> None:
-        """Reduces the weight in the fit of all steps that were added so far."""
+        """Reduces the weight of all steps added so far in the fit."""
         self._products = [_REMEMBERED * value for value in self._products]
         self._squares = [[_REMEMBERED * value for value in row] for row in self._squares]
 
@@ -192,7 +192,8 @@ class CostFit:
                     best = explained
                     by_part = dict(zip(chosen, solution, strict=True))
                     parts = tuple(by_part.get(n, 0.0) / sizes[n] for n in range(3))
-        # The costs keep their unit, so that new paces are comparable to earlier paces.
+        # Scale the parts so that the costs keep their unit and new paces are comparable to earlier
+        # ones.
         unit = self.cost(totals) / (sum(p * t for p, t in zip(parts, totals, strict=True)) or 1.0)
         self.parts = tuple(unit * part for part in parts)
 
@@ -356,7 +357,7 @@ class Dealer:
         return [scale * fit.cost((1.0, *size)) for size in sizes]
 
     def _slowest(self, replica: int | None, sums: Sequence[float]) -> tuple[float, int]:
-        """Returns the time of a replica's slowest rank for the given work, and this rank's index.
+        """Returns the time that a replica's slowest rank needs for some work, and the rank's index.
 
         Args:
             replica: Index of the replica, or ``None`` for a replica of mean pace.

@@ -77,10 +77,10 @@ class RulePolicy:
 class Follow(RulePolicy):
     """Chooses the actions of a list one after another, each as soon as it is ready.
 
-    The number of actions started so far is the position in the list. The limit on activations is
-    ignored, because the memory that a list needs is known in advance (``validate.peak_units``). A
-    pair of actions starts when both actions are ready. If the list is invalid (see ``validate``),
-    the rank may wait forever.
+    The position in the list is the number of actions that the rank has started. The limit on
+    activations is ignored, because the memory that a list needs is known in advance
+    (``validate.peak_units``). A pair of actions starts when both actions are ready. If the list is
+    invalid (see ``validate``), the rank may wait forever.
 
     Args:
         order: Actions of one rank, in execution order.
@@ -185,16 +185,16 @@ def rule_of(policies: Sequence[Policy]) -> tuple[Rule, tuple[tuple[int, ...], ..
 
 @cache
 def _reasons_by_rule() -> Mapping[Rule, tuple[str, str, str]]:
-    """Returns the reasons for F, B and W under each rule that has a single reason per kind."""
+    """Returns the reasons for F, B and W under each rule that has one reason per kind of action."""
     specs = built_in_schedules().values()
     reasons = {spec.function: spec.reasons for spec in specs if spec.reasons is not None}
     return {**reasons, runtime_rules.follow: ("order", "order", "order")}
 
 
 def reasons_of(policy: Policy, codes: Sequence[int], num_chunks: int) -> list[str]:
-    """Returns one word per action of a rank, which states in the trace why it was chosen.
+    """Returns a one-word reason for the choice of each action of a rank, for the trace.
 
-    If the policy does not provide reasons, all words are empty.
+    If the policy does not provide reasons, they are all empty.
 
     Args:
         policy: Policy that chose the actions.

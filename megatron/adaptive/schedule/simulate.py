@@ -309,7 +309,7 @@ def _run_plain(world: Any, states: Sequence[RankState], policies: Sequence[Polic
 
 
 _PER_SLOT = ("works", "exchanged", "counts", "steps", "due", "indices")
-"""Fields of ``World`` with one number per slot of a running action. Each rank has two slots."""
+"""Fields of ``World`` with one number per running action. Each rank can run two actions."""
 
 
 def _world(states: Sequence[RankState], workload: Workload, widths: Sequence[int] | None) -> Any:

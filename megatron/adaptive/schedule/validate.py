@@ -18,12 +18,12 @@ from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.schedule.schedule import Order, Schedule
 
 _CONTEXT = 6
-"""Number of actions to draw on each side of the action in brackets."""
+"""Number of actions that a drawing shows on each side of the action in brackets."""
 _ELLIPSIS = "..."
 
 
 def validate(schedule: Schedule) -> None:
-    """Checks that ``schedule``, which may come from an untrusted source, can run.
+    """Checks that a schedule, which may come from an untrusted source, can run.
 
     - Every rank lists each of its actions exactly once.
     - On each stage, each kind runs in ascending order of microbatches. The B of a microbatch
@@ -179,7 +179,7 @@ def _check_order(schedule: Schedule, rank: int) -> None:
 
 
 def _check_flow(schedule: Schedule) -> None:
-    """Checks that ``schedule`` has no deadlock, by starting each action as soon as it can start."""
+    """Checks that ``schedule`` cannot deadlock, by starting each action as soon as it can start."""
     placement = schedule.placement
     orders = schedule.orders
     states = [_new_state(schedule, rank) for rank in range(placement.num_ranks)]

@@ -31,7 +31,7 @@ from megatron.adaptive.schedule.stage_placement import Placement
 PS_PER_S = 10**12
 """Number of picoseconds in a second."""
 _LONGEST_S = 10**5
-"""Largest allowed time in seconds, and largest allowed factor."""
+"""Maximum of all times, in seconds, and of all factors."""
 _LISTS = ("forward_s", "backward_s", "weight_s", "recompute_s", "exchange_s", "rank_factors")
 _SIGMAS = ("action_sigma", "microbatch_sigma", "latency_sigma")
 
@@ -106,7 +106,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class StageProfile:
-    """Measured or assumed durations of a pipeline's stages and links, and their variation.
+    """Measured or assumed durations of a pipeline's stages and links, with their variation.
 
     Random factors have a lognormal distribution with mean 1. A sigma is the standard deviation of
     the logarithm of a factor.
@@ -155,8 +155,8 @@ class StageProfile:
     def factors_of(self, seed: int, num_microbatches: int) -> tuple[float, ...] | None:
         """Returns the factors of the microbatches in a measured step.
 
-        The seed selects one of the measured steps with ``num_microbatches`` microbatches. The
-        result is ``None`` if there is no such step.
+        ``seed`` selects one of the measured steps with ``num_microbatches`` microbatches. The
+        result is ``None`` if no such step was measured.
         """
         candidates = [step for step in self.microbatch_factors if len(step) == num_microbatches]
         return candidates[seed % len(candidates)] if candidates else None
@@ -420,7 +420,7 @@ def order_by_cost(costs: Sequence[float], num_ranks: int) -> list[int]:
 def _links(
     placement: Placement, link: Link, links: Mapping[tuple[int, int], Link]
 ) -> tuple[Any, Any]:
-    """Returns the message latency of each stage of ``placement``, and the occupancy of each link.
+    """Returns the latency of each stage's messages, and the occupancy of each link.
 
     Links that are not in ``links`` have the delays of ``link``. The arrays have the shapes ``[2,
     stages]`` (after F and B) and ``[ranks, ranks]``.
