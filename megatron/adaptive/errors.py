@@ -66,7 +66,7 @@ class TransportError(AdaptiveError):
 
 
 class PeerLostError(TransportError):
-    """The process at the other end of a channel has exited or is unreachable."""
+    """The process at the other end of a channel has exited or cannot be reached."""
 
 
 class DeadlineError(TransportError):

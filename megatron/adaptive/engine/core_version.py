@@ -61,7 +61,7 @@ def check(oldest: tuple[int, ...], remedy: str) -> None:
 
     Args:
         oldest: Oldest release that the caller supports, such as ``(0, 16, 1)``.
-        remedy: Last part of the error message, which says what users can do instead.
+        remedy: End of the error message, which says what users can do instead.
 
     Raises:
         SetupError: A function of megatron-core is missing or has different parameters.

@@ -46,7 +46,7 @@ def measured_experts(
 
 
 class ExpertLoad:
-    """Counts the tokens that each expert on this rank processes per step, and times exchanges.
+    """Counts the tokens that each expert on this rank processes in a step, and times exchanges.
 
     Args:
         chunks: Model chunks of this rank. Hooks on their expert layers count the tokens of all
@@ -136,7 +136,7 @@ class ExpertLoad:
 
     @contextmanager
     def _watching_exchanges(self) -> Iterator[None]:
-        """Times the collectives of expert-parallel groups while the context is active."""
+        """Times the collectives of expert-parallel groups until the context exits."""
         groups = {id(group) for group in self._groups.experts if group.size() > 1}
 
         def timed(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -38,7 +38,7 @@ _JOIN_S = 30.0
 
 
 class _Abandoned(Exception):  # noqa: N818 - ends a lane if the other one failed
-    """Raised in an action to stop it, after an action in the other lane has failed."""
+    """Raised in an action to stop it after the action in the other lane has failed."""
 
 
 class Lanes:
@@ -48,14 +48,14 @@ class Lanes:
 
     Args:
         decide: Function that returns the next action, or ``None`` if no action starts. Its argument
-            says whether an action that is communicating can continue instead.
+            is whether an action that is communicating can continue instead.
         perform: Function that runs a chosen action until it finishes.
         await_arrival: Function that blocks until another input has arrived.
         mark: Function that returns a time mark of the device.
 
     Attributes:
-        away: Pairs of time marks of the device for each action: when the action's lane passed the
-            turn, and when it got the turn back.
+        away: Pairs of device time marks for each action: when its lane passed the turn to the other
+            lane, and when it got the turn back.
     """
 
     def __init__(
