@@ -2,7 +2,7 @@
 
 megatron-core passes the device ``"cuda"`` to tensor factories such as ``torch.zeros``, asks
 ``torch.cuda`` for the current device and its random state, and compares ``Tensor.type()`` with
-``torch.cuda.*`` names. This module gives megatron-core a stand-in for the module ``torch``, with a
+``torch.cuda.*`` names. This module gives megatron-core a stand-in for the ``torch`` module, with a
 substitute for each of these functions. The stand-in looks up all other names in torch itself when
 they are used::
 
@@ -170,7 +170,7 @@ def renew_program() -> None:
 def _as_part_of_import(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a copy of ``function`` whose stack frames look like those of the import system.
 
-    The module ``warnings`` skips such stack frames. Without the copy, a warning about an import
+    The ``warnings`` module skips such stack frames. Without the copy, a warning about an import
     would point to this file instead of the code that imports the module.
     """
     code = function.__code__.replace(co_filename="<importlib._bootstrap of megatron.adaptive>")

@@ -11,11 +11,10 @@ rest of the exchange::
 If the other lane has no action, the policy chooses what starts there: an action of another kind, a
 weight gradient, or nothing. A weight gradient finishes before the turn is passed back.
 
-The turn is only passed at exchanges and at the end of actions, and never depends on time. All
-members of a decision group therefore start the collectives of both actions in the same order, and
-both actions may use the same communicators. This cannot deadlock, because every member starts an
-exchange at the same position of this order, and nothing before an exchange waits for anything after
-it.
+The turn is passed only at exchanges and at the end of actions, regardless of time. All members of a
+decision group therefore start the collectives of both actions in the same order, and both actions
+may use the same communicators. This cannot deadlock, because every member starts an exchange at the
+same position of this order, and nothing before an exchange waits for anything after it.
 
 GPUs use the same code. The process group runs an exchange on a separate stream, and the kernels of
 the other lane are launched in the meantime. Waiting for the exchange only delays kernels that are

@@ -38,8 +38,7 @@ class Orders:
         placement: Assignment of pipeline stages to ranks.
         pp_rank: Pipeline rank of this process.
         cap: Limit on the activations that a rank keeps, or ``None`` for the default limit of this
-            pipeline. A value of 1 is the activation memory of one microbatch in all chunks of the
-            rank.
+            pipeline. The unit is the activation memory of one microbatch in all chunks of the rank.
         splits: Whether weight gradients are separate actions (W) instead of part of the backward
             pass.
         pieces: Number of W actions into which a weight gradient is split under a run-time rule. The

@@ -438,7 +438,7 @@ class MegatronStages(SplitStages):
         return self._sized(super().retained_bytes(chunk, microbatch), microbatch, key)
 
     def _meter_key(self, chunk: int, item: int) -> int:
-        """Returns the key under which ``meter`` stores the size of the slice ``item`` in ``chunk``.
+        """Returns the key under which ``meter`` stores the size of slice ``item`` in ``chunk``.
 
         Each slice of a microbatch has its own key, because later slices may store more attention
         scores per token.

@@ -1,6 +1,6 @@
 """Improves a schedule by simulated annealing, given the durations of its actions.
 
-``auto`` either runs the result, or uses it as the schedule that the rule ``hinted`` follows. The
+``auto`` either runs the result, or uses it as the schedule that the ``hinted`` rule follows. The
 actions of all ranks form a graph, in which each action depends on the previous action of its rank
 and on the action that computes its input. A step takes as long as the longest path of this graph,
 the critical path. The path stays on one rank until an action waits for another rank's result, then
@@ -293,8 +293,8 @@ def improve(schedule: Schedule, work: Workload, cap: float) -> Schedule | None:
     Args:
         schedule: Valid schedule whose memory is within the cap.
         work: Durations of all actions and messages in the step.
-        cap: Limit on the activations that a rank holds. A value of 1 is the activation memory of
-            one microbatch in all chunks of the rank.
+        cap: Limit on the activations that a rank holds. The unit is the activation memory of one
+            microbatch in all chunks of the rank.
 
     Returns:
         Schedule with the best order of actions, which is at least as fast as ``schedule``, or

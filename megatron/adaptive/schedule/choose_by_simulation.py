@@ -43,7 +43,7 @@ from megatron.adaptive.schedule.workload import StageProfile, draw
 
 STATIC = selectable_names(lambda spec: spec.is_auto_candidate)
 RULES = (("adaptive", True), ("adaptive", False), ("hinted", True))
-"""Names of the run-time rules to simulate, each with the value of ``Candidate.shares``."""
+"""Names of the run-time rules to simulate, each with the ``Candidate.shares`` to use."""
 DRAWS = 6
 """Number of simulated steps per candidate, each with different random durations."""
 _MANY = 20_000
@@ -67,7 +67,7 @@ class CandidateOutcome:
         makespans_s: Duration of each simulated step, in seconds.
         bubble_fraction: Fraction of time that ranks are idle, from 0 to 1, averaged over ranks and
             simulated steps.
-        peak_units: Maximum activation memory that any rank held in any step. A value of 1 is the
+        peak_units: Maximum activation memory that any rank held in any step. The unit is the
             activation memory of one microbatch in all chunks of the rank.
         example: Result of the first simulated step.
     """
@@ -120,9 +120,9 @@ def candidates(
     Args:
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
-        most: Number of microbatches whose activations in all chunks of a rank fit into the rank's
+        most: Number of microbatches whose activations, in all chunks of a rank, fit into the rank's
             memory.
-        splittable: Whether the model can compute weight gradients as separate actions (W).
+        splittable: Whether the model can compute weight gradients in separate actions (W).
         pieces: Maximum number of W actions per weight gradient.
         pace: Relative durations of messages, B and W, used by ``hinted``.
         also: Names of additional schedules and run-time rules to include.
@@ -182,9 +182,9 @@ def choose(
         profile: Measured durations on each stage, and their variation.
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
-        most: Number of microbatches whose activations in all chunks of a rank fit into the rank's
+        most: Number of microbatches whose activations, in all chunks of a rank, fit into the rank's
             memory.
-        splittable: Whether the model can compute weight gradients as separate actions (W).
+        splittable: Whether the model can compute weight gradients in separate actions (W).
         pieces: Maximum number of W actions per weight gradient.
         also: Names of additional schedules and run-time rules to simulate.
         quick: Whether to simulate only one step per candidate and skip simulated annealing.

@@ -8,7 +8,7 @@ step, and therefore its slices, are known. On each stage the duration of an acti
 Slices of the same length have the same number of tokens, but different numbers of pairs. So slices
 of a second length are needed to separate the fixed time from the time per token. With the fitted
 times, the documents of the measured steps are packed and simulated with each length. The
-simulations use the run-time rule ``adaptive`` with several limits on activations and, if stages may
+simulations use the ``adaptive`` run-time rule with several limits on activations and, if stages may
 move, with both placements. The length with the shortest steps is chosen. If several lengths have
 nearly the same step time, the longest of these lengths is chosen.
 """
@@ -317,7 +317,7 @@ class SlicedStep(NamedTuple):
 def fitting_candidates(
     steps: Sequence[SlicedStep], placement: Placement, setting: Setting, tokens: int
 ) -> Iterator[Candidate]:
-    """Yields candidates for the run-time rule ``adaptive`` that fit into memory in all steps.
+    """Yields candidates for the ``adaptive`` run-time rule that fit into memory in all steps.
 
     Args:
         steps: Steps to simulate.

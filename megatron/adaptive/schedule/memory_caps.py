@@ -17,7 +17,7 @@ that the microbatch itself fits, does not keep this memory free:
 
 ::
 
-    2 ranks, 2 chunks of 1/2, cap 1     F0-0 and F0-1 fill rank 0; F1-0, which must run before any B,
+    2 ranks, 2 chunks of 1/2, cap 1     F0-0 and F0-1 fill rank 0; F1-0, which precedes every B,
     never fits
 
 **Unequal microbatches.** If microbatches differ in size, sizes are relative to the mean microbatch,
@@ -130,8 +130,8 @@ def chunk_shares(
     Args:
         placement: Assignment of pipeline stages to ranks.
         rank: Pipeline rank.
-        cap: Limit on activations. A value of 1 is the activation memory of one microbatch in all
-            chunks of the rank.
+        cap: Limit on activations. The unit is the activation memory of one microbatch in all chunks
+            of the rank.
         num_slices: Number of slices of each microbatch. If there are several, shares count slices.
         frozen_stages: Number of leading stages through which no gradient flows. Their chunks have
             no share, which is represented by -1.
@@ -153,8 +153,8 @@ def lead_of(cap: float | None, num_items: int, num_slices: SliceCounts = 1) -> i
     """Returns the number of microbatches or slices by which a frozen stage may lead the next one.
 
     Args:
-        cap: Limit on activations, or ``None`` for no limit. A value of 1 is the activation memory
-            of one microbatch in all chunks of the rank.
+        cap: Limit on activations, or ``None`` for no limit. The unit is the activation memory of
+            one microbatch in all chunks of the rank.
         num_items: Total number of slices of all microbatches in the step.
         num_slices: Number of slices of each microbatch.
     """
@@ -166,7 +166,7 @@ def lead_of(cap: float | None, num_items: int, num_slices: SliceCounts = 1) -> i
 def default_cap(placement: Placement, num_microbatches: int, num_slices: float = 1) -> float:
     """Returns the default limit (cap) on the activations that a rank holds.
 
-    A value of 1 is the activation memory of one microbatch in all chunks of the rank.
+    The unit is the activation memory of one microbatch in all chunks of the rank.
 
     The default is 1.5 times the result of :func:`static_cap`, rounded up to a whole chunk. The
     additional memory lets a rank run another forward pass while the input of its next backward pass
@@ -197,9 +197,9 @@ def default_cap(placement: Placement, num_microbatches: int, num_slices: float =
 def static_cap(placement: Placement) -> float:
     """Returns the peak activation memory on the first rank under the best static schedule.
 
-    A value of 1 is the activation memory of one microbatch in all chunks of the rank. The best
-    static schedule is 1F1B for one chunk per rank, interleaved 1F1B for several chunks in a loop,
-    and ZB-V for chunks in a V.
+    The unit is the activation memory of one microbatch in all chunks of the rank. The best static
+    schedule is 1F1B for one chunk per rank, interleaved 1F1B for several chunks in a loop, and ZB-V
+    for chunks in a V.
     """
     ranks, chunks = placement.num_ranks, placement.num_chunks
     if chunks == 1 or placement.kind == "v":

@@ -3,9 +3,9 @@
 The assignment does not change the microbatches themselves::
 
     cost of each             9  5  8  4  4  2     replica 0 is 1.5 times as slow
-    in turns    replica 0    9     8     4        21 x 1.5 = 31.5
+    round-robin replica 0    9     8     4        21 x 1.5 = 31.5
                 replica 1       5     4     2     11
-    dealt       replica 0          8  4           12 x 1.5 = 18
+    balanced    replica 0          8  4           12 x 1.5 = 18
                 replica 1    9  5        4  2     20
 
 The cost of a microbatch on a rank has a fixed part, a part per token, and a part per pair of tokens
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from megatron.adaptive.schedule.workload import order_by_cost
 
 Size = tuple[float, float]
-"""Size of a microbatch: its number of tokens, and the sum of the squared lengths of its documents.
+"""Size of a microbatch: its number of tokens, and the sum of its documents' squared lengths.
 """
 
 EQUAL: Size = (1.0, 1.0)
@@ -149,7 +149,7 @@ class CostFit:
         return sum(part * number for part, number in zip(self.parts, sums, strict=True))
 
     def age(self) -> None:
-        """Reduces the weight of all steps added so far in the fit."""
+        """Reduces the weight that all steps added so far have in the fit."""
         self._products = [_REMEMBERED * value for value in self._products]
         self._squares = [[_REMEMBERED * value for value in row] for row in self._squares]
 

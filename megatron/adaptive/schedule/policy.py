@@ -212,7 +212,7 @@ def reasons_of(policy: Policy, codes: Sequence[int], num_chunks: int) -> list[st
 
 
 def _hinted(hint: Sequence[int], codes: Sequence[int], num_chunks: int) -> list[str]:
-    """Returns the reasons why the rule ``hinted`` chose the actions with the given codes.
+    """Returns the reasons why the ``hinted`` rule chose the actions with the given codes.
 
     Each reason follows from a comparison with ``hint``, whose entries are ``code + 3 * num_chunks *
     index``. Here ``index`` is the number of earlier actions with the same code.

@@ -59,8 +59,8 @@ class RankState:
         placement: Assignment of pipeline stages to ranks.
         rank: Pipeline rank, from 0.
         num_microbatches: Number of microbatches per step, at least 1.
-        cap: Maximum activation memory that ``fits`` allows, or ``None`` for no limit. A value of 1
-            is the activation memory of one microbatch in all chunks of the rank.
+        cap: Maximum activation memory that ``fits`` allows, or ``None`` for no limit. The unit is
+            the activation memory of one microbatch in all chunks of the rank.
         sizes: Activation memory of each microbatch relative to the mean, or ``None`` if all
             microbatches are equal. With slices, these are the sizes of slices relative to the mean
             slice.

@@ -193,7 +193,7 @@ def filler(s: State, weight: int) -> int:
 
 
 def ready_first(s: State, hint: Sequence[int]) -> int:
-    """Implements the rule ``adaptive``, which alternates F and B, and runs W instead of waiting.
+    """Implements the ``adaptive`` rule, which alternates F and B, and runs W instead of waiting.
 
     Returns the code of the action to start in the state ``s``, or -1 to wait. ``hint`` contains the
     share of each chunk.
@@ -206,7 +206,7 @@ def ready_first(s: State, hint: Sequence[int]) -> int:
 
 
 def depth_first(s: State, hint: Sequence[int]) -> int:
-    """Implements the rule ``dfc``, which prefers B, then F on the deepest possible chunk, then W.
+    """Implements the ``dfc`` rule, which prefers B, then F on the deepest possible chunk, then W.
 
     Returns the code of the action to start in the state ``s``, or -1 to wait. ``hint`` is not used.
 
@@ -245,7 +245,7 @@ def breadth_first(s: State, hint: Sequence[int]) -> int:
 
 
 def hinted(s: State, hint: Sequence[int]) -> int:
-    """Implements the rule ``hinted``, which follows the hint but may run later actions early.
+    """Implements the ``hinted`` rule, which follows the hint but may run later actions early.
 
     Returns the code of the action to start in the state ``s``, or -1 to wait.
 

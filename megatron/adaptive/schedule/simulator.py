@@ -69,7 +69,7 @@ class World(NamedTuple):
             ``[kind][stage][microbatch]``.
         cuts: Number of communications within the stage during each F and B, per stage.
         delays: Latency of the message after each F and B, ``[kind][stage][microbatch]``.
-        occupancy: Time that a message occupies the link between two ranks, ``[from][to]``.
+        occupancy: Time for which a message occupies the link between two ranks, ``[from][to]``.
         free: Time when the link between two ranks becomes free, ``[from][to]``.
         heap: Priority queue of future events, which are pairs of a time and a code. The code ``-1 -
             rank`` means that a rank has computed up to a communication or to the end of its action.

@@ -54,14 +54,14 @@ def validate(schedule: Schedule) -> None:
 
 
 def peak_units(schedule: Schedule) -> tuple[float, ...]:
-    """Returns the maximum activations that each rank holds under the valid ``schedule``.
+    """Returns the peak activation memory of each rank under the valid ``schedule``.
 
-    A microbatch is held from the start of its F to the end of its last W, or of its B if there is
-    no W. In an evaluation, nothing is held.
+    A microbatch's activations are held from the start of its F to the end of its last W, or of its
+    B if there is no W. In an evaluation, nothing is held.
 
     Returns:
-        Maximum on each rank. A value of 1 is the activation memory of one microbatch in all chunks
-        of the rank.
+        Peak on each rank. The unit is the activation memory of one microbatch in all chunks of the
+        rank.
     """
     peaks = []
     for rank, order in enumerate(schedule.orders):

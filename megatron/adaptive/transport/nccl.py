@@ -306,7 +306,7 @@ class Channels:
             failures.append(f"{name}: {_first_line(error)}")
 
 
-# The transport accesses the device only through the protocol Streams, so tests can run its threads
+# The transport accesses the device only through the Streams protocol, so tests can run its threads
 # without a GPU.
 
 

@@ -82,7 +82,7 @@ class _Slots:
 
 
 class StandIn:
-    """Implements the interface ``Transport`` for a rank whose peers do not exist.
+    """Implements the ``Transport`` interface for a rank whose peers do not exist.
 
     The object is also its own completion queue. Each input is created when the rank waits for it.
 
