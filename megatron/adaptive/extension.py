@@ -39,7 +39,7 @@ def require(purpose: str) -> ModuleType:
     """Returns the extension, or raises an error if the extension is not usable.
 
     Args:
-        purpose: Name of the feature that needs the extension, with which the error message begins.
+        purpose: Name of the feature that needs the extension, for the start of the error message.
 
     Raises:
         SetupError: The extension is not usable. The message states the reason and how to build the

@@ -230,7 +230,7 @@ class Finder(importlib.abc.MetaPathFinder):
         self.substitutes("torch")["distributed"] = self._modules["torch.distributed"]
 
     def substitutes(self, module: str) -> dict[str, Any]:
-        """Returns the substitutes for names of ``module``, to which callers may add more."""
+        """Returns the substitutes for names of ``module``. Callers may add more substitutes."""
         return self._substitutes[module]
 
     def add_module(self, module: types.ModuleType) -> None:

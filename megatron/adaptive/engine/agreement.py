@@ -385,7 +385,7 @@ def connect(
 
 
 def encode(action: Action, extra: int) -> int:
-    """Encodes ``action`` and ``extra`` in 63 bits, from which :func:`decode` restores them.
+    """Encodes ``action`` and ``extra`` in 63 bits. The inverse function is :func:`decode`.
 
     In a decision, ``extra`` is the index of the action's piece. In a report, ``extra`` is the index
     of the step.
@@ -404,5 +404,5 @@ def encode(action: Action, extra: int) -> int:
 
 
 def decode(number: int) -> tuple[ActionKind, int, int, int]:
-    """Decodes a result of :func:`encode` into (kind, chunk, microbatch, extra)."""
+    """Decodes ``number``, a result of :func:`encode`, into (kind, chunk, microbatch, extra)."""
     return KINDS[number >> 30 & 3], number >> 20 & 0x3FF, number & 0xFFFFF, number >> 32

@@ -22,7 +22,7 @@ from megatron.adaptive.config.environment import is_first_process
 from megatron.adaptive.errors import SetupError
 
 NEWEST = (0, 20)
-"""Newest release of megatron-core with which the tests run."""
+"""Newest release of megatron-core that the tests cover."""
 
 # ``backward_step`` is not listed here, because its arguments differ between releases.
 # ``engine.stages`` checks these arguments.

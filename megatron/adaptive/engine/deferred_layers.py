@@ -10,7 +10,7 @@ gradient computes it in B.
 Layers of Transformer Engine can delay their weight gradients themselves: B puts the tensors of a
 call into a ``wgrad_store``, and ``backward_dw()`` takes them out. A call uses the ``wgrad_store``
 that the layer has during the call's forward pass. If weight gradients are deferred, each call
-therefore gets a new one. Otherwise, it uses the one with which the layer was built.
+therefore gets a new one. Otherwise, it uses the one that the layer was built with.
 
 The output layer computes its weight gradient in B, because W would otherwise keep the gradients of
 the logits. These gradients need far more memory than the tensors of any other layer, for example 1
@@ -70,8 +70,8 @@ class ParallelLinearCall(LayerCall):
         bias: Bias ``[out]`` if the call adds a bias, otherwise ``None``.
         fuses: Whether a fused kernel computes the weight gradient and adds it directly to
             ``main_grad``.
-        all_reduce_group: Group of tensor-parallel ranks over which input gradients are
-            all-reduced, or ``None``.
+        all_reduce_group: Group of tensor-parallel ranks that all-reduce input gradients, or
+            ``None``.
         sequence_group: Group of ranks that each have a part of the sequence (sequence parallelism),
             or ``None``.
     """
@@ -142,7 +142,7 @@ class GroupedCall(LayerCall):
 
     Attributes:
         weight: Weights of all experts on this rank, in one parameter.
-        shape: Shape ``[experts, in, out]`` to which ``weight`` is reshaped for the matmul.
+        shape: Shape ``[experts, in, out]`` of ``weight`` in the matmul.
         counts: Number of rows of each expert, ``[experts]``, in host memory.
     """
 

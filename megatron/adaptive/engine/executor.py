@@ -744,7 +744,7 @@ class Executor:
                     tensor, item.nbytes, item.peer, arrived_ns, is_exact
                 )
         elif step != self._step:
-            return  # This is a notice of an earlier step, which is no longer needed.
+            return  # Notices of earlier steps are no longer needed.
         if self._agreement.is_everywhere(item):
             state.arrive(action.kind, action.chunk, action.microbatch)
 

@@ -2,10 +2,10 @@
 
 An exchange is a collective of the expert-parallel ranks during a forward or backward pass. It
 transfers tokens to experts and back (all-to-all, or all-gather and reduce-scatter), or it transfers
-token counts. The exchange time is the time for which an action waits for the exchange. If another
-action runs during the exchange (see ``lanes``), only the wait after that action counts. Ranks whose
-experts have more tokens start the next exchange late, so long exchange times on the other ranks
-show the cost of an unequal load.
+token counts. The exchange time is how long an action waits for the exchange. If another action runs
+during the exchange (see ``lanes``), only the wait after that action counts. Ranks whose experts
+have more tokens start the next exchange late, so long exchange times on the other ranks show the
+cost of an unequal load.
 
 Measurements are only made if the model has experts and a trace or monitor needs them. Counting
 costs one addition of short vectors on the device per layer and forward pass.

@@ -41,9 +41,9 @@ from megatron.adaptive.errors import SetupError
 from megatron.adaptive.handshake import write_private
 
 BEAT_S = 2.0
-"""Interval in seconds at which the holder of the right increments its counter."""
+"""Interval in seconds between two increments of the holder's counter."""
 STALE_S = 10.0
-"""Time in seconds after which another job may take over if the counter has not changed."""
+"""Time in seconds without a change of the counter after which another job may take over."""
 _LOOK_S = 0.2
 _ENDED = "ended"
 _FOLDER = ".lease"

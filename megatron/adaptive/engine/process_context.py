@@ -28,7 +28,7 @@ _FAILED_SETUPS = "megatron-adaptive-failed"
 _FAILED_TOGETHER_S = 3.0
 """Maximum time in seconds to wait for the setup to fail on all ranks."""
 _POLL_S = 0.02
-"""Interval in seconds at which the number of failed ranks is polled."""
+"""Interval in seconds between polls of the number of failed ranks."""
 
 
 def is_alone() -> bool:

@@ -375,7 +375,7 @@ class Recording:
 
 
 class Replay:
-    """Creates policies with which one rank follows its recorded orders.
+    """Creates policies that make one rank follow its recorded orders.
 
     Args:
         record: Record of a run with the same sizes.
@@ -397,7 +397,7 @@ class Replay:
         self._policies: dict[Codes, Follow] = {}
 
     def begin(self, step: int) -> None:
-        """Sets ``step`` as the training step for which :meth:`policy` returns a policy."""
+        """Selects ``step`` as the training step that :meth:`policy` replays."""
         self._step = step
 
     def policy(self, num_microbatches: int) -> Follow:

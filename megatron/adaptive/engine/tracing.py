@@ -154,7 +154,7 @@ class Tracing:
         sizes: tuple[int, ...] = (),
         frozen_stages: int = -1,
     ) -> None:
-        """Begins an iteration, to which all later spans are added.
+        """Begins an iteration. All later spans belong to this iteration.
 
         Args:
             iteration: Index of the iteration.

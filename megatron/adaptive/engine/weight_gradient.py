@@ -87,8 +87,8 @@ class LinearCall(LayerCall):
     Attributes:
         weight: Weight ``[out, in]``, or ``[in, out]`` if ``turned`` is true.
         bias: Bias ``[out]``, or ``None`` for a layer without a bias.
-        turned: Whether the weight is stored transposed.
-        dtype: Dtype in which autocast computes, or ``None`` to keep the dtypes of the tensors.
+        turned: Whether the weight is stored in transposed form.
+        dtype: Dtype that autocast selects, or ``None`` to keep the dtypes of the tensors.
     """
 
     weight: torch.nn.Parameter

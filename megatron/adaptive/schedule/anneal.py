@@ -204,7 +204,7 @@ def shift(o: OrderGraph, rank: int, index: int, to: int) -> None:
 
 
 def reach(o: OrderGraph, rank: int, index: int, to: int) -> int:
-    """Returns the index closest to ``to`` to which the action at ``index`` of ``rank`` may move.
+    """Returns the allowed index closest to ``to`` for the action at ``index`` of ``rank``.
 
     The action must not pass an action of the same kind and chunk, because each stage runs its
     microbatches in ascending order.

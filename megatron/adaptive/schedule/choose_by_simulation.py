@@ -292,8 +292,8 @@ def evaluate(
             number of stages.
         seeds: Random seeds, one per simulated step. One seed is enough if the durations of the
             profile do not vary.
-        planned: Number of actions in all planned simulations with this candidate's rule, from which
-            the function decides whether to compile. ``None`` always compiles.
+        planned: Number of actions in all planned simulations with this candidate's rule. It
+            determines whether the simulation is compiled. With ``None``, it is always compiled.
 
     Raises:
         ScheduleError: The candidate does not support this pipeline.

@@ -67,7 +67,7 @@ class SliceChoice:
     Attributes:
         num_slices: Number of slices of each microbatch.
         schedule: Fastest schedule with this number of slices.
-        text: Simulated step time with each number of slices, for a line of the log.
+        text: Simulated step time with each number of slices, as one line for the log.
     """
 
     num_slices: int

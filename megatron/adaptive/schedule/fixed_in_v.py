@@ -260,8 +260,8 @@ def _move(row: _Row, slot: int, earliest: int, cap: int) -> int:
 
     ``row`` contains the rank's actions, keyed by time slot.
 
-    The new slot is the first free slot from ``earliest`` on in which the rank holds at most ``cap``
-    microbatches, counted per chunk.
+    The new slot is the first free slot, from ``earliest`` on, in which the rank holds at most
+    ``cap`` microbatches, counted per chunk.
     """
     action = row.pop(slot)
     for target in range(earliest, slot):

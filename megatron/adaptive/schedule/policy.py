@@ -167,7 +167,7 @@ def actions_of(
 
 
 def rule_of(policies: Sequence[Policy]) -> tuple[Rule, tuple[tuple[int, ...], ...]] | None:
-    """Returns the rule that all ``policies`` share, and the hint of each policy.
+    """Returns the rule shared by all ``policies``, and the hint of each policy.
 
     The simulation can only be compiled if all policies share a rule.
 

@@ -269,7 +269,7 @@ class RankState:
         )
 
     def next_action(self, kind: int, chunk: int) -> Action:
-        """Returns the next action of ``chunk`` that has the kind ``kind``, an integer."""
+        """Returns the next action of ``chunk`` with the kind ``kind``, which is an integer."""
         chunks = self.placement.num_chunks
         return self._actions[kind * chunks + chunk][lane_count(self.numbers, kind, chunk)]
 

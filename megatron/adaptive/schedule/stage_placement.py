@@ -146,7 +146,7 @@ def frozen_stages_of(partition: Sequence[int], frozen_layers: int) -> int:
 
 
 def check_frozen_stages(frozen_stages: int, placement: Placement) -> None:
-    """Checks that the first ``frozen_stages`` stages of a placement can be frozen.
+    """Checks that the first ``frozen_stages`` stages of ``placement`` can be frozen.
 
     No gradient flows through frozen stages, so they run no backward passes.
 

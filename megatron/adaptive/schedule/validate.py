@@ -23,7 +23,7 @@ _ELLIPSIS = "..."
 
 
 def validate(schedule: Schedule) -> None:
-    """Checks that a schedule, which may come from an untrusted source, can run.
+    """Checks that ``schedule``, which may come from an untrusted source, can run.
 
     - Every rank lists each of its actions exactly once.
     - On each stage, each kind runs in ascending order of microbatches. The B of a microbatch

@@ -420,7 +420,7 @@ def order_by_cost(costs: Sequence[float], num_ranks: int) -> list[int]:
 def _links(
     placement: Placement, link: Link, links: Mapping[tuple[int, int], Link]
 ) -> tuple[Any, Any]:
-    """Returns the latency of each stage's messages, and the occupancy of each link.
+    """Returns the message latency of each stage of ``placement``, and the occupancy of each link.
 
     Links that are not in ``links`` have the delays of ``link``. The arrays have the shapes ``[2,
     stages]`` (after F and B) and ``[ranks, ranks]``.

@@ -98,7 +98,7 @@ class GlooTransport:
     Args:
         group: Gloo process group of the pipeline's ranks. It must not be used for anything else.
         peers: Global ranks with which this rank exchanges messages.
-        device: Device on which received tensors are placed.
+        device: Device for received tensors.
         payload_shape: Shape of all payloads, or ``None`` if shapes vary. All ranks must pass the
             same shape, because gloo aborts the process if more bytes arrive than expected.
         dtype: Dtype of the payloads.

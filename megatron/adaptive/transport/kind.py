@@ -89,7 +89,7 @@ class Opening:
             without peers still takes part in collective calls.
         members: Global ranks of this rank's pipeline. Messages are only sent within a pipeline.
         gather: Function that exchanges values between all ranks of the job.
-        accelerator: Device of this rank, on which received tensors are placed.
+        accelerator: Device of this rank, where received tensors are placed.
         payloads: Shape and dtype of the messages, and maximum number in flight, as far as known in
             advance.
         describe: Function that returns the name of a rank for error messages.

@@ -90,9 +90,9 @@ class NativeTransport:
         node: ``_C.Node`` object of the C++ extension, whose channels are open.
         kinds: Name of the transport to each peer (``shm``, ``rdma`` or ``tcp``), keyed by global
             rank.
-        device: Device on which received tensors are placed.
+        device: Device for received tensors.
         describe: Function that returns the name of a peer for error messages.
-        least_free: Number of slots per channel that the receiver must keep free for the sender.
+        least_free: Number of slots per channel that this rank must keep free for the sender.
         make_staging: Function that creates the object for copies between GPU and host. Its argument
             is a function that sends host tensors. By default, a :class:`Staging` object is created
             for a GPU, and none for a CPU.

@@ -33,7 +33,7 @@ class NativeChannels:
         seed: Random bytes that all ranks of the job share.
         endpoint: Endpoint of this rank.
         settings: Transport settings of the user.
-        device: Device on which received tensors are placed.
+        device: Device for received tensors.
     """
 
     size: ChannelSize

@@ -95,7 +95,7 @@ class NcclTransport(GlooTransport):
         channels: Communicators of this rank's channels.
         streams: Object that provides streams of the device.
         peers: Global ranks with which this rank exchanges messages.
-        device: Device on which received tensors are placed.
+        device: Device for received tensors.
         describe: Function that returns the name of a peer, with host and stage, for error messages.
         timeout_s: Maximum time in seconds that a send waits for a peer that is not receiving
             messages.

@@ -142,7 +142,7 @@ def queue_warning(
 
 
 def rounds_of(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Groups pairs of ranks into rounds, in which the ranks then connect their pairs.
+    """Groups pairs of ranks into rounds, so that ranks can connect their pairs round by round.
 
     No rank occurs twice in a round. Each pair is placed in the first round that contains neither of
     its two ranks. A chain or ring of ranks needs two or three rounds, regardless of its length. A
