@@ -103,7 +103,7 @@ class Accelerator:
 
     @property
     def gpu_uuid(self) -> str:
-        """Returns the GPU's ID as in ``nvidia-smi -L``, or ``""`` if there is no known ID."""
+        """Returns the GPU's ID as shown by ``nvidia-smi -L``, or ``""`` if the ID is unknown."""
         if not self.is_cuda:
             return ""
         properties: Any = torch.cuda.get_device_properties(self.device)
@@ -369,9 +369,9 @@ def detect(local_rank: int, *, backend: str | None = None) -> Accelerator:
 
     If a node has more processes than GPUs, several processes share a GPU. These processes
     communicate over gloo, because NCCL does not support two ranks on one device. A process cannot
-    always find out by itself whether its GPU is shared, so :func:`agree_on_sharing` later makes the
-    final choice. If the process groups already exist, use
-    ``engine.process_context.device_in_groups`` instead.
+    always detect alone whether its GPU is shared, so :func:`agree_on_sharing` later makes the final
+    choice. If the process groups already exist, use ``engine.process_context.device_in_groups``
+    instead.
 
     Args:
         local_rank: Index of the process on its node, starting at 0.
@@ -404,8 +404,8 @@ def agree_on_sharing(
     """Counts the ranks that share this rank's GPU, and chooses the backend of the job.
 
     All ranks must call this function together. A launcher may show only one GPU to each rank, as
-    Slurm does with ``--gpus-per-task``. In this case, a rank cannot find out by itself whether
-    another rank uses the same GPU.
+    Slurm does with ``--gpus-per-task``. In this case, a rank alone cannot detect whether another
+    rank uses the same GPU.
 
     Args:
         accelerator: Device of this rank, as returned by :func:`detect`.

@@ -382,7 +382,7 @@ def _local_address(host: str) -> tuple[socket.AddressFamily, str] | None:
 
 _MOST_WAITING = 4096
 _SHARE = 4
-"""Unauthenticated peers may use at most 1 / ``_SHARE`` of the limit on open files.
+"""Unauthenticated peers may use at most ``1 / _SHARE`` of the allowed number of open files.
 """
 _PROVE_S = 5.0
 _CLOSE_S = 1.0

@@ -779,8 +779,8 @@ class ActivationMeter:
         Args:
             chunk: Index of the chunk on this rank, or another integer that identifies the
                 measurement, such as the number of a slice in a chunk.
-            held: Tensors that are not counted, such as parameters. It is iterated after the forward
-                pass.
+            held: Tensors that are not counted, such as parameters. The iterable is read after the
+                forward pass.
         """
         return _OBSERVED if chunk in self._bytes else self._observe(chunk, held)
 

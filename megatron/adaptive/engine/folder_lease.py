@@ -199,7 +199,7 @@ class Lease:
     def is_held(self, say: Callable[[str], None]) -> bool:
         """Increments the counter, and returns whether this job still holds the right.
 
-        If the folder is not writable, the method cannot find out whether another job has taken
+        If the folder is not writable, the method cannot determine whether another job has taken
         over, and returns True.
 
         Args:

@@ -29,7 +29,7 @@ _CONNECT_S = 5.0
 _ANSWER_S = 10.0
 """Minimum of the time limit in seconds for a reply from the store.
 
-A store replies within milliseconds on an idle machine. If many ranks start on few processors, a
+On an idle machine, a store replies within milliseconds. If many ranks start on few processors, a
 reply may take longer.
 """
 _NAMED = 8

@@ -63,8 +63,8 @@ COMPILE_S = 25.0
 Compilation may take longer if the processors are overloaded.
 """
 HEAT = 2
-"""Largest increase in step time that may be accepted in the first attempts, as a multiple of the
-mean duration of an action.
+"""Largest increase in step time that the first attempts may accept, as a multiple of the mean
+duration of an action.
 """
 
 

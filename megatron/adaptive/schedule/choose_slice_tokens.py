@@ -40,9 +40,9 @@ from megatron.adaptive.schedule.workload import Link, Workload, work_of_items
 _ALIKE = 0.01
 """Relative difference up to which two step times are treated as equal."""
 _GAIN = 0.005
-"""Minimum relative gain for preferring a setting over settings that need less memory."""
+"""Minimum relative gain for which a setting is preferred to settings that need less memory."""
 _FAR = 3.0
-"""Actions with a residual above this multiple of the median residual are outliers."""
+"""Multiple of the median residual above which an action is treated as an outlier."""
 
 
 class Timed(NamedTuple):

@@ -28,7 +28,7 @@ from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 _ALIKE = 0.01
 """Relative difference up to which two step times are treated as equal."""
 _LEAST_WHOLE = 0.25
-"""Minimum share of a measured time that is attributed to the work of a whole microbatch. Without
+"""Minimum fraction of a measured time that is attributed to the work of a whole microbatch. Without
 this limit, noise in the measurements could make the work of a microbatch zero or negative."""
 
 

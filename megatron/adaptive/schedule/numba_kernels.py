@@ -26,7 +26,7 @@ returns the code of the action to run, or -1 to wait.
 LOADED_FROM = 20_000
 """Number of simulated actions above which loading compiled code from disk saves time."""
 COMPILED_FROM = 750_000
-"""Number of simulated actions above which compiling saves time, if the disk cache has no code.
+"""Number of simulated actions above which compiling saves time if no code is cached on disk.
 
 Compiling takes about 10 s of CPU time, and plain Python about 14 us per action.
 """

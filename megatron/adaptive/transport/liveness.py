@@ -47,7 +47,7 @@ _LOOK_S = 1.0
 # may notice the silence first and raise an error with a better message.
 _MARGIN_S = 1.0
 # Maximum time in seconds to wait for a reply from the store. If a busy store takes longer, a rank
-# that left normally is considered lost. With a much larger value, the launcher would kill a
+# that has left normally is considered lost. With a much larger value, the launcher would kill a
 # surviving rank before that rank has written its error line.
 _ASK_S = 2.0
 _LEAVE_S = 5.0
