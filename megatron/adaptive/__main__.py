@@ -1,4 +1,4 @@
-"""Runs the subcommands of ``python -m megatron.adaptive``, for example ``train single``."""
+"""Runs the subcommands of ``python -m megatron.adaptive``, such as ``train single``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import signal
 
 _ON_INTERRUPT = signal.getsignal(signal.SIGINT)
 if __name__ == "__main__" and _ON_INTERRUPT is signal.default_int_handler:
-    # Prevent an interrupt during the imports below from printing a traceback.
+    # An interrupt during the imports below must not print a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import difflib
@@ -38,10 +38,10 @@ class Subcommand:
     """A subcommand, or one of the modes of a subcommand.
 
     Attributes:
-        name: Words that select the subcommand, typed after ``python -m megatron.adaptive``, such as
+        name: Words after ``python -m megatron.adaptive`` that select the subcommand, such as
             ``train single``.
-        function: Function that runs the subcommand, written as ``module.function``, with a module
-            of the package ``cli``.
+        function: Function that runs the subcommand, as ``module.function`` with a module of the
+            package ``cli``.
         summary: Short description, printed in the list of subcommands.
         former: Name of the subcommand in earlier versions, or an empty string if it was not
             renamed.
@@ -222,7 +222,7 @@ SECTIONS: dict[str, tuple[Subcommand, ...]] = {
 SUBCOMMANDS: Mapping[str, Subcommand] = {
     subcommand.name: subcommand for section in SECTIONS.values() for subcommand in section
 }
-"""Descriptions of all subcommands and modes, keyed by name."""
+"""Descriptions of all subcommands and their modes, keyed by name."""
 
 FORMER: Mapping[str, Subcommand] = {
     subcommand.former: subcommand for subcommand in SUBCOMMANDS.values() if subcommand.former
@@ -296,7 +296,7 @@ def program() -> int:
     """Runs :func:`main` as the whole program, and returns the exit status.
 
     Python takes some time to exit, especially if torch has been imported. If a signal arrives
-    during this time, the program prints one line with the name of the signal and exits.
+    during this time, the program prints one line with the signal's name and exits.
     """
     status = main()
     from_now_end_at_once()

@@ -59,7 +59,7 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _HEAP_KEPT_BYTES = 1 << 30
 MAPPED_FROM_BYTES = 32 << 20
-"""Size in bytes from which CPU tensors are mapped outside the heap. glibc allows no larger value.
+"""Minimum size in bytes of CPU tensors that are mapped outside the heap, at most 32 MiB in glibc.
 """
 
 _ANCHOR_FOR_NS = 1_000_000_000
@@ -103,7 +103,7 @@ class Accelerator:
 
     @property
     def gpu_uuid(self) -> str:
-        """Returns the GPU's ID as in ``nvidia-smi -L``, or ``""`` if there is no known ID."""
+        """Returns the GPU's ID as shown by ``nvidia-smi -L``, or ``""`` if the ID is unknown."""
         if not self.is_cuda:
             return ""
         properties: Any = torch.cuda.get_device_properties(self.device)
@@ -133,7 +133,8 @@ class Accelerator:
         """
         if self.is_cuda:
             return torch.cuda.max_memory_allocated(self.device)
-        # Linux updates the peak with a delay, so the reported peak can be below the current size.
+        # Linux updates the peak with a delay, so the peak that it reports can be below the current
+        # size.
         return max(_peak_resident_bytes(), self.memory_in_use_bytes())
 
     def free_unused_memory(self) -> None:
@@ -154,8 +155,7 @@ class Accelerator:
 
 def _peak_resident_bytes() -> int:
     """Returns the peak resident memory of this process, in bytes."""
-    # Read VmHWM, because ru_maxrss also includes the memory of the program that started this
-    # process.
+    # Read VmHWM, because ru_maxrss also covers the program that started this process.
     for line in lines_of(Path("/proc/self/status")):
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -165,7 +165,7 @@ def _peak_resident_bytes() -> int:
 class CpuClock:
     """Measures when CPU work was completed, with the same methods as :class:`CudaClock`.
 
-    A mark is a point in the sequence of work. On a CPU, a mark is simply the current time of
+    A mark is a point in the sequence of work. On a CPU, it is simply the current time from
     ``time.monotonic_ns``, because CPU work is complete when the function that does it returns.
     """
 
@@ -198,10 +198,10 @@ class CudaClock:
     Recording and resolving events, which are called marks, does not make the host wait for the GPU.
 
     CUDA only measures the time between two events. To compute the host time of a mark, the clock
-    uses a reference event with a known host time, the anchor. The first anchor is recorded while
-    the device is idle. CUDA returns elapsed times as 32-bit floats in milliseconds, which after
-    some minutes are too coarse to time a kernel. Therefore, about once a second, a mark becomes the
-    new anchor.
+    uses an anchor, which is a reference event with a known host time. The first anchor is recorded
+    while the device is idle. CUDA returns elapsed times as 32-bit floats in milliseconds, which are
+    too coarse to time a kernel after some minutes. Therefore, about once a second, a mark becomes
+    the new anchor.
 
     The clocks of device and host drift apart. The device passes some marks immediately after the
     host has recorded them, but never earlier. The smallest delay between the two during the last
@@ -234,8 +234,8 @@ class CudaClock:
         time_ns = self._anchor_ns + passed_ns
         self._least_delay_ns = min(self._least_delay_ns, time_ns - mark.host_ns)
         if passed_ns > _ANCHOR_FOR_NS:
-            # A larger delay is not caused by drift. It means that the device was never idle, and
-            # every mark had to wait for earlier work.
+            # Drift cannot explain a larger delay. Instead, the device was never idle, and every
+            # mark had to wait for earlier work.
             if abs(self._least_delay_ns) < _MOST_DRIFT_NS:
                 time_ns -= self._least_delay_ns
             self._anchor = mark.event
@@ -264,8 +264,8 @@ def lock_pages(address: int, size_bytes: int, device: torch.device) -> bool:
         device: GPU that will access the memory. It must be the current CUDA device.
 
     Returns:
-        Whether the pages are now locked. The driver does not lock pages beyond the system's limit
-        on locked memory.
+        Whether the pages are now locked. The driver locks no pages beyond the system's limit on
+        locked memory.
     """
     if int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, _PORTABLE)) == 0:
         return True
@@ -326,7 +326,7 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     into page-locked memory, which torch reuses after the GPU has read it.
 
     Args:
-        tensor: Tensor on any device. The caller must not change it before the GPU has read it.
+        tensor: Tensor on any device. The caller must not modify it before the GPU has read it.
         device: CPU or GPU.
     """
     if device.type == "cuda" and tensor.device.type == "cpu" and tensor.layout == torch.strided:
@@ -357,7 +357,7 @@ def current_device() -> torch.device:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Returns torch's default random number generator for ``device``."""
+    """Returns torch's default random number generator of ``device``."""
     if device.type != "cuda":
         return torch.default_generator
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -369,9 +369,9 @@ def detect(local_rank: int, *, backend: str | None = None) -> Accelerator:
 
     If a node has more processes than GPUs, several processes share a GPU. These processes
     communicate over gloo, because NCCL does not support two ranks on one device. A process cannot
-    always find out by itself whether its GPU is shared, so :func:`agree_on_sharing` later makes the
-    final choice. If the process groups already exist, use
-    ``engine.process_context.device_in_groups`` instead.
+    always detect alone whether its GPU is shared, so :func:`agree_on_sharing` later makes the final
+    choice. If the process groups already exist, use ``engine.process_context.device_in_groups``
+    instead.
 
     Args:
         local_rank: Index of the process on its node, starting at 0.
@@ -404,8 +404,8 @@ def agree_on_sharing(
     """Counts the ranks that share this rank's GPU, and chooses the backend of the job.
 
     All ranks must call this function together. A launcher may show only one GPU to each rank, as
-    Slurm does with ``--gpus-per-task``. In this case, a rank cannot find out by itself whether
-    another rank uses the same GPU.
+    Slurm does with ``--gpus-per-task``. In this case, a rank alone cannot detect whether another
+    rank uses the same GPU.
 
     Args:
         accelerator: Device of this rank, as returned by :func:`detect`.
@@ -540,7 +540,7 @@ def keep_freed_memory() -> None:
 
 
 def quiet_libraries() -> None:
-    """Silences library warnings about which users cannot do anything.
+    """Silences those warnings of libraries about which users cannot do anything.
 
     These warnings concern missing optional GPU packages and internals of torch. Use this function
     in this project's own processes, such as the trainer, and use :func:`quiet_imports` in a user's

@@ -1,4 +1,4 @@
-"""Makes collectives over gloo accept GPU tensors.
+"""Makes gloo's collectives accept GPU tensors.
 
 Ranks that share a GPU communicate over gloo, because NCCL does not support two ranks on one device.
 gloo's collectives handle GPU tensors in one of three ways. Some copy GPU tensors through host
@@ -25,7 +25,7 @@ _Method = Callable[..., Any]
 
 
 class _AllWorks:
-    """Handle for several collectives that were started in place of a single one.
+    """Handle for several collectives that replace a single one.
 
     Args:
         works: ``torch.distributed`` handles of the collectives.
@@ -35,7 +35,7 @@ class _AllWorks:
         self._works = works
 
     def wait(self, *limit: datetime.timedelta) -> bool:
-        """Waits until all collectives are complete, for up to ``limit`` per collective."""
+        """Waits until all collectives are complete, for at most ``limit`` per collective."""
         for work in self._works:
             work.wait(*limit)
         return True
@@ -116,7 +116,7 @@ def _gather_lists_one_by_one(
 
 
 def _gather_unequal(group: Any, original: _Method, outputs: Any, inputs: Any, *options: Any) -> Any:
-    """Gathers tensors of different sizes with one broadcast per rank."""
+    """Gathers tensors of different sizes, using one broadcast per rank."""
     if not isinstance(inputs, Sequence) or len(inputs) != 1 or not _differ(outputs[0]):
         return original(group, outputs, inputs, *options)
     parts = outputs[0]
@@ -133,7 +133,7 @@ def _gather_unequal(group: Any, original: _Method, outputs: Any, inputs: Any, *o
 def _scatter_unequal_sums(
     group: Any, original: _Method, outputs: Any, inputs: Any, *options: Any
 ) -> Any:
-    """Reduces and scatters tensors of different sizes with one reduce per rank.
+    """Reduces and scatters tensors of different sizes, using one reduce per rank.
 
     This replaces gloo's reduce-scatter, which rejects tensors of different sizes.
     """
@@ -167,7 +167,7 @@ def _with_settings(single: Any, options: Any = None) -> Any:
     """Copies the settings of ``options`` to ``single``, and returns ``single``.
 
     Args:
-        single: Options of one of the collectives that are started in place of a single one.
+        single: Options of one of the collectives that replace a single one.
         options: Options of the replaced collective, or ``None`` to copy nothing.
     """
     for name in ("reduceOp", "timeout", "asyncOp"):
@@ -182,7 +182,7 @@ def _differ(parts: Sequence[torch.Tensor]) -> bool:
 
 
 TREATMENTS: Mapping[str, Callable[..., Any] | None] = {
-    # For these methods, gloo itself copies the tensors through pinned host memory.
+    # gloo itself copies the tensors of these methods through pinned host memory.
     "allreduce": None,
     "broadcast": None,
     "reduce": None,
@@ -191,7 +191,7 @@ TREATMENTS: Mapping[str, Callable[..., Any] | None] = {
     "alltoall": None,
     "alltoall_base": None,
     "all_to_all_single": None,
-    # For these methods, gloo itself copies the tensors, but only if all parts have the same size.
+    # gloo itself copies the tensors of these methods, but only if all parts have the same size.
     "allgather": _gather_unequal,
     "_allgather_base": None,
     "all_gather_single": None,
@@ -215,7 +215,7 @@ TREATMENTS: Mapping[str, Callable[..., Any] | None] = {
     "barrier": None,
     "monitored_barrier": None,
 }
-"""Functions that replace methods of a gloo process group for GPU tensors, by method name.
+"""Functions that replace methods of a gloo process group for GPU tensors, keyed by method.
 
 ``None`` means that the method works and is not replaced. The list contains the methods of
 ``ProcessGroupGloo.cpp`` in torch 2.6 to 2.11, and the additional names that torch 2.13 has for some

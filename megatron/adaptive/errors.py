@@ -6,10 +6,10 @@
     ├── ConfigError          a flag, a file or a combination of settings is invalid
     ├── SetupError           the machine lacks something (device, port, permission, package)
     ├── DataError            corpus, vocabulary or token files are missing, broken or mismatched
-    ├── CheckpointError      a checkpoint is missing, incomplete, newer or of another model
-    │   └── DamagedCheckpointError   a checkpoint differs from what was written
+    ├── CheckpointError      a checkpoint is missing, incomplete, too new or of another model
+    │   └── DamagedCheckpointError   a checkpoint is damaged or incomplete
     ├── ScheduleError        a pipeline schedule is invalid (for example, it would deadlock)
-    ├── TraceError           trace files are missing, of several runs, or of a newer format
+    ├── TraceError           trace files are missing, from several runs or too new
     ├── DeviceMemoryError    the accelerator ran out of memory
     └── TransportError       a channel between two ranks failed
         ├── PeerLostError    the process at the other end has exited or cannot be reached
@@ -66,7 +66,7 @@ class TransportError(AdaptiveError):
 
 
 class PeerLostError(TransportError):
-    """The process at the other end of a channel has exited or is unreachable."""
+    """The process at the other end of a channel has exited or cannot be reached."""
 
 
 class DeadlineError(TransportError):

@@ -39,7 +39,7 @@ def require(purpose: str) -> ModuleType:
     """Returns the extension, or raises an error if the extension is not usable.
 
     Args:
-        purpose: Name of the feature that needs the extension. The error message begins with it.
+        purpose: Name of the feature that needs the extension, for the start of the error message.
 
     Raises:
         SetupError: The extension is not usable. The message states the reason and how to build the
@@ -53,7 +53,8 @@ def require(purpose: str) -> ModuleType:
 
 @functools.cache
 def _attempt() -> tuple[ModuleType | None, str | None]:
-    # Cache the result, because callers ask often, and Python would repeat a failed import.
+    # Cache the result, because this function is called often, and Python would repeat a failed
+    # import.
     try:
         module = importlib.import_module(_NAME)
     except ModuleNotFoundError as error:

@@ -1,7 +1,7 @@
 """Lets two processes of a job prove to each other that they know the job's secret.
 
-The visitor is the side that connects, and the listener is the side that accepts. Neither side reads
-a message before it has checked the other side's proof::
+The visitor is the side that opens the connection, and the listener is the side that accepts it.
+Neither side reads a message before it has checked the other side's proof::
 
     visitor                                     listener
       magic, nonce a         ────────────────────>
@@ -10,13 +10,13 @@ a message before it has checked the other side's proof::
       length, MAC, payload   <───────────────────>  length, MAC, payload
 
 Proofs and keys are computed with HMAC-SHA256 from the purpose of the connection and both nonces,
-using the secret as the key. A proof is therefore useless in any other connection, and sending a
-received proof back proves nothing. The MAC (message authentication code) of a message also covers
-the index of the message, so repeated, dropped or reordered messages are detected. Nothing is
+using the secret as the key. A proof is therefore useless on any other connection, and a received
+proof that is sent back proves nothing. The MAC (message authentication code) of a message also
+covers the index of the message, so repeated, dropped or reordered messages are detected. Nothing is
 encrypted, so messages must not contain secrets.
 
 :class:`Handshake` and :class:`Session` do no I/O: their callers send and receive the bytes. In this
-package's Python code, only :class:`Gate` accepts TCP connections. It hands over a connection only
+package's Python code, only :class:`Gate` accepts TCP connections. It passes a connection on only
 after the peer has proved that it knows the secret.
 """
 
@@ -64,7 +64,7 @@ def new_secret() -> str:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes ``text`` atomically to the file ``path``. Other users cannot read it at any time.
+    """Writes ``text`` atomically to the file ``path``, which other users cannot read at any time.
 
     Raises:
         OSError: The file cannot be written.
@@ -78,7 +78,7 @@ def write_private(path: Path, text: str) -> None:
 
 
 class Session:
-    """Signs and checks the messages of a connection after both sides have proved the secret.
+    """Signs and checks the messages of a connection whose two sides have proved the secret.
 
     One thread may send messages while another one receives messages.
 
@@ -143,7 +143,7 @@ class Handshake:
 
     Each connection needs a new object. First send :attr:`first`. Then, as long as :attr:`wanted` is
     not 0, read that number of bytes, pass them to :meth:`advance`, and send the returned bytes.
-    Finally, :attr:`session` is set.
+    After that, :attr:`session` is set.
 
     Args:
         secret: Secret of the job. If the secret is empty, every handshake fails.
@@ -235,8 +235,8 @@ class SealedSocket:
             most: Maximum size of the payload in bytes.
 
         Raises:
-            OSError: The connection ended, the socket timed out, or the message is too long or does
-                not come from the peer.
+            OSError: The connection ended, the socket timed out, or the message is too long or is
+                not from the peer.
         """
         head = read_exactly(self.socket, HEAD_BYTES)
         length = self.session.length(head)
@@ -256,10 +256,11 @@ class SealedSocket:
     def receive_memory(self, *parts: memoryview) -> None:
         """Fills ``parts`` with the bytes that the peer has sent with :meth:`send_memory`.
 
-        Do not use the bytes before this method has returned, because they may not be verified yet.
+        Do not use the bytes before this method has returned, because until then they may be
+        unverified.
 
         Raises:
-            OSError: The connection ended, or a message does not come from the peer.
+            OSError: The connection ended, or a message is not from the peer.
         """
         for piece in _pieces(parts):
             head = read_exactly(self.socket, HEAD_BYTES)
@@ -297,7 +298,7 @@ def dial(
     """Connects to a listener of the job, completes the handshake, and returns the socket.
 
     If the connection is lost during the handshake, this function connects again, because a listener
-    drops visitors if it has too many of them.
+    with too many visitors drops some of them.
 
     Args:
         address: Host and port of the listener.
@@ -371,7 +372,7 @@ def _local_address(host: str) -> tuple[socket.AddressFamily, str] | None:
         if len(resolved) == 1:
             ((family, address),) = resolved
             # Debian resolves a machine's own name to a loopback address, which other machines
-            # cannot reach. Only listen on this address if the caller passed it explicitly.
+            # cannot reach. Listen on such an address only if the caller passed it explicitly.
             if not is_loopback(address) or host in (address, "localhost"):
                 with socket.socket(family) as probe:
                     probe.bind((address, 0))
@@ -381,7 +382,7 @@ def _local_address(host: str) -> tuple[socket.AddressFamily, str] | None:
 
 _MOST_WAITING = 4096
 _SHARE = 4
-"""Unauthenticated peers may use at most 1 / ``_SHARE`` of the limit on open files.
+"""Unauthenticated peers may use at most ``1 / _SHARE`` of the allowed number of open files.
 """
 _PROVE_S = 5.0
 _CLOSE_S = 1.0
@@ -424,8 +425,8 @@ class Gate:
         self._purpose = purpose
         self._admit = admit
         self._report = report
-        # Maps each task that waits for a visitor's proof to the address of the visitor. The
-        # dictionary begins with the oldest visitor.
+        # Maps each task that waits for a visitor's proof to the visitor's address, oldest visitor
+        # first.
         self._waiting: dict[asyncio.Task[Session | None], str] = {}
         # Tasks that were cancelled to make room for new visitors, but have not closed their
         # connections yet.
@@ -453,7 +454,7 @@ class Gate:
         Visitors that have not been admitted yet are disconnected.
         """
         self._is_closed = True
-        # The event loop raises this error if it is already closed.
+        # The event loop raises this error if it has already been closed.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._stop)
         if threading.current_thread() is not self._thread:
@@ -498,8 +499,8 @@ class Gate:
     async def _next_visitor(self) -> tuple[socket.socket, Any]:
         """Waits for the next connection, and returns its socket and the peer's address.
 
-        Does not use asyncio's ``sock_accept``, which logs a traceback if it is cancelled at the
-        moment at which a connection arrives.
+        This method does not use asyncio's ``sock_accept``, which logs a traceback if it is
+        cancelled just as a connection arrives.
         """
         while True:
             try:
@@ -520,7 +521,7 @@ class Gate:
             self._loop.remove_reader(self._listening)
 
     async def _attend(self, connection: socket.socket, address: str) -> Session | None:
-        """Waits for a visitor's proof, and returns its session, or ``None`` if the proof fails."""
+        """Waits for a visitor's proof, and returns the session, or ``None`` if the proof fails."""
         try:
             return await asyncio.wait_for(self._prove(connection), _PROVE_S)
         except asyncio.TimeoutError:
@@ -549,7 +550,7 @@ class Gate:
     async def _prove(self, connection: socket.socket) -> Session | None:
         """Completes the handshake with the visitor on ``connection``, and returns the session.
 
-        Returns ``None`` if the visitor sent nothing, for example because it only tested whether the
+        Returns ``None`` if the visitor sent nothing, for example because it only checked that the
         port is open.
         """
         shake = Handshake(self._secret(), self._purpose, visiting=False)

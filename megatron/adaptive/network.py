@@ -50,13 +50,12 @@ def own_address(interface: str | None, peer: str | None = None, *, alone: bool =
         interface: Name of the network interface to use. With ``None``, this function tries the
             interface of the route to ``peer``, then the interface of the default route, and then
             the first active interface.
-        peer: Address or host name of a different node of the job, or ``None`` if unknown.
-        alone: Whether the whole job runs on this machine. If True, a loopback address is
-            sufficient.
+        peer: Address or host name of another node of the job, or ``None`` if unknown.
+        alone: Whether the whole job runs on this machine. If True, a loopback address is enough.
 
     Raises:
         ConfigError: The network interface ``interface`` does not exist or has no address.
-        SetupError: The node has only loopback addresses, but the job uses other nodes.
+        SetupError: The node has only loopback addresses, but the job also runs on other nodes.
     """
     if interface is not None:
         by_interface = addresses()

@@ -2,7 +2,7 @@
 
 megatron-core passes the device ``"cuda"`` to tensor factories such as ``torch.zeros``, asks
 ``torch.cuda`` for the current device and its random state, and compares ``Tensor.type()`` with
-``torch.cuda.*`` names. This module gives megatron-core a stand-in for the module ``torch``, with a
+``torch.cuda.*`` names. This module gives megatron-core a stand-in for the ``torch`` module, with a
 substitute for each of these functions. The stand-in looks up all other names in torch itself when
 they are used::
 
@@ -14,9 +14,9 @@ An import hook (a finder at the head of ``sys.meta_path``) gives Megatron-LM's m
 ``__import__`` that returns the stand-ins. torch is unchanged for all other libraries, so both torch
 and the stand-ins can be used in one process. The methods ``Tensor.cuda()`` and ``Module.cuda()``
 belong to classes that all libraries share, so they are replaced for all libraries. The replacements
-check their caller, and behave differently from torch's methods only for modules of Megatron-LM.
+check their caller, and differ from torch's methods only if a module of Megatron-LM calls them.
 
-Each function ``_substitute_*`` makes one substitution and has its own test. When a new release of
+Each function ``_substitute_*`` makes one substitution and has its own test. If a new release of
 torch or megatron-core breaks a substitution, its test fails. If CUDA is available, this module
 changes nothing.
 """
@@ -140,7 +140,7 @@ def install_for_trainer() -> bool:
 
 
 def include_program(namespace: dict[str, Any]) -> None:
-    """Extends the substitution to the modules of a program that uses Megatron-LM.
+    """Extends the substitution to the modules of a user's program that uses Megatron-LM.
 
     The program consists of the calling module, the modules in the same folder, and the modules in
     the folder that contains Megatron-LM (such as ``gpt_builders.py``). A module gets the
@@ -170,7 +170,7 @@ def renew_program() -> None:
 def _as_part_of_import(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a copy of ``function`` whose stack frames look like those of the import system.
 
-    The module ``warnings`` skips such stack frames. Without the copy, a warning about an import
+    The ``warnings`` module skips such stack frames. Without the copy, a warning about an import
     would point to this file instead of the code that imports the module.
     """
     code = function.__code__.replace(co_filename="<importlib._bootstrap of megatron.adaptive>")
@@ -208,7 +208,7 @@ class Finder(importlib.abc.MetaPathFinder):
 
     Attributes:
         builtins: Built-in names for modules of Megatron-LM, with an ``__import__`` that returns
-            stand-ins. A module uses the substitutes if its ``__builtins__`` is this dictionary.
+            stand-ins. A module whose ``__builtins__`` is this dictionary uses the substitutes.
         constants: Replacements for string constants in the code of Megatron-LM, keyed by the
             original string.
         adaptations: Functions that change a module of Megatron-LM immediately after its import,
@@ -230,15 +230,15 @@ class Finder(importlib.abc.MetaPathFinder):
         self.substitutes("torch")["distributed"] = self._modules["torch.distributed"]
 
     def substitutes(self, module: str) -> dict[str, Any]:
-        """Returns the substitutes for names of ``module``. Callers may add more."""
+        """Returns the substitutes for names of ``module``. Callers may add more substitutes."""
         return self._substitutes[module]
 
     def add_module(self, module: types.ModuleType) -> None:
-        """Lets modules of Megatron-LM, but no other modules, import ``module`` by its name."""
+        """Lets modules of Megatron-LM, and no others, import ``module`` by its name."""
         self._modules[module.__name__] = module
 
     def remove_module(self, name: str) -> types.ModuleType:
-        """Removes and returns the module ``name``, which was added by :meth:`add_module`."""
+        """Removes and returns the module ``name`` that :meth:`add_module` has added."""
         return self._modules.pop(name)
 
     def calls_from(self, frame: types.FrameType) -> bool:
@@ -260,8 +260,8 @@ class Finder(importlib.abc.MetaPathFinder):
                 spec = find(fullname, path, target)
             if spec is not None:
                 break
-        # Only modules with Python source need substitutes. Other loaders load C modules and
-        # namespace packages.
+        # Only modules with Python source need substitutes. C modules and namespace packages have
+        # other loaders.
         if spec is not None and type(spec.loader) is SourceFileLoader:
             spec.loader = _Loader(self, spec.loader)
         return spec
@@ -325,8 +325,8 @@ class Finder(importlib.abc.MetaPathFinder):
         level: int = 0,
     ) -> Any:
         """Works like ``__import__``, but returns the stand-in of ``name`` if there is one."""
-        # For the statement "import a.b", __import__ must return a. For "from a.b import c", it must
-        # return a.b.
+        # For the statement "import a.b", __import__ must return a, and for "from a.b import c",
+        # a.b.
         returned = name if fromlist else name.partition(".")[0]
         stand_in = None if level else self._modules.get(returned)
         if stand_in is not None and returned not in self._substitutes:
@@ -355,7 +355,7 @@ class _Loader(SourceFileLoader):
 
     @_as_part_of_import
     def exec_module(self, module: types.ModuleType) -> None:
-        """Runs the code of ``module``, and then the function that adapts it, if there is one."""
+        """Runs the code of ``module``, and then the function that adapts it, if any."""
         super().exec_module(module)
         adapt = self._finder.adaptations.get(module.__name__)
         if adapt is not None:
@@ -385,13 +385,12 @@ def _is_own(name: str) -> bool:
 
 
 def _is_installed(file: str) -> bool:
-    # Compare strings. With pathlib, this would take 0.25 s for the thousands of modules of a
-    # program.
+    # Compare strings, because pathlib would take 0.25 s for the thousands of modules of a program.
     return f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file
 
 
 def _uses_megatron(namespace: dict[str, Any]) -> bool:
-    """Returns whether one of the global names in ``namespace`` was imported from Megatron-LM."""
+    """Returns whether any global name in ``namespace`` was imported from Megatron-LM."""
     for value in list(namespace.values()):
         if isinstance(value, types.ModuleType):
             origin = value.__name__
@@ -514,8 +513,8 @@ def _substitute_compiler(finder: Finder) -> None:
     """Makes ``torch.compile`` return functions of Megatron-LM uncompiled.
 
     On a CPU, the first call of a compiled function takes half a minute. Calling ``torch.compile``
-    also loads the compiler, which takes a third of a process's startup time. Set the environment
-    variable ``TORCHDYNAMO_DISABLE=0`` to enable compilation again.
+    also loads the compiler, which takes a third of a process's startup time. To enable compilation
+    again, set the environment variable ``TORCHDYNAMO_DISABLE=0``.
     """
 
     def compile_if_asked(model: Any = None, **options: Any) -> Any:
@@ -593,7 +592,7 @@ def _substitute_unequal_parts(finder: Finder) -> None:
     def reduce_scatter(
         output: torch.Tensor, parts: list[torch.Tensor], *args: Any, **options: Any
     ) -> Any:
-        # The code below computes a sum, but a positional argument may select a different operation.
+        # The code below computes a sum, but a positional argument may select another operation.
         if args or not differ(parts, options):
             return dist.reduce_scatter(output, parts, *args, **options)
         received = output.new_empty(len(parts), *output.shape)

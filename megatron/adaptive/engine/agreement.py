@@ -47,10 +47,10 @@ from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.transport.interface import Arrival, Completions, Item, Label, Notice
 
-# A follower sends this message to report that it cannot continue. No label of an input is encoded
-# as this number.
+# A follower sends this number to report that it cannot continue. No input is encoded as this
+# number.
 _LOST = (1 << 63) - 1
-# The leader sends this message to announce that no new action starts while the current action
+# The leader sends this number to announce that no new action starts while the current action
 # communicates. No action is encoded as this number, because there is no kind 3.
 _NOTHING = 3 << 30
 _FOR_EVER_S = 1e8
@@ -63,9 +63,9 @@ _REPORT_S = 1.0
 class Agreement:
     """Chooses this rank's next action.
 
-    This base class is for a rank without a decision group, and only asks the policy. Subclasses
-    make all ranks of a group run the same action. The methods must only be called from the
-    executor's thread.
+    This base class serves a rank without a decision group: it always runs the action that the
+    policy picks. Subclasses make all ranks of a group run the same action. The methods must only be
+    called from the executor's thread.
     """
 
     @property
@@ -120,7 +120,7 @@ class Agreement:
         return policy.pick(state)
 
     def missing(self) -> str:
-        """Returns text for error messages that lists the inputs not yet received by all members.
+        """Returns text that lists the inputs not yet received by all members, for error messages.
 
         The text also names the members on which each input is missing. It is empty if no input is
         missing.
@@ -273,7 +273,7 @@ class Follower(Agreement):
         self._step = -1
         self._is_static = True
         self._reported: set[Action] = set()
-        self._has_ended = False  # This becomes True when no more reports can be sent.
+        self._has_ended = False  # True when no more reports can be sent.
         self._is_closed = False
         completions.listen(self._hear)
 
@@ -342,7 +342,7 @@ class Follower(Agreement):
                 raise
 
     def _report_loss(self) -> None:
-        """Tries for up to 1 s to report to the leader that this rank cannot continue."""
+        """Reports to the leader that this rank cannot continue. Gives up after 1 s."""
         if not self._lock.acquire(timeout=_REPORT_S):
             return
         try:
@@ -385,7 +385,7 @@ def connect(
 
 
 def encode(action: Action, extra: int) -> int:
-    """Packs ``action`` and the integer ``extra`` into 63 bits, which :func:`decode` unpacks.
+    """Encodes ``action`` and ``extra`` in 63 bits. The inverse function is :func:`decode`.
 
     In a decision, ``extra`` is the index of the action's piece. In a report, ``extra`` is the index
     of the step.
@@ -404,5 +404,5 @@ def encode(action: Action, extra: int) -> int:
 
 
 def decode(number: int) -> tuple[ActionKind, int, int, int]:
-    """Unpacks ``number``, a result of :func:`encode`, into (kind, chunk, microbatch, extra)."""
+    """Decodes ``number``, a result of :func:`encode`, into (kind, chunk, microbatch, extra)."""
     return KINDS[number >> 30 & 3], number >> 20 & 0x3FF, number & 0xFFFFF, number >> 32

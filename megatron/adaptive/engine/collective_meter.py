@@ -70,10 +70,10 @@ class _Call:
     Attributes:
         operation: Name of the collective.
         size_bytes: Total size in bytes of the inputs and outputs.
-        clock: Clock that records the marks.
-        start: Mark at the start of the call.
-        takes_callback: Whether a callback of the collective's future can record the end.
-        end: Mark at the end of the collective, or ``None`` if it has not finished.
+        clock: Clock that records ``start`` and ``end``.
+        start: Time mark at the start of the call.
+        takes_callback: Whether a callback on the collective's future can record ``end``.
+        end: Time mark at the end of the collective, or ``None`` if it has not finished.
     """
 
     operation: str
@@ -98,7 +98,7 @@ class _Group:
 
 
 class CollectiveMeter:
-    """Measures the collectives that this rank takes part in, while a step is traced.
+    """Measures the collectives in which this rank takes part during a traced step.
 
     All methods must be called from the same thread.
 
@@ -147,7 +147,7 @@ class CollectiveMeter:
         return [_summary(group, self._iteration) for group in measured]
 
     def call(self, operation: str, group: Any, arguments: Sequence[Any]) -> _Call | None:
-        """Creates a record of a collective that is about to start, and returns the record.
+        """Creates and returns the record of a collective that is about to start.
 
         The caller must store the end of the collective in the record. Returns ``None`` if this rank
         does not measure ``group``.
@@ -182,8 +182,8 @@ class _Replacement:
 
     def __init__(self, method: str) -> None:
         self._method = method
-        # Take the method from the class's dictionary, because getattr would return a plain
-        # function, which cannot be restored as a method.
+        # Look the method up in the class's ``__dict__``, because getattr would return a plain
+        # function, which could not be restored as a method.
         self._attribute = vars(dist.ProcessGroup).get(method)
         self._meters: list[CollectiveMeter] = []
 
@@ -194,7 +194,7 @@ class _Replacement:
         return present if isinstance(present, cls) else cls(method)
 
     def join(self, meter: CollectiveMeter) -> Callable[[], None]:
-        """Starts to record calls in ``meter``, and returns a function that stops recording."""
+        """Starts to record calls in ``meter``, and returns a function that stops the recording."""
         if self._attribute is None:
             return lambda: None
         if not self._meters:
@@ -355,10 +355,10 @@ def _summary(group: _Group, iteration: int) -> GroupCollectives:
 
 
 def _chosen(count: int, iteration: int) -> list[int]:
-    """Chooses the collectives of a step whose times are kept, and returns their indices.
+    """Returns the indices of the collectives of a step whose times are kept.
 
     Step ``iteration`` has ``count`` collectives. All ranks choose the same indices, because the
-    choice only depends on the arguments.
+    choice depends only on the arguments.
     """
 
     def key(number: int) -> int:

@@ -22,7 +22,7 @@ from megatron.adaptive.config.environment import is_first_process
 from megatron.adaptive.errors import SetupError
 
 NEWEST = (0, 20)
-"""Newest release of megatron-core with which the tests run."""
+"""Newest release of megatron-core that the tests cover."""
 
 # ``backward_step`` is not listed here, because its arguments differ between releases.
 # ``engine.stages`` checks these arguments.
@@ -61,7 +61,7 @@ def check(oldest: tuple[int, ...], remedy: str) -> None:
 
     Args:
         oldest: Oldest release that the caller supports, such as ``(0, 16, 1)``.
-        remedy: Last part of the error message, which says what users can do instead.
+        remedy: End of the error message, which says what users can do instead.
 
     Raises:
         SetupError: A function of megatron-core is missing or has different parameters.

@@ -37,7 +37,7 @@ _CLOSE_S = 30.0
 # Number of integers that fit into the shared memory. The writer waits while the slowest reader has
 # this many integers left to read.
 _CAPACITY = 256
-# Maximum average number of messages in flight per reader. Above it, the writer waits.
+# Average number of messages in flight per reader above which the writer waits.
 _BEHIND = 8
 _CLOSED = -1
 # Limit timeouts to this range, because gloo counts whole milliseconds, treats 0 as no limit, and
@@ -61,8 +61,8 @@ class Writer:
     ) -> None:
         self._group = group
         self._readers = [(describe(rank), dist.get_group_rank(group, rank)) for rank in readers]
-        # Each ``Work`` of gloo must be waited on before it is released, and its tensor must be kept
-        # alive until then.
+        # Call ``wait`` on each ``Work`` of gloo before releasing it, and keep its tensor alive
+        # until then.
         self._sent: deque[tuple[str, Any, torch.Tensor]] = deque()
 
     def publish(self, value: int, timeout_s: float) -> None:
@@ -140,12 +140,12 @@ class Reader:
         return value
 
     def give_up(self) -> None:
-        """Makes all waiting calls on both ends of a shared-memory channel fail.
+        """Makes all calls that are waiting at either end of a shared-memory channel fail.
 
         This method can be called from any thread.
 
-        For a channel that uses messages, this method does nothing, because such a channel fails
-        when a process exits.
+        For a channel that uses messages, this method does nothing, because such a channel fails by
+        itself when a process exits.
         """
 
     def close(self) -> None:
@@ -177,7 +177,7 @@ class _MemoryEnd:
         self._describe = describe
 
     def _raise(self, lack: str, error: TransportError) -> NoReturn:
-        """Raises ``error`` with the name of the rank that does not respond or has aborted.
+        """Raises ``error`` with the name of the rank that has aborted or does not respond.
 
         If the deadline has passed, the message starts with ``lack``.
         """

@@ -10,7 +10,7 @@ gradient computes it in B.
 Layers of Transformer Engine can delay their weight gradients themselves: B puts the tensors of a
 call into a ``wgrad_store``, and ``backward_dw()`` takes them out. A call uses the ``wgrad_store``
 that the layer has during the call's forward pass. If weight gradients are deferred, each call
-therefore gets a new one. Otherwise, it uses the one with which the layer was built.
+therefore gets a new one. Otherwise, it uses the one that the layer was built with.
 
 The output layer computes its weight gradient in B, because W would otherwise keep the gradients of
 the logits. These gradients need far more memory than the tensors of any other layer, for example 1
@@ -67,11 +67,11 @@ class ParallelLinearCall(LayerCall):
 
     Attributes:
         weight: This rank's shard of the weight, ``[out, in]``.
-        bias: Bias ``[out]`` if the call adds a bias, else ``None``.
+        bias: Bias ``[out]`` if the call adds a bias, otherwise ``None``.
         fuses: Whether a fused kernel computes the weight gradient and adds it directly to
             ``main_grad``.
-        all_reduce_group: Group of tensor-parallel ranks over which input gradients are
-            all-reduced, or ``None``.
+        all_reduce_group: Group of tensor-parallel ranks that all-reduce input gradients, or
+            ``None``.
         sequence_group: Group of ranks that each have a part of the sequence (sequence parallelism),
             or ``None``.
     """
@@ -116,9 +116,9 @@ class ParallelLinearCall(LayerCall):
             yield self.bias, gradient.sum(dim=0)
 
     def _whole(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Gathers ``inputs``, which are parts of a sequence, from all ranks of the group.
+        """Returns the whole input, gathered from the parts ``inputs`` on all ranks of the group.
 
-        The next call overwrites the returned tensor.
+        The next call may overwrite the returned tensor.
         """
         if self.sequence_group is None:
             return inputs
@@ -142,7 +142,7 @@ class GroupedCall(LayerCall):
 
     Attributes:
         weight: Weights of all experts on this rank, in one parameter.
-        shape: Shape ``[experts, in, out]`` to which ``weight`` is reshaped for the matmul.
+        shape: Shape ``[experts, in, out]`` of ``weight`` in the matmul.
         counts: Number of rows of each expert, ``[experts]``, in host memory.
     """
 
@@ -217,7 +217,7 @@ class DelayedCall(LayerCall):
         if hasattr(self.layer, "num_gemms"):
             _discard_gradients(weights, store)
             weights = []
-        parameter: Any  # torch does not know megatron-core's attributes of parameters.
+        parameter: Any  # torch's type hints lack the attributes that megatron-core adds.
         for parameter in (*weights, *biases):
             if parameter.grad is None and hasattr(parameter, "main_grad"):
                 if parameter.dim() > 1:
@@ -274,7 +274,7 @@ def _discard_gradients(weights: Sequence[torch.nn.Parameter], store: WeightGradi
     """
     former = [weight.grad for weight in weights]
     shared: dict[tuple[torch.Size, torch.dtype, torch.device], torch.Tensor] = {}
-    weight: Any  # torch does not know megatron-core's attributes of parameters.
+    weight: Any  # torch's type hints lack the attributes that megatron-core adds.
     for weight in weights:
         key = (weight.shape, weight.dtype, weight.device)
         if key not in shared:
@@ -291,7 +291,7 @@ def _discard_gradients(weights: Sequence[torch.nn.Parameter], store: WeightGradi
 
 
 def _is_absent(gradients: Any) -> bool:
-    """Returns whether the result of a delayed weight gradient contains no bias gradients.
+    """Returns whether ``gradients``, the result of a delayed call, contains no bias gradients.
 
     A grouped layer has a list with a tensor for each bias. The tensors are empty if B has already
     computed the gradients, or if the layer does not add its biases itself.
@@ -427,9 +427,9 @@ class _DeferringGroupedExperts(Deferring):
     ) -> tuple[torch.Tensor, None]:
         """Returns the output ``[tokens, h]`` of the experts for tokens sorted by expert.
 
-        ``permuted_local_hidden_states`` contains the tokens, and ``tokens_per_expert`` the number
-        of tokens of each expert. ``permuted_probs`` contains the factors by which the outputs of
-        the tokens are multiplied.
+        ``permuted_local_hidden_states`` contains the tokens, ``tokens_per_expert`` the number of
+        tokens of each expert, and ``permuted_probs`` the factors by which the outputs of the tokens
+        are multiplied.
         """
         store: Any = self.weight_gradient_store
         layer: Any = self
@@ -476,9 +476,9 @@ def _engine_class(layer: type) -> Any:
 
 
 def defer_layers(chunk: torch.nn.Module) -> list[str]:
-    """Changes the layers of ``chunk`` so that they can defer weight gradients.
+    """Makes the layers of ``chunk`` able to defer weight gradients.
 
-    Only the classes of the layer objects change. Layers defer while a store is attached to them
+    Only the classes of the layer objects change. Layers can defer while a store is attached to them
     (see :func:`attach_store`).
 
     Returns:
@@ -536,7 +536,7 @@ _IN_ITS_BACKWARD = "which computes its weight gradient in its backward pass"
 
 
 def delays_by_itself(chunks: Sequence[torch.nn.Module]) -> bool:
-    """Returns whether ``chunks`` contain layers that can delay weight gradients by themselves.
+    """Returns whether ``chunks`` contain layers that can delay their weight gradients themselves.
 
     Only layers of Transformer Engine can do this.
     """

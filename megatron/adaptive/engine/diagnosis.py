@@ -21,11 +21,11 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parents[3]
 _DIAGNOSE = ("-m", "megatron.adaptive", "trace", "diagnose", "--json")
 _LAST_S = 10.0
-"""Maximum time in seconds to wait at the end of the run for a diagnosis that is still running."""
+"""Maximum time in seconds for which the end of the run waits for a running diagnosis."""
 
 
 class RunningDiagnosis:
-    """Finds out what slows down the run, and reports each cause once.
+    """Finds the causes that slow down the run, and reports each cause once.
 
     Nothing is diagnosed if ``folder`` is ``None``, if ``interval`` is 0, or if the run has too few
     iterations for a diagnosis.
@@ -80,7 +80,7 @@ class RunningDiagnosis:
     def begin_after(self, iteration: int) -> None:
         """Excludes all iterations up to and including ``iteration`` + 1 from later diagnoses.
 
-        Must be called when a new trace is started in the folder, for example after layers were
+        Call this method when a new trace is started in the folder, for example after layers were
         moved.
         """
         self._next = iteration + 2

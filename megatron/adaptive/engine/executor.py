@@ -66,7 +66,7 @@ _CHECK_S = 1.0
 
 _NO_INPUT = ActionInput()
 _OBSERVED = contextlib.nullcontext()
-# Looking up a cached Action is faster than creating one.
+# Looking up a cached ``Action`` is faster than creating a new one.
 _input_of = functools.lru_cache(maxsize=1 << 16)(Action)
 
 
@@ -79,7 +79,8 @@ class _Need(NamedTuple):
         action: Action for which the message is the input. It differs from ``waiting`` if the rank
             waits until another stage has acknowledged an output.
         chunk: Chunk of ``sender`` that computes the message.
-        item: Index of the microbatch on ``sender``, or of the slice if sequences are cut.
+        item: Index of the microbatch on ``sender``, or of the slice if sequences are cut into
+            slices.
     """
 
     waiting: Action
@@ -158,7 +159,7 @@ class RankTimes:
     Attributes:
         busy_s: Total computing time of all actions in seconds, without the time for sending
             results.
-        span_s: Time in seconds from the start of the first action to the end of the last action.
+        span_s: Time in seconds from the start of the first action to the end of the last one.
         actions: Actions in execution order, each with its computing time in nanoseconds.
     """
 
@@ -252,8 +253,8 @@ class Executor:
         """Returns the codes of the last step's actions, in the order in which the actions started.
 
         A code is the number of the action's kind times the number of chunks, plus the index of the
-        chunk (see ``codes_of``). The microbatch and the piece are not encoded, because they are in
-        ascending order within each kind and chunk.
+        chunk (see ``codes_of``). It does not contain the microbatch or the piece, because these are
+        in ascending order within each kind and chunk.
         """
         return tuple(self._codes)
 
@@ -321,7 +322,7 @@ class Executor:
         return NUMBER[action.kind] * self._num_chunks + action.chunk
 
     def _item_of(self, kind: ActionKind, turn: int) -> dict[str, int]:
-        """Returns the microbatch of an action, and also the slice if sequences are cut.
+        """Returns the microbatch of an action, and its slice if sequences are cut into slices.
 
         ``turn`` is the index of the action among the actions of the same kind and chunk.
         """
@@ -479,7 +480,7 @@ class Executor:
         return action
 
     def _ahead(self) -> int:
-        """Returns how many launched actions may be unfinished when the next action is chosen.
+        """Returns how many launched actions may be unfinished when a rule chooses the next one.
 
         Together, these actions should take about ``_AHEAD_NS``, estimated from the previous step.
         """
@@ -494,10 +495,10 @@ class Executor:
         return ahead
 
     def _await_input_of(self, action: Action, policy: Policy, state: RankState) -> None:
-        """Waits until another input arrives, because ``action`` cannot start in ``state`` yet.
+        """Waits until another input arrives, because ``action`` cannot start yet.
 
-        The leader chose ``action``, so its input is on the way to the executor. Raises an error
-        with the name of ``policy`` if the action can never start.
+        The leader chose ``action``, so its input will reach the executor. If the action can never
+        start in ``state``, this method raises an error with the name of ``policy``.
         """
         if self._decides or not state.is_possible(action):
             raise ScheduleError(
@@ -520,7 +521,7 @@ class Executor:
         if self._launched:
             self._clock.wait(self._launched[-1].end)
         if self._away:
-            # An action may end after an action that started later, so wait for all of them.
+            # An action may end after one that started later, so wait for all of them.
             for launched in self._launched:
                 self._clock.wait(launched.end)
         times = []
@@ -557,8 +558,7 @@ class Executor:
         try:
             action = self._agreement.next_action(policy, state, self._timeout_s, may_pass=may_pass)
         except TransportError as error:
-            # If a channel has failed, raise the error of the channel, which is more informative
-            # than a timeout.
+            # If a channel has failed, raise its error, which is more informative than a timeout.
             self._drain(state)
             if isinstance(error, DeadlineError):
                 raise DeadlineError(
@@ -641,8 +641,8 @@ class Executor:
         """
         kind = action.kind
         target = self._targets[kind][action.chunk]
-        # Three results are not needed by any stage: the loss, an input gradient of the first stage,
-        # and an input gradient for a frozen stage.
+        # No stage needs these three results: the loss, the input gradient of the first stage, and
+        # an input gradient for a frozen stage.
         if target is None or (kind is ActionKind.B and not state.sends_gradient(action.chunk)):
             return 0, None
         if tensor is None:
@@ -707,7 +707,7 @@ class Executor:
             if item is not None or until_s == deadline_s:
                 return item
             # A message that was sent before the channel was closed may be in memory, but not yet in
-            # the queue. Another wait would return it.
+            # the queue. Waiting once more would return it.
             if leavers:
                 raise PeerLostError(
                     f"rank {self._pp_rank} of the pipeline waits in step {self._step} for "
@@ -743,7 +743,7 @@ class Executor:
                     tensor, item.nbytes, item.peer, arrived_ns, is_exact
                 )
         elif step != self._step:
-            return  # This is a notice of an earlier step, which is no longer needed.
+            return  # Notices of earlier steps are no longer needed.
         if self._agreement.is_everywhere(item):
             state.arrive(action.kind, action.chunk, action.microbatch)
 
@@ -778,8 +778,8 @@ class ActivationMeter:
         Args:
             chunk: Index of the chunk on this rank, or another integer that identifies the
                 measurement, such as the number of a slice in a chunk.
-            held: Tensors that are not counted, such as parameters. They are read after the forward
-                pass.
+            held: Tensors that are not counted, such as parameters. The iterable is read after the
+                forward pass.
         """
         return _OBSERVED if chunk in self._bytes else self._observe(chunk, held)
 

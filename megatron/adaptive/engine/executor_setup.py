@@ -153,7 +153,8 @@ def build_executor(
             each pair of ranks.
         in_flight: Maximum number of received inputs that a rank keeps at the same time. It
             determines the size of the receive buffers (see ``Orders.inputs_in_flight``).
-        widths: Number of data-parallel ranks of each stage if the numbers differ, else ``None``.
+        widths: Number of data-parallel ranks of each stage if the numbers differ, otherwise
+            ``None``.
         pp_ranks: Global ranks of this pipeline in the order of the placement, or ``None`` for the
             order of megatron-core.
         model: megatron-core's configuration of the model, or ``None`` for a model without experts.
@@ -247,7 +248,7 @@ def open_trace(
     frozen_stages: int = 0,
     collector: str | None = None,
 ) -> Tracing:
-    """Opens this rank's trace file and returns the trace.
+    """Opens this rank's trace file, and returns the trace.
 
     Trace files of an earlier run are first moved out of the folder.
 
@@ -369,7 +370,7 @@ def require_equal_settings(settings: Mapping[str, str], group: Any = None) -> No
 
 
 def _store_host() -> str | None:
-    """Returns the host on which the job's key-value store runs, or ``None`` if there is no host."""
+    """Returns the host of the job's key-value store, or ``None`` if the store has no host."""
     store: Any = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -428,7 +429,7 @@ def _build_agreement(
     if transport is None or is_alone():
         return Agreement()
     members = decision_group(model, model_groups)
-    # All members of a decision group get the same list, so either all or none of them return here.
+    # All members of a decision group get the same list, so either all of them return here or none.
     if len(members) == 1:
         return Agreement()
     group = gloo_group(members, gather)

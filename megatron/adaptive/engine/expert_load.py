@@ -2,10 +2,10 @@
 
 An exchange is a collective of the expert-parallel ranks during a forward or backward pass. It
 transfers tokens to experts and back (all-to-all, or all-gather and reduce-scatter), or it transfers
-token counts. The exchange time is the time for which an action waits for the exchange. If another
-action runs during the exchange (see ``lanes``), only the wait after that action counts. Ranks whose
-experts have more tokens start the next exchange late, so long exchange times on the other ranks
-show the cost of an unequal load.
+token counts. The exchange time is how long an action waits for the exchange. If another action runs
+during the exchange (see ``lanes``), only the wait after that action counts. Ranks whose experts
+have more tokens start the next exchange late, so long exchange times on the other ranks show the
+cost of an unequal load.
 
 Measurements are only made if the model has experts and a trace or monitor needs them. Counting
 costs one addition of short vectors on the device per layer and forward pass.
@@ -46,7 +46,7 @@ def measured_experts(
 
 
 class ExpertLoad:
-    """Counts the tokens that each expert on this rank processes per step, and times exchanges.
+    """Counts the tokens that each expert on this rank processes in a step, and times exchanges.
 
     Args:
         chunks: Model chunks of this rank. Hooks on their expert layers count the tokens of all
@@ -136,7 +136,7 @@ class ExpertLoad:
 
     @contextmanager
     def _watching_exchanges(self) -> Iterator[None]:
-        """Times the collectives of expert-parallel groups while the context is active."""
+        """Times the collectives of expert-parallel groups until the context exits."""
         groups = {id(group) for group in self._groups.experts if group.size() > 1}
 
         def timed(function: Callable[..., Any]) -> Callable[..., Any]:

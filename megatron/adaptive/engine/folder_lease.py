@@ -1,4 +1,4 @@
-"""Grants the right to write to a folder to one job at a time, with numbered claims.
+"""Grants one job at a time the right to write to a folder, by numbered claims.
 
 The holder of the right regularly increments a counter (a heartbeat).
 
@@ -41,9 +41,9 @@ from megatron.adaptive.errors import SetupError
 from megatron.adaptive.handshake import write_private
 
 BEAT_S = 2.0
-"""Interval in seconds at which the holder of the right increments its counter."""
+"""Interval in seconds between two increments of the holder's counter."""
 STALE_S = 10.0
-"""Time in seconds after which another job may take over if the counter has not changed."""
+"""Time in seconds without a change of the counter after which another job may take over."""
 _LOOK_S = 0.2
 _ENDED = "ended"
 _FOLDER = ".lease"
@@ -63,7 +63,7 @@ _KEPT = 8  # A new claim removes the files of at most this many earlier claims.
 
 
 class LeaseTakenError(SetupError):
-    """Raised if another job holds the folder. The attribute ``owner`` describes that job."""
+    """Raised if another job holds the right to the folder. ``owner`` describes that job."""
 
     def __init__(self, message: str, owner: Mapping[str, Any]) -> None:
         super().__init__(message)
@@ -107,13 +107,13 @@ class Lease:
             job: ID of the job, or ``None`` if a manager (the program that starts elastic jobs)
                 claims the right.
             restarts: Number of restarts of the job so far, or ``None`` for a manager.
-            run: Name by which ranks identify their manager, or ``None`` for a job.
+            run: Name by which ranks recognize their manager, or ``None`` for a job.
 
         Returns:
             Number of the claim.
 
         Raises:
-            LeaseTakenError: Another job holds the folder.
+            LeaseTakenError: Another job holds the right to the folder.
             OSError: The folder is not writable.
         """
         facts = {"job": job, "restarts": restarts, "run": run}
@@ -137,7 +137,7 @@ class Lease:
         self.number = number
 
     def join_manager(self, number: int | None, job: str) -> bool:
-        """Shares the right of this process's manager, if the manager holds the right to the folder.
+        """Shares the right to the folder with this process's manager, if the manager holds it.
 
         Returns whether the manager holds the right.
 
@@ -199,7 +199,7 @@ class Lease:
     def is_held(self, say: Callable[[str], None]) -> bool:
         """Increments the counter, and returns whether this job still holds the right.
 
-        If the folder is not writable, the method cannot find out whether another job has taken
+        If the folder is not writable, the method cannot determine whether another job has taken
         over, and returns True.
 
         Args:
@@ -248,7 +248,7 @@ class Lease:
                 raise self.taken(over=True) from None
 
     def end(self) -> None:
-        """Releases the right if this process made the claim, so that other jobs do not wait."""
+        """Releases the right if this process made the claim, so that other jobs need not wait."""
         self._over.set()
         if self._claimed and self.number:
             with contextlib.suppress(OSError):  # Writing fails if another job has taken over.
@@ -259,7 +259,7 @@ class Lease:
 
         Args:
             number: Number of the claim of the other job, or ``None`` for the newest claim.
-            over: Whether the other job took over the right from this job.
+            over: Whether the other job has taken the right from this job.
         """
         owner = self._facts(self._last() if number is None else number)
         is_managed = "run" in owner
@@ -319,8 +319,8 @@ class Lease:
         finally:
             draft.unlink(missing_ok=True)
         if self._last() > number:
-            # This process was suspended. Meanwhile, other processes made a claim with this number
-            # and later claims, and then removed this claim because it was outdated.
+            # While this process was suspended, other processes made a claim with this number and
+            # later ones, and then removed this claim because it was outdated.
             claim.unlink(missing_ok=True)
             return False
         former = self.number
@@ -356,8 +356,8 @@ class Lease:
         is_restart = is_same and owner.get("restarts", 0) < claimed["restarts"]
         if first == _ENDED or _is_gone(owner) or is_restart:
             return False
-        # Count reads instead of measuring time: while the storage hangs, the holder cannot
-        # increment its counter either.
+        # Count the reads of the counter instead of measuring time, because the holder cannot
+        # increment its counter while the storage hangs.
         for _ in range(round(STALE_S / _LOOK_S)):
             if self._path("claim", number + 1).exists():
                 return False
@@ -412,7 +412,7 @@ def _read(path: Path) -> str:
 
 
 def _here() -> dict[str, Any]:
-    """Returns values that identify this process, its container and the last boot."""
+    """Returns values that identify this process, its container and the machine's last boot."""
     try:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:

@@ -4,7 +4,8 @@ A thread writes the rank's activity to a file every second. When the process get
 ``faulthandler`` writes the rank's stack traces, even while C code holds the GIL. The first rank of
 a machine also starts the detector's process. Machines exchange the reports of their detectors
 through the job's key-value store. The reporting threads of a machine's ranks take turns in
-exchanging them, so that the exchange continues if one rank hangs. None of this delays a step.
+exchanging these reports, so that the exchange continues if one rank hangs. None of this delays a
+step.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from megatron.adaptive.transport.liveness import describe
 SIGNAL = signal.SIGRTMIN + 9
 PERIOD_S = 1.0
 _FIRST_ITERATIONS = 2
-"""Number of iterations in which a rank may compile kernels or connect to other ranks."""
+"""Number of iterations at the start in which a rank may compile kernels or connect to others."""
 _GPU_MODULE = re.compile(r"torch\.(cuda|distributed\.distributed_c10d)(\.|$)")
 _GPU_READ = re.compile(r"\.(item|tolist|cpu|synchronize)\(")
 _STILL_S = 2.5
@@ -84,7 +85,8 @@ class HangGuard:
         self._machine = self._machines.index(machines[rank])
         local = [peer for peer, machine in enumerate(machines) if machine == machines[rank]]
         self._turn = local.index(rank), len(local)
-        # Last iteration that the rank reported, and number of iterations that it has reported.
+        # Index of the last iteration that the rank reported, and number of iterations reported so
+        # far.
         self._iteration = 0
         self._num_iterations = 0
         self._store = dist.distributed_c10d._get_default_store()
@@ -172,7 +174,7 @@ class HangGuard:
         )
 
     def _run(self) -> None:
-        self._accelerator.make_current()  # The snapshot asks the GPU which actions have finished.
+        self._accelerator.make_current()  # The snapshot queries the GPU for finished actions.
         store = None
         periods = 0
         while True:

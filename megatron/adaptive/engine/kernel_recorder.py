@@ -141,8 +141,9 @@ class KernelRecorder:
         marks = [event.time_range.start for event in events if event.name == _MARK]
         if len(marks) < len(self._marks_ns):
             return
-        # The clock is read shortly before the profiler records the mark. Of several marks, the pair
-        # of times with the shortest delay gives the most accurate offset between the clocks.
+        # The trace's clock is read shortly before the profiler records the mark. Of several marks,
+        # the one with the shortest delay between the two gives the most accurate offset between the
+        # clocks.
         pairs = zip(self._marks_ns, sorted(marks), strict=False)
         shift_ns = max(time_ns - round(mark_us * 1e3) for time_ns, mark_us in pairs)
         for event in events:

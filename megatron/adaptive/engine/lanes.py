@@ -11,11 +11,10 @@ rest of the exchange::
 If the other lane has no action, the policy chooses what starts there: an action of another kind, a
 weight gradient, or nothing. A weight gradient finishes before the turn is passed back.
 
-The turn is only passed at exchanges and at the end of actions, and never depends on time. All
-members of a decision group therefore start the collectives of both actions in the same order, and
-both actions may use the same communicators. This cannot deadlock, because every member starts an
-exchange at the same position of this order, and nothing before an exchange waits for anything after
-it.
+The turn is passed only at exchanges and at the end of actions, regardless of time. All members of a
+decision group therefore start the collectives of both actions in the same order, and both actions
+may use the same communicators. This cannot deadlock, because every member starts an exchange at the
+same position of this order, and nothing before an exchange waits for anything after it.
 
 GPUs use the same code. The process group runs an exchange on a separate stream, and the kernels of
 the other lane are launched in the meantime. Waiting for the exchange only delays kernels that are
@@ -38,7 +37,7 @@ _JOIN_S = 30.0
 
 
 class _Abandoned(Exception):  # noqa: N818 - ends a lane if the other one failed
-    """Raised in an action to stop it, after an action in the other lane has failed."""
+    """Raised in an action to stop it after the action in the other lane has failed."""
 
 
 class Lanes:
@@ -48,14 +47,14 @@ class Lanes:
 
     Args:
         decide: Function that returns the next action, or ``None`` if no action starts. Its argument
-            says whether an action that is communicating can continue instead.
+            is whether an action that is communicating can continue instead.
         perform: Function that runs a chosen action until it finishes.
         await_arrival: Function that blocks until another input has arrived.
         mark: Function that returns a time mark of the device.
 
     Attributes:
-        away: Pairs of time marks of the device for each action: when the action's lane passed the
-            turn, and when it got the turn back.
+        away: Pairs of device time marks for each action: when its lane passed the turn to the other
+            lane, and when it got the turn back.
     """
 
     def __init__(

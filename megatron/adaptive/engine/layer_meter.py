@@ -10,8 +10,8 @@ known::
 
 Weight gradients that a schedule computes later do not count as part of a layer's backward pass.
 Forward passes that are repeated during the backward pass (activation recomputation) are not counted
-either. If the model calls only parts of a layer, nothing is recorded for this layer. This is the
-case if exchanges of experts' tokens are overlapped.
+either. If the model calls only parts of a layer, nothing is recorded for this layer. megatron-core
+does so when it overlaps exchanges of experts' tokens.
 """
 
 from __future__ import annotations

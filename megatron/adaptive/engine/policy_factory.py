@@ -38,17 +38,17 @@ class Orders:
         placement: Assignment of pipeline stages to ranks.
         pp_rank: Pipeline rank of this process.
         cap: Limit on the activations that a rank keeps, or ``None`` for the default limit of this
-            pipeline. A value of 1 is the activation memory of one microbatch in all chunks of the
-            rank.
+            pipeline. The unit is the activation memory of one microbatch in all chunks of the rank.
         splits: Whether weight gradients are separate actions (W) instead of part of the backward
             pass.
         pieces: Number of W actions into which a weight gradient is split under a run-time rule. The
             rule fills short waits with these actions. Under a static schedule, each weight gradient
             is a single W.
-        schedule_file: Path of the schedule file if ``schedule`` is ``file``, else ``None``.
+        schedule_file: Path of the schedule file if ``schedule`` is ``file``, otherwise ``None``.
         group_size: Number of consecutive microbatches that a chunk runs under ``interleaved``, or
             ``None`` for the number of ranks of the pipeline.
-        widths: Number of data-parallel ranks of each stage if the numbers differ, else ``None``.
+        widths: Number of data-parallel ranks of each stage if the numbers differ, otherwise
+            ``None``.
         auto_candidates: Names of additional schedules that ``auto`` tries.
         slice_shares: Length of each slice into which sequences are cut, as a fraction of the
             sequence. The fractions must add up to 1. By default, sequences are not cut.
@@ -97,8 +97,8 @@ class Orders:
             weight_pieces = self._from_file.weight_pieces
         elif splits:
             weight_pieces = pieces if is_rule(_simulated_name(schedule)) else 1
-        # This candidate has the name that the user selected, which may be ``auto``. If its cap is
-        # None, the default limit on activations is used.
+        # This candidate has the name that the user selected, possibly ``auto``. If its cap is
+        # ``None``, the default limit on activations is used.
         self._chosen = Candidate(
             name=schedule,
             placement=placement,

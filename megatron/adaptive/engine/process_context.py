@@ -1,4 +1,4 @@
-"""Manages a process of a job: its device, small messages to other ranks, and cleanup."""
+"""Manages a process of a job: its device, its small messages to other ranks, and its cleanup."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FAILED_SETUPS = "megatron-adaptive-failed"
 _FAILED_TOGETHER_S = 3.0
 """Maximum time in seconds to wait for the setup to fail on all ranks."""
 _POLL_S = 0.02
-"""Interval in seconds at which the number of failed ranks is polled."""
+"""Interval in seconds between polls of the number of failed ranks."""
 
 
 def is_alone() -> bool:
@@ -91,7 +91,7 @@ _GLOO = re.compile(r"gloo/transport/[^]]*\] (.*?)(?:\. This is|\.?$)", re.MULTIL
 
 
 def lost_peer(error: BaseException, rank: int) -> PeerLostError | None:
-    """Converts a library's error about a broken connection into a ``PeerLostError``.
+    """Converts a library's error about a broken connection to a ``PeerLostError``.
 
     Returns ``None`` if ``error`` is a different error.
 
@@ -255,7 +255,7 @@ class Job:
         self._end(with_groups=True)
 
     def _end(self, *, with_groups: bool) -> None:
-        """Ends this rank's part of the job, without waiting for the other ranks.
+        """Ends the job on this rank, without waiting for the other ranks.
 
         Args:
             with_groups: Whether the job's process groups are destroyed.
@@ -273,11 +273,11 @@ class Job:
     def close_after_error(self) -> None:
         """Ends the job after its setup has failed, so that the process can set up another job.
 
-        Often the setup fails on all ranks at the same time. But it may also fail only on this rank,
-        and this rank's error must then be visible before the other ranks time out. This rank
-        therefore waits only a few seconds for the setup to fail on the other ranks. If it has not
-        failed there by then, the other ranks may still be using the job's groups. In that case, the
-        job's groups are not destroyed if the default process group belongs to the caller.
+        Often the setup fails on all ranks at the same time. If it fails only on this rank, however,
+        this rank's error must become visible before the other ranks time out. This rank therefore
+        waits only a few seconds for the setup to fail on the other ranks. If it has not failed
+        there by then, the other ranks may still be using the job's groups. In that case, the job's
+        groups are not destroyed if the default process group belongs to the caller.
         """
         self._end(with_groups=self.owns_process_group or self._have_all_failed())
 
@@ -313,7 +313,7 @@ def environment_of_rank() -> Environment:
 def process_groups() -> list[Any]:
     """Returns the process groups of this process, in the order of their creation.
 
-    If two ranks belong to the same groups, both list these groups in the same order.
+    Two ranks that belong to the same groups list them in the same order.
     """
     return list(dist.distributed_c10d._world.pg_map)
 

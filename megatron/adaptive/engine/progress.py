@@ -29,7 +29,7 @@ from megatron.adaptive.trace.files import BestEffortFile, Outage
 from megatron.adaptive.trace.status_files import PROGRESS_NAME
 
 COMPLETE = "all iterations are done"
-"""Reason that the file gives for the end of a run that has completed all of its iterations."""
+"""Reason to write for the end of a run that has completed all of its iterations."""
 
 PERIOD_S = 0.5
 _MANY_SKIPPED = 0.1
@@ -60,7 +60,7 @@ def skipped_line(skipped: int, steps: int, remedy: str) -> str | None:
     Args:
         skipped: Number of steps whose update was skipped because gradients were not finite.
         steps: Number of all steps.
-        remedy: Advice for the user, with which the warning ends.
+        remedy: Advice for the user, which ends the warning.
     """
     if not skipped or skipped < _MANY_SKIPPED * steps:
         return None

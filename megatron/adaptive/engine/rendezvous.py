@@ -27,9 +27,9 @@ _AGAIN_S = 0.2
 _LOOK_S = 0.02
 _CONNECT_S = 5.0
 _ANSWER_S = 10.0
-"""Shortest time limit in seconds for a reply from the store.
+"""Minimum of the time limit in seconds for a reply from the store.
 
-A store replies within milliseconds on an idle machine. If many ranks start on few processors, a
+On an idle machine, a store replies within milliseconds. If many ranks start on few processors, a
 reply may take longer.
 """
 _NAMED = 8
@@ -83,7 +83,7 @@ def meet(environment: Environment, timeout: datetime.timedelta) -> Any:
 
 
 def no_rendezvous(environment: Environment, error: Exception) -> Exception:
-    """Converts an error about connecting the ranks into an error with a one-line message.
+    """Converts an error in connecting the ranks to an error with a one-line message.
 
     The message contains the address from ``environment``. Returns ``error`` unchanged if it has a
     different cause.
@@ -144,7 +144,7 @@ def reach(host: str, port: int, end_s: float, *, only_look_up: bool = False) -> 
         only_look_up: Whether to wait only until the name of the host can be resolved.
 
     Raises:
-        MeetingError: Until ``end_s``, no program listened at the address, or the name could not be
+        MeetingError: No program listened at the address by ``end_s``, or the name could not be
             resolved.
     """
     begin_s = time.monotonic()
@@ -204,7 +204,7 @@ def _serve(environment: Environment, end_s: float) -> Any:
     port = environment.master_port
     left_s = max(1.0, end_s - time.monotonic())
     if port is not None:
-        # A wrong port is reported later, when the ranks try to connect.
+        # Ignore a wrong port here. It is reported later, when the ranks try to connect.
         with contextlib.suppress(OSError):
             reach(address, port, end_s, only_look_up=True)
             listener = bind(address, port)

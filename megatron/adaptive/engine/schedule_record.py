@@ -24,9 +24,9 @@ microbatches of each replica::
 
 If microbatches are cut into slices, ``slices`` in ``shape`` is the number of slices per microbatch.
 A run with a different number of slices can also replay the record. Each of its actions runs at the
-position of a recorded action. This is the action of the slice that ends at the same position of the
-sequence, or else of the first slice that ends later. This cannot deadlock, because the recorded run
-executed the recorded actions in that order.
+position of a recorded action. That is the recorded action of the slice that ends at the same
+position of the sequence or, if there is none, of the first slice that ends later. The replay cannot
+deadlock, because the recorded run executed the recorded actions in that order.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Shares = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class RecordShape:
-    """Sizes that must be equal in a recorded run and in its replay, except for ``slices``.
+    """Sizes that a recorded run and its replay must share, except for ``slices``.
 
     The number of microbatches is not included, because it may differ between steps, and can be
     derived from the length of an order.
@@ -203,7 +203,7 @@ class ScheduleRecord:
             raise _damaged(path, reason) from error
 
     def require_shape(self, shape: RecordShape) -> None:
-        """Checks that ``shape`` has the sizes of the recorded run, except for the number of slices.
+        """Checks that ``shape`` equals that of the recorded run, except for the number of slices.
 
         Raises:
             ConfigError: A size differs. The message lists all differing sizes with both values.
@@ -375,7 +375,7 @@ class Recording:
 
 
 class Replay:
-    """Creates policies with which one rank follows its recorded orders.
+    """Creates policies that make one rank follow its recorded orders.
 
     Args:
         record: Record of a run with the same sizes.
@@ -397,7 +397,7 @@ class Replay:
         self._policies: dict[Codes, Follow] = {}
 
     def begin(self, step: int) -> None:
-        """Sets ``step`` as the training step for which :meth:`policy` returns a policy."""
+        """Selects ``step`` as the training step that :meth:`policy` replays."""
         self._step = step
 
     def policy(self, num_microbatches: int) -> Follow:
@@ -475,8 +475,8 @@ def _cut(order: Codes, shape: RecordShape, num_slices: int) -> Codes:
 
     ``shape`` contains the sizes of the recorded pipeline.
 
-    The actions of a chunk and kind are numbered in execution order. On all stages, an action with
-    the number ``turn`` therefore processes the same slice, and takes the position of the same
+    The actions of a chunk and kind are numbered in execution order. On all stages, actions with the
+    same number (``turn``) therefore process the same slice, and run at the position of the same
     recorded slice.
     """
     indices: dict[int, list[int]] = defaultdict(list)

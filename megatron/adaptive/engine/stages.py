@@ -202,7 +202,7 @@ def _reduces_at_last_microbatch(chunk: torch.nn.Module) -> bool:
 
 
 def _is_gathered(chunk: torch.nn.Module) -> bool:
-    """Returns whether the parameters of ``chunk`` have been gathered since the last update."""
+    """Returns whether the parameters of ``chunk`` were gathered after their last update."""
     return any(getattr(bucket, "param_gather_dispatched", False) for bucket in _buckets(chunk))
 
 
@@ -366,7 +366,7 @@ class MegatronStages(SplitStages):
         return output
 
     def _model_input(self, received: torch.Tensor | None) -> torch.Tensor | None:
-        """Returns the input tensor of the chunk, whose gradient goes to ``received``.
+        """Returns the input tensor of the chunk, whose gradient flows to ``received``.
 
         With ``distribute_saved_activations``, megatron-core replaces the data of the input that it
         saves with this rank's part, and restores the whole data before the backward pass. Hooks for
@@ -438,9 +438,9 @@ class MegatronStages(SplitStages):
         return self._sized(super().retained_bytes(chunk, microbatch), microbatch, key)
 
     def _meter_key(self, chunk: int, item: int) -> int:
-        """Returns the key under which ``meter`` stores the size of the slice ``item`` in ``chunk``.
+        """Returns the key under which ``meter`` stores the size of slice ``item`` in ``chunk``.
 
-        Each slice of a microbatch has a separate key, because later slices may store more attention
+        Each slice of a microbatch has its own key, because later slices may store more attention
         scores per token.
         """
         return place_of(item, self._count).part * len(self.chunks) + chunk
@@ -531,9 +531,9 @@ class ForwardBackward:
         """Runs one step. The arguments that are not listed here are documented in megatron-core.
 
         Args:
-            loss_parts: Total number of microbatches in all replicas, by which the loss is divided,
-                or ``None`` if all replicas have the same number of microbatches and the caller
-                averages gradients over replicas.
+            loss_parts: Number by which the loss is divided: the total number of microbatches in all
+                replicas, or ``None`` if all replicas have the same number of microbatches and the
+                caller averages gradients over replicas.
             sizes: Number of token positions in each microbatch of this rank, or ``None`` if all are
                 equal.
 
@@ -688,7 +688,7 @@ class ForwardBackward:
 
 
 def _by_microbatch(values: list[Any], slices: Slices | None) -> list[Any]:
-    """Sums the logged values over the slices of each microbatch, and returns the sums."""
+    """Returns the logged values, summed over the slices of each microbatch."""
     if slices is None:
         return values
     microbatches: dict[int, list[Any]] = {}
@@ -706,5 +706,5 @@ if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None
 
 _NOTHING = contextlib.nullcontext()
-# megatron-core 0.17 removed the type of the model from the parameters of ``backward_step``.
+# Since release 0.17, megatron-core's ``backward_step`` has no parameter for the type of the model.
 _TAKES_TYPE = "model_type" in inspect.signature(backward_step).parameters

@@ -1,4 +1,4 @@
-"""Records what a rank does in a traced step: its waits, its messages, and why it chose actions."""
+"""Records the waits and messages of a rank in a traced step, and the reasons for its choices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SEEN = _REASON["seen"]
 _FOUND = _REASON["found"]
 
 SHORT_NS = 20_000
-"""Minimum duration in nanoseconds of a follower's wait for a decision to be traced."""
+"""Minimum duration in nanoseconds of a wait for the leader's decision that is traced."""
 
 
 class ActionInput(NamedTuple):
@@ -54,7 +54,7 @@ class LaunchedAction(NamedTuple):
         end: Time mark of the device after the action. On a GPU, this is an event.
         nbytes: Number of bytes that the action received from and sent to other ranks.
         held_bytes: Size in bytes of the activations that the rank held during the action.
-        queue_depth: Number of inputs that had arrived but were not used yet when the action began.
+        queue_depth: Number of arrived inputs that no action had used yet when this action began.
         computed: Time mark of the device before the result was sent to another rank, or ``None`` if
             nothing was sent.
     """
@@ -88,7 +88,7 @@ class StepLog:
         self._until_ns = 0
         self._cause = _INPUT
         self._waker = -1
-        self._by_group = False  # This is true if a notice from another group member ended the wait.
+        self._by_group = False  # Whether a notice from another group member ended the wait.
 
     def now_ns(self) -> int:
         """Returns the current time on the host's monotonic clock, in nanoseconds."""
@@ -143,7 +143,7 @@ class StepLog:
         return REASONS[self._cause] if self._since_ns else ""
 
     def begins(self, action: Action, action_input: ActionInput) -> None:
-        """Records that ``action`` starts, and that the wait for its input, if any, has ended.
+        """Records that ``action`` starts, which ends the wait for its input, if there was one.
 
         ``action_input`` describes the input.
         """

@@ -83,7 +83,7 @@ class StopRequest:
 
         Returns:
             True on all ranks if any rank had requested a stop by the previous call of this method.
-            After the first True, all later calls return True.
+            Once this method has returned True, all later calls return True.
 
         Raises:
             PeerLostError: A rank of the group has exited.

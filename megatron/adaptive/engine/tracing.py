@@ -63,7 +63,7 @@ class _Iteration:
 
 
 class _DeviceSpan(NamedTuple):
-    """Span of work on the device, whose times may not be known yet."""
+    """Span of the device's work, whose times may not be known yet."""
 
     iteration: _Iteration
     kind: int
@@ -154,7 +154,7 @@ class Tracing:
         sizes: tuple[int, ...] = (),
         frozen_stages: int = -1,
     ) -> None:
-        """Begins an iteration, to which all later spans are added.
+        """Begins an iteration. All later spans belong to this iteration.
 
         Args:
             iteration: Index of the iteration.
@@ -199,7 +199,7 @@ class Tracing:
                 self._counters.begin()
 
     def end_iteration(self) -> None:
-        """Ends the iteration. Later spans still belong to it until the next iteration begins."""
+        """Ends the iteration. Spans between two iterations belong to the earlier one."""
         self._in_step = False
         if self.recorder is None:
             return
@@ -249,8 +249,8 @@ class Tracing:
     ) -> None:
         """Traces the device's work between two marks, if the current iteration is traced.
 
-        The span has the kind ``kind``, and belongs to ``chunk`` and ``microbatch``. Both are -1 if
-        the span belongs to no microbatch.
+        ``kind`` is the kind of the span, and ``chunk`` and ``microbatch`` are those to which it
+        belongs, or -1 if it belongs to no microbatch.
 
         ``start`` and ``end`` are results of :meth:`mark`.
         """
@@ -298,7 +298,7 @@ class Tracing:
         if self.recorder is None:
             return
         for last in self._unresolved[-1:]:
-            self._clock.wait(last.end)  # All earlier spans have ended when the last span has ended.
+            self._clock.wait(last.end)  # The last span ends after all earlier spans.
         self._resolve()
         if self.collectives is not None:
             self.collectives.close()

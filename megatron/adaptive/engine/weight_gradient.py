@@ -34,7 +34,7 @@ from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.action import SliceCounts, item_label, mirrored
 
 _FLOPS_PER_ELEMENT = 32
-"""Cost of moving one element, expressed as a number of floating-point operations.
+"""Cost of moving one element, in floating-point operations.
 
 It is only used to split weight gradients into pieces of equal cost.
 """
@@ -87,8 +87,8 @@ class LinearCall(LayerCall):
     Attributes:
         weight: Weight ``[out, in]``, or ``[in, out]`` if ``turned`` is true.
         bias: Bias ``[out]``, or ``None`` for a layer without a bias.
-        turned: Whether the weight is stored transposed.
-        dtype: Dtype in which autocast computes, or ``None`` to keep the dtypes of the tensors.
+        turned: Whether the weight is stored in transposed form.
+        dtype: Dtype that autocast selects, or ``None`` to keep the dtypes of the tensors.
     """
 
     weight: torch.nn.Parameter
@@ -176,7 +176,7 @@ class EmbeddingCall(LayerCall):
 
 
 def accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-    """Adds ``gradient`` to ``main_grad`` if ``parameter`` has this attribute, else to ``grad``.
+    """Adds ``gradient`` to the parameter's ``main_grad`` if it exists, otherwise to its ``grad``.
 
     Autograd and megatron-core's hook use the same tensor and the same operations, so all results
     are bitwise equal.
@@ -191,7 +191,7 @@ def accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
 
 
 class _Task(NamedTuple):
-    """Tensors from which a weight gradient will be computed."""
+    """Call of a layer, with the tensors from which its weight gradient will be computed."""
 
     call: LayerCall
     inputs: torch.Tensor
@@ -518,7 +518,7 @@ class SplitStages:
             store.active = True
 
     def after_backward(self, chunk: int, microbatch: int) -> None:
-        """Does nothing, because no work follows a backward pass."""
+        """Does nothing, because these stages do no work after a backward pass."""
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
         """Computes one part of the weight gradients that the backward pass (B) has deferred.

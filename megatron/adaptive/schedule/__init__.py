@@ -1,4 +1,4 @@
-"""Defines the order of a pipeline's actions, by static schedules or by run-time rules.
+"""Defines the order of a pipeline's actions, with static schedules or run-time rules.
 
 This package does not import torch. This file exports the names that users need in their own
 schedules (``examples/own_schedule``). Other names must be imported from their modules. Exported

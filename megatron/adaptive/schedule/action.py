@@ -1,7 +1,7 @@
 """Defines actions: forward (F), backward (B) or weight-gradient (W) work on one microbatch.
 
-Each action belongs to one model chunk of a rank. Other modules decide on which rank, in which order
-and when actions run.
+Each action belongs to one model chunk of a rank. Other modules decide where, when and in which
+order actions run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ActionKind(str, Enum):
     B = "B"
     W = "W"
 
-    # Actions are hashed often, and the hash of the string is several times faster than
+    # Actions are hashed often, and hashing the string is several times faster than
     # ``Enum.__hash__``, which runs Python code.
     __hash__ = str.__hash__
 
@@ -47,10 +47,10 @@ class Action:
         chunk: Index of the chunk among the rank's chunks, from 0.
         microbatch: Index of the microbatch in the batch, from 0. If sequences are cut into slices,
             this is the index of the slice, counted across all microbatches (see ``rank_kernel``).
-        piece: Index of this W among the W actions into which a weight gradient is split, from 0. F
-            and B have index 0.
-        paired: Whether a static schedule starts this action and the next action together, so that
-            one action computes while the other communicates. Equality and hash ignore this field.
+        piece: Index of this W among the W actions into which a weight gradient is split, from 0.
+            Always 0 for F and B.
+        paired: Whether a static schedule starts this action together with the next one, so that one
+            computes while the other communicates. Equality and hash ignore this field.
     """
 
     kind: ActionKind
@@ -95,7 +95,7 @@ class Action:
 SliceCounts: TypeAlias = int | tuple[int, ...]
 """Number of slices per microbatch: an integer if it is the same for all, otherwise a tuple.
 
-Microbatches that are not cut have one slice.
+A whole microbatch counts as one slice.
 """
 
 
@@ -115,7 +115,7 @@ class SlicePlace(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _ends_of(counts: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the cumulative sums of ``counts``, which contains the slices of each microbatch."""
+    """Returns the cumulative sums of ``counts``, the number of slices of each microbatch."""
     return tuple(itertools.accumulate(counts))
 
 
@@ -144,7 +144,7 @@ def item_count(num_microbatches: int, num_slices: SliceCounts) -> int:
 
 
 def each_count(num_microbatches: int, num_slices: SliceCounts) -> tuple[int, ...]:
-    """Returns the number of slices of each of ``num_microbatches`` microbatches, as a tuple.
+    """Returns a tuple with the number of slices of each of ``num_microbatches`` microbatches.
 
     If ``num_slices`` is an integer, every microbatch has that many slices.
     """
@@ -209,15 +209,15 @@ def mirrored(item: int, num_slices: SliceCounts) -> int:
 
     For example, with 3 slices per microbatch, index 0 is mapped to 2, and index 2 to 0. A chunk
     runs the B and W actions of each microbatch from the last slice to the first (see
-    ``rank_kernel``). Its B with index j, counted from 0, therefore works on slice ``mirrored(j,
-    num_slices)``. The function is its own inverse.
+    ``rank_kernel``), so its j-th B, counted from 0, works on slice ``mirrored(j, num_slices)``. The
+    function is its own inverse.
     """
     _, part, count = place_of(item, num_slices)
     return item - part + count - 1 - part
 
 
 def item_label(item: int, num_slices: SliceCounts) -> str:
-    """Returns the label of ``item``, such as ``3`` for a microbatch or ``3.5`` for its slice 5."""
+    """Returns the label of ``item``, such as ``3`` for microbatch 3 or ``3.5`` for its slice 5."""
     if num_slices == 1:
         return str(item)
     microbatch, part, _ = place_of(item, num_slices)
@@ -235,7 +235,7 @@ def place_label(microbatch: int, part: int | None) -> str:
 
 
 def with_slices(text: str, step: int, num_slices: SliceCounts) -> str:
-    """Replaces slice indices in ``text``, a transport's message, with labels such as ``3.5``.
+    """Replaces the slice indices in a transport's message with labels such as ``3.5``.
 
     Transports number all slices of a step consecutively. For example, ``microbatch 29 of step 7``
     in their messages becomes ``microbatch 3.5 of step 7``, which means slice 5 of microbatch 3.

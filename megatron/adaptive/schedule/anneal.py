@@ -1,6 +1,6 @@
 """Improves a schedule by simulated annealing, given the durations of its actions.
 
-``auto`` either runs the result, or uses it as the schedule that the rule ``hinted`` follows. The
+``auto`` either runs the result, or uses it as the schedule that the ``hinted`` rule follows. The
 actions of all ranks form a graph, in which each action depends on the previous action of its rank
 and on the action that computes its input. A step takes as long as the longest path of this graph,
 the critical path. The path stays on one rank until an action waits for another rank's result, then
@@ -46,9 +46,9 @@ from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.workload import Workload
 
 VISITS = 500_000_000
-"""Maximum number of end times of actions to compute, summed over all attempts.
+"""Maximum number of end times of actions that all attempts may compute in total.
 
-Computing this number of end times takes about a second.
+Computing them takes about a second.
 """
 LEAST_ORDERS = 40_000
 """Minimum number of random changes to attempt.
@@ -63,8 +63,8 @@ COMPILE_S = 25.0
 Compilation may take longer if the processors are overloaded.
 """
 HEAT = 2
-"""Largest increase in step time that may be accepted in the first attempts, as a multiple of the
-mean duration of an action.
+"""Largest increase in step time that the first attempts may accept, as a multiple of the mean
+duration of an action.
 """
 
 
@@ -83,8 +83,8 @@ class OrderGraph(NamedTuple):
         gaps: For each action, the time in picoseconds from the end of the action in ``needs`` until
             its result arrives.
         durations: Duration of each action in picoseconds.
-        lanes: Integer ``kind * chunks + chunk`` of each action, which is equal for actions of the
-            same kind and chunk.
+        lanes: Integer ``kind * chunks + chunk`` of each action, which identifies its kind and
+            chunk.
         takes: Memory that each action allocates, or a negative amount if the action frees memory.
             The unit is one microbatch or slice in one chunk, or a millionth of this unit if slices
             differ in size.
@@ -194,7 +194,7 @@ def trace(o: OrderGraph, step: int) -> int:
 
 
 def shift(o: OrderGraph, rank: int, index: int, to: int) -> None:
-    """Moves the action at ``index`` in the order of ``rank`` to index ``to``, in ``o.rows``."""
+    """Moves an action of ``rank`` from index ``index`` to index ``to`` of its row in ``o.rows``."""
     moved = o.rows[rank, index]
     way = 1 if to > index else -1
     while index != to:
@@ -243,8 +243,8 @@ def anneal(o: OrderGraph, orders: int) -> int:
         chosen = (drawn >> 8) % count
         rank = o.ranks[o.path[chosen]]
         index = o.positions[o.path[chosen]]
-        # The path lists the last action first, so the start of a block has a higher index in the
-        # path than the end of the block.
+        # The path lists the last action first, so a block starts at a higher index of the path than
+        # it ends.
         edge = chosen
         while edge + 1 < count and o.ranks[o.path[edge + 1]] == rank:
             edge += 1
@@ -282,7 +282,7 @@ def _compiled() -> Any:
 
 
 def compile_s() -> float:
-    """Estimates how many seconds the next call of :func:`improve` spends on compilation."""
+    """Estimates the time in seconds that the next call of :func:`improve` spends on compilation."""
     compiled = _compiled()
     return 0.0 if has_code(compiled) or is_cached(compiled) else COMPILE_S
 
@@ -293,12 +293,12 @@ def improve(schedule: Schedule, work: Workload, cap: float) -> Schedule | None:
     Args:
         schedule: Valid schedule whose memory is within the cap.
         work: Durations of all actions and messages in the step.
-        cap: Limit on the activations that a rank holds. A value of 1 is the activation memory of
-            one microbatch in all chunks of the rank.
+        cap: Limit on the activations that a rank holds. The unit is the activation memory of one
+            microbatch in all chunks of the rank.
 
     Returns:
         Schedule with the best order of actions, which is at least as fast as ``schedule``, or
-        ``None`` if the step has so many actions that too few changes could be attempted.
+        ``None`` if the step has too many actions for ``LEAST_ORDERS`` attempts.
     """
     orders = min(MOST_ORDERS, VISITS // sum(map(len, schedule.orders)))
     if orders < LEAST_ORDERS:

@@ -2,7 +2,7 @@
 
 This module checks the requirements that all schedules share. It chooses the settings of a schedule
 for a pipeline: the placement of stages, the number of W actions per weight gradient, and the limit
-on activations (cap). It also chooses the schedule that the rule ``hinted`` follows (its hint).
+on activations (cap). It also chooses the schedule that the ``hinted`` rule follows (its hint).
 There are two kinds of schedule functions (see ``config.schedule_specs``):
 
 - The function of a static schedule takes the placement of the stages and the number of
@@ -70,9 +70,9 @@ class Candidate:
         placement: Assignment of pipeline stages to ranks.
         weight_pieces: Number of W actions per weight gradient, or 0 if the backward pass computes
             weight gradients.
-        cap: Limit on the activations that each rank holds under a run-time rule. A value of 1 is
-            the activation memory of one microbatch in all chunks of the rank. ``None`` means no
-            limit, and is also used for static schedules, whose order determines the memory.
+        cap: Limit on the activations that each rank holds under a run-time rule. The unit is the
+            activation memory of one microbatch in all chunks of the rank. ``None`` means no limit,
+            and is also used for static schedules, whose order determines the memory.
         shares: Whether ``adaptive`` also limits each chunk to its share of the cap (see
             ``memory_caps``).
         pace: Relative durations of messages, B and W (see ``Pace``), used by ``hinted`` to choose
@@ -119,7 +119,7 @@ class Candidate:
     def policies(
         self, num_microbatches: int, num_slices: SliceCounts | None = None
     ) -> tuple[Policy, ...]:
-        """Returns one policy per rank. It follows a static schedule or applies a run-time rule.
+        """Returns one policy per rank, which follows a static schedule or applies a run-time rule.
 
         Args:
             num_microbatches: Number of microbatches per step.
@@ -186,7 +186,7 @@ class Candidate:
             work: Durations of all actions and messages in the step.
             compiled: Whether to compile the simulation with numba (see
                 :func:`~megatron.adaptive.schedule.simulate.simulate`).
-            policies: Result of :meth:`policies` if the caller has it already, otherwise ``None``.
+            policies: Result of :meth:`policies` if the caller already has it, otherwise ``None``.
         """
         count = work.num_microbatches
         return simulate(
@@ -215,7 +215,7 @@ def make_candidate(
 ) -> Candidate:
     """Returns a schedule or run-time rule with its settings for a pipeline.
 
-    Arguments that are ``None`` get their default values.
+    Arguments that are ``None`` are replaced by their defaults.
 
     Args:
         name: Name of the static schedule or run-time rule.
@@ -225,8 +225,8 @@ def make_candidate(
         placement_kind: ``loop`` or ``v`` for a run-time rule, or ``None`` for the default of
             ``placement_for``.
         cap: Limit on activations under a run-time rule, or ``None`` for
-            ``memory_caps.default_cap``. A value of 1 is the activation memory of one microbatch in
-            all chunks of the rank.
+            ``memory_caps.default_cap``. The unit is the activation memory of one microbatch in all
+            chunks of the rank.
         weight_pieces: Number of W actions per weight gradient under a run-time rule, 0 if the
             backward pass computes weight gradients, or ``None`` for ``DEFAULT_PIECES``.
         num_slices: Number of slices into which each microbatch is cut, or 1 for whole microbatches.
@@ -401,7 +401,7 @@ def make_policies(
     num_slices: int = 1,
     frozen_stages: int = 0,
 ) -> tuple[Policy, ...]:
-    """Returns one policy per rank. It follows a static schedule or applies a run-time rule.
+    """Returns one policy per rank, which follows a static schedule or applies a run-time rule.
 
     Args:
         name: Name of the static schedule or run-time rule.
@@ -409,9 +409,9 @@ def make_policies(
         num_microbatches: Number of microbatches per step, at least 1.
         weight_pieces: Number of W actions per weight gradient, or 0 if the backward pass computes
             weight gradients.
-        cap: Limit on the activations that each rank holds under a run-time rule. A value of 1 is
-            the activation memory of one microbatch in all chunks of the rank. ``None`` means no
-            limit, and is also used for static schedules, whose order determines the memory.
+        cap: Limit on the activations that each rank holds under a run-time rule. The unit is the
+            activation memory of one microbatch in all chunks of the rank. ``None`` means no limit,
+            and is also used for static schedules, whose order determines the memory.
         shares: Whether ``adaptive`` also limits each chunk to its share of the cap (see
             ``memory_caps``).
         pace: Relative durations of messages, B and W (see ``Pace``), used by ``hinted`` to choose
@@ -444,7 +444,7 @@ def make_policies(
 
 
 def _unequal(name: str) -> str:
-    """Returns an error message that schedule ``name`` requires equal numbers of slices."""
+    """Returns the error message for a schedule ``name`` that requires equal numbers of slices."""
     return (
         f"schedule {name} requires the same number of slices for all microbatches; use adaptive, "
         "dfc or bfc"
@@ -481,10 +481,11 @@ def hint_for(
 ) -> Schedule:
     """Returns the schedule that ``hinted`` follows on a pipeline, within a memory limit (cap).
 
-    If the usual static schedule stays within the cap and is known to be the best, this function
-    returns it. With whole microbatches and one chunk per rank, it is always the best. With several
-    chunks, it is known to be the best only for enough microbatches and, in the loop placement, for
-    a cap that is not tight. With slices, no schedule is known to be the best.
+    This function returns the first static schedule in the catalog that stays within the cap, if
+    that schedule is known to be the best. With whole microbatches and one chunk per rank, it always
+    is. With several chunks, it is known to be the best only if there are enough microbatches and,
+    in the loop placement, if the cap is not tight. With slices, no schedule is known to be the
+    best.
 
     Otherwise, this function simulates steps under ``hinted`` with different schedules to follow,
     which are called hints. It returns the hint with the shortest step. The simulated stages are
@@ -495,8 +496,8 @@ def hint_for(
     Args:
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
-        cap: Limit on the activations that a rank holds, or ``None`` for no limit. A value of 1 is
-            the activation memory of one microbatch in all chunks of the rank.
+        cap: Limit on the activations that a rank holds, or ``None`` for no limit. The unit is the
+            activation memory of one microbatch in all chunks of the rank.
         pace: Relative durations of messages, B and W.
         weight_pieces: Number of W actions per weight gradient, or 0 if the backward pass computes
             weight gradients.
@@ -550,7 +551,7 @@ def hint_for(
 def hint_codes(
     order: Sequence[Action], num_chunks: int, weight_pieces: int, num_slices: int = 1
 ) -> tuple[int, ...]:
-    """Encodes the actions of a rank as the integers that the rule ``hinted`` reads.
+    """Encodes the actions of a rank as the integers that the ``hinted`` rule reads.
 
     The rank has ``num_chunks`` chunks, and its actions are given in ``order``. Each W is replaced
     by ``weight_pieces`` W actions. If ``order`` has no W but ``weight_pieces`` is not 0, the W

@@ -43,13 +43,13 @@ from megatron.adaptive.schedule.workload import StageProfile, draw
 
 STATIC = selectable_names(lambda spec: spec.is_auto_candidate)
 RULES = (("adaptive", True), ("adaptive", False), ("hinted", True))
-"""Names of the run-time rules to simulate, each with the value of ``Candidate.shares``."""
+"""Names of the run-time rules to simulate, each with the ``Candidate.shares`` to use."""
 DRAWS = 6
 """Number of simulated steps per candidate, each with different random durations."""
 _MANY = 20_000
 """Number of forward passes per step above which a single simulated step is enough.
 
-Random differences between actions average out above this number.
+Above this number, random differences between actions average out.
 """
 GAIN = 0.005
 """Minimum relative gain over the best static schedule for choosing a run-time rule.
@@ -67,7 +67,7 @@ class CandidateOutcome:
         makespans_s: Duration of each simulated step, in seconds.
         bubble_fraction: Fraction of time that ranks are idle, from 0 to 1, averaged over ranks and
             simulated steps.
-        peak_units: Maximum activation memory that any rank held in any step. A value of 1 is the
+        peak_units: Maximum activation memory that any rank held in any step. The unit is the
             activation memory of one microbatch in all chunks of the rank.
         example: Result of the first simulated step.
     """
@@ -120,9 +120,9 @@ def candidates(
     Args:
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
-        most: Number of microbatches whose activations in all chunks of a rank fit into the rank's
+        most: Number of microbatches whose activations, in all chunks of a rank, fit into the rank's
             memory.
-        splittable: Whether the model can compute weight gradients as separate actions (W).
+        splittable: Whether the model can compute weight gradients in separate actions (W).
         pieces: Maximum number of W actions per weight gradient.
         pace: Relative durations of messages, B and W, used by ``hinted``.
         also: Names of additional schedules and run-time rules to include.
@@ -182,9 +182,9 @@ def choose(
         profile: Measured durations on each stage, and their variation.
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
-        most: Number of microbatches whose activations in all chunks of a rank fit into the rank's
+        most: Number of microbatches whose activations, in all chunks of a rank, fit into the rank's
             memory.
-        splittable: Whether the model can compute weight gradients as separate actions (W).
+        splittable: Whether the model can compute weight gradients in separate actions (W).
         pieces: Maximum number of W actions per weight gradient.
         also: Names of additional schedules and run-time rules to simulate.
         quick: Whether to simulate only one step per candidate and skip simulated annealing.
@@ -262,7 +262,7 @@ def _fastest(
 
 
 def loop_of(candidate: Candidate) -> str:
-    """Returns a key that identifies the compiled simulation loop that ``candidate`` uses."""
+    """Returns a key that identifies the compiled simulation loop used by ``candidate``."""
     return candidate.name if is_rule(candidate.name) and candidate.name != ANNEALED else "fixed"
 
 
@@ -292,8 +292,8 @@ def evaluate(
             number of stages.
         seeds: Random seeds, one per simulated step. One seed is enough if the durations of the
             profile do not vary.
-        planned: Number of actions in all planned simulations with this candidate's rule, which
-            determines whether the simulation is compiled, or ``None`` to always compile.
+        planned: Number of actions in all planned simulations with this candidate's rule. It
+            determines whether the simulation is compiled. With ``None``, it is always compiled.
 
     Raises:
         ScheduleError: The candidate does not support this pipeline.
@@ -339,7 +339,7 @@ def pace_of(profile: StageProfile, num_slices: int = 1) -> Pace:
     """Returns the relative durations of messages, backward passes (B) and weight gradients (W).
 
     The durations are relative to a forward pass (F). Durations of actions are means over the
-    stages. The duration of a message is the one on the slowest link.
+    stages. The duration of a message is that on the slowest link.
 
     Args:
         profile: Durations for whole microbatches.

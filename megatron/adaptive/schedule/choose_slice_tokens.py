@@ -8,7 +8,7 @@ step, and therefore its slices, are known. On each stage the duration of an acti
 Slices of the same length have the same number of tokens, but different numbers of pairs. So slices
 of a second length are needed to separate the fixed time from the time per token. With the fitted
 times, the documents of the measured steps are packed and simulated with each length. The
-simulations use the run-time rule ``adaptive`` with several limits on activations and, if stages may
+simulations use the ``adaptive`` run-time rule with several limits on activations and, if stages may
 move, with both placements. The length with the shortest steps is chosen. If several lengths have
 nearly the same step time, the longest of these lengths is chosen.
 """
@@ -40,9 +40,9 @@ from megatron.adaptive.schedule.workload import Link, Workload, work_of_items
 _ALIKE = 0.01
 """Relative difference up to which two step times are treated as equal."""
 _GAIN = 0.005
-"""Minimum relative gain for preferring a setting over settings that need less memory."""
+"""Minimum relative gain for which a setting is preferred to settings that need less memory."""
 _FAR = 3.0
-"""Actions with a residual above this multiple of the median residual are outliers."""
+"""Multiple of the median residual above which an action is treated as an outlier."""
 
 
 class Timed(NamedTuple):
@@ -92,7 +92,7 @@ class Setting:
         link_tokens: Number of tokens in the messages with which the links were measured.
         room: Function that takes a slice length and a placement, and returns the number of tokens
             whose activations fit into the memory of every rank.
-        cap: User's limit on the microbatches that a rank holds, or ``None`` if there is no limit.
+        cap: User's limit on the number of microbatches whose activations a rank holds, or ``None``.
     """
 
     placements: Sequence[Placement]
@@ -110,8 +110,8 @@ class TokensChoice:
 
     Attributes:
         tokens: Number of tokens of each slice.
-        candidate: Run-time rule with the settings to run, or ``None`` if this length is still to be
-            measured.
+        candidate: Run-time rule to run, with its settings, or ``None`` if this length must be
+            measured first.
         text: Description of the decision, as one line for the log.
     """
 
@@ -159,7 +159,8 @@ def _least_squares(table: Any, *, has_fixed: bool) -> Any:
         if rank < len(subset) or solution.min() < 0:
             continue
         missed = seconds - scaled @ solution
-        # A subset with more parts must reduce the residual by more than rounding errors.
+        # Accept a subset with more parts only if it reduces the residual by more than rounding
+        # errors.
         if (squares := float(missed @ missed)) < least * (1 - 1e-9):
             least = squares
             best = np.zeros(3)
@@ -231,7 +232,8 @@ class SlicedStep(NamedTuple):
     Attributes:
         work: Durations of all actions and messages.
         counts: Number of slices of each microbatch.
-        least: Smallest possible limit on activations, in microbatches of mean size.
+        least: Smallest limit on activations with which the step can run, in microbatches of mean
+            size.
         row_tokens: Mean number of tokens per microbatch.
     """
 
@@ -315,7 +317,7 @@ class SlicedStep(NamedTuple):
 def fitting_candidates(
     steps: Sequence[SlicedStep], placement: Placement, setting: Setting, tokens: int
 ) -> Iterator[Candidate]:
-    """Yields candidates for the run-time rule ``adaptive`` that fit into memory in all steps.
+    """Yields candidates for the ``adaptive`` run-time rule that fit into memory in all steps.
 
     Args:
         steps: Steps to simulate.

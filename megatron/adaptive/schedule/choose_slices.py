@@ -28,17 +28,17 @@ from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 _ALIKE = 0.01
 """Relative difference up to which two step times are treated as equal."""
 _LEAST_WHOLE = 0.25
-"""Minimum share of a measured time that is attributed to the work of a whole microbatch. Without
+"""Minimum fraction of a measured time that is attributed to the work of a whole microbatch. Without
 this limit, noise in the measurements could make the work of a microbatch zero or negative."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SliceTrial:
-    """Times that were measured with a certain number of slices.
+    """Stage times measured with a certain number of slices.
 
     Attributes:
         num_slices: Number of slices of each microbatch.
-        times: Times of a whole microbatch on each stage, summed over its slices.
+        times: Times of a microbatch on each stage, summed over its slices.
     """
 
     num_slices: int
@@ -67,7 +67,7 @@ class SliceChoice:
     Attributes:
         num_slices: Number of slices of each microbatch.
         schedule: Fastest schedule with this number of slices.
-        text: Simulated step time with each number of slices, for a line of the log.
+        text: Simulated step time with each number of slices, as one line for the log.
     """
 
     num_slices: int
@@ -172,7 +172,7 @@ def choose_number(
 
 
 def ratio(whole: StageTimes, measured: StageTimes) -> float:
-    """Returns the ratio of the time without the cost of slicing to the measured time.
+    """Returns the time without the cost of slicing, divided by the measured time.
 
     Both times are sums over all stages and kinds of action.
 

@@ -211,7 +211,7 @@ class ContentCosts:
     def measured(
         self, rows: Sequence[Numbers], actions: Sequence[tuple[Action, int]]
     ) -> list[float]:
-        """Returns the sums that describe a step on one rank, in the format that :meth:`add` takes.
+        """Returns the sums that describe a step on one rank, for use in :meth:`add`.
 
         Args:
             rows: Numbers that describe each microbatch of the rank, in execution order.
@@ -245,8 +245,8 @@ class ContentCosts:
         """Fits the factors of all stages to the sums.
 
         If a number was 0 in all steps so far, its factor cannot be fitted. Instead, this factor is
-        computed from the counted operations of the stage's segments, converted to seconds. With a
-        factor of 0, microbatches of a new kind would seem to cost nothing.
+        computed from the counted operations of the stage's segments, converted to seconds. If the
+        factor were 0, microbatches of a new kind would seem to cost nothing.
         """
         for stage in self.stages:
             stage.fit()

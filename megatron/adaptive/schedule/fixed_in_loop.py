@@ -161,7 +161,7 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 
 def one_f_one_b(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns each rank's actions under the schedule 1F1B, which requires one chunk per rank.
+    """Returns each rank's actions under the 1F1B schedule, which requires one chunk per rank.
 
     ``placement`` assigns stages to ranks. A step has ``num_microbatches`` microbatches.
     """
@@ -169,7 +169,7 @@ def one_f_one_b(placement: Placement, num_microbatches: int) -> tuple[Order, ...
 
 
 def seq_1f1b(placement: Placement, num_microbatches: int, num_slices: int = 1) -> tuple[Order, ...]:
-    """Returns each rank's actions under the schedule Seq1F1B, which requires one chunk per rank.
+    """Returns each rank's actions under the Seq1F1B schedule, which requires one chunk per rank.
 
     ``placement`` assigns stages to ranks. A step has ``num_microbatches`` microbatches, which are
     cut into ``num_slices`` slices each.
@@ -195,7 +195,7 @@ def order_after(warmup: int, num_microbatches: int, num_slices: int = 1) -> Orde
 
 
 def zb_h1(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns each rank's actions under the schedule ZB-H1, which requires one chunk per rank.
+    """Returns each rank's actions under the ZB-H1 schedule, which requires one chunk per rank.
 
     ``placement`` assigns stages to ranks. A step has ``num_microbatches`` microbatches.
     """
@@ -256,7 +256,7 @@ def interleaved(
     group_size: int | None = None,
     pairs: bool = False,
 ) -> tuple[Order, ...]:
-    """Returns each rank's actions under the schedule ``interleaved`` (interleaved 1F1B).
+    """Returns each rank's actions under the ``interleaved`` schedule (interleaved 1F1B).
 
     Args:
         placement: Assignment of stages to ranks. It must be a loop with at least two chunks per
@@ -369,7 +369,7 @@ def forward_only(
 
 
 def varuna(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns each rank's actions under the schedule Varuna, which requires one chunk per rank.
+    """Returns each rank's actions under the Varuna schedule, which requires one chunk per rank.
 
     ``placement`` assigns stages to ranks. A step has ``num_microbatches`` microbatches.
     """

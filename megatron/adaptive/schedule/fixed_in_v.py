@@ -87,7 +87,7 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 
 def zb_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns each rank's actions under the schedule ZB-V.
+    """Returns each rank's actions under the ZB-V schedule.
 
     ``placement`` assigns stages to ranks in a V. A step has ``num_microbatches`` microbatches.
     """
@@ -112,7 +112,7 @@ def zb_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
 
 
 def dualpipe_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns each rank's actions under the schedule DualPipeV.
+    """Returns each rank's actions under the DualPipeV schedule.
 
     ``placement`` assigns stages to ranks in a V. A step has ``num_microbatches`` microbatches.
 
@@ -158,8 +158,8 @@ def dualpipe_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]
 def _listed(lanes: Iterable[str], num_microbatches: int) -> Order:
     """Converts the labels ``lanes``, such as ``F0`` (F of chunk 0), into actions.
 
-    Repetitions of a label stand for microbatches 0, 1 and so on. Microbatches from
-    ``num_microbatches`` on are skipped.
+    The first occurrence of a label stands for microbatch 0, the second for microbatch 1, and so on.
+    Microbatches from ``num_microbatches`` on are skipped.
     """
     counts: Counter[str] = Counter()
     order = []
@@ -260,8 +260,8 @@ def _move(row: _Row, slot: int, earliest: int, cap: int) -> int:
 
     ``row`` contains the rank's actions, keyed by time slot.
 
-    The new slot is the first free slot from ``earliest`` on in which the rank holds at most ``cap``
-    microbatches, counted per chunk.
+    The new slot is the first free slot, from ``earliest`` on, in which the rank holds at most
+    ``cap`` microbatches, counted per chunk.
     """
     action = row.pop(slot)
     for target in range(earliest, slot):
@@ -275,7 +275,7 @@ def _move(row: _Row, slot: int, earliest: int, cap: int) -> int:
 
 
 def _peak(row: _Row) -> int:
-    """Returns the maximum number of microbatches held by the rank whose actions ``row`` contains.
+    """Returns the maximum number of microbatches that a rank with the actions ``row`` holds.
 
     A microbatch counts once per chunk. Weight gradients are assumed to take the first free slots.
     """

@@ -17,7 +17,7 @@ that the microbatch itself fits, does not keep this memory free:
 
 ::
 
-    2 ranks, 2 chunks of 1/2, cap 1     F0-0 and F0-1 fill rank 0; F1-0, the only way to a backward,
+    2 ranks, 2 chunks of 1/2, cap 1     F0-0 and F0-1 fill rank 0; F1-0, which precedes every B,
     never fits
 
 **Unequal microbatches.** If microbatches differ in size, sizes are relative to the mean microbatch,
@@ -44,11 +44,11 @@ It left enough memory for the rest of all begun microbatches, and for a microbat
 as m in every later chunk. Slices that started since then used memory that was reserved for them. So
 the first slice of m fits.
 
-**Chunk shares.** One chunk may fill the memory under the cap while other chunks get nothing,
-because the first stages run ahead and their backward passes come much later. By Little's law, the
-number of microbatches that a stage holds in a steady pipeline is proportional to the time between
-its forward and backward pass. That time is proportional to the number of stages that follow. So
-under the cap C of a rank with V chunks, a chunk at stage s of S may hold
+**Chunk shares.** One chunk may use all of the memory that the cap allows while other chunks get
+nothing, because the first stages run ahead and their backward passes come much later. By Little's
+law, the number of microbatches that a stage holds in a steady pipeline is proportional to the time
+between its forward and backward pass. That time is proportional to the number of stages that
+follow. So under the cap C of a rank with V chunks, a chunk at stage s of S may hold
 
     K = max(1, floor(C V (S - s) / sum of (S - s') over the rank's chunks))
 
@@ -87,8 +87,8 @@ _ROUNDING_PER_SUM = 500
 # ``runtime_rules``) with a ratio of 1.25, message latency made a step up to 7% longer than with
 # static schedules. With 1.5, a latency of up to one forward pass of a stage cost nothing.
 _SLACK = 1.5
-# A frozen stage may always be at least this many outputs ahead. With fewer outputs, the next stage
-# would wait for each message.
+# A frozen stage may always be at least this many outputs ahead of the next stage. With fewer, the
+# next stage would wait for each message.
 _LEAST_LEAD = 2
 
 
@@ -130,8 +130,8 @@ def chunk_shares(
     Args:
         placement: Assignment of pipeline stages to ranks.
         rank: Pipeline rank.
-        cap: Limit on activations. A value of 1 is the activation memory of one microbatch in all
-            chunks of the rank.
+        cap: Limit on activations. The unit is the activation memory of one microbatch in all chunks
+            of the rank.
         num_slices: Number of slices of each microbatch. If there are several, shares count slices.
         frozen_stages: Number of leading stages through which no gradient flows. Their chunks have
             no share, which is represented by -1.
@@ -150,11 +150,11 @@ def chunk_shares(
 
 
 def lead_of(cap: float | None, num_items: int, num_slices: SliceCounts = 1) -> int:
-    """Returns by how many microbatches or slices a frozen stage may be ahead of the next stage.
+    """Returns the number of microbatches or slices by which a frozen stage may lead the next one.
 
     Args:
-        cap: Limit on activations, or ``None`` for no limit. A value of 1 is the activation memory
-            of one microbatch in all chunks of the rank.
+        cap: Limit on activations, or ``None`` for no limit. The unit is the activation memory of
+            one microbatch in all chunks of the rank.
         num_items: Total number of slices of all microbatches in the step.
         num_slices: Number of slices of each microbatch.
     """
@@ -166,7 +166,7 @@ def lead_of(cap: float | None, num_items: int, num_slices: SliceCounts = 1) -> i
 def default_cap(placement: Placement, num_microbatches: int, num_slices: float = 1) -> float:
     """Returns the default limit (cap) on the activations that a rank holds.
 
-    A value of 1 is the activation memory of one microbatch in all chunks of the rank.
+    The unit is the activation memory of one microbatch in all chunks of the rank.
 
     The default is 1.5 times the result of :func:`static_cap`, rounded up to a whole chunk. The
     additional memory lets a rank run another forward pass while the input of its next backward pass
@@ -178,10 +178,10 @@ def default_cap(placement: Placement, num_microbatches: int, num_slices: float =
     Args:
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step, at least 1.
-        num_slices: Number of slices of each microbatch. A static order that holds k whole
-            microbatches holds k slices, plus the other slices of the microbatch whose backward pass
-            is next. With slices, the result is at least half of what the order holds with whole
-            microbatches.
+        num_slices: Number of slices of each microbatch. A static order that holds the activations
+            of k whole microbatches holds those of k slices, plus the other slices of the microbatch
+            whose backward pass is next. With slices, the result is at least half of the memory that
+            the order needs with whole microbatches.
     """
     chunks = placement.num_chunks
     if placement.num_ranks == 1:
@@ -195,15 +195,15 @@ def default_cap(placement: Placement, num_microbatches: int, num_slices: float =
 
 
 def static_cap(placement: Placement) -> float:
-    """Returns the activations that the best static schedule holds on its first rank.
+    """Returns the peak activation memory on the first rank under the best static schedule.
 
-    A value of 1 is the activation memory of one microbatch in all chunks of the rank. The best
-    static schedule is 1F1B with one chunk, interleaved 1F1B with several chunks in a loop, and ZB-V
-    in a V.
+    The unit is the activation memory of one microbatch in all chunks of the rank. The best static
+    schedule is 1F1B for one chunk per rank, interleaved 1F1B for several chunks in a loop, and ZB-V
+    for chunks in a V.
     """
     ranks, chunks = placement.num_ranks, placement.num_chunks
     if chunks == 1 or placement.kind == "v":
         return float(ranks)
-    # Under interleaved 1F1B, rank 0 holds this number of forward passes: the warm-up passes, plus
-    # the first pass of the steady phase.
+    # Under interleaved 1F1B, rank 0 holds the activations of its warm-up forward passes and of the
+    # first forward pass of the steady phase.
     return ((chunks - 1) * ranks + 2 * (ranks - 1) + 1) / chunks

@@ -3,9 +3,9 @@
 The assignment does not change the microbatches themselves::
 
     cost of each             9  5  8  4  4  2     replica 0 is 1.5 times as slow
-    in turns    replica 0    9     8     4        21 x 1.5 = 31.5
+    round-robin replica 0    9     8     4        21 x 1.5 = 31.5
                 replica 1       5     4     2     11
-    dealt       replica 0          8  4           12 x 1.5 = 18
+    balanced    replica 0          8  4           12 x 1.5 = 18
                 replica 1    9  5        4  2     20
 
 The cost of a microbatch on a rank has a fixed part, a part per token, and a part per pair of tokens
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from megatron.adaptive.schedule.workload import order_by_cost
 
 Size = tuple[float, float]
-"""Size of a microbatch: its number of tokens, and the sum of the squared lengths of its documents.
+"""Size of a microbatch: its number of tokens, and the sum of its documents' squared lengths.
 """
 
 EQUAL: Size = (1.0, 1.0)
@@ -149,7 +149,7 @@ class CostFit:
         return sum(part * number for part, number in zip(self.parts, sums, strict=True))
 
     def age(self) -> None:
-        """Reduces the weight in the fit of all steps that were added so far."""
+        """Reduces the weight that all steps added so far have in the fit."""
         self._products = [_REMEMBERED * value for value in self._products]
         self._squares = [[_REMEMBERED * value for value in row] for row in self._squares]
 
@@ -192,7 +192,8 @@ class CostFit:
                     best = explained
                     by_part = dict(zip(chosen, solution, strict=True))
                     parts = tuple(by_part.get(n, 0.0) / sizes[n] for n in range(3))
-        # The costs keep their unit, so that new paces are comparable to earlier paces.
+        # Scale the parts so that the costs keep their unit and new paces are comparable to earlier
+        # ones.
         unit = self.cost(totals) / (sum(p * t for p, t in zip(parts, totals, strict=True)) or 1.0)
         self.parts = tuple(unit * part for part in parts)
 
@@ -356,7 +357,7 @@ class Dealer:
         return [scale * fit.cost((1.0, *size)) for size in sizes]
 
     def _slowest(self, replica: int | None, sums: Sequence[float]) -> tuple[float, int]:
-        """Returns the time of a replica's slowest rank for the given work, and this rank's index.
+        """Returns the time that a replica's slowest rank needs for some work, and the rank's index.
 
         Args:
             replica: Index of the replica, or ``None`` for a replica of mean pace.

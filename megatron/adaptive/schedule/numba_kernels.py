@@ -26,7 +26,7 @@ returns the code of the action to run, or -1 to wait.
 LOADED_FROM = 20_000
 """Number of simulated actions above which loading compiled code from disk saves time."""
 COMPILED_FROM = 750_000
-"""Number of simulated actions above which compiling saves time, if the disk cache has no code.
+"""Number of simulated actions above which compiling saves time if no code is cached on disk.
 
 Compiling takes about 10 s of CPU time, and plain Python about 14 us per action.
 """
@@ -50,10 +50,10 @@ def is_known(rule: Rule) -> bool:
 def is_loaded(rule: Rule) -> bool:
     """Returns whether this process has already loaded the compiled loop of ``rule``.
 
-    If so, the compiled loop is faster even for a short simulation.
+    If it has, the compiled loop is faster even for a short simulation.
     """
     loop = _loops().get(rule)
-    # A loop that was created but never called has no code yet.
+    # A loop that has been created but never called has no compiled code yet.
     return loop is not None and has_code(loop)
 
 
@@ -144,7 +144,7 @@ def _bind(
         modules: Modules that contain the functions.
         main: Function whose copy is returned.
         make: Function applied to each copy, for example to compile the copy.
-        **instead: Functions that replace the functions with the same names.
+        **instead: Functions to use instead of the functions with the same names.
     """
     namespace: dict[str, Any] = {}
     for module in modules:

@@ -141,8 +141,8 @@ def own_rule(
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step. The test uses fewer microbatches if the
             step is very long.
-        cap: Limit on the activations that a rank holds, or ``None`` for no limit. A value of 1 is
-            the activation memory of one microbatch in all chunks of the rank.
+        cap: Limit on the activations that a rank holds, or ``None`` for no limit. The unit is the
+            activation memory of one microbatch in all chunks of the rank.
         weight_pieces: Number of W actions per weight gradient, or 0 if the backward pass computes
             weight gradients.
         num_slices: Number of slices of each microbatch, or 1 for whole microbatches.

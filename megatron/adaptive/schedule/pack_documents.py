@@ -21,8 +21,8 @@ def first_fit(lengths: Sequence[int], room: int, unit: int = 1, least: int = 1) 
 
     Args:
         lengths: Number of tokens of each sample.
-        room: Maximum number of tokens per row. The row of a longer sample has room for the next
-            multiple of ``room``.
+        room: Maximum number of tokens per row. A sample longer than this gets a row with room for
+            the next multiple of ``room``.
         unit: The number of rows must be a multiple of this number.
         least: Minimum number of rows.
 

@@ -77,10 +77,10 @@ class RulePolicy:
 class Follow(RulePolicy):
     """Chooses the actions of a list one after another, each as soon as it is ready.
 
-    The number of actions started so far is the position in the list. The limit on activations is
-    ignored, because the memory that a list needs is known in advance (``validate.peak_units``). A
-    pair of actions starts when both actions are ready. If the list is invalid (see ``validate``),
-    the rank may wait forever.
+    The position in the list is the number of actions that the rank has started. The limit on
+    activations is ignored, because the memory that a list needs is known in advance
+    (``validate.peak_units``). A pair of actions starts when both actions are ready. If the list is
+    invalid (see ``validate``), the rank may wait forever.
 
     Args:
         order: Actions of one rank, in execution order.
@@ -167,7 +167,7 @@ def actions_of(
 
 
 def rule_of(policies: Sequence[Policy]) -> tuple[Rule, tuple[tuple[int, ...], ...]] | None:
-    """Returns the rule that all ``policies`` share, and the hint of each policy.
+    """Returns the rule shared by all ``policies``, and the hint of each policy.
 
     The simulation can only be compiled if all policies share a rule.
 
@@ -185,16 +185,16 @@ def rule_of(policies: Sequence[Policy]) -> tuple[Rule, tuple[tuple[int, ...], ..
 
 @cache
 def _reasons_by_rule() -> Mapping[Rule, tuple[str, str, str]]:
-    """Returns the reasons for F, B and W under each rule that has a single reason per kind."""
+    """Returns the reasons for F, B and W under each rule that has one reason per kind of action."""
     specs = built_in_schedules().values()
     reasons = {spec.function: spec.reasons for spec in specs if spec.reasons is not None}
     return {**reasons, runtime_rules.follow: ("order", "order", "order")}
 
 
 def reasons_of(policy: Policy, codes: Sequence[int], num_chunks: int) -> list[str]:
-    """Returns one word per action of a rank, which states in the trace why it was chosen.
+    """Returns a one-word reason for the choice of each action of a rank, for the trace.
 
-    If the policy does not provide reasons, all words are empty.
+    If the policy does not provide reasons, they are all empty.
 
     Args:
         policy: Policy that chose the actions.
@@ -212,7 +212,7 @@ def reasons_of(policy: Policy, codes: Sequence[int], num_chunks: int) -> list[st
 
 
 def _hinted(hint: Sequence[int], codes: Sequence[int], num_chunks: int) -> list[str]:
-    """Returns the reasons why the rule ``hinted`` chose the actions with the given codes.
+    """Returns the reasons why the ``hinted`` rule chose the actions with the given codes.
 
     Each reason follows from a comparison with ``hint``, whose entries are ``code + 3 * num_chunks *
     index``. Here ``index`` is the number of earlier actions with the same code.

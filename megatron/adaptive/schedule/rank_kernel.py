@@ -53,7 +53,7 @@ the input of F0-2 has arrived::
     21 PROMISED            0   memory that the later slices of microbatches will take, on the
                                chunks on which their first slices have started
     22 FROZEN              0   number of frozen chunks, which come first (see below)
-    23 LEAD                2   most items that a frozen chunk may be ahead of the next stage
+    23 LEAD                2   most items by which a frozen chunk may lead the next stage
     24 HEAD              2 1   number of F started, per chunk
     26                   0 1   number of B started, per chunk
     28                   0 0   number of W started, per chunk
@@ -63,8 +63,9 @@ the input of F0-2 has arrived::
     36           1 1 1 1 0 0   1 if the input of F has arrived, per chunk and item
     42           0 0 0 1 0 0   1 if the input of B has arrived, per chunk and item
     48                     -   memory of each item in one chunk; only if SIZED is 1
-    51                     -   first item of each item's microbatch, and then the item after
-                               its last one; only if SLICES is 0, and then SIZED is 1
+    51                     -   first item of each item's microbatch, followed by the end
+                               (last item plus 1) of each; only if SLICES is 0, which
+                               implies that SIZED is 1
 
 The number of actions of a kind that a chunk has started is also the index of its next action.
 Memory is counted in integers, because sums of fractions would not be exact.
@@ -126,8 +127,8 @@ State = list[int]
 def lanes(s: State) -> int:
     """Returns the number of distinct codes ``kind * chunks + chunk`` on the rank of ``s``.
 
-    Adding this number to a code in a list of actions means that the action starts together with the
-    next action in the list.
+    In a list of actions, a code to which this number has been added marks an action that starts
+    together with the next one.
     """
     return 3 * s[CHUNKS]
 
@@ -161,7 +162,7 @@ def end_of(s: State, item: int) -> int:
 def item_of(s: State, kind: int, index: int) -> int:
     """Returns the index of the slice or microbatch (item) that an action processes.
 
-    The action has the kind ``kind``, and ``index`` is its index among the chunk's actions of this
+    ``kind`` is the kind of the action, and ``index`` is its index among the chunk's actions of this
     kind. For W, the index counts whole weight gradients instead of their parts.
     """
     if kind == F or s[SLICES] == 1:
@@ -286,7 +287,7 @@ def start(s: State, kind: int, chunk: int) -> None:
 
 
 def finish(s: State, kind: int, chunk: int) -> None:
-    """Records the end of the oldest running action of ``kind`` in ``chunk``, and frees memory.
+    """Records the end of the oldest running action of ``kind`` in ``chunk``, and frees its memory.
 
     If there are no W actions, the B frees the activations of its item. Otherwise, the last W of the
     item frees them.

@@ -59,8 +59,8 @@ class RankState:
         placement: Assignment of pipeline stages to ranks.
         rank: Pipeline rank, from 0.
         num_microbatches: Number of microbatches per step, at least 1.
-        cap: Maximum activation memory that ``fits`` allows, or ``None`` for no limit. A value of 1
-            is the activation memory of one microbatch in all chunks of the rank.
+        cap: Maximum activation memory that ``fits`` allows, or ``None`` for no limit. The unit is
+            the activation memory of one microbatch in all chunks of the rank.
         sizes: Activation memory of each microbatch relative to the mean, or ``None`` if all
             microbatches are equal. With slices, these are the sizes of slices relative to the mean
             slice.
@@ -126,7 +126,7 @@ class RankState:
         self._frozen_stages = 0 if forward_only else frozen_stages
         self.frozen_chunks = sum(stage < self._frozen_stages for stage in stages)
         last = placement.num_stages - 1
-        # For each kind and chunk, True means that the input comes from another stage.
+        # Whether the input comes from another stage, for each kind and chunk.
         self._takes = (
             *(stage > 0 for stage in stages),
             *(stage < last and not forward_only for stage in stages),
@@ -269,7 +269,7 @@ class RankState:
         )
 
     def next_action(self, kind: int, chunk: int) -> Action:
-        """Returns the next action of ``chunk`` whose kind has the number ``kind``."""
+        """Returns the next action of ``chunk`` with the kind ``kind``, which is an integer."""
         chunks = self.placement.num_chunks
         return self._actions[kind * chunks + chunk][lane_count(self.numbers, kind, chunk)]
 
@@ -326,8 +326,7 @@ class RankState:
         The action is the F or B (``kind``) of ``chunk`` for ``microbatch``.
 
         Inputs may arrive in any order, and earlier than they are needed. A frozen chunk has no B.
-        An arrival that is reported for its B means that the next stage has acknowledged an output
-        of the chunk.
+        If an arrival is reported for its B, the next stage has acknowledged an output of the chunk.
 
         Do not call this for forward passes of the first stage, whose input is the data, or for
         backward passes of the last stage, which start from the loss. If the neighbouring stage is
@@ -395,7 +394,7 @@ class RankState:
         rank_kernel.finish(s, number, chunk)
 
     def why_not(self, action: Action) -> str:
-        """Returns text for error messages that says why ``action`` is not ready.
+        """Returns the reason why ``action`` is not ready, for error messages.
 
         Returns ``it is ready`` if the action is ready.
         """
@@ -436,7 +435,7 @@ class RankState:
         return f"its input from {self._sender(action)} has not arrived"
 
     def missing(self) -> str:
-        """Returns text for timeout errors, with everything that this rank is waiting for.
+        """Returns a description of everything that this rank is waiting for, for timeout errors.
 
         For each chunk, the text lists the next inputs that have not arrived, with the rank and
         stage that send them. It also lists actions whose input has arrived but which would exceed
@@ -466,7 +465,7 @@ class RankState:
         return [action for action, has_input in self._next_actions() if not has_input]
 
     def _next_actions(self) -> Iterator[tuple[Action, bool]]:
-        """Yields the next F and the next B of each chunk, and whether the input has arrived."""
+        """Yields the next F and the next B of each chunk, and whether its input has arrived."""
         for chunk in range(self.placement.num_chunks):
             forwards = lane_count(self.numbers, rank_kernel.F + rank_kernel.DONE, chunk)
             whole = forwards
@@ -480,7 +479,7 @@ class RankState:
                     yield self.next_action(number, chunk), bool(is_ready)
 
     def describe(self) -> str:
-        """Returns a line that describes the ready actions, the finished actions and the memory."""
+        """Returns a line with the ready actions, the finished actions and the activation memory."""
         ready = " ".join(map(self._name, self.ready())) or "nothing"
         cap = "no cap" if self.cap is None else f"cap {self.cap:g}"
         return (

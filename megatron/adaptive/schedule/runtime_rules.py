@@ -18,8 +18,8 @@ section 2.2.
 
 No backward pass follows the F of a frozen chunk (see ``rank_kernel``), so such an F, like a W, can
 run while the rank would otherwise wait. ``adaptive`` starts such an F only if no other F and no B
-can start, because other ranks wait for those actions. The F of a frozen chunk has priority over W,
-because the next stages need its output, except if an F needs the memory that a W frees.
+can start, because other ranks wait for the results of the latter. Because the next stages need its
+output, the F of a frozen chunk has priority over W, unless an F needs the memory that a W frees.
 
 ``hinted`` follows a static order (the hint), which is the best order within the limit on
 activations (``catalog.hint_for``). An action runs earlier than in the hint only if the rest of the
@@ -71,11 +71,11 @@ from megatron.adaptive.schedule.rank_kernel import (
 )
 
 LOOKAHEAD = 96
-"""Number of actions of the hint that ``hinted`` considers, from the first that has not started.
+"""Number of actions of the hint that ``hinted`` considers, beginning with the first not started.
 
-Later actions are never started early. The index of the first action that has not started is
-therefore at most this much smaller than the number of started actions. It can be found without
-searching the whole hint.
+Later actions are never started early. If n actions have started, the first action that has not
+started is therefore at index ``n - LOOKAHEAD`` or later, and can be found without searching the
+whole hint.
 """
 
 
@@ -193,7 +193,7 @@ def filler(s: State, weight: int) -> int:
 
 
 def ready_first(s: State, hint: Sequence[int]) -> int:
-    """Implements the rule ``adaptive``, which alternates F and B, and runs W instead of waiting.
+    """Implements the ``adaptive`` rule, which alternates F and B, and runs W instead of waiting.
 
     Returns the code of the action to start in the state ``s``, or -1 to wait. ``hint`` contains the
     share of each chunk.
@@ -206,7 +206,7 @@ def ready_first(s: State, hint: Sequence[int]) -> int:
 
 
 def depth_first(s: State, hint: Sequence[int]) -> int:
-    """Implements the rule ``dfc``, which prefers B, then F on the deepest possible chunk, then W.
+    """Implements the ``dfc`` rule, which prefers B, then F on the deepest possible chunk, then W.
 
     Returns the code of the action to start in the state ``s``, or -1 to wait. ``hint`` is not used.
 
@@ -245,7 +245,7 @@ def breadth_first(s: State, hint: Sequence[int]) -> int:
 
 
 def hinted(s: State, hint: Sequence[int]) -> int:
-    """Implements the rule ``hinted``, which follows the hint but may run later actions early.
+    """Implements the ``hinted`` rule, which follows the hint but may run later actions early.
 
     Returns the code of the action to start in the state ``s``, or -1 to wait.
 

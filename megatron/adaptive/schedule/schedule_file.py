@@ -215,7 +215,7 @@ def _parse_row(texts: Sequence[str], row: int) -> list[_Cell]:
 
 
 def _placement_of(rows: Sequence[Sequence[_Cell]]) -> Placement:
-    """Returns the assignment of stages to ranks. Each of ``rows`` contains the cells of a rank."""
+    """Returns the assignment of stages to ranks, given the cells of each rank in ``rows``."""
     rank_of: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for cell in row:

@@ -54,8 +54,8 @@ class SimResult:
         starts_ps: Start time of each action in ``codes``, in picoseconds, ``[actions] int64`` per
             rank.
         ends_ps: End time of each action in ``codes``, in picoseconds, ``[actions] int64`` per rank.
-        peak_units: Maximum activation memory that each rank held. A value of 1 is the activation
-            memory of one microbatch in all chunks of the rank.
+        peak_units: Maximum activation memory that each rank held. The unit is the activation memory
+            of one microbatch in all chunks of the rank.
     """
 
     placement: Placement
@@ -174,7 +174,7 @@ def simulate(
             This requires a rule of ``runtime_rules``. In plain Python, the loop is about 50 times
             slower.
         cap: Maximum activation memory of each rank under a run-time rule, or ``None`` for no limit.
-            A value of 1 is the activation memory of one microbatch in all chunks of the rank.
+            The unit is the activation memory of one microbatch in all chunks of the rank.
         sizes: Activation memory of each microbatch or slice relative to the mean. If ``None``, the
             sizes in ``times`` are used, or equal sizes if ``times`` contains no sizes.
         forward_only: Whether the step is an evaluation, which has no backward passes and keeps no
@@ -309,7 +309,7 @@ def _run_plain(world: Any, states: Sequence[RankState], policies: Sequence[Polic
 
 
 _PER_SLOT = ("works", "exchanged", "counts", "steps", "due", "indices")
-"""Fields of ``World`` with one number per slot of a running action. Each rank has two slots."""
+"""Fields of ``World`` with one number per running action. Each rank can run two actions."""
 
 
 def _world(states: Sequence[RankState], workload: Workload, widths: Sequence[int] | None) -> Any:

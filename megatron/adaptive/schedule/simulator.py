@@ -1,9 +1,9 @@
 """Simulates a step with an event loop of plain functions on integers.
 
-An event is the end of an action, a communication within an action, or the arrival of an input.
-Before any rank chooses its next action, all events that happen at the same time are processed.
-Times are integers in picoseconds. If sequences are cut into slices, microbatch indices count slices
-(see ``rank_kernel``).
+An event is the end of an action, a communication within an action, or the arrival of an input. All
+events that happen at the same time are processed before any rank chooses its next action. Times are
+integers in picoseconds. If sequences are cut into slices, microbatch indices count slices (see
+``rank_kernel``).
 
 ``numba_kernels`` compiles these functions, after replacing ``rule`` with the run-time rule to
 simulate.
@@ -48,11 +48,11 @@ DONE_ALL, DEADLOCK, NOT_READY = 0, 1, 2
 class World(NamedTuple):
     """Complete state of a simulated step.
 
-    Fields are lists in plain Python and ``int64`` arrays in compiled code.
+    The fields are lists in plain Python and ``int64`` arrays in compiled code.
 
     A rank can run two actions at the same time, one of which computes while the other communicates.
-    The actions of a rank are in two slots with the indices ``rank`` and ``rank + ranks``. Times are
-    in picoseconds. Arrays with several indices are flattened.
+    A slot holds the values of one running action. The two slots of a rank have the indices ``rank``
+    and ``rank + ranks``. Times are in picoseconds. Arrays with several indices are flattened.
 
     Attributes:
         states: State of each rank: the progress of each chunk, and the inputs that have arrived.
@@ -69,15 +69,15 @@ class World(NamedTuple):
             ``[kind][stage][microbatch]``.
         cuts: Number of communications within the stage during each F and B, per stage.
         delays: Latency of the message after each F and B, ``[kind][stage][microbatch]``.
-        occupancy: Time that a message occupies the link between two ranks, ``[from][to]``.
+        occupancy: Time for which a message occupies the link between two ranks, ``[from][to]``.
         free: Time when the link between two ranks becomes free, ``[from][to]``.
         heap: Priority queue of future events, which are pairs of a time and a code. The code ``-1 -
             rank`` means that a rank has computed up to a communication or to the end of its action.
             Other codes mean that an input arrives, and are the index in ``durations`` of the action
             that needs the input. The array has room for one event per rank and one per message.
         heap_size: Number of events in ``heap``, ``[1]``.
-        turn: Slot in which each rank is computing, or -1.
-        last: Slot in which each rank computed most recently.
+        turn: Slot of the action that each rank is computing, or -1.
+        last: Slot of the action that each rank computed most recently.
         was_filler: 1 for each rank whose most recent action was a W, otherwise 0.
         waking: 1 for each rank with an event since its last choice of an action, otherwise 0.
         wakes: Ranks that must choose an action, in the order of their events.
@@ -191,7 +191,7 @@ def whole_of(world: World, rank: int, stage: int, microbatch: int) -> int:
 def work_of(world: World, rank: int, kind: int, chunk: int, stage: int) -> int:
     """Returns the duration of the next action of ``kind`` in ``chunk``, in picoseconds.
 
-    The chunk of ``rank`` is the pipeline stage ``stage``.
+    ``stage`` is the pipeline stage of this chunk on ``rank``.
     """
     s = world.states[rank]
     stages = len(world.first_ranks)
@@ -330,8 +330,8 @@ def acknowledge(world: World, rank: int, stage: int, item: int, now: int) -> Non
 def send(world: World, rank: int, kind: int, stage: int, microbatch: int, now: int) -> None:
     """Sends the result of an action of ``stage`` to the stage that needs this result.
 
-    The action has the kind ``kind`` and ended at the time ``now``. It processed ``microbatch``,
-    which is an index among the microbatches of ``rank``.
+    ``kind`` is the kind of the action, which ended at the time ``now``. ``microbatch`` is the index
+    of its microbatch among those of ``rank``.
     """
     stages = len(world.first_ranks)
     ranks = len(world.states)

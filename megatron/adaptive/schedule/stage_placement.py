@@ -1,8 +1,7 @@
 """Assigns pipeline stages to ranks.
 
-A placement maps stages, which are numbered in pipeline order, to (rank, chunk) pairs. It can also
-map these pairs to stages. Other modules determine how many layers a stage has, and in which order a
-rank runs its actions.
+A placement maps stages, numbered in pipeline order, to (rank, chunk) pairs and back. Other modules
+determine how many layers a stage has, and in which order a rank runs its actions.
 """
 
 from __future__ import annotations
@@ -109,9 +108,9 @@ class Placement:
     def target_of(self, kind: ActionKind, rank: int, chunk: int) -> tuple[int, int] | None:
         """Returns the rank and chunk that need the result of an action.
 
-        The action has the kind ``kind`` and belongs to ``chunk`` of ``rank``. The result of an F is
-        the input of the F on the next stage, and the result of a B is the input of the B on the
-        previous stage. Returns ``None`` for an F of the last stage, a B of the first stage, and
+        ``kind`` is the kind of the action, which belongs to ``chunk`` of ``rank``. The result of an
+        F is the input of the F on the next stage, and the result of a B is the input of the B on
+        the previous stage. Returns ``None`` for an F of the last stage, a B of the first stage, and
         every W, because no other stage needs these results.
         """
         return self._beside(kind, rank, chunk, 1 if kind is ActionKind.F else -1)

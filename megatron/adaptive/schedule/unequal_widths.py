@@ -4,7 +4,7 @@ The microbatches of a step are numbered from 0 for the whole job, and microbatch
 ``m % widths[s]`` of stage s. Each replica also numbers its microbatches from 0::
 
     widths 2-1-3          microbatch of the step     0  1  2  3  4  5
-    stage 0, rank 0       as the rank counts         0     1     2
+    stage 0, rank 0       index on the rank          0     1     2
              rank 1                                     0     1     2
     stage 1, rank 2                                  0  1  2  3  4  5
     stage 2, rank 3                                  0        1
@@ -93,9 +93,9 @@ class Widths:
 
     @property
     def round_size(self) -> int:
-        """Returns the smallest number of microbatches that every stage can divide equally.
+        """Returns the smallest number of microbatches that each stage's replicas can share equally.
 
-        With this number, all replicas of a stage process the same number of microbatches.
+        All replicas of a stage then process the same number of microbatches.
         """
         return math.lcm(*self.sizes)
 

@@ -18,7 +18,7 @@ from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.schedule.schedule import Order, Schedule
 
 _CONTEXT = 6
-"""Number of actions to draw on each side of the action in brackets."""
+"""Number of actions that a drawing shows on each side of the action in brackets."""
 _ELLIPSIS = "..."
 
 
@@ -54,14 +54,14 @@ def validate(schedule: Schedule) -> None:
 
 
 def peak_units(schedule: Schedule) -> tuple[float, ...]:
-    """Returns the maximum activations that each rank holds under the valid ``schedule``.
+    """Returns the peak activation memory of each rank under the valid ``schedule``.
 
-    A microbatch is held from the start of its F to the end of its last W, or of its B if there is
-    no W. In an evaluation, nothing is held.
+    A microbatch's activations are held from the start of its F to the end of its last W, or of its
+    B if there is no W. In an evaluation, nothing is held.
 
     Returns:
-        Maximum on each rank. A value of 1 is the activation memory of one microbatch in all chunks
-        of the rank.
+        Peak on each rank. The unit is the activation memory of one microbatch in all chunks of the
+        rank.
     """
     peaks = []
     for rank, order in enumerate(schedule.orders):
@@ -179,7 +179,7 @@ def _check_order(schedule: Schedule, rank: int) -> None:
 
 
 def _check_flow(schedule: Schedule) -> None:
-    """Checks that ``schedule`` has no deadlock, by starting each action as soon as it can start."""
+    """Checks that ``schedule`` cannot deadlock, by starting each action as soon as it can start."""
     placement = schedule.placement
     orders = schedule.orders
     states = [_new_state(schedule, rank) for rank in range(placement.num_ranks)]

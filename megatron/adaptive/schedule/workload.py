@@ -31,7 +31,7 @@ from megatron.adaptive.schedule.stage_placement import Placement
 PS_PER_S = 10**12
 """Number of picoseconds in a second."""
 _LONGEST_S = 10**5
-"""Largest allowed time in seconds, and largest allowed factor."""
+"""Maximum allowed time in seconds, and maximum allowed factor."""
 _LISTS = ("forward_s", "backward_s", "weight_s", "recompute_s", "exchange_s", "rank_factors")
 _SIGMAS = ("action_sigma", "microbatch_sigma", "latency_sigma")
 
@@ -89,8 +89,8 @@ class Link:
 
     Attributes:
         latency_s: Time in seconds from the end of the transfer to the arrival.
-        occupancy_s: Time in seconds that a message occupies the link, which is its size divided by
-            the bandwidth. The next message in the same direction waits until this time has passed.
+        occupancy_s: Time in seconds for which a message occupies the link: its size divided by the
+            bandwidth. The next message in the same direction waits until this time has passed.
 
     Raises:
         ScheduleError: A value is negative or not finite.
@@ -106,7 +106,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class StageProfile:
-    """Measured or assumed durations of a pipeline's stages and links, and their variation.
+    """Measured or assumed durations of a pipeline's stages and links, with their variation.
 
     Random factors have a lognormal distribution with mean 1. A sigma is the standard deviation of
     the logarithm of a factor.
@@ -155,8 +155,8 @@ class StageProfile:
     def factors_of(self, seed: int, num_microbatches: int) -> tuple[float, ...] | None:
         """Returns the factors of the microbatches in a measured step.
 
-        The seed selects one of the measured steps with ``num_microbatches`` microbatches. The
-        result is ``None`` if there is no such step.
+        ``seed`` selects one of the measured steps with ``num_microbatches`` microbatches. The
+        result is ``None`` if no such step was measured.
         """
         candidates = [step for step in self.microbatch_factors if len(step) == num_microbatches]
         return candidates[seed % len(candidates)] if candidates else None
@@ -171,7 +171,7 @@ class Workload:
     Attributes:
         durations_ps: Duration of each F, B and W, ``[3, stages, microbatches] int64``.
         delays_ps: Latency of the message after each F and B, ``[2, stages, microbatches] int64``.
-        occupancy_ps: Time that a message occupies the link between two ranks, ``[from rank, to
+        occupancy_ps: Time for which a message occupies the link between two ranks, ``[from rank, to
             rank] int64``.
         exchanges_ps: Part of each duration of F and B that is communication within the stage, ``[2,
             stages, microbatches] int64``, or ``None`` for no communication.

@@ -10,9 +10,9 @@
     other kinds:     each kind opens its own    kind.open
 
 Native channels are those of the C++ extension (shared memory, RDMA, TCP). If one of them cannot be
-opened, for example because of a memory limit or a firewall, the whole job falls back to gloo in
-place of the native channels. If the user requested a specific transport, the failure is an error
-instead. Failures are sent to all ranks, so that all ranks make the same decision.
+opened, for example because of a memory limit or a firewall, the whole job uses gloo instead of the
+native channels. If the user requested a specific transport, the failure is an error. Failures are
+sent to all ranks, so that all ranks make the same decision.
 """
 
 from __future__ import annotations
@@ -111,13 +111,14 @@ class Connector:
     Attributes:
         members: Global ranks of this rank's pipeline. Messages are only sent within a pipeline.
         gather: Function that exchanges values between all ranks of the job.
-        accelerator: Device of this rank, on which received tensors are placed.
-        payloads: Shape, dtype and number in flight of the messages, as far as known in advance.
+        accelerator: Device of this rank, where received tensors are placed.
+        payloads: Shape and dtype of the messages, and maximum number in flight, as far as known in
+            advance.
         describe: Function that returns the name of a rank for error messages.
         timeout_s: Maximum time in seconds that a send waits for a peer that is not receiving
             messages.
-        collective_ranks: Number of ranks that run collectives together in the forward and backward
-            passes of a stage.
+        collective_ranks: Number of ranks among which a stage runs collectives in its forward and
+            backward passes.
     """
 
     members: list[int]
@@ -131,7 +132,7 @@ class Connector:
     def own_end(
         self, places: Sequence[Mapping[str, Any]], options: TransportConfig, host: str | None
     ) -> Endpoint:
-        """Returns the endpoint of this rank, which the caller passes to :meth:`connect`.
+        """Returns the endpoint of this rank, to be passed to :meth:`connect`.
 
         Args:
             places: Host and process of every rank, as returned by ``liveness.here``.
@@ -168,7 +169,7 @@ class Connector:
         Args:
             endpoint: Endpoint of this rank.
             peers: Global ranks with which this rank exchanges messages. Each peer must also list
-                this rank.
+                this rank as a peer.
             options: Transport settings of the user.
             log: Function that rank 0 calls once for each line of the summary of chosen transports.
 
@@ -176,8 +177,8 @@ class Connector:
             Transport to all peers, or ``None`` for a rank without peers.
 
         Raises:
-            SetupError: The requested transport cannot connect some pair of ranks. The error is
-                raised on all ranks.
+            SetupError: The requested transport cannot connect one of the pairs of ranks. The error
+                is raised on all ranks.
             TransportError: A channel could not be opened, although its transport supports this pair
                 of ranks.
         """
@@ -235,8 +236,8 @@ class Connector:
 
         Returns:
             Tuple of three values: the transport of this rank, or ``None`` if the rank has no native
-            channels; the first failure on any rank, or ``None``; and for each pair of ranks, a
-            description of how GPU tensors are copied.
+            channels; the first failure on any rank, or ``None``; and a description of how GPU
+            tensors are copied between each pair of ranks.
         """
         device = self.accelerator.device
         size = size_of_channel(
@@ -294,7 +295,8 @@ class Connector:
             if not links:
                 return None, {}, None
             module = extension.require("this transport")
-            # Count the ranks that share CPUs with this rank, because they slow each other down.
+            # Count the ranks that share CPUs with this rank, because such ranks slow each other
+            # down.
             num_sharing = sum(end.shares_cpus(endpoint) for end in ends)
             job = int.from_bytes(seed[16:24], "little")
             node = module.Node(endpoint.rank, seed[:16], job, num_sharing, self.describe)
@@ -377,7 +379,7 @@ class Connector:
             peers: Global ranks of the peers. A rank without peers still takes part in the
                 collective calls.
             options: Transport settings of the user.
-            completions: Queue for received messages, or ``None`` to create a queue.
+            completions: Queue for received messages, or ``None`` to create a new queue.
 
         Raises:
             TransportError: A channel could not be opened. The error is raised on all ranks.
@@ -404,8 +406,8 @@ class Connector:
 
 def _hardware_queues() -> int | None:
     """Returns the value of ``CUDA_DEVICE_MAX_CONNECTIONS``, or ``None`` if it is not set."""
-    # Ignore errors here, because the user's launcher may set environment variables that only the
-    # trainer rejects.
+    # Ignore errors, because the user's launcher may set environment variables that only the trainer
+    # rejects.
     with contextlib.suppress(SetupError):
         return Environment.read().cuda_device_max_connections
     return None
@@ -418,7 +420,7 @@ def _native_kind(name: str) -> NativeKind | None:
 
 
 def _listen(node: Any, links: Set[str], endpoint: Endpoint) -> dict[str, str]:
-    """Makes ``node`` listen for each kind of link in ``links``. Returns the address for each kind.
+    """Makes ``node`` listen for each kind of link in ``links``, and returns the address for each.
 
     The TCP address to listen on is taken from ``endpoint``.
     """
@@ -458,8 +460,8 @@ class CompositeTransport:
     def __init__(self, parts: Mapping[int, Transport], completions: Completions) -> None:
         self.completions = completions
         self._part_of = dict(parts)
-        # Close the transport that owns the queue last, because the other transports use the queue
-        # until they are closed.
+        # Close the transport that owns the queue last, because the others use the queue until they
+        # are closed.
         distinct = {id(part): part for part in parts.values()}.values()
         self._parts = sorted(distinct, key=lambda part: part.completions is completions)
         self.name = "+".join(dict.fromkeys(part.name for part in parts.values()))

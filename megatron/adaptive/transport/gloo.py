@@ -1,9 +1,9 @@
 """Sends tensors over a gloo process group: CPU tensors directly, GPU tensors through CPU memory.
 
 One receiver thread per peer posts receives in advance, so that data can arrive while the executor
-is computing. gloo matches the messages between two ranks by tag and order. A small message whose
-shape is known in advance is sent as one gloo message. Any other message is sent as two gloo
-messages, a header and a payload:
+is computing. gloo matches the messages between two ranks by their tags and their order. A small
+message whose shape is known in advance is sent as one gloo message. Any other message is sent as
+two gloo messages, a header and a payload:
 
 ::
 
@@ -47,7 +47,7 @@ from megatron.adaptive.transport.interface import (
 from megatron.adaptive.transport.kind import Gather, Opening, TransportKind
 
 DEPTH = 4
-"""Number of receives that are posted in advance. Tags repeat after as many messages."""
+"""Number of receives that are posted in advance. Tags repeat after this many messages."""
 # Maximum size in bytes of a payload that is copied into the same packet as its header. For such
 # payloads, the copy is cheaper than a second gloo message.
 _PACKED_BYTES = 1 << 20
@@ -98,7 +98,7 @@ class GlooTransport:
     Args:
         group: Gloo process group of the pipeline's ranks. It must not be used for anything else.
         peers: Global ranks with which this rank exchanges messages.
-        device: Device on which received tensors are placed.
+        device: Device for received tensors.
         payload_shape: Shape of all payloads, or ``None`` if shapes vary. All ranks must pass the
             same shape, because gloo aborts the process if more bytes arrive than expected.
         dtype: Dtype of the payloads.
@@ -200,7 +200,7 @@ class GlooTransport:
                 )
 
     def _say_end(self, peer: int) -> None:
-        """Sends an end message to ``peer`` for each receive that ``peer`` has posted."""
+        """Sends an end message to ``peer`` for each receive that the peer has posted."""
         shape = (0,) if self._shape is None else self._shape
         for _ in range(self._ahead):
             self._send(peer, None, torch.empty(shape, dtype=self._dtype))
@@ -251,7 +251,7 @@ class GlooTransport:
             self._broken(peer, self._lost(peer, error))
 
     def _broken(self, peer: int, error: Exception) -> None:
-        """Adds ``error`` to the queue, because it broke the channel to ``peer``.
+        """Adds ``error``, which broke the channel to ``peer``, to the queue.
 
         Runs in a thread of the channel.
         """
@@ -333,7 +333,7 @@ class GlooTransport:
 
 
 def raw(payload: torch.Tensor) -> torch.Tensor:
-    """Returns ``payload``, viewed as bytes if gloo and NCCL do not support its dtype."""
+    """Returns ``payload``, as a view of its bytes if gloo and NCCL do not support its dtype."""
     return payload if payload.dtype in _OF_GLOO else payload.view(-1).view(torch.uint8)
 
 
@@ -341,7 +341,7 @@ _HEADER_BYTES = 8 * HEADER_WORDS
 
 
 class Packet:
-    """Buffer for one message: the header, and the payload if its shape is known.
+    """Buffer for one message: the header and, if the payload's shape is known, the payload.
 
     Args:
         shape: Shape of the payload, or ``None`` if the payload is sent separately.
@@ -364,11 +364,11 @@ class Packet:
         offset = _HEADER_BYTES // dtype.itemsize
         self.payload = torch.empty(0, dtype=dtype)
         if shape is not None:
-            # torch's type hints do not declare this form of the method.
+            # torch's type hints do not declare this overload of the method.
             self.payload.set_(storage, offset, shape)  # type: ignore[call-overload]
 
     def fill(self, header: Header, payload: torch.Tensor | None) -> None:
-        """Writes ``header``, and ``payload`` unless it is ``None``, into the packet."""
+        """Writes ``header`` and, unless it is ``None``, ``payload`` into the packet."""
         self._words[:] = header.words()
         if payload is not None:
             self.payload.copy_(payload)
@@ -383,7 +383,7 @@ class Packet:
 
 
 class GlooKind(TransportKind):
-    """Declares gloo, which connects any two ranks."""
+    """Declares gloo, which can connect any two ranks."""
 
     def open(self, opening: Opening) -> Transport | None:
         group = gloo_group(opening.members, opening.gather)

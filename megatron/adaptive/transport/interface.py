@@ -1,4 +1,4 @@
-"""Defines the interface between transports and the pipeline executor.
+"""Defines the interface between the transports and the pipeline executor.
 
 A transport connects a pipeline rank with its neighbours. Messages between two ranks arrive in the
 order in which they were sent. Messages from all peers are added to a single completion queue as
@@ -40,7 +40,7 @@ from megatron.adaptive.schedule.action import Action, ActionKind, SliceCounts
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """Describes a rank to the other ranks: host, supported transports, and addresses.
+    """Describes a rank to the other ranks: its host, supported transports and addresses.
 
     Attributes:
         rank: Global rank.
@@ -52,7 +52,8 @@ class Endpoint:
         addresses: Addresses at which the rank listens, keyed by kind of link (``unix``, ``tcp``).
         cpus: Indices of the CPUs on which the rank may run, or empty if unknown.
         ports: Active RDMA ports of the rank's machine, such as ``mlx5_0:1``.
-        lacks: Reason why the rank cannot use a transport, keyed by the name of the transport.
+        lacks: Reasons why the rank cannot use certain transports, keyed by the name of the
+            transport.
     """
 
     rank: int
@@ -106,15 +107,16 @@ class Transport(Protocol):
         """Returns properties of the channel to each peer, at least the transport (``kind``).
 
         ``peer_closed`` is ``True`` if the peer has closed the channel, so that no more messages
-        will arrive. A transport may omit it. A rank that needs a message from such a peer then
-        fails only after the timeout, unless the transport reports the closed channel as an error.
+        will arrive. A transport may omit it. If it does, a rank that needs a message from such a
+        peer fails only after the timeout, unless the transport reports the closed channel as an
+        error.
         """
 
     def flush(self, timeout_s: float) -> None:
         """Waits up to ``timeout_s`` seconds until all messages have left this process.
 
         Raises:
-            DeadlineError: Some messages have not left the process within ``timeout_s`` seconds.
+            DeadlineError: Some messages did not leave the process within ``timeout_s`` seconds.
         """
 
     def close(self) -> None:
@@ -131,8 +133,8 @@ class Arrival:
         label: Step and action for which the message is the input.
         peer: Global rank of the sender.
         nbytes: Size of the payload in bytes.
-        arrived_ns: Time when the receive completed, from ``time.monotonic_ns``, or ``None`` if the
-            peer writes directly to this rank's memory, so that no thread notices the arrival.
+        arrived_ns: Time from ``time.monotonic_ns`` when the receive completed, or ``None`` if the
+            peer writes directly to this rank's memory, where no thread notices the arrival.
     """
 
     # __slots__ is empty, because Python cannot combine a class that has slots with the arrival
@@ -153,7 +155,7 @@ class Arrival:
 
 
 class HeldArrival(Arrival):
-    """Received message whose payload is the result of a function passed by the caller."""
+    """Received message whose payload is returned by a function that the caller passes."""
 
     __slots__ = ("_take", "arrived_ns", "label", "nbytes", "peer")
 
@@ -197,15 +199,16 @@ Listener = Callable[[Item | Exception], None]
 class Completions(Protocol):
     """Queue of received messages and failures from all channels of a process, oldest first.
 
-    Any thread may add items, but only one thread may take them. Waiting releases the GIL and does
+    Any thread may add items, but only one thread may remove them. Waiting releases the GIL and does
     not poll.
     """
 
     def listen(self, listener: Listener) -> None:
-        """Calls ``listener`` with each item that is added from now on, after queueing the item.
+        """Calls ``listener`` with each item added from now on, after the item has been queued.
 
-        The listener runs in a different thread from the one that takes items, so it is called even
-        while that thread is busy. Only one listener is supported, and it must not raise exceptions.
+        The listener does not run in the thread that takes items from the queue, so it is called
+        even while that thread is busy. Only one listener is supported, and it must not raise
+        exceptions.
         """
 
     def put(self, item: Item | Exception) -> None:
@@ -265,7 +268,7 @@ def delivered(item: Item | Exception) -> Item:
 
 HEADER_WORDS = 16
 KINDS = (ActionKind.F, ActionKind.B)
-"""Kinds of actions that need a message as input. Messages encode a kind as its index here."""
+"""Kinds of actions that need a message as input. In messages, a kind is encoded as its index."""
 KIND_CODE = {kind: code for code, kind in enumerate(KINDS)}
 """Number that represents each kind of action in messages."""
 
@@ -274,8 +277,8 @@ _MAGIC = 0x4D41_5031  # ASCII characters "MAP1".
 _END = -1
 _VARIANT_SHIFT = 8
 
-# Keep this order the same as in the enum ElementType of message.h, because a dtype's index is its
-# code.
+# A dtype's index is its code, so keep this order equal to that of the enum ElementType in
+# message.h.
 _PLAIN = (
     "float32",
     "float16",
@@ -377,7 +380,7 @@ class Header:
         label: Action and step of the message, or ``None`` if the sender closes the channel.
         shape: Shape of the payload.
         dtype: Dtype of the payload.
-        sequence: Index of the message on its channel, starting at 0.
+        sequence: Index of the message on its channel, from 0.
     """
 
     label: Label | None

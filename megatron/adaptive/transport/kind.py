@@ -1,9 +1,9 @@
-"""Defines how a transport declares which ranks it connects, and how it is opened.
+"""Defines how a transport declares which ranks it can connect, and how it opens its channels.
 
 A transport is declared by a subclass of :class:`TransportKind`. ``select.py`` uses these classes to
 find out which pairs of ranks each transport can connect, and ``connect.py`` uses them to open the
 chosen transports. ``config/transport_specs.py`` lists the transports of this package. A user's own
-class can be in any module. Select it with ``--transport package.module:Class``.
+class can be in any module, and is selected by ``--transport package.module:Class``.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class RankFacts:
         address: Network address of the rank, or ``None`` if it has no address.
         module: Module of the C++ extension, or ``None`` if the extension is not installed.
         rdma_ports: Active RDMA ports of the rank's machine, such as ``mlx5_0:1``.
-        no_rdma: Reason why ``rdma_ports`` is empty.
+        no_rdma: Reason why ``rdma_ports`` is empty, if it is.
     """
 
     device: torch.device
@@ -89,8 +89,9 @@ class Opening:
             without peers still takes part in collective calls.
         members: Global ranks of this rank's pipeline. Messages are only sent within a pipeline.
         gather: Function that exchanges values between all ranks of the job.
-        accelerator: Device of this rank, on which received tensors are placed.
-        payloads: Shape, dtype and number in flight of the messages, as far as known in advance.
+        accelerator: Device of this rank, where received tensors are placed.
+        payloads: Shape and dtype of the messages, and maximum number in flight, as far as known in
+            advance.
         describe: Function that returns the name of a rank for error messages.
         timeout_s: Maximum time in seconds that a send waits for a peer that is not receiving
             messages.
@@ -112,13 +113,13 @@ class Opening:
 
 
 class TransportKind:
-    """Declares a transport: which ranks it connects, and how its channels are opened.
+    """Declares a transport: which ranks it can connect, and how its channels are opened.
 
     Subclasses must define at least :meth:`open`.
 
     Attributes:
         name: Name of the transport on the command line.
-        reason: Reason for choosing this transport, which appears in the log. May be empty.
+        reason: Reason for choosing this transport, shown in the log. May be empty.
     """
 
     name: str = ""
@@ -139,7 +140,8 @@ class TransportKind:
         """Returns the reason why this transport cannot connect two ranks, or ``None`` if it can.
 
         This method is only called if :meth:`lacks` returned ``None`` for both ranks. Swapping
-        ``first`` and ``second`` may change the text of the reason, but not whether there is one.
+        ``first`` and ``second`` may change the text of the reason, but must not turn a reason into
+        ``None``.
         """
         return None
 
@@ -179,7 +181,7 @@ def transport_kind(name: str) -> TransportKind:
 
 
 class _OpeningError(TransportError):
-    """Raised on all ranks if any of them could not open a user's transport."""
+    """Raised on all ranks if one of them could not open a user's transport."""
 
 
 def open_own(kind: TransportKind, opening: Opening) -> Transport | None:

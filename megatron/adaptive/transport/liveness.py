@@ -47,12 +47,12 @@ _LOOK_S = 1.0
 # may notice the silence first and raise an error with a better message.
 _MARGIN_S = 1.0
 # Maximum time in seconds to wait for a reply from the store. If a busy store takes longer, a rank
-# that left normally is considered lost. With a much larger value, the launcher would kill a
+# that has left normally is considered lost. With a much larger value, the launcher would kill a
 # surviving rank before that rank has written its error line.
 _ASK_S = 2.0
 _LEAVE_S = 5.0
 _LOST = "lost"
-# Sentinel that replaces the set of silent ranks if the store does not reply. The store runs on rank
+# Value to use instead of a set of silent ranks if the store does not reply. The store runs on rank
 # 0 or in the launcher.
 _STORE = frozenset({-1})
 # Prefix of notices that the user has already seen and that are not shown again.
@@ -110,12 +110,12 @@ class Watcher:
         store: Key-value store that all ranks of the job share. With ``None``, only the ranks on
             this machine are watched, and a rank is considered lost if it exits before this rank has
             called :meth:`leave`.
-        on_lost: Function that a thread of the watcher calls when a rank is lost. It must not block.
-            Use it to notify the main thread, which can react if it is still running.
+        on_lost: Function that a thread of the watcher calls when a rank is lost. It must not block,
+            and should notify the main thread, which can react if it is still running.
         grace_s: Time in seconds between calling ``on_lost`` and exiting the process.
         silent_s: Time in seconds without a heartbeat after which a machine is considered lost. A
             process that stays stopped for this long is also considered lost.
-        is_launchers_store: Whether the launcher, rather than rank 0, serves the store.
+        is_launchers_store: Whether the store is served by the launcher instead of rank 0.
 
     Attributes:
         on_lost: Function that is called when a rank is lost. It can be replaced at any time.
@@ -168,8 +168,8 @@ class Watcher:
     def report(self, reason: str, *, is_shown: bool = False) -> None:
         """Informs the other ranks that this rank exits because of ``reason``. Takes at most 2 s.
 
-        A job keeps only the first notice and ignores those of ranks that fail as a consequence.
-        After this call, this rank no longer watches other ranks.
+        The job keeps only the first notice, and ignores notices from ranks that fail as a
+        consequence. After this call, this rank no longer watches other ranks.
 
         Args:
             reason: Reason for the exit. Only its first line is sent.
@@ -204,7 +204,7 @@ class Watcher:
             self._thread.join(1.0)
 
     def _silence(self) -> bool:
-        """Ignores ranks that are lost from now on. Returns False if a rank was lost earlier."""
+        """Ignores all later losses of ranks. Returns False if a rank has already been lost."""
         with self._lock:
             self._quiet = True
             return self._lost is None
@@ -309,7 +309,7 @@ class _Local:
         self._wake = wake
         self._pids = {rank: (pid, _started(pid)) for rank, pid in pids.items()}
         # Count polls instead of measuring time, because time also passes while this process itself
-        # is stopped and cannot see whether the others run.
+        # is stopped and cannot observe the others.
         self.stopped_s = math.ceil(stopped_s / _LOOK_S) * _LOOK_S
         self._looks = dict.fromkeys(pids, 0)
         self._look_s = time.monotonic()
@@ -381,7 +381,7 @@ class _Board:
         adaptive/left/<r>   exists if rank r has left
         adaptive/beat/<m>   counter that each rank of machine m increments every 2 s
 
-    As long as ranks may be lost, this class only makes calls to which the store replies
+    As long as a rank may be lost, this class makes only calls to which the store replies
     immediately. It uses the blocking ``wait`` only at the end, when all ranks leave.
 
     Args:
@@ -419,12 +419,12 @@ class _Board:
         self._thread.start()
 
     def busy_for_s(self) -> float:
-        """Returns the seconds since the current call to the store began, or 0 without a call."""
+        """Returns the seconds since the current call to the store began, or 0 if there is none."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
     def ask(self, ranks: Iterable[int]) -> tuple[set[int], str | None] | None:
-        """Returns which of ``ranks`` have left, and the notice about a lost rank, if there is one.
+        """Returns those of ``ranks`` that have left, and the notice about a lost rank, if any.
 
         Returns ``None`` if the store does not reply.
         """
@@ -550,7 +550,7 @@ def _status(pid: int) -> list[str]:
 
 
 def _write_line(line: str) -> None:
-    """Writes ``line`` directly to file descriptor 2, because another thread may lock stderr."""
+    """Writes ``line`` to file descriptor 2, because another thread may hold the lock of stderr."""
     with contextlib.suppress(OSError):
         # Begin a new line on a terminal, because the cursor may be at the end of a progress bar.
         prefix = "\n" if os.isatty(2) else ""

@@ -53,8 +53,8 @@ _CLOSE_S = 30.0
 _DROP_AFTER_S = 0.1
 _STOP = object()
 
-# Use this private function of torch, which omits the checks of torch.utils.dlpack. The checks are
-# not necessary, because the arguments are always DLPack capsules.
+# Use this private function of torch, which omits the checks of torch.utils.dlpack. These are
+# unnecessary, because the arguments are always DLPack capsules.
 _from_dlpack: Callable[[Any], torch.Tensor] = getattr(
     torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack
 )
@@ -88,13 +88,14 @@ class NativeTransport:
 
     Args:
         node: ``_C.Node`` object of the C++ extension, whose channels are open.
-        kinds: Transport to each peer (``shm``, ``rdma`` or ``tcp``), keyed by global rank.
-        device: Device on which received tensors are placed.
+        kinds: Name of the transport to each peer (``shm``, ``rdma`` or ``tcp``), keyed by global
+            rank.
+        device: Device for received tensors.
         describe: Function that returns the name of a peer for error messages.
-        least_free: Number of slots per channel that the receiver must keep free for the sender.
+        least_free: Number of slots per channel that this rank must keep free for the sender.
         make_staging: Function that creates the object for copies between GPU and host. Its argument
-            is a function that sends host tensors. If not set, a :class:`Staging` object is created
-            for a GPU, and no object for a CPU.
+            is a function that sends host tensors. By default, a :class:`Staging` object is created
+            for a GPU, and none for a CPU.
     """
 
     def __init__(
@@ -205,7 +206,7 @@ class NativeTransport:
             self._node.close(max(_DROP_AFTER_S, end_s - time.monotonic()))
 
     def _drain(self, end_s: float) -> None:
-        """Sends all messages, and discards received ones until the time ``end_s``.
+        """Sends all pending messages, and discards received ones, until the time ``end_s``.
 
         Received messages must be discarded, because a peer that closes its channels waits until its
         slots are returned. If messages are still unsent at ``end_s``, raises the error of
@@ -241,7 +242,7 @@ def _arrival_class(module: ModuleType) -> type[Any]:
             return _label_of(self)
 
         def _take(self) -> torch.Tensor:
-            """Returns the payload in the cases that the extension's method does not handle."""
+            """Returns the payload in those cases that the extension's method does not handle."""
             tensor = _viewed(self, self.tensor())
             return tensor.clone() if self.free_slots < self.least_free else tensor
 
@@ -309,7 +310,7 @@ class DeviceArrival(Arrival):
 
 
 def _viewed(native: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns ``tensor``, viewed as its original dtype if it was sent as a different dtype.
+    """Returns ``tensor``, as a view with its original dtype if it was sent as a different dtype.
 
     ``native`` is the message to which ``tensor`` belongs.
     """
@@ -356,7 +357,7 @@ class NativeQueue:
         self._node = node
         self._wait = node.wait_until
         self._arrival = module.Arrival
-        # Items of this class can be returned unchanged, without calling _open().
+        # Items of this class are returned unchanged, without a call of _open().
         self._ready: type | None = None
         if staging is None:
             self._ready = _arrival_class(module)
@@ -397,8 +398,7 @@ class NativeQueue:
         # Pass the deadline to the node unchanged to avoid reading the clock in Python. In a virtual
         # machine, this may take as long as sending a message.
         item: Item | None = self._wait(deadline_s)
-        # Check the type here to avoid calling _open(), which takes as long as the rest of this
-        # method.
+        # Check the type here, because a call of _open() takes as long as the rest of this method.
         return item if type(item) is self._ready else self._open(item)
 
     def stop(self) -> None:

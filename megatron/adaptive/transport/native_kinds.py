@@ -26,14 +26,14 @@ _ACTIVE = "ACTIVE"
 
 @dataclass(frozen=True, kw_only=True)
 class NativeChannels:
-    """Values that determine the options of a rank's native channels.
+    """Values from which the options of a rank's native channels are computed.
 
     Attributes:
         size: Number and size of a channel's slots.
         seed: Random bytes that all ranks of the job share.
         endpoint: Endpoint of this rank.
         settings: Transport settings of the user.
-        device: Device on which received tensors are placed.
+        device: Device for received tensors.
     """
 
     size: ChannelSize
@@ -74,7 +74,7 @@ class NativeKind(TransportKind):
 
 
 class ShmKind(NativeKind):
-    """Declares shared memory, which connects ranks of the same user on the same machine."""
+    """Declares shared memory, which can connect ranks of the same user on the same machine."""
 
     link = "unix"
     reason = "same machine"
@@ -108,7 +108,7 @@ class ShmKind(NativeKind):
 
 
 class RdmaKind(NativeKind):
-    """Declares RDMA, which connects ranks whose machines have an active RDMA port."""
+    """Declares RDMA, which can connect ranks whose machines have an active RDMA port."""
 
     link = "tcp"
     reason = "both have an active port"
@@ -141,7 +141,7 @@ class RdmaKind(NativeKind):
 
 
 class TcpKind(NativeKind):
-    """Declares TCP, which connects ranks that can reach each other's network addresses."""
+    """Declares TCP, which can connect ranks that can reach each other's network addresses."""
 
     link = "tcp"
 

@@ -13,11 +13,11 @@ thread and one stream at each end. Each end posts an operation only when it can 
               sleeps until the send is done                   arrival ──> queue of the executor
               releases the tensor
 
-No compute stream waits for a message, so a late rank delays the ranks that need its result, but not
+No compute stream waits for a message, so a slow rank delays the ranks that need its result, but not
 its tensor-parallel neighbours. A message is only added to the queue after all of its data has
 arrived, so a run-time scheduling rule only sees inputs that are ready to use. The memory of a
-message is released when its send has finished. Each channel therefore keeps the memory of the
-messages that are being sent, plus one more message.
+message is released when its send has finished. Each channel therefore holds the memory of the
+messages that are being sent, and of one more message.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ FREE_S = 30.0
 """Maximum time in seconds to free all communicators of a rank."""
 
 MOST_CTAS = 8
-"""Maximum number of thread blocks (CTAs) with which NCCL transfers a message.
+"""Maximum number of thread blocks (CTAs) that NCCL uses to transfer a message.
 
 By default, NCCL may use 32 blocks or more. During a transfer, each block occupies a multiprocessor
 of the GPU, which delays computations, and needs its own buffers in GPU memory. A rank in the middle
@@ -79,7 +79,7 @@ must use the same value. The value has not been tuned on GPUs. NCCL's environmen
 
 _SEED_BYTES = 40
 _FIRST = -1
-"""Priority of the CUDA streams for messages, which is higher than the priority of compute streams.
+"""Priority of the CUDA streams for messages, which is higher than that of compute streams.
 
 CUDA maps streams to a small number of hardware queues. A kernel that cannot start yet blocks the
 kernels of other streams in the same queue. Streams with different priorities use different queues,
@@ -95,11 +95,11 @@ class NcclTransport(GlooTransport):
         channels: Communicators of this rank's channels.
         streams: Object that provides streams of the device.
         peers: Global ranks with which this rank exchanges messages.
-        device: Device on which received tensors are placed.
+        device: Device for received tensors.
         describe: Function that returns the name of a peer, with host and stage, for error messages.
         timeout_s: Maximum time in seconds that a send waits for a peer that is not receiving
             messages.
-        completions: Queue for received messages and failures, or ``None`` to create a queue.
+        completions: Queue for received messages and failures, or ``None`` to create a new queue.
     """
 
     name = "nccl"
@@ -259,12 +259,11 @@ class Channels:
         their communicators one at a time and in the same order. Prints a warning if the other end
         does not free a communicator in time, or if there is an error.
 
-        Errors while aborting are ignored, because they would hide the error that is the reason for
-        aborting.
+        Errors during an abort are ignored, because they would hide the error that caused the abort.
 
         Args:
             is_idle: Whether no operations are pending. If False, pending operations are aborted,
-                because they would never complete.
+                because they might never complete.
         """
         end_s = time.monotonic() + FREE_S
         failures: list[str] = []
@@ -307,8 +306,8 @@ class Channels:
             failures.append(f"{name}: {_first_line(error)}")
 
 
-# The transport accesses the device only through the protocol Streams. Tests can thus run its
-# threads without a GPU.
+# The transport accesses the device only through the Streams protocol, so tests can run its threads
+# without a GPU.
 
 
 class Moment(Protocol):
@@ -375,17 +374,17 @@ class HostStreams:
 
 
 class _Passed:
-    """Moment that has already passed."""
+    """Moment that has already been reached."""
 
     def synchronize(self) -> None:
-        """Returns immediately, because there is nothing to wait for."""
+        """Returns immediately, because all work is already complete."""
 
 
 _PASSED = _Passed()
 
 
 class NcclKind(TransportKind):
-    """Declares NCCL, which connects ranks that each have their own GPU."""
+    """Declares NCCL, which can connect ranks that each have their own GPU."""
 
     reason = "each has a GPU of its own"
 
@@ -444,8 +443,8 @@ class NcclKind(TransportKind):
         """Creates a communicator for each channel to or from this rank. Every rank must call this.
 
         All ranks connect their pairs in the same order, in rounds in which no rank occurs twice.
-        This order avoids deadlocks and lets the pairs of a round connect concurrently. The channels
-        are later freed in the same order.
+        This order avoids deadlocks, and lets the pairs of a round connect concurrently. The
+        channels are later freed in the same order.
 
         Raises:
             TransportError: A channel could not be opened. The error is raised on all ranks.
@@ -467,8 +466,8 @@ class NcclKind(TransportKind):
                     for sender, receiver in ((low, high), (high, low)):
                         shared = dist.PrefixStore(f"{sender}-{receiver}", store)
                         group = self.pair_group(opening, shared, int(me == high))
-                        # Record the group before it connects, so that it is freed even if it cannot
-                        # connect.
+                        # Record the group before it connects, so that it is freed even if
+                        # connecting fails.
                         groups[sender, receiver] = group
                         _send_probe(group, opening, sender, receiver)
             opening.accelerator.synchronize()

@@ -1,4 +1,4 @@
-"""Chooses the transport for each pair of ranks from the descriptions of both ranks.
+"""Chooses the transport for each pair of ranks, given the endpoints of both ranks.
 
 ::
 
@@ -28,7 +28,7 @@ from megatron.adaptive.transport.kind import transport_kind
 
 DEFAULT_SLOT_BYTES = 1 << 20
 _DEFAULT_SLOTS = 8
-# A receiver keeps _FREE_SLOTS slots free, plus those that the sender may reserve in advance (at
+# A receiver keeps _FREE_SLOTS slots free, and also those that the sender may reserve in advance (at
 # most _RESERVABLE_SLOTS).
 _FREE_SLOTS = 2
 _RESERVABLE_SLOTS = 2
@@ -107,7 +107,7 @@ def _reason(kind: str, missed: list[str]) -> str:
 
 
 def log_lines(choices: Mapping[tuple[int, int], Choice]) -> list[str]:
-    """Returns log lines that describe ``choices``. Pairs with equal choices share a line."""
+    """Returns log lines that describe ``choices``. Pairs with the same choice share a line."""
     lines = []
     for choice in dict.fromkeys(choices.values()):
         pairs = [f"{low}-{high}" for (low, high), kind in sorted(choices.items()) if kind == choice]
@@ -120,7 +120,7 @@ def log_lines(choices: Mapping[tuple[int, int], Choice]) -> list[str]:
 def queue_warning(
     choices: Mapping[tuple[int, int], Choice], queues: int | None, collective_ranks: int
 ) -> str | None:
-    """Returns a warning if messages may be blocked forever in the GPU's only hardware queue.
+    """Returns a warning if the GPU's only hardware queue may block messages forever.
 
     Args:
         choices: Chosen transport of each pair of ranks. All of these ranks use GPUs.
@@ -142,7 +142,7 @@ def queue_warning(
 
 
 def rounds_of(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Groups pairs of ranks into rounds. All ranks connect their pairs round by round.
+    """Groups pairs of ranks into rounds, so that ranks can connect their pairs round by round.
 
     No rank occurs twice in a round. Each pair is placed in the first round that contains neither of
     its two ranks. A chain or ring of ranks needs two or three rounds, regardless of its length. A

@@ -2,8 +2,8 @@
 
 If a channel connects the memory of two GPUs directly (``cuda-ipc``, described in
 ``docs/cuda_ipc.md``), the C++ extension copies the tensors, waits for the copies and returns the
-slots. In this case, this module only passes the compute stream to the extension. Otherwise, tensors
-are copied through pinned (page-locked) host memory::
+slots. This module then only passes the compute stream to the extension. Otherwise, tensors are
+copied through pinned (page-locked) host memory::
 
     send      compute stream ── event ──> copy stream: tensor ──> slot ── event ──> worker: commit
     receive   slot ──> copy stream: tensor ── event ──> compute stream waits for it
@@ -41,7 +41,7 @@ class Staging:
 
     Args:
         node: ``_C.Node`` that owns the channels. The executor's thread and a worker thread of this
-            object take turns using the channels.
+            object use the channels, but never at the same time.
         device: GPU to and from which tensors are copied.
         peers: Global ranks to which this rank has a channel.
         send_from_host: Function that sends a host tensor. If the tensor is not in a slot yet, the
@@ -156,9 +156,8 @@ class Staging:
     def lend(self, native: Any) -> Any:
         """Returns the payload of the message ``native`` in GPU memory, as a tensor in its slot.
 
-        Use the tensor only in the current stream. After the tensor has been released, its slot
-        returns to the sender as soon as this stream has finished all work that was submitted before
-        the release.
+        The tensor may be used only in the current stream. After its release, the slot returns to
+        the sender as soon as this stream has finished all work submitted before the release.
         """
         stream = torch.cuda.current_stream(self._device)
         return native.tensor_on(stream.cuda_stream, *self._dlpack_device)
@@ -204,7 +203,7 @@ class Staging:
         tensor.record_stream(current)
 
         def release(host: torch.Tensor = host) -> None:
-            # The argument's default value keeps a reference to the slot until the copy has
+            # The default value of the argument keeps a reference to the slot until the copy has
             # finished.
             done.synchronize()
 
@@ -216,7 +215,7 @@ class Staging:
         make_current(self._device)
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits until all copies are made and sent. Returns False after ``timeout_s`` seconds."""
+        """Waits until all copies have been sent. Returns False if ``timeout_s`` passes first."""
         end_s = time.monotonic() + timeout_s
         return self._committing.flush(end_s) and self._releasing.flush(end_s)
 

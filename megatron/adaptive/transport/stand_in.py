@@ -58,7 +58,7 @@ class ExpectedInput(NamedTuple):
 
 
 class _Slots:
-    """Provides the slots of a channel in one direction, one after the other.
+    """Provides the slots of a channel in one direction, in rotation.
 
     Args:
         accelerator: Device of this rank. The slots are allocated in its memory.
@@ -77,12 +77,12 @@ class _Slots:
         self._slots = itertools.cycle(slots.copy_(values).unbind())
 
     def next(self) -> torch.Tensor:
-        """Returns the next slot, even if it is in use. This is safe: no rank reads the slots."""
+        """Returns the next slot, even if it is in use, because no rank reads the slots."""
         return next(self._slots).detach()
 
 
 class StandIn:
-    """Implements the interface ``Transport`` for a rank whose peers do not exist.
+    """Implements the ``Transport`` interface for a rank whose peers do not exist.
 
     The object is also its own completion queue. Each input is created when the rank waits for it.
 
@@ -124,7 +124,7 @@ class StandIn:
         return self
 
     def begin(self, step: int, expected: Sequence[ExpectedInput]) -> None:
-        """Sets which inputs the next step needs.
+        """Sets the inputs that the next step needs.
 
         Args:
             step: Index of the step, starting at 0 as in the executor.

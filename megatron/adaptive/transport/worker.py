@@ -1,4 +1,4 @@
-"""Runs jobs one at a time in a thread, so that a transport does not need to wait for a device."""
+"""Runs jobs one at a time in a thread, so that a transport need not wait for a device."""
 
 from __future__ import annotations
 
