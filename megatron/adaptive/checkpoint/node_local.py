@@ -119,8 +119,8 @@ class LocalDisk:
             ranks: Group of all ranks. No other communication may use it during the call.
 
         Returns:
-            True if the checkpoint is on the local disks. False if it could not be written there. No
-            upload is running then, and the caller can write directly to shared storage.
+            Whether the checkpoint is on the local disks. If it could not be written there, no
+            upload is running, so the caller can write directly to shared storage.
 
         Raises:
             CheckpointError: If an earlier upload does not finish within the job's timeout.
@@ -673,6 +673,6 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _some(pieces: Iterator[None]) -> bool:
-    """Continues the copy ``pieces`` for about a second. Returns whether it may be incomplete."""
+    """Continues the copy ``pieces`` for about a second. Returns False if the copy is complete."""
     until_s = time.monotonic() + _ROUND_S
     return any(time.monotonic() >= until_s for _ in pieces)

@@ -262,7 +262,7 @@ class _Renderer:
         before: Sequence[Message],
         asked: str,
     ) -> str:
-        """Returns the text that ends an answer (its end mark), without the start of a next message.
+        """Returns the text that ends an answer (its end mark), up to the start of a next message.
 
         Args:
             behind: Rendered text after the answer in the whole conversation.

@@ -382,8 +382,8 @@ class LengthMicrobatches(StepMicrobatches):
 
     Attributes:
         sizes: Number of token positions of each microbatch, including padding.
-        contents: Tuple for each microbatch: its number of token positions including padding,
-            followed by the number of tokens of each of its documents.
+        contents: One tuple per microbatch: the number of token positions including padding, then
+            the number of tokens of each document.
         load: Statistics on the microbatches of all data-parallel replicas.
 
     Args:

@@ -54,7 +54,7 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Ranges of tensors that a rank holds before a move, and that it needs after the move.
+    """Ranges of tensors that a rank holds before a move, and ranges that it needs after the move.
 
     Attributes:
         replica: Index of the rank among data- and context-parallel ranks.
@@ -196,7 +196,10 @@ def _kept_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _held(leaf: Any, weight: torch.nn.Parameter) -> tuple[torch.Tensor, int, int]:
-    """Returns the tensor that optimizer ``leaf`` updates for ``weight``, and its element range."""
+    """Returns the tensor that optimizer ``leaf`` updates for ``weight``, and its range of elements.
+
+    The range consists of the index of its first element, and the index after its last element.
+    """
     if not isinstance(leaf, DistributedOptimizer):
         main = getattr(weight, "main_param", None)
         return (weight if main is None else main), 0, weight.numel()
@@ -223,7 +226,7 @@ def passages(tables: Mapping[int, Table]) -> list[Passage]:
     """Returns the copies of elements between ranks (passages) that a move requires.
 
     Every rank computes the same list from the same tables. If the target rank already holds the
-    elements, this rank is also the source. Otherwise, a rank of the same replica is preferred.
+    elements, it is also the source. Otherwise, a rank of the same replica is preferred as source.
     Shares whose range does not change on a rank are omitted.
 
     Args:
@@ -298,7 +301,7 @@ def exchange(
         group: Process group of all ranks, with backend gloo.
 
     Raises:
-        TransportError: A message is not transferred within the group's timeout.
+        TransportError: If a message is not transferred within the group's timeout.
     """
     outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
     incoming: dict[int, list[torch.Tensor]] = defaultdict(list)
