@@ -526,10 +526,10 @@ class CheckpointFolder(StepFolders):
         return last
 
     def _follows(self, path: Path, seal: str) -> bool:
-        """Returns whether one checkpoint was saved directly after another checkpoint.
+        """Returns whether the checkpoint ``path`` was saved directly after an earlier checkpoint.
 
         Args:
-            path: Path of the later checkpoint.
+            path: Path of the checkpoint.
             seal: Checksum of the earlier checkpoint's manifest.
         """
         try:

@@ -120,7 +120,7 @@ class _Writer:
         if kind == "dict" and is_text and _KIND not in value:
             return dict(entries)
         pairs = [[self.plain(key, f"a key of {where}"), entry] for key, entry in entries]
-        about = getattr(value, "_metadata", None)  # A module's state_dict has this attribute.
+        about = getattr(value, "_metadata", None)  # Attribute of the result of state_dict().
         more = {} if about is None else {"about": self.plain(about, f"{where}._metadata")}
         return {_KIND: kind, "items": pairs, **more}
 

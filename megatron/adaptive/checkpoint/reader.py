@@ -232,7 +232,7 @@ class CheckpointReader:
         return self._guarded(name, lambda: read(data))
 
     def check_rest(self, share: int, shares: int) -> None:
-        """Verifies the checksums of this rank's share of the blocks that contain no tensor data.
+        """Verifies the checksums of blocks without tensor data; each rank verifies a share of them.
 
         Blocks with tensor data are verified when the tensors are read. After this call, the ranks
         together have verified all blocks of the files with tensors.

@@ -440,7 +440,7 @@ class RankParts:
         machine: Name of the machine on which the node runs.
         available_bytes: Free memory of the machine in bytes.
         extra_bytes: Maximum size of a step's non-tensor state, in bytes.
-        parts: Size in bytes of each part of the state that this rank has.
+        parts: Size in bytes of each part of the state that this rank has, keyed by part.
     """
 
     node: str

@@ -161,7 +161,7 @@ class TakenState:
 
 
 def entry_of(part: Part, piece: Piece) -> Entry:
-    """Returns the index entry for ``part``, whose data is ``piece``, as values for JSON."""
+    """Returns the index entry for ``part``, whose data is ``piece``. It can be written as JSON."""
     name, offset = part
     return {
         "name": name,

@@ -91,7 +91,7 @@ class Tuner:
         slice_cut: Method of dividing microbatches into slices.
         numbers: Numbers of slices to choose from. Empty to keep the current number.
         trial: Earlier measurements with a different number of slices, or ``None``.
-        only_pace: Whether to keep the schedule, and to change only its pace to the measured values.
+        only_pace: Whether to keep the schedule, and to update only its pace with measured values.
             The pace consists of the times of a message, a backward pass (B) and a weight-gradient
             pass (W), as multiples of the time of a forward pass. The schedule ``hinted`` uses the
             pace to choose the order of actions that it follows.

@@ -155,7 +155,7 @@ def loads_over(
     """Computes the times of ranks and stages for all measured steps, and for each half of them.
 
     Args:
-        measured: Measurements of each rank of the job.
+        measured: Measurements of all ranks of the job.
         candidate: Schedule of the job, with its placement.
         partition: Number of layers per stage.
         num_microbatches: Number of microbatches per step.
@@ -319,7 +319,7 @@ def loads_of(
     wait for it. A rank without layers is assumed to be as fast as the median rank.
 
     Args:
-        measured: Measurements of each rank of the job.
+        measured: Measurements of all ranks of the job.
         placement: Assignment of stages to ranks and chunks.
         partition: Number of layers per stage.
         units: Number of microbatches whose activations a rank keeps at the same time.

@@ -113,7 +113,7 @@ def shares_of(
         shares[name] = Share(0, weight.numel(), [weight.detach().view(-1)])
         if not isinstance(weight, torch.nn.Parameter):
             continue  # A buffer, such as the bias of a router, has no optimizer state.
-        main = getattr(weight, "main_param", None)  # This is the 32-bit copy of a 16-bit weight.
+        main = getattr(weight, "main_param", None)  # Main weight: 32-bit copy of a 16-bit weight.
         leaf = held_by.get(weight) or held_by.get(main)
         if leaf is None:
             continue  # The weight is frozen, or only other replicas update it.

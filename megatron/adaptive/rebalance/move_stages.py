@@ -93,8 +93,8 @@ def move_stages(
     Losses, gradients and checkpoints equal those of a run that had the new stages from the start.
 
     Args:
-        box: List whose only element is the run. The run must not be in a step. The list is emptied
-            when the run is shut down, so that the caller keeps no reference to the run.
+        box: List whose only element is the run, which must not be executing a step. The list is
+            emptied when the run is shut down, so that the caller keeps no reference to the run.
         release: Callback that drops all other references to the run, so that the run's memory is
             freed before the next run is built. It is not called if a rank has too little memory for
             the state.

@@ -378,7 +378,7 @@ def _layer_bytes(run: Run) -> tuple[tuple[int, ...], ...]:
 
 
 def _layer_share(run: Run, layer_bytes: Sequence[Sequence[int]]) -> LayerShare:
-    """Starts to measure the fraction of a forward pass that layers take in each chunk of ``run``.
+    """Starts to measure the layers' fraction of the forward time of each chunk of ``run``.
 
     Only chunks with an embedding or a loss are measured, because in other chunks the fraction is 1.
     Chunks whose layers differ in size (``layer_bytes``) are also measured, layer by layer.
@@ -412,7 +412,7 @@ def make_tuner(
         say: Function that writes a line to the log.
         numbers: Numbers of slices to choose from. Empty to keep the current number.
         trial: Earlier measurements with a different number of slices, or ``None``.
-        only_pace: Whether to keep the schedule, and to change only its pace to the measured values
+        only_pace: Whether to keep the schedule, and to update only its pace with measured values
             (see :class:`Tuner`).
     """
     config = run.job.config

@@ -202,8 +202,8 @@ class TrainingRun:
         log: Log for steps, messages and validations.
         progress: Number of iterations and samples in a loaded checkpoint, or ``None`` if no
             checkpoint was loaded.
-        report_position: Function that is called with a description of the rank's current activity,
-            which error messages about lost peers contain.
+        report_position: Function that is called with a description of what the rank is doing, for
+            error messages about lost peers.
         connect: Function that makes the process watcher notify the channels of a run about lost
             ranks. Its argument is the run, or ``None`` while there are no channels.
         local: Local disk of this node, to which checkpoints are written first, or ``None`` if there

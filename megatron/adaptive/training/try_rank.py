@@ -378,7 +378,7 @@ def _set_order(run: Any, num_microbatches: int, request: TrialRequest) -> tuple[
 
 
 def _inputs_of(order: Sequence[Action], placement: Placement, job: Any) -> list[ExpectedInput]:
-    """Returns the inputs from other ranks that ``order`` needs, in the order of the actions.
+    """Returns the inputs that the actions in ``order`` need from other ranks, in the same order.
 
     ``placement`` assigns the stages to ranks.
     """
