@@ -44,7 +44,7 @@ class Share:
         start: Index of the first element.
         end: Index of the last element, plus one.
         tensors: One-dimensional tensors of ``end - start`` elements: the weight alone, or the parts
-            of the optimizer state in an order that is equal on all ranks.
+            of the optimizer state, in the same order on all ranks.
     """
 
     start: int
@@ -223,7 +223,7 @@ def steps_of(optimizer: Any) -> float:
 
 
 def passages(tables: Mapping[int, Table]) -> list[Passage]:
-    """Returns the copies of elements between ranks (passages) that a move requires.
+    """Returns the copies between ranks (passages) that a move of stages requires.
 
     Every rank computes the same list from the same tables. If the target rank already holds the
     elements, it is also the source. Otherwise, a rank of the same replica is preferred as source.

@@ -255,7 +255,7 @@ def _rows(gpu: str, samples: Sequence[dict[str, Any]], *, alone: bool) -> Iterat
 
 
 def _widths(options: ProfileOptions, environment: Environment) -> list[int]:
-    """Returns the tensor-parallel sizes to measure, which divide the processes per node."""
+    """Returns the tensor-parallel sizes to measure, divisors of the number of ranks per node."""
     local = environment.local_world_size
     world = environment.world_size
     if not options.widths:
