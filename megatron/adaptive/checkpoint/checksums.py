@@ -42,7 +42,7 @@ FileSum = tuple[int, str]
 
 
 class Checksums:
-    """Computes the checksums of the blocks of a byte stream.
+    """Computes a checksum for each block of a byte stream.
 
     Attributes:
         size: Number of bytes added so far.
