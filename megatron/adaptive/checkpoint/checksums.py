@@ -32,7 +32,7 @@ from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
 BLOCK_BYTES = 1 << 20
 _LOG = logging.getLogger(__name__)
 _DIGITS = 16
-_PIECE_BYTES = 1 << 22  # Small enough that hashed data is still in the CPU cache when written.
+_PIECE_BYTES = 1 << 22  # A hashed piece of this size is still in the CPU cache when written.
 _SEAL = ',\n"checksum": "%s"\n}\n'
 _SEAL_BYTES = len(_SEAL % ("0" * 32))
 _SEALED = re.compile(rb',\n"checksum": "([0-9a-f]{32})"\n}\n')
@@ -135,7 +135,7 @@ class CheckedFile:
 
     @staticmethod
     def blocks_of(offset: int, length: int) -> range:
-        """Returns the indices of the blocks that contain ``length`` bytes from ``offset`` on."""
+        """Returns the indices of the blocks that contain the ``length`` bytes at ``offset``."""
         end = -(-(offset + length) // BLOCK_BYTES) if length else 0
         return range(offset // BLOCK_BYTES, end)
 
@@ -163,7 +163,7 @@ class CheckedFile:
             into = into[len(target) :]
 
     def block(self, number: int) -> memoryview:
-        """Returns the content of block ``number``. The view is valid until the next block is read.
+        """Returns a view of block ``number``, which is valid until the next block is read.
 
         Raises:
             DamagedCheckpointError: If the block is damaged in all copies.
@@ -187,7 +187,7 @@ class CheckedFile:
         return min(BLOCK_BYTES, self.size - number * BLOCK_BYTES)
 
     def _checked(self, number: int, view: memoryview) -> None:
-        """Reads block ``number`` into ``view``. Skips copies in which the block is damaged."""
+        """Reads block ``number`` into ``view``, from a copy in which it is undamaged."""
         while True:
             try:
                 return self._fetch(number, view)

@@ -133,7 +133,7 @@ class RankGroup:
             kinds = {first}
         merged = kinds.pop()(_merged(texts, name_ranks=name_ranks))
         if failure is not None and type(failure) is type(merged) and str(failure) == str(merged):
-            raise failure  # Prefer the original error, because the merged error has the same text.
+            raise failure  # Both errors have the same text, so prefer the original error.
         raise merged from failure
 
 
@@ -153,7 +153,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _merged(failures: dict[int, str], *, name_ranks: bool) -> str:
-    """Returns one line of text with all error messages. Equal messages are listed only once.
+    """Returns one line of text with all error messages. Identical messages are listed only once.
 
     Args:
         failures: Error message of each failed rank, keyed by rank.

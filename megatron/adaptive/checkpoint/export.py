@@ -140,7 +140,7 @@ class _HuggingFaceTensors:
 
     Args:
         reader: Reader of the checkpoint.
-        tensors: Shape and sources of each megatron-core tensor, keyed by name.
+        tensors: Description of each megatron-core tensor, keyed by name.
         copies: Maps the name of each duplicate Hugging Face tensor to the name of the original
             tensor.
     """
@@ -354,11 +354,10 @@ def adapter_tensors(
 
     Args:
         config: Settings of the model and of the adapters.
-        tensors: Shape and sources of each tensor of the model, keyed by megatron-core's name.
+        tensors: Description of each tensor of the model, keyed by megatron-core's name.
 
     Returns:
-        Shape and sources of two tensors for each weight that has an adapter, keyed by the names of
-        the two tensors in a checkpoint.
+        Descriptions of the two tensors of each adapter, keyed by their names in a checkpoint.
     """
     rank = config.lora.lora_rank or 0
     adapters: dict[str, CoreTensor] = {}

@@ -94,8 +94,8 @@ class StepFolders:
     manifest_name: ClassVar[str]
     _prefix: ClassVar[str] = "iter_"  # Prefix of the names of all subfolders.
     _digits: ClassVar[int] = 7  # Minimum number of digits in the names of subfolders.
-    # First entries of each manifest: the name of the format, if it has one, and the newest version
-    # of the format that can be read.
+    # First entries of each manifest: the format's name, if it has one, and its current version,
+    # which is the newest that can be read.
     _form: ClassVar[Mapping[str, Any]] = {}
     _needed = frozenset({"files"})  # Entries that each manifest must have.
     _schema: ClassVar[str] = "manifest"  # Name of the JSON schema for manifests.
@@ -107,11 +107,11 @@ class StepFolders:
         self.lease: Lease | None = None
 
     def complete_path(self, step: int) -> Path:
-        """Returns the path that the subfolder of ``step`` has once it is complete."""
+        """Returns the final path of the subfolder of ``step``, even if it does not exist yet."""
         return self.path / self._name(step)
 
     def partial_path(self, step: int) -> Path:
-        """Returns the hidden path that the subfolder of ``step`` has while it is being written."""
+        """Returns the hidden path of the subfolder of ``step`` while it is being written."""
         return self.path / f".{self._name(step)}{self._mark}.partial"
 
     def replaced_path(self, step: int) -> Path:
@@ -134,7 +134,7 @@ class StepFolders:
         return sorted(int(match[1]) for name in names if (match := self._complete.fullmatch(name)))
 
     def candidates(self) -> Iterator[int]:
-        """Yields the steps from which to try to resume, best first, if the user chose no step.
+        """Yields the steps to try to resume from, best first, if the user did not choose a step.
 
         The latest complete step comes first, then the earlier steps, newest first. If there is no
         tracker, a later step without a manifest comes even before the latest complete step, so that
@@ -172,7 +172,7 @@ class StepFolders:
         return partial
 
     def clear(self) -> None:
-        """Removes or restores the hidden folders that runs left behind when they crashed.
+        """Removes or restores the hidden folders that crashed runs left behind.
 
         If an earlier job is still running, it can no longer rename its partial folder after this
         call.
@@ -260,7 +260,7 @@ class StepFolders:
 
         Args:
             number: Number of newest subfolders to keep.
-            also: Older steps whose subfolders are also kept.
+            also: Steps whose subfolders are kept even if they are older.
         """
         for step in list(self.steps())[:-number]:
             if step not in also:
@@ -400,7 +400,7 @@ class StepFolders:
         return body
 
     def _lacks_manifest(self, path: Path, remedy: str) -> CheckpointError:
-        """Returns the error for a missing manifest in ``path``. Its text ends with ``remedy``."""
+        """Returns the error about the missing manifest in ``path``, with the advice ``remedy``."""
         return DamagedCheckpointError(
             f"{path} is incomplete ({self.manifest_name} is missing); {remedy}"
         )
@@ -417,8 +417,8 @@ class StepFolders:
     def _discard(self, path: Path) -> None:
         """Removes the file or folder ``path``, to which another process may still be writing.
 
-        A folder is first renamed, so that the other process cannot give it its final name. Errors
-        while removing the folder's files are ignored.
+        A folder is first renamed, so that the other process can no longer rename it to its final
+        name. Errors while removing the folder's files are ignored.
         """
         if path.is_file():
             path.unlink(missing_ok=True)
@@ -429,10 +429,7 @@ class StepFolders:
             shutil.rmtree(doomed, ignore_errors=True)
 
     def _order(self, step: int) -> Mapping[str, Any]:
-        """Returns additional entries for the manifest of ``step``.
-
-        The entries identify the checkpoint that was saved before ``step``.
-        """
+        """Returns the entries of ``step``'s manifest that identify the previous checkpoint."""
         return {}
 
     def _track(self, step: int) -> None:
@@ -454,8 +451,8 @@ Manifest = Mapping[str, Any]
     padded_vocab_size: Number of rows in the embedding.
     has_optimizer: Whether the checkpoint includes optimizer state.
     has_rng: Whether the checkpoint includes random states.
-    files: Size of each file in bytes, keyed by file name, except for the manifest.
-    blocks: Checksums of each file, keyed by file name, except for the manifest; missing in earlier
+    files: Size in bytes of each file except the manifest, keyed by file name.
+    blocks: Checksums of each file except the manifest, keyed by file name; missing in earlier
         versions. ``checkpoint.checksums`` describes their format.
     follows: Checksum of the previous checkpoint's manifest; empty for the first checkpoint.
     save_id: Identifier of this save, used to recognize its files on the nodes' local disks; empty
@@ -529,11 +526,11 @@ class CheckpointFolder(StepFolders):
         return last
 
     def _follows(self, path: Path, seal: str) -> bool:
-        """Returns whether ``path`` was saved directly after the checkpoint with checksum ``seal``.
+        """Returns whether the checkpoint ``path`` was saved directly after an earlier checkpoint.
 
         Args:
-            path: Path of the checkpoint to check.
-            seal: Checksum of the other checkpoint's manifest.
+            path: Path of the checkpoint.
+            seal: Checksum of the earlier checkpoint's manifest.
         """
         try:
             follows = self.read_manifest(path).get("follows")

@@ -164,7 +164,7 @@ class RowRegion(NamedTuple):
 
 
 class CoreTensor(NamedTuple):
-    """Shape of a megatron-core tensor, and the rows of Hugging Face tensors that it consists of.
+    """Describes a megatron-core tensor: its shape, and the Hugging Face rows that it consists of.
 
     Attributes:
         experts: Number of experts along the first axis; 0 if the tensor has no expert axis.
@@ -339,7 +339,7 @@ def copies_of(config: TrainerConfig, family: Family) -> dict[str, str]:
 
 
 def _saved_module(module: str, config: TrainerConfig, layer: int) -> str:
-    """Returns the name that ``module`` of the layer with index ``layer`` has in checkpoints.
+    """Returns the name under which checkpoints store ``module`` of the layer with index ``layer``.
 
     megatron-core saves some normalization layers under the name of the linear layer that follows
     them.
@@ -369,7 +369,7 @@ def _add(
     """Adds a module's weight and bias to ``tensors``.
 
     Args:
-        tensors: Shape and sources of each core tensor, keyed by name. New entries are added.
+        tensors: Description of each core tensor, keyed by name. New entries are added.
         module: Name of the module in its layer.
         size: Size of the module's weight.
         sources: Names of the Hugging Face modules that make up the module: either one name for each
@@ -396,12 +396,12 @@ def _add(
 
 
 def _runs(size: ModuleSize, *, is_one: bool) -> Iterator[_Run]:
-    """Yields groups of consecutive rows of a module's weight that belong to the same block.
+    """Divides the rows of a module's weight into runs of consecutive rows from the same block.
 
     Args:
         size: Size of the module's weight.
         is_one: Whether one Hugging Face tensor contains all rows in the same order. If so, all rows
-            are yielded as one group.
+            form one run.
     """
     if is_one:
         yield _Run(0, sum(size.blocks), 0, 0)
@@ -438,7 +438,7 @@ class HuggingFaceReader:
         config: Settings of the megatron-core model.
 
     Attributes:
-        tensors: Shape and sources of each core tensor, keyed by megatron-core's name.
+        tensors: Description of each core tensor, keyed by megatron-core's name.
 
     Raises:
         ConfigError: If the trainer does not support the model.
@@ -498,7 +498,7 @@ class HuggingFaceReader:
 
     @property
     def about(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Returns the dtype and shape of each Hugging Face tensor by name, in model order."""
+        """Returns dtype and shape of each Hugging Face tensor, keyed by name, in model order."""
         entries = {name: self._folder.tensors[stored] for name, stored in self._names.items()}
         return {name: (DTYPES[entry.dtype], entry.shape) for name, entry in entries.items()}
 
@@ -586,7 +586,7 @@ def meet(tensor: CoreTensor, offset: Sequence[int], target: torch.Tensor) -> Ite
     Rows of the region that are vocabulary padding are set to zero.
 
     Args:
-        tensor: Shape and sources of the core tensor.
+        tensor: Description of the core tensor.
         offset: Index of the region's first element along each axis of the core tensor.
         target: Tensor with the shape of the region. The parts are views of this tensor.
 

@@ -107,7 +107,7 @@ def data_changes(manifest: Manifest, config: TrainerConfig, dataset: Any, name: 
     changes = _differences(saved.data, config.data, _OF_DATA)
     changes += _differences(saved.run, config.run, ("seed",))
     if not config.data.variable_seq_lengths:
-        # Samples of a fixed length are cut from concatenated documents, so the length matters.
+        # Samples are sections of concatenated documents, so each sample depends on this length.
         changes += _differences(saved.model, config.model, ("seq_length",))
     before, now = _train_samples(saved), _train_samples(config)
     if not changes and before != now and now and has_other_epochs(dataset, before, now):

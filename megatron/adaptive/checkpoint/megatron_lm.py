@@ -54,8 +54,8 @@ MEANINGS = (
     "logit_softcap",
     "moe_router_group_best",
 )
-# These arguments of Megatron-LM are copied to the manifest. The keys are the names of groups of
-# settings in this program.
+# These arguments of Megatron-LM are copied to the manifest. Each key is the name of a group of
+# this program's settings.
 _COMPARED = {
     "model": (
         *SHAPES,

@@ -52,14 +52,13 @@ _GROUP_KEYS = frozenset(
 )
 
 _LOG = logging.getLogger(__name__)
-# This size in bytes separates the states of GPU generators, which are smaller, from those of CPU
-# generators, which are larger.
+# Maximum size in bytes of the state of a GPU generator. States of CPU generators are larger.
 _GPU_STATE_BYTES = 64
 
 RNG = "rng_state"
 """Key of the random states in a checkpoint."""
-# Keys for the state of a second optimizer: one for the optimizer of experts, and one for the
-# optimizer of all weights that muon does not train.
+# Keys under which the state of a second optimizer is saved. It trains either the experts or the
+# weights that muon does not train.
 _EXPERTS = "experts"
 _SCALARS = "scalars"
 
@@ -113,7 +112,7 @@ def sharded_model(
 
 
 def without_local_copies(whole: dict[str, Any]) -> dict[str, Any]:
-    """Returns ``whole``, the state to save, without tensors that this rank has twice.
+    """Returns ``whole``, the state to save, without the second copy of any tensor.
 
     If the first and the last stage are on the same rank, this rank has two copies of a tied
     embedding and of its optimizer state, with the same name. megatron-core selects one rank to
@@ -136,7 +135,7 @@ def without_local_copies(whole: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_own_storage(loaded: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state ``loaded``, in which no two tensors share memory.
+    """Clones tensors in ``loaded`` that share memory with other tensors, and returns ``loaded``.
 
     If a rank has two tensors with the same name, such as the copies of a tied embedding,
     megatron-core's parallel load returns the same memory for both tensors. Without separate memory,
@@ -176,9 +175,9 @@ def sharded_optimizer(
     """Returns the optimizer's state, with the position of each tensor in the whole model.
 
     With expert parallelism, experts have a second optimizer. With muon, the weights that muon does
-    not train, such as biases, have a second optimizer. Its tensors are saved under different names,
-    and its parameter groups in a separate entry. The saved parameter groups of experts are never
-    read.
+    not train, such as biases, have a second optimizer. The tensors of the second optimizer are
+    saved under different names, and its parameter groups in a separate entry. The saved parameter
+    groups of experts are never read.
 
     Args:
         optimizer: megatron-core's optimizer.
@@ -560,7 +559,7 @@ def _constant_decay(state: Mapping[str, Any]) -> bool:
 
 
 def sharded_rng(config: TrainerConfig) -> ShardedObject:
-    """Returns this rank's random states, which runs with the same parallel sizes can load."""
+    """Returns this rank's random states, to be loaded by runs with the same parallel sizes."""
     shape, position = _mesh_position(config)
     state = {
         "python": random.getstate(),

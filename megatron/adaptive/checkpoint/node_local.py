@@ -119,8 +119,8 @@ class LocalDisk:
             ranks: Group of all ranks. No other communication may use it during the call.
 
         Returns:
-            True if the checkpoint is on the local disks. False if it could not be written there. No
-            upload is running then, and the caller can write directly to shared storage.
+            Whether the checkpoint is on the local disks. If it could not be written there, no
+            upload is running, so the caller can write directly to shared storage.
 
         Raises:
             CheckpointError: If an earlier upload does not finish within the job's timeout.
@@ -419,8 +419,8 @@ def hold(
         ranks: Group of all ranks, used for communication.
         remedy: Advice to append to the error message if the folder cannot be written. If empty, the
             OSError is raised unchanged, so that the caller can add advice.
-        has_local: Whether checkpoints are first written to local disks. In this case, it is not an
-            error if shared storage cannot be written, because it may become available later.
+        has_local: Whether checkpoints are first written to local disks. In this case, a failure to
+            write to shared storage is not an error, because it may become available later.
 
     Raises:
         CheckpointError: If another job has reserved the folder, or the folder cannot be written.
@@ -673,6 +673,6 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _some(pieces: Iterator[None]) -> bool:
-    """Continues the copy ``pieces`` for about a second. Returns whether it may be incomplete."""
+    """Continues the copy ``pieces`` for about a second. Returns False if the copy is complete."""
     until_s = time.monotonic() + _ROUND_S
     return any(time.monotonic() >= until_s for _ in pieces)

@@ -27,8 +27,8 @@ from megatron.adaptive.config.input_files import parse_json
 
 _KIND = "!"
 _ALIGN = 64
-# The JSON line is padded to a multiple of this number of bytes, so that the position of the data
-# after the line rarely changes.
+# The JSON line is padded to a multiple of this number of bytes, so that the data after the line
+# rarely change their position.
 _LINE = 256
 _LONG = 16  # Shorter lists of integers are written in the JSON line.
 _PLAIN = (bool, int, float, str, type(None))
@@ -80,7 +80,8 @@ class _Writer:
 
         Args:
             value: Value to convert.
-            where: Position of the value within the outermost value, for error messages.
+            where: Position of the value in the outermost value, such as ``it['scale'][0]``, for
+                error messages.
         """
         if type(value) in _PLAIN:
             return value
@@ -119,7 +120,7 @@ class _Writer:
         if kind == "dict" and is_text and _KIND not in value:
             return dict(entries)
         pairs = [[self.plain(key, f"a key of {where}"), entry] for key, entry in entries]
-        about = getattr(value, "_metadata", None)  # A module's state_dict has this attribute.
+        about = getattr(value, "_metadata", None)  # Attribute of the result of state_dict().
         more = {} if about is None else {"about": self.plain(about, f"{where}._metadata")}
         return {_KIND: kind, "items": pairs, **more}
 

@@ -217,9 +217,8 @@ class CheckpointReader:
 
         Args:
             name: Name of the file with plain values.
-            former: Name of the file that ``torch.save`` wrote instead, in checkpoints of earlier
-                versions and of megatron-core. Checkpoints of megatron-core 0.19 and later may not
-                contain this file.
+            former: Name of the ``torch.save`` file that earlier versions and megatron-core write
+                instead. Checkpoints of megatron-core 0.19 and later may not contain this file.
 
         Raises:
             DamagedCheckpointError: If the file is damaged.
@@ -233,7 +232,7 @@ class CheckpointReader:
         return self._guarded(name, lambda: read(data))
 
     def check_rest(self, share: int, shares: int) -> None:
-        """Verifies the checksums of this rank's share of the blocks that contain no tensor data.
+        """Verifies the checksums of blocks without tensor data; each rank verifies a share of them.
 
         Blocks with tensor data are verified when the tensors are read. After this call, the ranks
         together have verified all blocks of the files with tensors.
@@ -264,9 +263,9 @@ class CheckpointReader:
     def _fill(
         self, part: SavedPart, dtype: torch.dtype, start: Sequence[int], region: torch.Tensor
     ) -> None:
-        """Reads ``region`` from the saved ``part``, starting at the index ``start`` of the part.
+        """Reads values of the saved ``part``, from the index ``start`` on, into ``region``.
 
-        The part was saved with the type ``dtype``.
+        ``dtype`` is the type in which the part was saved.
         """
         if part.pickled is not None:
             data = self._bytes(part.file, part.begin, part.pickled)
@@ -315,7 +314,7 @@ class CheckpointReader:
     def _guarded(self, name: str, action: Callable[[], _Result]) -> _Result:
         """Runs ``action``, which parses the file ``name``, and returns its result.
 
-        An unexpected error becomes a DamagedCheckpointError.
+        Any unexpected error is raised as a DamagedCheckpointError.
         """
         try:
             return action()

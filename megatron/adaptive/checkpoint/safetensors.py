@@ -214,7 +214,7 @@ class TensorFolder:
             done += count
 
     def _files(self) -> dict[Path, list[str]]:
-        """Returns the names of the tensors that the index lists for each file of the model."""
+        """Returns the tensor names that the index lists for each file, keyed by the file's path."""
         index = self.folder / INDEX
         if not index.is_file():
             if (self.folder / SINGLE).is_file():

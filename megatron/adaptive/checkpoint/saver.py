@@ -208,7 +208,7 @@ class CheckpointSaver:
             local.close()
 
     def _is_former_lacking(self, step: int) -> bool:
-        """Waits for the previous checkpoint, and returns whether writing it failed on any rank.
+        """Waits for the previous checkpoint. Returns whether any rank failed to write it.
 
         Args:
             step: Step of the next checkpoint, for the warning.

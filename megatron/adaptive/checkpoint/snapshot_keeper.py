@@ -52,12 +52,12 @@ _PURPOSE = "snapshots"
 SLOTS = 2
 ALIGN = 64
 _PAGE = 4096
-# Size of the head and size of a slot, in bytes.
+# Size of the file's JSON header (head) and size of a slot, in bytes.
 _LENGTHS = struct.Struct("<QQ")
-# Marks at the start of a slot: the step, set when a write begins; the same step, set when the
-# write ends; and the size of the extra bytes.
+# Start of a slot (its marks): the step, stored when a write begins; the same step, stored when the
+# write ends; and the size of the non-tensor state in bytes.
 _MARKS = struct.Struct("<QQQ")
-# Step, and checksum of the bytes that are sent for this step. Both are stored after the marks.
+# Step, and checksum of the bytes that are sent to the buddy for this step. Stored after the marks.
 _SENT = struct.Struct("<QQ")
 _MARKS_BYTES = ALIGN
 _STEP_S = 30.0  # Maximum time in seconds for a buddy to receive a message.
@@ -65,7 +65,7 @@ _RUN_S = 30.0  # Maximum time in seconds for the agent of the buddy to start its
 _AGAIN_S = 0.5
 _MESSAGE = 1 << 16
 _MOST_HEAD = 1 << 28
-# Header of a message to the buddy: step, slot, and size of the extra bytes.
+# Header of a message to the buddy: step, slot, and size of the non-tensor state in bytes.
 _FRAME = struct.Struct("<QQQ")
 _KEPT = struct.Struct("<Q")  # Reply of the buddy: the step that it has stored.
 _CREDENTIALS = struct.Struct("3i")
@@ -76,7 +76,7 @@ def _rounded(size: int, unit: int) -> int:
 
 
 def slot_bytes(extra_bytes: int, tensor_bytes: int) -> int:
-    """Returns the size of a slot for ``extra_bytes`` and ``tensor_bytes``, all in bytes."""
+    """Returns the size of a slot for non-tensor state and tensors. All sizes are in bytes."""
     return _rounded(_MARKS_BYTES + _rounded(extra_bytes, ALIGN) + tensor_bytes, _PAGE)
 
 
@@ -105,11 +105,11 @@ class SnapshotFile:
         """Creates a snapshot file, allocates its memory, and returns it.
 
         Args:
-            head: JSON object. ``extra_bytes`` is the maximum size of a step's extra bytes,
-                ``tensor_bytes`` is the size of all tensors, and ``sent_bytes`` is the size of the
-                tensors that are sent to the buddy. The object may have more entries.
-            whole: Whether the file has space for all tensors, or only for the tensors that are
-                sent.
+            head: Header of the file: a JSON object with the size of all tensors (``tensor_bytes``),
+                the size of the tensors that are sent to the buddy (``sent_bytes``), and the maximum
+                size of a step's non-tensor state (``extra_bytes``). Other entries are allowed.
+            whole: Whether to allocate space for all tensors. Otherwise, the file has space only for
+                the tensors that are sent to the buddy.
 
         Raises:
             OSError: If the memory cannot be allocated.
@@ -130,11 +130,11 @@ class SnapshotFile:
             raise
 
     def extra_offset(self, slot: int) -> int:
-        """Returns the offset of the extra bytes of ``slot`` in the file."""
+        """Returns the offset in the file at which the non-tensor state of ``slot`` begins."""
         return self._first + slot * self._slot_bytes + _MARKS_BYTES
 
     def tensors_offset(self, slot: int) -> int:
-        """Returns the offset of the tensors of ``slot`` in the file."""
+        """Returns the offset in the file at which the tensors of ``slot`` begin."""
         return self.extra_offset(slot) + _rounded(self.head["extra_bytes"], ALIGN)
 
     def begin(self, slot: int, step: int) -> None:
@@ -159,13 +159,13 @@ class SnapshotFile:
         return slots
 
     def keep_sum(self, slot: int) -> None:
-        """Stores a checksum of the extra bytes and sent tensors of ``slot`` in the slot."""
+        """Computes and stores a checksum of the data in ``slot`` that are sent to the buddy."""
         step = self._marks(slot)[1]
         offset = self._marks_offset(slot) + _MARKS.size
         _SENT.pack_into(self.memory, offset, step, self._sum(slot))
 
     def is_whole(self, slot: int) -> bool:
-        """Returns whether the data in ``slot`` are intact or do not have a checksum yet."""
+        """Returns False if the data in ``slot`` do not match their checksum, and True otherwise."""
         step, expected = _SENT.unpack_from(self.memory, self._marks_offset(slot) + _MARKS.size)
         is_known = step == self._marks(slot)[1]
         return not is_known or self._sum(slot) == expected
@@ -176,12 +176,12 @@ class SnapshotFile:
         return int(hasher.intdigest())
 
     def extra(self, slot: int) -> memoryview:
-        """Returns the extra bytes of ``slot``, which contain all non-tensor state."""
+        """Returns the non-tensor state in ``slot``, as bytes."""
         start = self.extra_offset(slot)
         return memoryview(self.memory)[start : start + self._marks(slot)[2]]
 
     def sent(self, slot: int) -> memoryview:
-        """Returns the tensors of ``slot`` that are sent to the buddy, as bytes."""
+        """Returns the tensors in ``slot`` that are sent to the buddy, as bytes."""
         start = self.tensors_offset(slot)
         return memoryview(self.memory)[start : start + self.head["sent_bytes"]]
 
@@ -453,7 +453,7 @@ class SnapshotKeeper:
             return True
 
     def _count(self, store: _Store) -> None:
-        """Counts a snapshot in ``store``. After the second one, discards the file that it replaced.
+        """Counts the snapshots in ``store``, and discards the rank's older files after the second.
 
         A rank creates a new file if the number or the shapes of its tensors have changed, for
         example because stages have moved to another rank.
@@ -480,7 +480,7 @@ class _Stream:
     def __init__(self, buddy: Buddy, secret: str, store: _Store) -> None:
         self._file = store.file
         address = buddy.address, buddy.port
-        # The agent of the buddy may not have started its ranks yet, so is_early makes dial() retry.
+        # The buddy may not be ready for this run yet, so let dial() retry (is_early).
         self._sealed = dial(address, secret, _PURPOSE, _RUN_S, is_early=True)
         self._sealed.socket.settimeout(_STEP_S)
         head = store.file.raw_head

@@ -162,13 +162,13 @@ def _open(part: Mapping[str, Any]) -> SnapshotFile:
 
 
 def _extra(file: SnapshotFile, slot: int) -> tuple[bytes, bytes]:
-    """Returns the extra bytes of ``slot`` in ``file``: the JSON in the first line, and the rest."""
+    """Returns the non-tensor state in ``slot``: the JSON in its first line, and all other bytes."""
     line, _, rest = bytes(file.extra(slot)).partition(b"\n")
     return line, rest
 
 
 def _require_whole(entries: Sequence[Mapping[str, Any]]) -> None:
-    """Raises CheckpointError if ``entries`` do not contain all parts of each tensor."""
+    """Raises CheckpointError if a part of any tensor is missing in the index ``entries``."""
     have: dict[str, int] = {}
     for entry in entries:
         have[entry["name"]] = have.get(entry["name"], 0) + math.prod(entry["size"])

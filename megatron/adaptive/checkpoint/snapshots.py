@@ -42,7 +42,7 @@ from megatron.adaptive.profiling.free_memory import available_host_bytes
 _SHARE = 0.8  # Snapshots may use at most this fraction of the machine's available memory.
 _GIB = 1024**3
 _KEPT_S = 60.0
-_ROOM_BYTES = 1 << 16  # Additional space, in case the non-tensor state grows.
+_ROOM_BYTES = 1 << 16  # Additional space in a slot, because the non-tensor state may grow.
 _MIB = 1024**2
 _MESSAGE = 1 << 16
 _FAILED = 2
@@ -54,11 +54,11 @@ class SnapshotSettings:
     """Settings for snapshots, which the node's agent passes to the ranks that it starts.
 
     Attributes:
-        address: Address of the keeper, which is an abstract Unix socket.
+        address: Address of the abstract Unix socket on which the keeper listens.
         run: Identifier of this start of the ranks. Each restart uses a new identifier.
         node: Name of the node on which the ranks run.
-        domain: Name of the failure domain, which is the set of ranks that fail together: the ranks
-            of a node, or of a machine that runs several nodes.
+        domain: Name of the failure domain (the set of ranks that fail together), which is a node or
+            a machine with several nodes.
         buddy: Name of the node that also stores this node's snapshots, or ``None`` if there is no
             such node.
         every: Number of iterations between two snapshots.
@@ -84,7 +84,7 @@ class SnapshotState(ABC):
 
     @abstractmethod
     def take(self) -> tuple[Mapping[Part, Piece] | None, bytes]:
-        """Returns the current tensors, and all other state as bytes (the extra bytes).
+        """Returns the current tensors, and all other state as bytes, called the extra bytes.
 
         All ranks must call this together. If all tensors have the same addresses as in the last
         call, the method returns ``None`` instead of the tensors. The extra bytes begin with a line
@@ -117,14 +117,14 @@ class NoSnapshots:
         """
 
     def take(self, iteration: int) -> None:
-        """Starts to copy the current state. Copying continues during the next iteration.
+        """Starts to copy the current state. The copy continues during the next iteration.
 
         Args:
             iteration: Iteration that was completed last.
         """
 
     def before_update(self) -> None:
-        """Waits until copying has finished, so that the optimizer may change the state."""
+        """Waits until the state is copied, so that the optimizer may change it."""
 
     def close(self) -> None:
         """Waits for the running copy and stops taking snapshots. Safe to call more than once."""
@@ -311,7 +311,7 @@ class Snapshots(NoSnapshots):
         socket.send_fds(self._socket, [json.dumps(message).encode()], [self._file.descriptor])
 
     def _place(self, tensors: list[torch.Tensor], entries: list[dict[str, Any]]) -> None:
-        """Creates tensors in the memory of the slots, as targets for the copies of ``tensors``.
+        """Creates the tensors in each slot to which ``tensors`` are copied.
 
         ``entries`` contains the position of each tensor within a slot.
         """
@@ -433,14 +433,14 @@ class RankParts:
 
     Attributes:
         node: Name of the rank's node.
-        domain: Name of the failure domain, which is the set of ranks that fail together: the ranks
-            of a node, or of a machine that runs several nodes.
+        domain: Name of the failure domain (the set of ranks that fail together), which is a node or
+            a machine with several nodes.
         buddy: Name of the node that also stores this node's snapshots, or ``None`` if there is no
             such node.
         machine: Name of the machine on which the node runs.
         available_bytes: Free memory of the machine in bytes.
         extra_bytes: Maximum size of a step's non-tensor state, in bytes.
-        parts: Size in bytes of each part of the state that this rank has.
+        parts: Size in bytes of each part of the state that this rank has, keyed by part.
     """
 
     node: str
@@ -495,7 +495,7 @@ class SnapshotPlan:
 
 
 def _within_slot(size: int) -> int:
-    """Returns the number of bytes that a tensor of ``size`` bytes occupies in a slot."""
+    """Returns the number of bytes, including padding, that ``size`` bytes take up in a slot."""
     return -(-size // ALIGN) * ALIGN
 
 
@@ -534,7 +534,7 @@ def make_plan(ranks: Sequence[RankParts]) -> SnapshotPlan:
 
 
 def why_not(plan: SnapshotPlan, ranks: Sequence[RankParts], limit_bytes: int | None) -> str | None:
-    """Returns the reason why ``plan`` does not fit into a node's memory, or ``None`` if it fits.
+    """Returns why the snapshots do not fit into the memory of a node, or ``None`` if they fit.
 
     Args:
         plan: Assignment of parts of the state to the ranks that copy them.

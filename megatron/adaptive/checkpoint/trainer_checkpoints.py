@@ -116,7 +116,8 @@ class Checkpoints:
 
     Attributes:
         saver: Object that writes the checkpoints and reads them back.
-        weights_iteration: Iteration of the checkpoint that :meth:`load` has loaded, or 0.
+        weights_iteration: Iteration of the checkpoint that :meth:`load` has loaded, or 0 if it has
+            loaded none.
     """
 
     def __init__(
@@ -168,8 +169,8 @@ class Checkpoints:
                 be the same in every call.
 
         Returns:
-            The parts. If no tensor has moved in memory since the last call, this is the same object
-            as in the last call, with updated values.
+            Parts of this rank's state. If no tensor has moved in memory since the last call, this
+            is the same object as in the last call, with updated values.
         """
         if self._standing is not None:
             parts, addresses = self._standing
@@ -181,7 +182,7 @@ class Checkpoints:
             self._state_to_save(progress),
             # All checkpoints of a run have the same parts, so check them only once.
             validate_access_integrity=not (is_whole or self._is_checked),
-            # Skip the comparison of common values between ranks, because they differ by stage.
+            # Do not require equal common values on all ranks, because some differ by stage.
             preprocess_common_before_consistancy_check=lambda common: {},
         )
         self._is_checked = True
@@ -304,8 +305,8 @@ class Checkpoints:
     def _refresh(self, parts: state.StateParts, progress: Progress) -> None:
         """Updates the values in ``parts`` that do not share memory with the state of the run.
 
-        These values are the counters, which are set to ``progress``, the optimizer's parameter
-        groups and the random states.
+        These values are the optimizer's parameter groups, the random states, and the counters,
+        which are set to ``progress``.
         """
         parts.common.update(self._counters(progress))
         if "optimizer" in parts.common:
@@ -337,11 +338,12 @@ class Checkpoints:
         return state.without_local_copies(whole)
 
     def _steps(self) -> list[int]:
-        """Returns the iterations of the checkpoints to try to load, in order. Runs on rank 0.
+        """Returns the iterations of the checkpoints to try, in order. Runs only on rank 0.
 
         The list is empty if the run starts from scratch or from a Hugging Face model.
 
-        Raises an error if a checkpoint is required but missing.
+        Raises:
+            CheckpointError: If there is no checkpoint, although one is required.
         """
         folder = CheckpointFolder(str(self._settings.load))
         named = self._settings.ckpt_step
@@ -361,7 +363,7 @@ class Checkpoints:
         return []
 
     def _find(self, iteration: int) -> tuple[Path, Manifest]:
-        """Returns the path and the manifest of the checkpoint of ``iteration``. Runs on rank 0."""
+        """Returns path and manifest of the checkpoint of ``iteration``. Runs only on rank 0."""
         folder = CheckpointFolder(str(self._settings.load))
         path, manifest = folder.open(iteration, trust=self._settings.trust_checkpoint)
         if not manifest["config"]:
@@ -482,7 +484,7 @@ class Checkpoints:
 
 
 class _Content(NamedTuple):
-    """The part of a checkpoint that one rank needs.
+    """State that one rank has read from a checkpoint.
 
     Attributes:
         common: Values that all ranks share, keyed by name.

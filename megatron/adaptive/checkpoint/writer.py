@@ -8,9 +8,9 @@
     .metadata            name, offset in the whole tensor, file and position of each part or object
     index.json           the same data as JSON, but with positions of raw bytes and plain values
 
-This module writes all checkpoints: those of the trainer, which megatron-core reads as
-``torch_dist``, those of a ``Pipeline``, and those that are made from in-memory snapshots. Torch and
-Megatron-LM find the tensors of a checkpoint through ``.metadata``; this program uses ``index.json``
+This module writes the checkpoints of the trainer (which megatron-core reads as ``torch_dist``),
+those of a ``Pipeline``, and those made from in-memory snapshots. Torch and Megatron-LM find the
+tensors of a checkpoint through ``.metadata``; this program uses ``index.json``
 (``checkpoint.reader``). The training process itself writes the files. megatron-core's writer would
 start processes by ``spawn`` and ``fork`` for each save, which takes seconds, and copies the sockets
 and memory mappings of the pipeline's channels into the child processes.
@@ -66,7 +66,7 @@ _CORE = {
 }
 
 Part = tuple[str, tuple[int, ...]]
-"""Key of a part of a tensor in a checkpoint: name, and offset in the whole tensor."""
+"""Key of a part of a tensor: the tensor's name, and the part's offset in the whole tensor."""
 
 Entry = dict[str, Any]
 """Entry of a checkpoint's index for a part of a tensor, or for an object.
@@ -82,8 +82,7 @@ class Place(NamedTuple):
     Attributes:
         begin: Offset of the output of ``torch.save``, in bytes.
         length: Length of the output of ``torch.save``, in bytes.
-        content: Offset of the raw bytes of the tensor, or of the plain values of the object, in
-            bytes.
+        content: Offset of the tensor's raw bytes, or of the object's plain values, in bytes.
         content_length: Length of the raw bytes or of the plain values, in bytes. If an object has
             no plain values, both ``content`` and ``content_length`` are 0.
     """
@@ -162,7 +161,7 @@ class TakenState:
 
 
 def entry_of(part: Part, piece: Piece) -> Entry:
-    """Returns the index entry for ``part``, whose data is ``piece``, as values for JSON."""
+    """Returns the index entry for ``part``, whose data is ``piece``. It can be written as JSON."""
     name, offset = part
     return {
         "name": name,
@@ -227,9 +226,10 @@ class ShardWriter:
         return once, {"files": files, "blocks": blocks}
 
     def _place(self, written: list[Place], ranks: RankGroup) -> None:
-        """Updates the index with the places in ``written`` that have changed.
+        """Updates the index with the positions in ``written`` that have changed.
 
-        ``written`` contains the place of each part in this rank's file. All ranks must call this.
+        ``written`` contains the position of each part or object in this rank's file. All ranks must
+        call this.
         """
         is_new = len(written) != len(self._written)
         changed = {
@@ -383,7 +383,7 @@ class _Stream:
             raise self._error
 
     def head_bytes(self, tensor: torch.Tensor) -> int:
-        """Returns the number of bytes before the raw bytes of the saved ``tensor``."""
+        """Returns the number of bytes that ``torch.save`` writes before the data of ``tensor``."""
         if (position := self._large.get(tensor.nbytes)) is not None:
             return position
         saved = _buffered(tensor)
@@ -402,7 +402,7 @@ class _Stream:
                 self._small += view
             else:
                 self.flush()
-                # The rest of the output is short, so a piece of this size contains the raw bytes.
+                # All else that torch.save writes is short, so this piece is the tensor's data.
                 self._large[view.nbytes] = self._sums.size - self._begin
                 self._write(view)
             return view.nbytes
@@ -445,7 +445,7 @@ def _nothing() -> bytes:
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns ``tensor`` in host memory, in a storage that contains no other data."""
+    """Returns ``tensor`` in host memory, copied if its storage contains other data."""
     tensor = tensor.detach().cpu().contiguous()
     whole = tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if whole else tensor.clone()
@@ -459,7 +459,7 @@ def overlay(memory: Any, offset: int, dtype: torch.dtype, size: Sequence[int]) -
 
 
 def pickled(value: Any) -> bytes:
-    """Returns the bytes that ``torch.save`` would write for ``value``.
+    """Returns the bytes that ``torch.save`` writes for ``value``.
 
     Callers write these bytes to a file themselves, because ``torch.save`` would hide the cause of a
     write error.

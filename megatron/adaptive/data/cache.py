@@ -39,7 +39,7 @@ Check = Callable[[Arrays], str]
 _LOG = logging.getLogger(__name__)
 _MARK = b"MAIDXSUM"
 _TAIL_BYTES = len(_MARK) + 16
-# Small enough that a piece is hashed while it is still in the CPU cache.
+# A piece of this size is hashed while it is still in the CPU cache.
 _PIECE_BYTES = 1 << 22
 
 

@@ -182,7 +182,7 @@ class _Renderer:
         }
 
     def render(self, messages: Sequence[Message], *, asks: bool = False) -> str:
-        """Returns the text of ``messages``, and the generation prompt if ``asks`` is true."""
+        """Renders ``messages``, followed by the generation prompt if ``asks`` is true."""
         text = self._compiled.render(
             messages=[*messages], add_generation_prompt=asks, **self._options
         )
@@ -262,7 +262,7 @@ class _Renderer:
         before: Sequence[Message],
         asked: str,
     ) -> str:
-        """Returns the text that ends an answer (its end mark), without the start of a next message.
+        """Returns the text that ends an answer (its end mark), up to the start of a next message.
 
         Args:
             behind: Rendered text after the answer in the whole conversation.
@@ -322,7 +322,7 @@ class _Renderer:
     def _around(
         self, conversations: Sequence[Sequence[Message]], *, asks: bool = False
     ) -> _Around | None:
-        """Returns the beginning and the end that the texts of two ``conversations`` share.
+        """Renders two ``conversations``, and returns the beginning and end that both texts share.
 
         If ``asks`` is true, the texts end with a generation prompt. The result is ``None`` if a
         rendering fails, or if the shared beginning and end overlap.

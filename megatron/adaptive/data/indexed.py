@@ -103,7 +103,7 @@ def sequence_lengths(prefix: str | Path) -> npt.NDArray[np.int32]:
 def _checked(prefix: str, idx_path: Path, bin_path: Path) -> IndexedInfo:
     """Checks that the files ``idx_path`` and ``bin_path`` match, and returns their properties.
 
-    ``prefix`` is their path without suffix.
+    ``prefix`` is the path of both files without suffix.
     """
     with open_file(idx_path) as stream:
         header = stream.read(_HEADER.size)

@@ -60,7 +60,7 @@ class DocumentDataset(MegatronDataset):
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:
-        """Returns the number of documents in ``low_level_dataset``, which ``--split`` divides."""
+        """Returns the number of documents in ``low_level_dataset`` that ``--split`` divides."""
         return len(low_level_dataset.sequence_lengths)
 
     @staticmethod

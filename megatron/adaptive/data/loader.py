@@ -57,7 +57,7 @@ Deal = Callable[[Sequence[Size]], Sequence[Sequence[int]]]
 """Function that distributes a step's microbatches over data-parallel replicas. Given the sizes of
 the microbatches, it returns the indices of each replica's microbatches."""
 
-# Data workers send microbatches in these types. Sending 32 bits per token id halves the size.
+# Data workers send microbatches in these types. Token ids of 32 instead of 64 bits halve the size.
 _WIRE_DTYPES: dict[str, Any] = {
     "tokens": np.int32,
     "labels": np.int32,
@@ -115,7 +115,7 @@ class BatchSizes:
         return self.global_batch_size_at(consumed_samples) // self._samples_per_microbatch
 
     def iterations_for(self, train_samples: int) -> int:
-        """Returns the number of iterations of a run, without an incomplete last batch.
+        """Returns the number of iterations of a run, not counting an incomplete last batch.
 
         Unlike Megatron-LM, this method also supports runs that end before the batch size reaches
         its final value.
@@ -382,8 +382,8 @@ class LengthMicrobatches(StepMicrobatches):
 
     Attributes:
         sizes: Number of token positions of each microbatch, including padding.
-        contents: Tuple for each microbatch: its number of token positions including padding,
-            followed by the number of tokens of each of its documents.
+        contents: One tuple per microbatch: the number of token positions including padding, then
+            the number of tokens of each document.
         load: Statistics on the microbatches of all data-parallel replicas.
 
     Args:

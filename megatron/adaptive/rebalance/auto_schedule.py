@@ -70,17 +70,16 @@ class Tuner:
 
     Attributes:
         job: Environment of this process: its ranks, device and process groups.
-        pp_ranks: Global ranks of this pipeline, ordered by their position in the placement of
-            stages.
+        pp_ranks: Global ranks of this pipeline, in the order of their pipeline ranks.
         chunks: Model chunks of this rank.
         forward_backward: Engine that runs the steps and switches to the chosen schedule.
         transport: Message channels to the neighbours, or ``None`` if this rank has no neighbours.
         payload_shape: Shape of the tensors that are sent between stages.
         payload_dtype: Dtype of the tensors that are sent between stages.
         loads: Function that takes the number of microbatches, and returns the loads (times) of
-            ranks and stages in all measured steps, in their first half and in their second half.
-            The function is collective over all ranks. It is ``None`` if neither stages nor layers
-            may move.
+            ranks and stages three times: for all measured steps, for the first half of them, and
+            for the second half. The function is collective over all ranks. It is ``None`` if
+            neither stages nor layers may move.
         gain: Minimum fraction of the step time that moving layers must save, or ``None`` if layers
             must not move.
         cap: User's limit on the number of microbatches whose activations a rank keeps, or ``None``
@@ -92,10 +91,10 @@ class Tuner:
         slice_cut: Method of dividing microbatches into slices.
         numbers: Numbers of slices to choose from. Empty to keep the current number.
         trial: Earlier measurements with a different number of slices, or ``None``.
-        only_pace: Whether to keep the schedule, and to change only its pace to the measured values.
-            The pace is the time of a message, of a backward pass (B) and of a weight-gradient pass
-            (W), relative to the time of a forward pass. The schedule ``hinted`` uses the pace to
-            choose the order that it follows.
+        only_pace: Whether to keep the schedule, and to update only its pace with measured values.
+            The pace consists of the times of a message, a backward pass (B) and a weight-gradient
+            pass (W), as multiples of the time of a forward pass. The schedule ``hinted`` uses the
+            pace to choose the order of actions that it follows.
         say: Function that writes a line to the log. It is called on all ranks.
     """
 
@@ -140,7 +139,7 @@ class Tuner:
             number of slices.
 
         Raises:
-            TransportError: A neighbour has exited or does not respond.
+            TransportError: If a neighbour has exited or does not respond.
         """
         self._steps += 1
         if self._steps < FIRST:
@@ -235,7 +234,7 @@ class Tuner:
         kind: PlacementKind,
         others: Sequence[int],
     ) -> float:
-        """Returns the number of microbatches that a rank may keep in memory in another layout.
+        """Returns the number of microbatches whose activations a rank may keep in another layout.
 
         Args:
             samples: Measurements of all ranks.
@@ -327,7 +326,7 @@ def measure_neighbours(
     payload_dtype: torch.dtype,
     timeout_s: float,
 ) -> dict[int, Link]:
-    """Returns the measured links to this rank's neighbours, keyed by pipeline rank.
+    """Measures this rank's links to its neighbours, and returns them keyed by pipeline rank.
 
     One pair of neighbours is measured at a time, so that pairs do not disturb each other. All ranks
     must call this function together.
@@ -359,12 +358,12 @@ def measure_neighbours(
 
 
 def _without_more(chosen: SliceChoice | None, error: ScheduleError) -> Decision:
-    """Returns the decision to make if no schedule could be simulated.
+    """Returns the decision to make if ``error`` ended the search for a schedule.
 
     Args:
-        chosen: Chosen number of slices, with the fastest schedule that was simulated for the
-            choice, or ``None`` if no number of slices was chosen.
-        error: Reason why no schedule could be simulated.
+        chosen: Number of slices that was chosen before the error, and its fastest schedule so far;
+            ``None`` if no number of slices was chosen.
+        error: Reason why no more schedules could be simulated.
     """
     if chosen is None:
         return Decision(text=f"auto keeps adaptive: {error}")
@@ -393,8 +392,8 @@ def memory_of(
     """Measures the memory of this rank between two steps.
 
     Returns:
-        Tuple of three values in bytes: free memory for activations; size of the activations that a
-        microbatch keeps, per chunk; size of weights, gradients and optimizer state, per chunk.
+        Tuple of three sizes in bytes: free memory for activations; activations that a microbatch
+        keeps, per chunk; weights, gradients and optimizer state, per chunk.
     """
     free = free_memory_bytes(job.accelerator, job.environment.local_world_size)
     held = tuple(map(held_bytes, chunks))

@@ -67,8 +67,8 @@ class LengthTuner:
 
     Args:
         run: Run to measure.
-        before: Measurements of all ranks with a different slice length, or ``None`` for the first
-            length or if the user sets the length.
+        before: Measurements of all ranks with a different slice length. ``None`` if this tuner
+            measures the first length, or if the user sets the length.
         say: Function that writes a line to the log. It is called on all ranks.
     """
 

@@ -68,9 +68,9 @@ class StepMeasurements:
         held_bytes: Size of weights, gradients and optimizer state, in bytes, per chunk.
         layer_bytes: Size of each layer in bytes, per chunk. Layers of equal size are treated as the
             same kind of layer. Empty if all layers of the model have the same size.
-        parts: Fraction of the time of a chunk's layers that each layer takes, per chunk: a single
-            fraction, or fractions of the forward, backward and weight-gradient passes. Empty if all
-            layers are equal.
+        parts: Each layer's fraction of the total time of its chunk's layers, per chunk: either one
+            fraction, or one for each of the forward, backward and weight-gradient passes. Empty if
+            all layers are equal.
         layer_kept: Size of the activations that a microbatch keeps in each layer, in bytes, per
             chunk. Empty if all layers keep the same amount.
     """
@@ -116,7 +116,7 @@ class Move(PartitionMove):
 
     @property
     def prediction(self) -> str:
-        """Clause for the log about the predicted step time. It is empty if ``is_return``."""
+        """Clause for the log about the predicted gain; empty if the move undoes an earlier move."""
         if self.is_return:
             return ""
         before_ms = number_text(self.before_s * 1e3, 4)
@@ -155,7 +155,7 @@ def loads_over(
     """Computes the times of ranks and stages for all measured steps, and for each half of them.
 
     Args:
-        measured: Measurements of each rank of the job.
+        measured: Measurements of all ranks of the job.
         candidate: Schedule of the job, with its placement.
         partition: Number of layers per stage.
         num_microbatches: Number of microbatches per step.
@@ -188,7 +188,7 @@ def judge(
     """Decides whether to move layers.
 
     Args:
-        measured: Measurements of each rank of the job.
+        measured: Measurements of all ranks of the job.
         candidate: Schedule of the job, with its placement.
         partition: Number of layers per stage.
         num_microbatches: Number of microbatches per step.
@@ -225,8 +225,8 @@ def judge(
             # predicted.
             return None, False
         if proposed is None or not all(promises(half, proposed.partition) for half in halves):
-            # Do not move layers if one half of the measured steps predicts a smaller gain, because
-            # the slowdown may be temporary.
+            # Do not move layers if either half of the measured steps predicts less than the
+            # required gain, because the slowdown may be temporary.
             return None, False
         return proposed, False
 
@@ -266,13 +266,13 @@ def compare(
     Args:
         promise: Move that was made, with its predicted gain.
         step_s: Step time in seconds, measured since the move.
-        gain: Minimum predicted gain that was required of the move, as a fraction of the step time.
+        gain: Minimum predicted gain at which the move was allowed, as a fraction of the step time.
         least_gain: Minimum required gain, from the settings.
         message: Function that writes a line to the log.
-        step: Name of the compared step in the log line.
+        step: Words with which the log line refers to a measured step.
     """
     gained = 1 - step_s / promise.before_s
-    # Without this limit, a step that is as long as before would be logged as "0.0% more".
+    # A smaller slowdown is rounded to 0.0%, and must not be logged as "0.0% more".
     is_longer = gained <= -0.0005
     change = f"{abs(gained):.1%} {'more' if is_longer else 'less'}"
     predicted = f"{promise.gain:.1%}{' less' * is_longer}"
@@ -296,7 +296,7 @@ def compare(
 
 
 def step_seconds(spans_s: Sequence[Sequence[float]]) -> float:
-    """Returns the median step time in seconds. A step takes as long as its slowest rank.
+    """Returns the median step time in seconds. The time of a step is that of its slowest rank.
 
     Args:
         spans_s: Time of each step in seconds, for each rank.
@@ -319,7 +319,7 @@ def loads_of(
     wait for it. A rank without layers is assumed to be as fast as the median rank.
 
     Args:
-        measured: Measurements of each rank of the job.
+        measured: Measurements of all ranks of the job.
         placement: Assignment of stages to ranks and chunks.
         partition: Number of layers per stage.
         units: Number of microbatches whose activations a rank keeps at the same time.
@@ -422,7 +422,7 @@ def _all_times(sums: Any, counts: Any) -> tuple[tuple[Times, ...], ...]:
     slowness = np.ones(ranks)
 
     def middle() -> Any:
-        """Returns, for each kind of layer, the rank with the median time among those with it."""
+        """Returns, for each kind of layer, the rank with the median time for this kind."""
         usual = np.where(counts > 0, whole / slowness[:, None], np.inf)
         has = np.maximum((counts > 0).sum(axis=0) - 1, 0)
         return np.argsort(usual, axis=0, kind="stable")[has // 2, every]
@@ -472,8 +472,8 @@ def _most_layers(
             size of the layer in bytes; ``None`` if it is unknown.
 
     Returns:
-        Number of layers of the rank's mean layer size, and the size of each kind of layer as a
-        multiple of that mean.
+        Number of layers that fit if all have the rank's mean layer size, and the size of each kind
+        of layer as a multiple of that mean.
     """
     chunks = range(placement.num_chunks)
     counts = [partition[placement.stage_of(measured.pp_rank, chunk)] for chunk in chunks]

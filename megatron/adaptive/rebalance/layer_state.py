@@ -44,7 +44,7 @@ class Share:
         start: Index of the first element.
         end: Index of the last element, plus one.
         tensors: One-dimensional tensors of ``end - start`` elements: the weight alone, or the parts
-            of the optimizer state in an order that is equal on all ranks.
+            of the optimizer state, in the same order on all ranks.
     """
 
     start: int
@@ -54,7 +54,7 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Ranges of tensors that a rank holds before a move, and that it needs after the move.
+    """Ranges of tensors that a rank holds before a move, and ranges that it needs after the move.
 
     Attributes:
         replica: Index of the rank among data- and context-parallel ranks.
@@ -113,7 +113,7 @@ def shares_of(
         shares[name] = Share(0, weight.numel(), [weight.detach().view(-1)])
         if not isinstance(weight, torch.nn.Parameter):
             continue  # A buffer, such as the bias of a router, has no optimizer state.
-        main = getattr(weight, "main_param", None)  # This is the 32-bit copy of a 16-bit weight.
+        main = getattr(weight, "main_param", None)  # Main weight: 32-bit copy of a 16-bit weight.
         leaf = held_by.get(weight) or held_by.get(main)
         if leaf is None:
             continue  # The weight is frozen, or only other replicas update it.
@@ -196,7 +196,10 @@ def _kept_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _held(leaf: Any, weight: torch.nn.Parameter) -> tuple[torch.Tensor, int, int]:
-    """Returns the tensor that optimizer ``leaf`` updates for ``weight``, and its element range."""
+    """Returns the tensor that optimizer ``leaf`` updates for ``weight``, and its range of elements.
+
+    The range consists of the index of its first element, and the index after its last element.
+    """
     if not isinstance(leaf, DistributedOptimizer):
         main = getattr(weight, "main_param", None)
         return (weight if main is None else main), 0, weight.numel()
@@ -220,10 +223,10 @@ def steps_of(optimizer: Any) -> float:
 
 
 def passages(tables: Mapping[int, Table]) -> list[Passage]:
-    """Returns the copies of elements between ranks (passages) that a move requires.
+    """Returns the copies between ranks (passages) that a move of stages requires.
 
     Every rank computes the same list from the same tables. If the target rank already holds the
-    elements, this rank is also the source. Otherwise, a rank of the same replica is preferred.
+    elements, it is also the source. Otherwise, a rank of the same replica is preferred as source.
     Shares whose range does not change on a rank are omitted.
 
     Args:
@@ -298,7 +301,7 @@ def exchange(
         group: Process group of all ranks, with backend gloo.
 
     Raises:
-        TransportError: A message is not transferred within the group's timeout.
+        TransportError: If a message is not transferred within the group's timeout.
     """
     outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
     incoming: dict[int, list[torch.Tensor]] = defaultdict(list)

@@ -34,7 +34,7 @@ def rows_with_tokens(config: TrainerConfig, tokens: int, lengths: Sequence[int])
     Args:
         config: Settings of a run with ``--slice-tokens auto``.
         tokens: Number of tokens of a slice.
-        lengths: Numbers of tokens of the step's documents, on all replicas.
+        lengths: Number of tokens of each document in the step, over all replicas.
     """
     schedule = replace(config.schedule, chosen_tokens=tokens)
     return costliest_replica(replace(config, schedule=schedule), lengths)

@@ -93,8 +93,8 @@ def move_stages(
     Losses, gradients and checkpoints equal those of a run that had the new stages from the start.
 
     Args:
-        box: List whose only element is the run. The run must not be in a step. The list is emptied
-            when the run is shut down, so that the caller keeps no reference to the run.
+        box: List whose only element is the run, which must not be executing a step. The list is
+            emptied when the run is shut down, so that the caller keeps no reference to the run.
         release: Callback that drops all other references to the run, so that the run's memory is
             freed before the next run is built. It is not called if a rank has too little memory for
             the state.
@@ -107,9 +107,9 @@ def move_stages(
         New run. If the old run was traced, the trace continues in new files.
 
     Raises:
-        DeviceMemoryError: A rank has too little memory for the state. The old run continues to
-            exist.
-        TransportError: State does not arrive at its new rank. The state is then lost.
+        DeviceMemoryError: If a rank has too little memory for the state. The old run then
+            continues to exist.
+        TransportError: If state does not arrive at its new rank. The state is then lost.
     """
     state = _set_aside(box[0])
     kept = None
@@ -145,11 +145,9 @@ def move_stages(
 
 
 def take_down(run: Run) -> None:
-    """Shuts down ``run`` by closing its channels and traces.
+    """Shuts down ``run`` by closing its channels and traces. All ranks must call this together.
 
-    This function must be called on all ranks.
-
-    This function also drops the tensors that MoE token dispatchers keep from their last microbatch.
+    The function also drops the tensors that MoE token dispatchers keep from their last microbatch.
     Otherwise, the model's memory would never be freed: the autograd graph of these tensors refers
     to the model in a cycle that the garbage collector cannot detect.
     """
@@ -187,10 +185,10 @@ class _State:
 
 
 def _set_aside(run: Run) -> _State:
-    """Copies this rank's state of ``run`` on the GPU, or to the host if GPU memory runs short.
+    """Returns this rank's state of ``run``, moved to host memory if GPU memory is short.
 
     Raises:
-        DeviceMemoryError: Neither the GPU nor the host of some rank has enough free memory.
+        DeviceMemoryError: If neither the GPU nor the host of a rank has enough free memory.
     """
     job = run.job
     leaves = run.optimizer.chained_optimizers
@@ -233,7 +231,7 @@ def _own_stages(run: Run) -> list[int]:
 
 
 def _give(run: Run, state: _State) -> None:
-    """Loads ``state``, which this rank kept, into the new run.
+    """Loads ``state``, which this rank kept during the move, into the new run.
 
     All ranks must call this function together.
     """

@@ -8,7 +8,7 @@ If the predicted gain is large enough, all ranks switch to that partition at the
     each half of these steps ──> must also predict the gain    (rebalance/judgement.py)
 
 If a move gains less than half of the predicted gain, the required gain of the next move is doubled.
-If a move gains nothing, because the decision was based on noise, the layers go back.
+If a move gains nothing, because the decision was based on noise, the move is undone.
 
 If documents are packed and cut into slices of one length (``--slice-tokens``), steps have different
 numbers of slices. All slices have the same number of tokens, so each slice is then measured and
@@ -58,11 +58,11 @@ from megatron.adaptive.schedule.choose_slices import SliceTrial
 
 _WARM_UP = 1
 _JUDGED_STEPS = 8
-"""Number of steps before each of the first two checks of a move that ``--pipeline-schedule auto``
-made.
+"""Number of steps from a move by ``--pipeline-schedule auto`` to its first check, and from there to
+the second check.
 """
 _MOST_BETWEEN = 128
-"""Maximum number of steps between two checks of a move that ``--pipeline-schedule auto`` made."""
+"""Maximum number of steps between two checks of a move by ``--pipeline-schedule auto``."""
 
 
 def resume_partition(job: TrainingJob) -> TrainingJob:
@@ -153,8 +153,8 @@ class Repartitioner:
         per step.
 
         Returns:
-            Three objects: for all steps since the last decision, for their first half, and for
-            their second half.
+            Loads over all steps since the last decision, over the first half of these steps, and
+            over the second half.
         """
         return self._loads(self._run.job.gather(self._measurements()), num_microbatches)
 
@@ -170,7 +170,7 @@ class Repartitioner:
 
     @property
     def _steps_to_check(self) -> int:
-        """Returns the number of steps from the last check, or from a move, to the next check."""
+        """Returns the number of steps between the last check (or move) and the next check."""
         if self._may_move:
             return self._interval
         # Layers that have not moved for a long time are unlikely to move, so check them less often.
@@ -204,7 +204,7 @@ class Repartitioner:
         """Starts to measure the rebuilt ``run``, to check whether moving layers made steps faster.
 
         A rank that was slow in the first steps may become fast again. Then layers move again, and
-        each move is checked. The checks end when all layers are back on their first ranks.
+        each move is checked. The checks end when the first partition is restored.
 
         Args:
             promise: Move that was made.
@@ -277,7 +277,7 @@ class Repartitioner:
         return self._usual_items / items
 
     def _in_slices(self, candidate: Candidate) -> Candidate:
-        """Returns a schedule in which slices count as microbatches if their number varies.
+        """Returns ``candidate``, with slices counted as microbatches if documents are packed.
 
         If documents are packed, the number of slices varies between steps, so each slice counts as
         a microbatch. Otherwise, ``candidate`` is returned unchanged.
@@ -286,8 +286,8 @@ class Repartitioner:
             return candidate
         cap = candidate.cap
         if cap is not None:
-            # Raise the cap if necessary, because a rank can always keep all slices of the longest
-            # row of documents.
+            # Raise the cap if the longest row of documents has more slices, because a rank can
+            # always keep the activations of such a row.
             cap = max(cap * self._slices_per_row, float(self._most_slices))
         return replace(candidate, cap=cap, num_slices=1)
 
@@ -378,7 +378,7 @@ def _layer_bytes(run: Run) -> tuple[tuple[int, ...], ...]:
 
 
 def _layer_share(run: Run, layer_bytes: Sequence[Sequence[int]]) -> LayerShare:
-    """Starts to measure the fraction of a forward pass that layers take in each chunk of ``run``.
+    """Starts to measure the layers' fraction of the forward time of each chunk of ``run``.
 
     Only chunks with an embedding or a loss are measured, because in other chunks the fraction is 1.
     Chunks whose layers differ in size (``layer_bytes``) are also measured, layer by layer.
@@ -412,7 +412,7 @@ def make_tuner(
         say: Function that writes a line to the log.
         numbers: Numbers of slices to choose from. Empty to keep the current number.
         trial: Earlier measurements with a different number of slices, or ``None``.
-        only_pace: Whether to keep the schedule, and to change only its pace to the measured values
+        only_pace: Whether to keep the schedule, and to update only its pace with measured values
             (see :class:`Tuner`).
     """
     config = run.job.config

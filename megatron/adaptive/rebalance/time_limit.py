@@ -18,7 +18,7 @@ SIMULATED_OF_LIMIT = 0.75
 
 
 def limit_of_search(limit_s: float, timeout: datetime.timedelta) -> float:
-    """Returns a time limit in seconds for a search on rank 0, such that no other rank times out.
+    """Returns a limit in seconds for a search on rank 0, so that no other rank times out.
 
     Args:
         limit_s: Maximum time in seconds if the timeout of the other ranks is long enough.
@@ -39,7 +39,7 @@ def result_within(limit_s: float, action: Callable[[], T], instead: T) -> T:
         instead: Result to return if the time limit is exceeded.
 
     Raises:
-        BaseException: Any exception that the function raises within the limit.
+        BaseException: Any exception that ``action`` raises within the time limit.
     """
     results: queue.Queue[T | BaseException] = queue.Queue()
 

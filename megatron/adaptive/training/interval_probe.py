@@ -1,4 +1,4 @@
-"""Tests whether ranks, links or groups are slow, between training steps (``--probe-interval``).
+"""Tests between training steps whether ranks, links or groups are slow (``--probe-interval``).
 
 Such a test is called a probe. In an elastic job, the first probe runs before the first step. The
 names of failed nodes are written to ``progress.jsonl``, which the job's manager reads.
@@ -55,7 +55,7 @@ class IntervalProbe:
         return self._interval > 0 and iteration % self._interval == 0
 
     def is_due_at_start(self, run: Run) -> bool:
-        """Returns whether to call :meth:`run` before the first step, as in elastic jobs."""
+        """Returns whether to probe ``run`` before the first step: true for elastic jobs."""
         return self._interval > 0 and run.job.environment.lease is not None
 
     def run(self, run: Run) -> None:

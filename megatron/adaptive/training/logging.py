@@ -50,8 +50,8 @@ _MAX_EXPONENT = 20.0  # Perplexities above exp(20) are shown as exp(20), as in M
 def startup_line(cfg: TrainerConfig) -> str:
     """Returns the line about the parallel sizes in ``cfg``, in the format of Megatron-LM.
 
-    The number of ranks of each stage, if stages are unequal, and a context-parallel size above 1
-    come last, so that the beginning of the line always has the same format.
+    Two optional parts come last, so that the rest of the line always has the same format: the ranks
+    of each stage if stages are unequal, and the context-parallel size if it is above 1.
     """
     parallel = cfg.parallel
     line = (
@@ -95,11 +95,10 @@ class IterationReport(TrainedStep):
         consumed_samples: Number of training samples used so far, including those of this iteration.
         elapsed_s: Wall time of the iteration in seconds.
         learning_rate: Learning rate after the iteration.
-        loss_scale: Factor by which the loss is multiplied (loss scaling), after the iteration. It
-            is 1 without loss scaling.
+        loss_scale: Loss scaling factor after the iteration, or 1 without loss scaling.
         params_norm: L2 norm of all parameters, or ``None`` without ``--log-params-norm``.
-        memory_bytes: Memory in use on the GPU, or by the process on a CPU, after the iteration, in
-            bytes.
+        memory_bytes: Memory in use after the iteration, in bytes: on the GPU, or by the process if
+            it runs on a CPU.
         peak_memory_bytes: Maximum of ``memory_bytes`` so far.
     """
 
@@ -113,7 +112,7 @@ class IterationReport(TrainedStep):
 
     @property
     def is_nan(self) -> bool:
-        """Returns whether any loss is infinite or NaN."""
+        """Returns whether at least one loss is infinite or NaN."""
         return not all(math.isfinite(loss) for loss in self.losses.values())
 
 
@@ -193,7 +192,7 @@ class TrainingLog:
     def hand_over(
         self, iteration: int, *, is_writer: bool, gather: Callable[[object], Sequence[Any]]
     ) -> None:
-        """Makes a different rank write the log, and sends it the reports since the last line.
+        """Makes a different rank write the log, and sends it the reports since the last log line.
 
         All ranks must call this.
 
@@ -205,7 +204,8 @@ class TrainingLog:
         was_writer, self._is_writer = self._is_writer, is_writer
         gathered = gather(self._reports if was_writer else None)
         if was_writer and is_writer:
-            self._open_progress(iteration)  # The previous file was moved together with the traces.
+            # Open a new file, because the previous one was moved together with the traces.
+            self._open_progress(iteration)
         elif is_writer:
             (self._reports,) = (reports for reports in gathered if reports is not None)
             self._open(iteration)
@@ -350,9 +350,9 @@ class TrainingLog:
 
         ``now`` is the throughput of the iteration.
 
-        Names, order and widths of the values up to the number of NaN iterations, and their tags for
-        TensorBoard, are those of ``training_log`` in Megatron-LM. Megatron-LM does not report the
-        remaining values.
+        The values up to the number of NaN iterations have the same names, order, widths and
+        TensorBoard tags as in Megatron-LM's ``training_log``. Megatron-LM does not report the
+        values after it.
         """
         reports = self._reports
         mean = self._throughput(self._reports)
@@ -454,7 +454,7 @@ def _perplexity(loss: float) -> float:
 
 
 class _Curves:
-    """Passes values to all loggers, except values that flags exclude.
+    """Passes the reported values to all loggers, except values that flags exclude.
 
     Flags such as ``--log-timers-to-tensorboard`` and ``--log-memory-to-tensorboard`` turn on values
     that Megatron-LM also logs, under the same names. Speed, bubble and peak memory are always
@@ -549,7 +549,7 @@ def _load_figures(load: Load | None) -> list[_Figure]:
 
 
 def _make_bar(total_iterations: int, start_iteration: int) -> tqdm[Any]:
-    """Returns a progress bar on standard error from ``start_iteration`` to ``total_iterations``."""
+    """Returns a progress bar for the remaining iterations, which is drawn on standard error."""
     return tqdm(
         total=total_iterations,
         initial=start_iteration,

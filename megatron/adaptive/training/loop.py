@@ -202,8 +202,8 @@ class TrainingRun:
         log: Log for steps, messages and validations.
         progress: Number of iterations and samples in a loaded checkpoint, or ``None`` if no
             checkpoint was loaded.
-        report_position: Function that takes a description of the rank's current activity, for error
-            messages about lost peers.
+        report_position: Function that is called with a description of what the rank is doing, for
+            error messages about lost peers.
         connect: Function that makes the process watcher notify the channels of a run about lost
             ranks. Its argument is the run, or ``None`` while there are no channels.
         local: Local disk of this node, to which checkpoints are written first, or ``None`` if there
@@ -250,8 +250,8 @@ class TrainingRun:
         """Makes ``run`` the current run, and creates the objects that belong to it."""
         self.run = run
         self.config = run.job.config
-        # Keep the saver when stages move, because it may not have reported the result of the last
-        # save in the background yet.
+        # Keep the saver when stages move, because the result of its last background save may still
+        # be pending.
         self.checkpoints = Checkpoints(run, self._local, saver=self._saver)
         self._saver = self.checkpoints.saver
         self.step = Step(run)
@@ -320,11 +320,11 @@ class TrainingRun:
         return self.config.run.skip_train or self.progress.iteration >= self.run.samples.iterations
 
     def advance(self, **changes: int) -> None:
-        """Sets the counters of ``progress`` that are named in ``changes`` to new values."""
+        """Sets counters of ``progress``. ``changes`` maps their names to the new values."""
         self.progress = dataclasses.replace(self.progress, **changes)
 
     def own_microbatches(self, num_microbatches: int) -> int:
-        """Returns the number of microbatches that this rank processes in each step.
+        """Returns the number of microbatches that this rank processes per step.
 
         Args:
             num_microbatches: Number of microbatches per step on each replica of the model.

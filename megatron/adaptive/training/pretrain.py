@@ -205,7 +205,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
     from megatron.adaptive.training.logging import TrainingLog, startup_line
     from megatron.adaptive.training.loop import Trainer, TrainingRun
 
-    gc.freeze()  # Makes later collections skip the imported objects, which are never freed.
+    gc.freeze()  # Later garbage collections skip the imported objects, which are never freed.
     config = job.config
     with StopRequest(config.run.exit_duration_in_mins) as stop:
         if job.is_first:
@@ -252,7 +252,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
 
 
 def _evidence(live: Any) -> dict[str, Any]:
-    """Returns the current activity of this rank in the run ``live``, for a hang report."""
+    """Returns what this rank is doing in the run ``live``, as evidence for a hang report."""
     run = live.run
     inner = run.forward_backward.snapshot if run.wiring is None else run.wiring.executor.evidence
     return {**run.tracing.now(), **inner()}
@@ -305,7 +305,7 @@ def expected_error(error: BaseException, rank: int) -> BaseException:
 
 
 def _thread_failed(failure: threading.ExceptHookArgs) -> None:
-    """Prints the error ``failure`` of a thread, except for a full disk.
+    """Prints the error ``failure`` of a thread, unless it is about a full disk.
 
     The main thread reports full disks.
     """

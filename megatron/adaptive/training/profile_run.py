@@ -231,7 +231,7 @@ def _measure_layers(
 
 
 def _medians(measured: dict[str, list[dict[str, Any]]], name: str) -> dict[str, float]:
-    """Returns the median of the measurement ``name`` for each GPU name in ``measured``."""
+    """Returns the median of the measurement ``name`` over ranks, keyed by the name of their GPU."""
     values = {
         gpu: [sample[name] for sample in samples if name in sample]
         for gpu, samples in measured.items()
@@ -255,7 +255,7 @@ def _rows(gpu: str, samples: Sequence[dict[str, Any]], *, alone: bool) -> Iterat
 
 
 def _widths(options: ProfileOptions, environment: Environment) -> list[int]:
-    """Returns the tensor-parallel sizes to measure, which divide the processes per node."""
+    """Returns the tensor-parallel sizes to measure, divisors of the number of ranks per node."""
     local = environment.local_world_size
     world = environment.world_size
     if not options.widths:
@@ -353,10 +353,10 @@ def _measure(
 
 
 def _is_skipped(job: Any, tp: int, *, fits: bool) -> bool:
-    """Returns whether a measurement did not fit on any one rank of the tensor-parallel group.
+    """Returns whether at least one rank of the tensor-parallel group had too little memory.
 
     All ranks must call this if ``tp``, the tensor-parallel size, is above 1. ``fits`` states
-    whether the measurement fitted into the memory of this rank.
+    whether this rank had enough memory for the measurement.
     """
     if tp == 1:
         return not fits
@@ -403,8 +403,8 @@ def layer_sample(few: Figures, many: Figures) -> Figures:
         many: Measured values of a stage with :data:`MANY` layers.
 
     Returns:
-        Measurements of one layer, and ``launch_s``, the part of a forward pass's time in seconds
-        that does not depend on the number of layers.
+        Measurements of one layer, and ``launch_s``: the time in seconds that a forward pass takes
+        in addition to its layers, however many there are.
     """
     layer = {
         # Noise may make the difference too small, so enforce a minimum. The cost of a layer is

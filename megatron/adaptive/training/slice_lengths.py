@@ -21,8 +21,8 @@ class SliceLengths(Hook):
 
     This hook does nothing unless ``--pipeline-schedule`` is ``auto`` and ``--slice-tokens`` is set.
     If ``--slice-tokens`` is a number, only this slice length is measured, and the hook chooses only
-    the limit on kept activations and the placement of stages. All ranks make the same decisions. A
-    decision takes effect before the next step.
+    the placement of stages and the maximum number of microbatches whose activations are kept. All
+    ranks make the same decisions. A decision takes effect before the next step.
     """
 
     def __init__(self, live: TrainingRun) -> None:

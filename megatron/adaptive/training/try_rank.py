@@ -162,10 +162,10 @@ class _Samples:
         optimizer_s: Time of the optimizer update in each step.
         busy_s: Total time of the actions in each step.
         means_s: Mean time per microbatch in each step, keyed by kind and chunk of the actions.
-        equal_s: Times of equal actions: one list for each step, kind and chunk. The times of the
-            parts of a weight gradient, and of the slices of a microbatch, are added up.
-        largest_bytes: Size of the largest tensor that an operation of a step allocates from the
-            heap of the C library. Tensors of 32 MiB and more are not allocated from the heap.
+        equal_s: Times of equal actions: one list for each step, kind and chunk. The parts of a
+            weight gradient, and the slices of a microbatch, count as one action.
+        largest_bytes: Size of the largest tensor that is allocated from the C library's heap during
+            a step. Tensors of 32 MiB and more are not allocated from the heap.
     """
 
     num_slices: int = 1
@@ -191,13 +191,13 @@ class _Samples:
         """Returns the typical time of an action of ``kind`` in seconds, for each chunk.
 
         The typical time is the median of the steps' mean times, or 0 if there are no times. The
-        means include actions that were delayed, because they also make a step longer.
+        means include delayed actions, because delays also make a step longer.
         """
         lanes = [self.means_s.get((kind, chunk), [0.0]) for chunk in range(num_chunks)]
         return tuple(map(statistics.median, lanes))
 
     def beside_s(self) -> float:
-        """Returns the median time in seconds that a step spends outside actions and optimizer."""
+        """Returns the median time per step in seconds outside of actions and optimizer updates."""
         parts = zip(self.step_s, self.optimizer_s, self.busy_s, strict=True)
         return statistics.median(max(0.0, step - more - busy) for step, more, busy in parts)
 
@@ -280,7 +280,7 @@ def _measured_steps(run: Any, order: Sequence[Action]) -> _Samples:
 
 
 class _LargestTensor(TorchDispatchMode):
-    """Measures the largest tensor that an operation allocates from the heap, in bytes."""
+    """Measures the size in bytes of the largest tensor that is allocated from the heap."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # no types in torch
@@ -378,7 +378,7 @@ def _set_order(run: Any, num_microbatches: int, request: TrialRequest) -> tuple[
 
 
 def _inputs_of(order: Sequence[Action], placement: Placement, job: Any) -> list[ExpectedInput]:
-    """Returns the inputs from other ranks that ``order`` needs, in the order of the actions.
+    """Returns the inputs that the actions in ``order`` need from other ranks, in the same order.
 
     ``placement`` assigns the stages to ranks.
     """

@@ -48,7 +48,7 @@ class _Gauges:
         self._by_name: dict[str, Any] = {}
 
     def set(self, tag: str, value: float, step: int) -> None:
-        """Sets the gauge of the curve ``tag`` to ``value``, and ``iteration`` to ``step``."""
+        """Sets the gauge of ``tag`` to ``value``, and the gauge ``iteration`` to ``step``."""
         for curve, number in ((tag, value), ("iteration", step)):
             name = PREFIX + re.sub(r"\W+", "_", curve, flags=re.ASCII).strip("_").lower()
             if name not in self._by_name:
