@@ -257,7 +257,7 @@ class NodeType:
 def link_in(
     links: Mapping[tuple[str, str], LinkSpeed], node_type: NodeType, other: NodeType
 ) -> LinkSpeed | None:
-    """Returns the link between two node types in ``links``, or ``None`` if ``links`` has none."""
+    """Returns the link between two node types from ``links``, or ``None`` if it is not listed."""
     names = node_type.link_name, other.link_name
     return links.get(names) or links.get(names[::-1])
 

@@ -346,8 +346,8 @@ def layer_table(
         inputs=inputs,
         node=node,
         tp=tp,
-        # Half of each sequence is as much work as half of the samples. Divide the number of samples
-        # if ranks share sequences, or if sequences are cut into slices.
+        # Half of every sequence takes as much work as half of the samples. Divide the number of
+        # samples if ranks share sequences, or if sequences are cut into slices.
         samples=micro_batch * settings.share_of(inputs.model.sequence) / context_ranks,
         longest_slice=_longest_slice(inputs.model, settings, tp),
         settings=settings,

@@ -226,7 +226,7 @@ def measured_cluster(hosts: Sequence[MeasuredHost], profile: Profile) -> Cluster
 
 
 def node_numbers(kinds: Sequence[Hashable]) -> tuple[int, ...]:
-    """Returns the index of each node in a cluster in which nodes of the same kind are adjacent.
+    """Returns the index of each node after reordering so that equal kinds are adjacent.
 
     For example, nodes of the kinds a, b and a get the indices 0, 2 and 1.
 

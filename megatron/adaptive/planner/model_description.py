@@ -57,7 +57,7 @@ class Precision:
     fp8: bool = False
 
     def beside_frozen(self, share: float) -> Precision:
-        """Returns average sizes per frozen weight if adapters are trained instead of the weights.
+        """Returns average sizes per frozen weight, including the adapters that are trained instead.
 
         Args:
             share: Number of adapter weights per frozen weight.

@@ -208,7 +208,7 @@ class StageMemory:
     def total_bytes(self) -> float:
         """Total number of bytes of GPU memory that the rank needs."""
         *parts, _limit = vars(self).values()
-        total: float = sum(parts)  # The parts and the total are arrays in the search.
+        total: float = sum(parts)  # All values are arrays during the search.
         return total
 
     @property

@@ -145,8 +145,8 @@ class Profile:
         near = self._nearest(kind, gpu, tp)
         if near is not None:
             sizes = self._sizes[near, gpu, tp]
-            # The declared type of this part of the key is int, but a float with an equal value
-            # finds the same entry, so no conversion is needed.
+            # The keys contain microbatch sizes as int. A float with an equal value finds the same
+            # entry, so no conversion is needed.
             times = self.layers.get((near, gpu, tp, micro_batch))  # type: ignore[arg-type]
             times = times or self._between(near, gpu, tp, micro_batch, sizes)
             times = times if near == kind else replace(times, source="estimated")

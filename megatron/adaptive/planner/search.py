@@ -98,13 +98,13 @@ idle time."""
 _ROW_STEPS = 500_000
 """Maximum number of actions to simulate for each shape, set of nodes and number of stages."""
 _FORWARD_BACK = 2.5
-"""Maximum 1F1B step time, divided by the best step time so far, of pipelines that are also timed
-under other schedules. A 1F1B step takes at most the time of one microbatch through all stages plus
-the work of the busiest rank. Each of these two times is a lower bound for every schedule, so no
-schedule takes less than half of the 1F1B step time.
+"""Maximum ratio of a pipeline's 1F1B step time to the best step time so far, for which the pipeline
+is also timed under other schedules. A 1F1B step takes at most the time of one microbatch through
+all stages plus the work of the busiest rank. Each of these two times is a lower bound for every
+schedule, so no schedule takes less than half of the 1F1B step time.
 """
 _NO_HOPE = 1.08
-"""Maximum step time of an initial partition into chunks, divided by the best step time so far.
+"""Maximum ratio of the step time of an initial partition into chunks to the best step time so far.
 Slower partitions are not improved."""
 _HAND_OVERS = 30
 """Maximum number of pipelines to time while moving layers between stages."""
@@ -118,7 +118,7 @@ class SearchShape:
         classes: Stage classes (parallel sizes and node types) that pipelines of the shape can use.
         choice: Settings that all stages share.
         bound_s: Lower bound of the step time in seconds, known before the shape is searched.
-        least_s: Lower bound of the step time in seconds, known after :meth:`Searcher.visit`.
+        least_s: Lower bound of the step time in seconds, known after :meth:`Searcher.visit` ran.
         least_value: Lower bound of the objective (step time or price), known after the first pass
             over all shapes.
         partial: Whether :meth:`Searcher.visit` skipped some orders of nodes.
@@ -682,7 +682,7 @@ class Searcher:
                 # link.
                 seconds = max(seconds, StageSums.of(plan, self.inputs, OURS).busy_link.seconds)
             if seconds > ordered_s:
-                # Another pipeline of the level may now be faster than this one.
+                # Another pipeline with the same nodes may now be faster than this one.
                 left_out = min(left_out, ordered_s)
             allowed = "1f1b" in self.options.schedules and plan.uniform and not plan.is_cut
             if allowed and seconds < best.most_seconds(price):
@@ -704,7 +704,7 @@ class Searcher:
         price: float,
         least_s: float,
     ) -> Iterator[tuple[Plan, float]]:
-        """Yields the pipeline of ``plan`` with each other schedule, and its step time in seconds.
+        """Yields variants of ``plan`` with other schedules, and their step times in seconds.
 
         Plans that do not fit into memory are skipped.
 

@@ -361,7 +361,7 @@ class Tables:
         )
 
     def _least_reduce_s(self, stage_class: StageClass, size: float) -> float:
-        """Returns a lower bound in seconds of the time to reduce gradients of ``size`` bytes."""
+        """Returns a lower bound, in seconds, of the time to reduce gradients of ``size`` bytes."""
         if stage_class.block > 1 or sum(stage_class.nodes) == 1:
             stage_place = self.place(stage_class)
             if stage_place is None:
@@ -393,7 +393,7 @@ class Tables:
         return True
 
     def pipeline_s(self, stage_class: StageClass, choice: ShapeChoice) -> float:
-        """Returns the time in seconds of a microbatch in all layers on the slowest node type."""
+        """Returns a microbatch's time in all layers on the slowest node type, in seconds."""
         return max(
             self.totals(node, stage_class, choice).work_s for node in self.types(stage_class)
         )
