@@ -19,8 +19,8 @@ would need less memory.
 
 **Packed documents.** One row contains several documents, and tokens attend only to tokens of the
 same document. Torch's kernel for packed rows (``varlen_attn``) processes the whole row if it can be
-used. Otherwise, this module processes one document after another. Neither way computes scores
-between different documents.
+used. Otherwise, this module processes one document after another. In both cases, no scores between
+different documents are computed.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ class LocalAttention(DotProductAttention):
         if is_later and kernel is not Kernel.CAUSAL:
             pattern = dataclasses.replace(self._pattern(query, key), window=(len(key), 0))
         if kernel is Kernel.SCORES or options.get("attention_bias") is not None:
-            # The base class itself applies the mask of a sliding window.
+            # The base class applies the mask of a sliding window itself.
             if pattern is not None and self._window is None:
                 attention_mask = _hidden(pattern)
             output: torch.Tensor = super().forward(

@@ -340,9 +340,9 @@ class DropoutKeys:
         if not layer.training:
             return
         key = _settle(self._generator.initial_seed()) ^ self._secret
-        # Keep the lane, which identifies the current generator. With sequence parallelism,
+        # Keep the bits that identify the current generator (the lane). With sequence parallelism,
         # megatron-core runs layers with the generator for split tensors, and during recomputation,
-        # nothing else shows which generator is current.
+        # only these bits show which generator is current.
         if isinstance(layer, MultiTokenPredictionLayer):
             number = (1 << _LAYER_BITS) - layer.layer_number
         else:
@@ -357,7 +357,8 @@ class DropoutKeys:
         This method must be fast, because it is called for every layer in every forward pass.
 
         Args:
-            key: Number that encodes step, microbatch and layer. The bits for the generator are 0.
+            key: Number that encodes step, microbatch and layer, with 0 in the bits that identify
+                the generator.
             lane: Number that identifies the current generator.
         """
         self._generator.manual_seed(_stir((key | lane) ^ self._secret))

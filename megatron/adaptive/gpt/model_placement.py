@@ -2,8 +2,8 @@
 
 **Placements.** megatron-core places stages round-robin (loop). It derives the numbers of the
 layers, and from them the initial weights and the names in checkpoints, from the layout in its
-configuration. A V-shaped placement therefore only requires a different layout. Which stage is the
-first and which is the last is decided by the code that builds the model.
+configuration. A V-shaped placement therefore only requires a different layout. The code that builds
+the model decides which stage is the first and which is the last.
 
 **Tied embeddings.** The first stage looks up tokens in the embedding, and the last stage uses the
 same weight as the output matrix. If these stages are on different ranks, megatron-core creates a

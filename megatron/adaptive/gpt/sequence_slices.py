@@ -95,9 +95,9 @@ class KeysAndValues:
         return self._buffers
 
     def extend(self, first: int, start: int, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Stores the keys and values of a slice, and returns all that the slice attends to.
+        """Stores a slice's keys and values, and returns all keys and values that it attends to.
 
-        The returned tensors are views of the buffers. They stay valid when autograd has saved them,
+        The returned tensors are views of the buffers. Views that autograd has saved stay valid,
         because later calls write to other tokens.
 
         Args:
@@ -284,7 +284,7 @@ class SequenceSlices:
         return len(self._cuts)
 
     def work(self, item: int) -> tuple[int, int]:
-        """Returns the number of tokens and the number of token pairs in the slice ``item``."""
+        """Returns the numbers of tokens and of token pairs in the slice with the index ``item``."""
         microbatch, index, _ = place_of(item, self.count)
         return self._cut(microbatch).work(index)
 

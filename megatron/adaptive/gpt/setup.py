@@ -126,7 +126,7 @@ def make_recording(run: Run, after_step: int) -> Recording | None:
     path = job.config.schedule.record_schedule
     if path is None:
         return None
-    assert isinstance(run.forward_backward, ForwardBackward)  # The parser of the flags checks this.
+    assert isinstance(run.forward_backward, ForwardBackward)  # The flag parser has checked this.
     recorded = (
         (job.config.balance != "off" or parallel_state.get_data_parallel_rank() == 0)
         and parallel_state.get_context_parallel_rank() == 0
@@ -448,7 +448,7 @@ def _build_samples(job: TrainingJob, placement: Placement, tokenizer: Tokenizer)
         iterations = run.train_iters
         train_samples = iterations * config.batch.global_batch_size
     else:
-        assert run.train_samples is not None  # The parser of the flags checks this.
+        assert run.train_samples is not None  # The flag parser has checked this.
         train_samples = run.train_samples
         iterations = sizes.iterations_for(train_samples)
     per_validation = run.eval_iters * config.batch.global_batch_size

@@ -45,7 +45,8 @@ class StepResult:
         num_zeros: Number of zeros in the gradients; ``None`` if they are not counted.
         bubble_fraction: Fraction of the step during which ranks were idle, averaged over all ranks;
             ``None`` at iterations that are not logged.
-        curves: Values only for TensorBoard, keyed by tag, on ranks of the last stage.
+        curves: Values that are only written to TensorBoard, keyed by tag, on ranks of the last
+            stage.
     """
 
     losses: dict[str, float]
@@ -457,7 +458,8 @@ def params_norm(run: Run) -> float:
     squares = [torch.zeros((), dtype=torch.float64, device=run.job.accelerator.device)]
     for chunk in run.chunks:
         for _, parameter, copies in counted_parameters(run, chunk):
-            # Split the parameter, because each part is converted to float64, which needs memory.
+            # Convert the parameter to float64 in parts, because a whole copy would need more
+            # memory.
             for part in parameter.detach().flatten().split(_NORM_PART):
                 squares.append(torch.linalg.vector_norm(part, dtype=torch.float64) ** 2 / copies)
     # The host waits for the device only in this copy.

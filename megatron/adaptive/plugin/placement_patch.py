@@ -284,8 +284,8 @@ def _first_moved(choose: Callable[..., list[int]], pp_ranks: list[int], *rest: A
 def _check_groups_of_loop() -> None:
     """Raises an error if megatron-core's process groups were created for a V.
 
-    These embedding groups do not contain the first rank, so the copies of a tied embedding would
-    diverge.
+    The embedding groups of a V do not contain the first rank, so the copies of a tied embedding
+    would diverge.
     """
     group = parallel_state.get_pipeline_model_parallel_group(check_initialized=False)
     if group is not None and group in _GROUPS_OF_V:
