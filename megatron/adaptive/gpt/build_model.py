@@ -433,7 +433,8 @@ def wrap(
             **core_settings(config, DistributedDataParallelConfig),
             "overlap_grad_reduce": parallel.overlap_grad_reduce,
             "overlap_param_gather": parallel.overlap_param_gather,
-            # With a single chunk, each bucket is gathered while the previous bucket is in use.
+            # A single chunk gathers each bucket while it computes with the weights of the previous
+            # one.
             "align_param_gather": parallel.align_param_gather and len(chunks) > 1,
             "use_distributed_optimizer": parallel.use_distributed_optimizer,
             "grad_reduce_in_fp32": precision.accumulate_allreduce_grads_in_fp32,
@@ -539,7 +540,7 @@ def _layer_specs(config: TrainerConfig, core: TransformerConfig) -> list[ModuleS
     model = config.model
     has_engine = model.transformer_impl == "transformer_engine"
     if isinstance(core, HeterogeneousTransformerConfig):
-        whole = copy.copy(core)  # In this copy, one stage holds the whole model.
+        whole = copy.copy(core)  # This copy describes the model as a single stage.
         whole.pipeline_model_parallel_size = 1
         whole.pipeline_model_parallel_layout = None
         specs = get_gpt_heterogeneous_layer_spec(whole, has_engine).layer_specs
@@ -673,7 +674,7 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
 
     Args:
         cfg: Settings of the run.
-        padded_vocab_size: Number of rows of the embedding; ``None`` to load the tokenizer and
+        padded_vocab_size: Number of rows of the embedding, or ``None`` to load the tokenizer and
             derive the number from it.
 
     Raises:

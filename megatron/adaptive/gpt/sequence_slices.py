@@ -63,7 +63,8 @@ class Attention(NamedTuple):
         attend: Function that computes attention of one document.
         attend_documents: Function that computes attention of a row of several whole documents from
             queries, keys and values ``[s, 1, heads, width]`` and the lengths of the documents.
-        window: Number of earlier tokens that a token attends to; ``None`` for all earlier tokens.
+        window: Number of earlier tokens that a token attends to, or ``None`` for all earlier
+            tokens.
     """
 
     layer: torch.nn.Module
@@ -225,7 +226,8 @@ class SequenceSlices:
     Args:
         ends: Token position at which each slice ends, in ascending order. Microbatches are cut at
             these positions unless there is a ``rule``.
-        rule: Rule for cutting microbatches; ``None`` if all microbatches are cut in the same way.
+        rule: Rule for cutting microbatches, or ``None`` if all microbatches are cut in the same
+            way.
 
     Attributes:
         count: Number of slices of each microbatch in the current step.
