@@ -204,9 +204,9 @@ class LocalAttention(DotProductAttention):
         count = max(1, len(query) // SCORE_BLOCK)
         mask = self._own_mask if attention_mask is None else Mask.GIVEN
         stores_scores = kernel_for(self._case_of(query, value, mask)) is Kernel.SCORES
-        # Do not use blocks with a sliding window, which already limits the number of keys. Do not
-        # use them either if several heads share keys, because each block would copy the keys and
-        # keep its copy.
+        # Use no blocks with a sliding window, because the window already limits the number of keys.
+        # Use none if several heads share keys either, because each block would keep its own copy of
+        # the keys.
         is_shared = query.shape[2] != key.shape[2]
         if count == 1 or not stores_scores or self._window is not None or is_shared:
             return self._attend(query, key, value, attention_mask, *more, **options)
@@ -346,8 +346,8 @@ class LocalAttention(DotProductAttention):
 
     @property
     def _whole_scale(self) -> float:
-        # The second factor is not 1 with --apply-query-key-layer-scaling: megatron-core then
-        # applies it in the softmax.
+        # The second factor is not 1 if --apply-query-key-layer-scaling is set, because
+        # megatron-core then applies it in the softmax.
         return float(self.softmax_scale * (self.scale_mask_softmax.scale or 1.0))
 
     def _all_parts(self, tensor: torch.Tensor, group: Any) -> torch.Tensor:

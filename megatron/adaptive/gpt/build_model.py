@@ -613,9 +613,9 @@ def fuse_adam(inner: Any) -> None:
 
 
 def build_scheduler(config: TrainerConfig, optimizer: Any, train_samples: int) -> Any:
-    """Builds megatron-core's scheduler, which sets the learning rate and the weight decay.
+    """Builds megatron-core's scheduler for the learning rate and weight decay of ``optimizer``.
 
-    ``optimizer`` is the optimizer, and ``train_samples`` is the number of samples of the run.
+    ``train_samples`` is the number of samples of the run.
 
     The scheduler measures the warm-up and all other periods in samples.
     """

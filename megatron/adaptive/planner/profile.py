@@ -211,8 +211,8 @@ class Profile:
             low_value, high_value = getattr(low, name), getattr(high, name)
             rate = (high_value - low_value) / (large - small)
             if micro_batch > large:
-                # The extrapolation is bounded: an additional sample takes at least half of the time
-                # per sample at the largest measured size, and at most the full time.
+                # Bound the extrapolation: each additional sample takes between half and all of the
+                # time per sample at the largest measured size.
                 rate = min(max(rate, high_value / large / 2), high_value / large)
             return float(high_value + rate * (micro_batch - large))
 

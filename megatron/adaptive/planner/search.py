@@ -86,9 +86,9 @@ from megatron.adaptive.planner.stage_classes import (
 from megatron.adaptive.schedule.catalog import is_rule
 
 _FEW_LEVELS = 2000
-"""Maximum number of levels (set of nodes and class of first stage) per shape in the first pass."""
+"""Maximum number of levels (sets of nodes) per combination of parallel sizes in the first pass."""
 _SMALL_LEVELS = 200
-"""Maximum number of levels of a shape that is searched completely in the first pass."""
+"""Maximum number of levels for which the first pass searches a combination of sizes completely."""
 _WHOLE_BACKWARD = selectable_names(
     lambda spec: spec.planned != "no" and spec.splits_backward == "never"
 )
@@ -96,7 +96,7 @@ _MOST_SLICES = 1024
 """Maximum total number of slices per step. With this many slices, pipelines already have almost no
 idle time."""
 _ROW_STEPS = 500_000
-"""Maximum number of actions to simulate for each shape, set of nodes and number of stages."""
+"""Maximum number of actions to simulate for each combination of sizes, nodes and stages."""
 _FORWARD_BACK = 2.5
 """Maximum ratio of a pipeline's 1F1B step time to the best step time so far, for which the pipeline
 is also timed under other schedules. A 1F1B step takes at most the time of one microbatch through
@@ -503,7 +503,7 @@ class Searcher:
         return max(1, min(self.cluster.num_gpus // narrow, self.model.num_layers))
 
     def _bounded(self, shape: SearchShape, best: Best, most_levels: int) -> _Bounded:
-        """Computes bounds for the levels of ``shape``, and selects levels to search."""
+        """Computes bounds for the node sets (levels) of ``shape``, and selects levels to search."""
         most = self._most_stages(shape.classes)
         blocks = tuple((stage_class.nodes, stage_class.block) for stage_class in shape.classes)
         key = (blocks, most, most_levels)
@@ -591,8 +591,8 @@ class Searcher:
                 missed.append((goal.seconds, goal.price))
                 continue
             bound = self._search_goal(bounded, goal, best, most_leaves, finish)
-            # If only 1F1B is allowed, the search has covered all pipelines of the level. If other
-            # schedules are allowed, only the level's bound is valid.
+            # If only 1F1B is allowed, the search has covered all pipelines of the level. Otherwise,
+            # its bound does not hold, so use the level's own bound.
             missed.append((bound if self._exact else goal.seconds, goal.price))
         return [(seconds, price) for seconds, price in missed if seconds < best.most_seconds(price)]
 

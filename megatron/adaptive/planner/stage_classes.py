@@ -150,7 +150,7 @@ def _mixtures(size: int, gpus: Sequence[int], limits: Sequence[int]) -> Iterator
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeChoice(StageSettings):
-    """Settings that all stages of a shape share, and the number of microbatches per step.
+    """Settings that all stages of a plan share, and the number of microbatches per step.
 
     Attributes:
         microbatches: Number of microbatches per step. If sequences are cut into slices, this is the
@@ -617,7 +617,7 @@ def capacity_bound(
     Args:
         tables: Times and memory sizes of the layers.
         cluster: Cluster with its node types and numbers of nodes.
-        classes: Stage classes of the shape.
+        classes: Stage classes that a pipeline may use.
         choice: Settings that all stages share.
 
     Returns:

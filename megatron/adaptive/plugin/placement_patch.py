@@ -133,8 +133,8 @@ class Placed:
     def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Creates megatron-core's process groups by calling ``original``.
 
-        If the placement is V-shaped, the embedding groups contain the rank that now has the first
-        stage instead of the first rank.
+        In a V-shaped placement, the embedding groups contain the last rank, which has the first
+        stage, in place of the first rank.
         """
         renew_program()  # The program has imported all of its modules by now.
         if self.is_v:
