@@ -204,9 +204,9 @@ class LocalAttention(DotProductAttention):
         count = max(1, len(query) // SCORE_BLOCK)
         mask = self._own_mask if attention_mask is None else Mask.GIVEN
         stores_scores = kernel_for(self._case_of(query, value, mask)) is Kernel.SCORES
-        # Use no blocks with a sliding window, because the window already limits the number of keys.
-        # Use none if several heads share keys either, because each block would keep its own copy of
-        # the keys.
+        # Blocks are useless with a sliding window, which already limits the number of keys. If
+        # several heads share keys, each block would keep its own copy of the keys, so do not use
+        # blocks in this case either.
         is_shared = query.shape[2] != key.shape[2]
         if count == 1 or not stores_scores or self._window is not None or is_shared:
             return self._attend(query, key, value, attention_mask, *more, **options)

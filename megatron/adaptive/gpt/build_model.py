@@ -424,7 +424,7 @@ def build_chunks(
 def wrap(
     config: TrainerConfig, core: TransformerConfig, chunks: Sequence[torch.nn.Module]
 ) -> list[torch.nn.Module]:
-    """Puts each model chunk in ``chunks`` into megatron-core's data-parallel wrapper."""
+    """Wraps each of the model's ``chunks`` for megatron-core's data parallelism."""
     parallel = config.parallel
     precision = config.precision
     settings = checked(

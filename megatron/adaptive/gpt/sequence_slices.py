@@ -265,7 +265,7 @@ class SequenceSlices:
 
     @property
     def stride(self) -> int:
-        """Returns an upper limit for the number of slices per microbatch, equal on all ranks."""
+        """Returns an upper limit of the slices per microbatch, which is the same on all ranks."""
         if isinstance(self.count, int) and (self._rule is None or not self._rule.varies):
             return self.count
         return self._most

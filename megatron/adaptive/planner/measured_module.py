@@ -28,7 +28,7 @@ MESSAGE_ELEMENT_BYTES = 4
 """Size in bytes that profiles assume for each element of a message between two pieces of a module.
 """
 _FORMER_HOST_KEYS = ("cores",)
-"""Keys of a host that earlier versions wrote to the file. This version ignores them."""
+"""Keys that earlier versions wrote to the file for each host. This version ignores them."""
 _UNMEASURED = LinkSpeed(bytes_per_s=10e9, latency_s=10e-6)
 
 

@@ -72,8 +72,8 @@ def busiest_link(
     Args:
         plan: Plan whose messages between stages and gradient reductions are counted.
         inputs: Model, cluster and profile. The links come from the cluster and the profile.
-        parameters: Number of trained parameters on one GPU of each pipeline rank, and the number of
-            these that belong to experts, ``[ranks]``.
+        parameters: Number of trained parameters on one GPU of each pipeline rank, and how many of
+            them belong to experts, ``[ranks]``.
         sliced: Whether each tensor-parallel rank sends only its part of a message between stages.
     """
     if len(plan.nodes) < 2:

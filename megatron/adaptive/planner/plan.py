@@ -252,9 +252,8 @@ class Prediction:
         tokens_per_s: Number of tokens that the whole job processes per second.
         price_per_hour: Price per hour of all nodes that the plan uses.
         estimated: Whether any of the times was estimated instead of measured.
-        limiting_node: Index of the node whose network link determines the step time, because it is
-            busy with messages during the whole step, or ``None`` if no link determines the step
-            time.
+        limiting_node: Index of the node whose network link limits the step time, because it is busy
+            during the whole step, or ``None`` if there is no such node.
     """
 
     seconds: float

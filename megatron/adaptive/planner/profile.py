@@ -274,7 +274,7 @@ class PlanInputs:
         return (whole - pairs) * self.documents.mean_tokens / length + pairs * squares
 
     def action_s(self, nodes: Iterable[NodeType]) -> float:
-        """Returns the time in seconds per action outside of layers, on the slowest of ``nodes``."""
+        """Returns an action's time outside of layers on the slowest of ``nodes``, in seconds."""
         each = self.profile.launch_s
         return max(each.get(node.gpu, 0.0) * node.slowness for node in nodes)
 

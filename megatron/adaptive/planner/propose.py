@@ -593,8 +593,8 @@ _FEW_LEVELS = 500
 """Maximum number of levels (combinations of a set of nodes and a first stage) in the search for the
 plan that needs the least additional memory."""
 _MOST_CPU_S = 2.0
-"""CPU time in seconds per node type for the search for the plan that needs the least additional
-memory.
+"""CPU time limit, in seconds per node type, of the search for the plan that needs the least
+additional memory.
 """
 
 

@@ -582,7 +582,8 @@ def most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> fl
     by_type: dict[int, tuple[float, float]] = {}
     for index, rate, stages in rates:
         fastest, most = by_type.get(index, (0.0, 0.0))
-        # The fastest stage and the highest total rate of a type may have different parallel sizes.
+        # Take both maxima separately, because they may belong to different parallel sizes of a
+        # type.
         fastest, most = max(fastest, rate), max(most, rate * stages)
         by_type[index] = (fastest, most)
     left = float(most_stages)

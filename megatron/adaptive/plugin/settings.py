@@ -249,7 +249,7 @@ class Settings:
 
     @property
     def splits(self) -> bool | None:
-        """Returns whether weight gradients are separate actions, or ``None`` if not decided yet."""
+        """Returns whether weight gradients are separate actions, or ``None`` if undecided."""
         splits = schedule_spec(self.schedule).splits_backward
         if self.split_backward is None and splits == "by default":
             return None

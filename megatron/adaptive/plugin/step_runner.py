@@ -158,7 +158,7 @@ class Engine:
         self._tuner: Tuner | None = None
         self._trace: StepTrace | None = None
         self._iteration = 0
-        # Number of microbatches in the training step that has not ended yet, or ``None``.
+        # Number of microbatches in the current training step, or None between steps.
         self._step: int | None = None
         # Times of the last training step, and its number of microbatches, or ``None``.
         self._done: tuple[RankTimes, int] | None = None
