@@ -688,7 +688,7 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
 
 
 def stage_work(cfg: TrainerConfig, padded_vocab_size: int) -> tuple[float, ...]:
-    """Returns the compute cost of each stage, in units of the cost of a layer without experts.
+    """Returns the compute cost of each stage, relative to the cost of a layer without experts.
 
     ``cfg`` contains the settings of the run. The logits of a token have ``padded_vocab_size``
     elements.

@@ -85,8 +85,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
 
     Args:
         placement: Assignment of stages to pipeline ranks.
-        stages: Kinds of the layers of each stage in pipeline order, as returned by
-            :func:`stages_of`.
+        stages: Layer kinds of each stage in pipeline order, as returned by :func:`stages_of`.
     """
 
     def __init__(self, placement: Placement, stages: Sequence[list[str]]) -> None:

@@ -276,7 +276,8 @@ class LayerTable:
             between tensor-parallel ranks, unless these are part of the measured times.
         pair_s: Part of ``forward_s`` per pair of tokens that attend to each other, in seconds, or 0
             for plans without packed documents.
-        pair_back_s: Part of ``backward_s`` per pair of such tokens, in seconds.
+        pair_back_s: Part of ``backward_s`` per pair of tokens that attend to each other, in
+            seconds.
         parameters: Number of parameters on the GPU, including experts.
         expert_parameters: Number of parameters on the GPU that belong to experts.
         frozen_parameters: Number of parameters on the GPU that are not trained.

@@ -313,7 +313,7 @@ def _adapter_parameters(config: TrainerConfig) -> int:
     down = core.q_lora_rank or 0
     queries = heads * (core.qk_head_dim + core.qk_pos_emb_head_dim)
     # Each entry describes a weight matrix. It contains the number of inputs, and the number of
-    # outputs of each part of the matrix that can be adapted separately.
+    # outputs of each separately adapted part of the matrix.
     sizes = {
         "qkv": (hidden, [values, *pairs]),
         "proj": (values, [hidden]),

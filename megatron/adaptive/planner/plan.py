@@ -276,7 +276,7 @@ class Prediction:
 
     @property
     def peak_bytes(self) -> float:
-        """Number of bytes of memory that are needed on the GPU with the highest memory use."""
+        """Memory use, in bytes, of the GPU that needs the most memory."""
         return max(stage.memory.total_bytes for stage in self.stages)
 
 

@@ -291,7 +291,7 @@ def _link(by_pairs: Mapping[int, Mapping[str, Any]], *, shared: bool) -> LinkSpe
 
 
 def of_nodes(content: Mapping[str, Any], fact: str) -> dict[str, float]:
-    """Returns the value of a property of the nodes in a profile, keyed by GPU name.
+    """Returns a property of the nodes in a profile, keyed by GPU name.
 
     Args:
         content: Contents of a profile file.

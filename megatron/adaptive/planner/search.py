@@ -178,7 +178,7 @@ class _Cutting(NamedTuple):
     """One option for cutting the microbatches of a step into slices.
 
     Attributes:
-        num_items: Number of slices of all microbatches of a replica. If microbatches are not cut,
+        num_items: Number of slices in all microbatches of a replica. If microbatches are not cut,
             this is the number of microbatches.
         slices: Number of slices of each sequence.
         tokens: Number of tokens per slice of packed documents, or ``None`` if all sequences have

@@ -45,7 +45,7 @@ class DpStates:
             ``search_kernel.ShapeArrays``.
         used: For each level, the number of nodes of each type that it uses.
         complete: Indices of the levels whose blocks of stages are complete.
-        placements: Number of orders of nodes that the complete levels represent.
+        placements: Number of node orders that the complete levels represent.
         whole: Whether the levels cover every order of nodes.
     """
 

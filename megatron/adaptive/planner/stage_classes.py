@@ -57,7 +57,7 @@ class StageClass:
     """A set of interchangeable stages with the same parallel sizes on nodes of the same types.
 
     Attributes:
-        nodes: Number of nodes of each type in the cluster that a block of stages fills.
+        nodes: For each node type in the cluster, the number of nodes that a block of stages fills.
         tp: Tensor-parallel size, which is the number of GPUs per replica.
         dp: Number of replicas, where each rank that shares a sequence counts as a replica.
         micro_batch: Number of samples per microbatch on each replica.
@@ -252,8 +252,8 @@ class Tables:
 
         Args:
             stage_class: Class of the stage.
-            skip: Number of nodes of each type that are skipped at the beginning. If empty, no nodes
-                are skipped.
+            skip: For each node type, the number of nodes to skip at the beginning. If empty, no
+                nodes are skipped.
 
         Returns:
             GPUs of the stage, or ``None`` if the cluster has too few nodes.

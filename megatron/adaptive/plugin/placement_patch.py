@@ -257,7 +257,7 @@ def exchange(owner: Any, name: str, old: Any, new: Any) -> None:
 
 
 def kind_of(config: Any) -> PlacementKind:
-    """Returns the kind of placement of a model with the configuration ``config``."""
+    """Returns the placement kind of a model with the configuration ``config``."""
     layout = getattr(config, "pipeline_model_parallel_layout", None)
     return layout.placement.kind if isinstance(layout, PlacedLayout) else "loop"
 
