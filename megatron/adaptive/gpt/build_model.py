@@ -433,8 +433,7 @@ def wrap(
             **core_settings(config, DistributedDataParallelConfig),
             "overlap_grad_reduce": parallel.overlap_grad_reduce,
             "overlap_param_gather": parallel.overlap_param_gather,
-            # A single chunk gathers each bucket while it computes with the weights of the previous
-            # one.
+            # A single chunk gathers each bucket while it computes with the bucket before it.
             "align_param_gather": parallel.align_param_gather and len(chunks) > 1,
             "use_distributed_optimizer": parallel.use_distributed_optimizer,
             "grad_reduce_in_fp32": precision.accumulate_allreduce_grads_in_fp32,

@@ -203,7 +203,7 @@ class _Gathered:
 
 
 def _held(model: Model, run: TracedRun, rank: int) -> tuple[range, ...]:
-    """Returns the range of layer indices of each stage that ``rank`` holds in ``run``."""
+    """Returns the layer indices of each stage that ``rank`` holds in ``run``, as ranges."""
     header = run.trace.ranks[rank].header
     stages = model.stage_layers(run.layers)
     return tuple(stages[stage] for stage in stages_of_rank(header, header.pp_rank))

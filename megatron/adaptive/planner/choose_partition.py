@@ -411,9 +411,9 @@ def choose_together(
     Args:
         loads: Measured times and memory of the stages under the current placement and partition.
         profile: Measured times of actions, including their variation, and times of messages.
-        limits: For each placement, a function that takes a partition and returns the maximum number
-            of activations to hold. The current placement comes first. The unit is the size of one
-            microbatch's activations in all stages of a rank.
+        limits: For each placement, a function that takes a partition and returns the maximum amount
+            of activations that a rank may hold. The current placement comes first. The unit is the
+            size of one microbatch's activations in all stages of a rank.
         halves: Loads measured in separate subsets of the steps. A move must save enough time under
             each of these loads.
         gain: Minimum fraction of the step time that moving layers must save, or ``None`` if layers
@@ -531,8 +531,8 @@ class _Job:
 
     Attributes:
         profile: Measured times of actions, including their variation, and times of messages.
-        limits: For each placement, a function that takes a partition and returns the maximum number
-            of activations to hold.
+        limits: For each placement, a function that takes a partition and returns the maximum amount
+            of activations that a rank may hold.
         num_microbatches: Number of microbatches per step.
         splittable: Whether the model can compute weight gradients as separate actions (W).
         pieces: Maximum number of W actions per weight gradient.

@@ -484,7 +484,7 @@ def _node_type(entry: Mapping[str, Any], key: str, memories: Mapping[str, float]
 
 
 def _islands(node: Mapping[str, Any], key: str) -> tuple[tuple[int, LinkSpeed], ...]:
-    """Returns the islands (groups of GPUs with a fast link) in ``node``, an entry of the file."""
+    """Returns the islands (groups of GPUs with a fast link) in the file entry ``node``."""
     islands: list[tuple[int, LinkSpeed]] = []
     node_gpus = node["gpus_per_node"]
     before = 1

@@ -496,7 +496,7 @@ class Searcher:
         return max(whole_s, min(sums.way_s for sums in totals), stay / max(free, 1.0))
 
     def _most_stages(self, classes: Sequence[StageClass]) -> int:
-        """Returns the maximum number of stages that a pipeline of ``classes`` can have."""
+        """Returns the maximum number of stages in a pipeline whose stages belong to ``classes``."""
         if self.options.pp:
             return max(self.options.pp)
         narrow = min(stage_class.tp * stage_class.dp for stage_class in classes)
