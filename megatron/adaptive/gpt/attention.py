@@ -19,8 +19,8 @@ would need less memory.
 
 **Packed documents.** One row contains several documents, and tokens attend only to tokens of the
 same document. Torch's kernel for packed rows (``varlen_attn``) processes the whole row if it can be
-used. Otherwise, this module processes one document after another. Neither way computes scores
-between different documents.
+used. Otherwise, this module processes one document after another. In both cases, no scores between
+different documents are computed.
 """
 
 from __future__ import annotations
@@ -105,13 +105,13 @@ class LocalAttention(DotProductAttention):
     Args:
         config: megatron-core's configuration of the model.
         k_channels: Width of a head's keys. Ignored, because the width is read from the tensors.
-        v_channels: Width of a head's values; ``None`` if it equals the width of the queries.
+        v_channels: Width of a head's values, or ``None`` if it equals the width of the queries.
 
     Attributes:
         case: Properties by which the kernel is chosen. Each forward pass copies this object and
             adds the properties of its own tensors.
         slices: Store of the keys and values of earlier slices of a sequence, to which later slices
-            attend; ``None`` if sequences are not cut into slices.
+            attend, or ``None`` if sequences are not cut into slices.
     """
 
     def __init__(
@@ -162,11 +162,11 @@ class LocalAttention(DotProductAttention):
                 parallelism), or ``[t, heads, width]`` for packed documents.
             key: Keys, in the same layout as ``query``.
             value: Values, in the same layout as ``query``.
-            attention_mask: Mask ``[b, 1, s, s] bool``, true where a token must not attend; ``None``
-                for causal attention. Ignored with a sliding window or context parallelism, because
-                this class then creates the mask itself.
+            attention_mask: Mask ``[b, 1, s, s] bool``, true where a token must not attend, or
+                ``None`` for causal attention. Ignored with a sliding window or context parallelism,
+                because this class then creates the mask itself.
             *more: Further positional arguments of megatron-core's attention.
-            packed_seq_params: Documents of a packed row; ``None`` if the row is not packed.
+            packed_seq_params: Documents of a packed row, or ``None`` if the row is not packed.
             **options: Further keyword arguments of megatron-core's attention.
 
         Returns:
@@ -204,9 +204,9 @@ class LocalAttention(DotProductAttention):
         count = max(1, len(query) // SCORE_BLOCK)
         mask = self._own_mask if attention_mask is None else Mask.GIVEN
         stores_scores = kernel_for(self._case_of(query, value, mask)) is Kernel.SCORES
-        # Do not use blocks with a sliding window, which already limits the number of keys. Do not
-        # use them either if several heads share keys, because each block would copy the keys and
-        # keep its copy.
+        # Blocks are useless with a sliding window, which already limits the number of keys. If
+        # several heads share keys, each block would keep its own copy of the keys, so do not use
+        # blocks in this case either.
         is_shared = query.shape[2] != key.shape[2]
         if count == 1 or not stores_scores or self._window is not None or is_shared:
             return self._attend(query, key, value, attention_mask, *more, **options)
@@ -249,7 +249,7 @@ class LocalAttention(DotProductAttention):
         if is_later and kernel is not Kernel.CAUSAL:
             pattern = dataclasses.replace(self._pattern(query, key), window=(len(key), 0))
         if kernel is Kernel.SCORES or options.get("attention_bias") is not None:
-            # The base class itself applies the mask of a sliding window.
+            # The base class applies the mask of a sliding window itself.
             if pattern is not None and self._window is None:
                 attention_mask = _hidden(pattern)
             output: torch.Tensor = super().forward(
@@ -346,8 +346,8 @@ class LocalAttention(DotProductAttention):
 
     @property
     def _whole_scale(self) -> float:
-        # The second factor is not 1 with --apply-query-key-layer-scaling: megatron-core then
-        # applies it in the softmax.
+        # The second factor is not 1 if --apply-query-key-layer-scaling is set, because
+        # megatron-core then applies it in the softmax.
         return float(self.softmax_scale * (self.scale_mask_softmax.scale or 1.0))
 
     def _all_parts(self, tensor: torch.Tensor, group: Any) -> torch.Tensor:
@@ -378,8 +378,8 @@ class LocalAttention(DotProductAttention):
             key: Keys ``[keys, b, heads, width]``. If there are more keys than queries, the queries
                 belong to the last of these tokens.
             value: Values, in the same layout as ``key``.
-            mask: Additive mask, ``[queries, keys]`` for all samples or ``[b, 1, s, s]``; ``None``
-                for causal attention.
+            mask: Additive mask, ``[queries, keys]`` for all samples or ``[b, 1, s, s]``, or
+                ``None`` for causal attention.
         """
         length, samples = query.shape[:2]
         # Treat the samples as additional heads, so that the output already has the memory layout
@@ -427,7 +427,7 @@ class LocalAttention(DotProductAttention):
             query: Queries ``[s, b, heads, width]``; b is 1 if ``documents`` is not ``None``.
             key: Keys, in the same layout as ``query``.
             value: Values, in the same layout as ``query``.
-            documents: Parameters of the documents in the row; ``None`` if each row is a single
+            documents: Parameters of the documents in the row, or ``None`` if each row is a single
                 document.
         """
         key, value = self._repeated(query, key, value)
@@ -554,7 +554,7 @@ class _Pattern:
         queries: Number of queries.
         keys: Number of keys.
         device: Device on which the mask is stored.
-        window: Numbers of earlier and later tokens that a token attends to; ``None`` for all
+        window: Numbers of earlier and later tokens that a token attends to, or ``None`` for all
             earlier tokens.
         rank: Index of this rank among the ranks that share a sequence (context parallelism).
     """

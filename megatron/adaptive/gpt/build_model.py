@@ -88,7 +88,7 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 
 class KeyedInit:
-    """Initializes each weight with random numbers that depend only on the seed and its position.
+    """Initializes weights with random numbers that depend only on seed and position in the model.
 
     The initial weights are therefore the same no matter how the model is distributed over ranks.
     This class is used if megatron-core initializes whole matrices on the CPU and gives each rank
@@ -275,7 +275,7 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
 
 
 def core_settings(config: TrainerConfig, kind: type) -> dict[str, Any]:
-    """Returns the fields of a megatron-core class that differ from their defaults in ``config``.
+    """Returns the fields of a megatron-core class whose values in ``config`` are not the defaults.
 
     Args:
         config: Settings of the run, including settings for megatron-core.
@@ -398,7 +398,7 @@ def build_chunks(
     Returns:
         The wrapped chunks of this rank, sorted by chunk index.
     """
-    forget_balancing_losses()  # An earlier model may have had a different number of layers.
+    forget_balancing_losses()  # Stored losses may be from a model with fewer layers.
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     chunks = []
     for chunk in range(placement.num_chunks):
@@ -424,7 +424,7 @@ def build_chunks(
 def wrap(
     config: TrainerConfig, core: TransformerConfig, chunks: Sequence[torch.nn.Module]
 ) -> list[torch.nn.Module]:
-    """Puts each model chunk in ``chunks`` into megatron-core's data-parallel wrapper."""
+    """Wraps each of the model's ``chunks`` for megatron-core's data parallelism."""
     parallel = config.parallel
     precision = config.precision
     settings = checked(
@@ -433,7 +433,7 @@ def wrap(
             **core_settings(config, DistributedDataParallelConfig),
             "overlap_grad_reduce": parallel.overlap_grad_reduce,
             "overlap_param_gather": parallel.overlap_param_gather,
-            # A single chunk gathers each bucket while it computes with the previous bucket.
+            # A single chunk gathers each bucket while it computes with the bucket before it.
             "align_param_gather": parallel.align_param_gather and len(chunks) > 1,
             "use_distributed_optimizer": parallel.use_distributed_optimizer,
             "grad_reduce_in_fp32": precision.accumulate_allreduce_grads_in_fp32,
@@ -539,7 +539,7 @@ def _layer_specs(config: TrainerConfig, core: TransformerConfig) -> list[ModuleS
     model = config.model
     has_engine = model.transformer_impl == "transformer_engine"
     if isinstance(core, HeterogeneousTransformerConfig):
-        whole = copy.copy(core)  # This copy has the model as a single stage.
+        whole = copy.copy(core)  # This copy describes the model as a single stage.
         whole.pipeline_model_parallel_size = 1
         whole.pipeline_model_parallel_layout = None
         specs = get_gpt_heterogeneous_layer_spec(whole, has_engine).layer_specs
@@ -612,9 +612,9 @@ def fuse_adam(inner: Any) -> None:
 
 
 def build_scheduler(config: TrainerConfig, optimizer: Any, train_samples: int) -> Any:
-    """Builds megatron-core's scheduler, which sets the learning rate and the weight decay.
+    """Builds megatron-core's scheduler for the learning rate and weight decay of ``optimizer``.
 
-    ``optimizer`` is the optimizer, and ``train_samples`` is the number of samples of the run.
+    ``train_samples`` is the number of samples of the run.
 
     The scheduler measures the warm-up and all other periods in samples.
     """
@@ -673,7 +673,7 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
 
     Args:
         cfg: Settings of the run.
-        padded_vocab_size: Number of rows of the embedding; ``None`` to load the tokenizer and
+        padded_vocab_size: Number of rows of the embedding, or ``None`` to load the tokenizer and
             derive the number from it.
 
     Raises:
@@ -687,7 +687,7 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
 
 
 def stage_work(cfg: TrainerConfig, padded_vocab_size: int) -> tuple[float, ...]:
-    """Returns the compute cost of each stage, in units of the cost of a layer without experts.
+    """Returns the compute cost of each stage, relative to the cost of a layer without experts.
 
     ``cfg`` contains the settings of the run. The logits of a token have ``padded_vocab_size``
     elements.

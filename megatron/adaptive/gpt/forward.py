@@ -230,7 +230,8 @@ class DropoutKeys:
     Args:
         seed: Seed of the run.
         enabled: Whether the model has dropout. If false, all methods do nothing.
-        model_groups: Process groups of the model; ``None`` uses the groups of ``parallel_state``.
+        model_groups: Process groups of the model, or ``None`` to use the groups of
+            ``parallel_state``.
     """
 
     def __init__(
@@ -292,10 +293,10 @@ class DropoutKeys:
                 order.
             chunks: Model chunks of this rank, one for each of its pipeline stages.
             step: Index of the iteration, which becomes part of the seed.
-            numbers: Index of each microbatch, counted over all replicas; ``None`` if the
+            numbers: Index of each microbatch, counted over all replicas, or ``None`` if the
                 microbatches are distributed round-robin over the replicas.
             slices: Object that cuts the step's microbatches into slices, which must also run in
-                ascending order; ``None`` for whole microbatches.
+                ascending order, or ``None`` for whole microbatches.
         """
         if not self._enabled:
             return forward_step_func
@@ -318,7 +319,7 @@ class DropoutKeys:
         Args:
             step: Index of the iteration, from 0. Random numbers repeat after 2**24 iterations.
             microbatch: Index of the microbatch on this replica, from 0.
-            number: Index of the microbatch or slice, counted over all replicas; ``None`` if the
+            number: Index of the microbatch or slice, counted over all replicas, or ``None`` if the
                 microbatches are distributed round-robin over the replicas.
         """
         if not self._enabled:
@@ -340,9 +341,9 @@ class DropoutKeys:
         if not layer.training:
             return
         key = _settle(self._generator.initial_seed()) ^ self._secret
-        # Keep the lane, which identifies the current generator. With sequence parallelism,
+        # Keep the bits that identify the current generator (the lane). With sequence parallelism,
         # megatron-core runs layers with the generator for split tensors, and during recomputation,
-        # nothing else shows which generator is current.
+        # only these bits show which generator is current.
         if isinstance(layer, MultiTokenPredictionLayer):
             number = (1 << _LAYER_BITS) - layer.layer_number
         else:
@@ -357,7 +358,8 @@ class DropoutKeys:
         This method must be fast, because it is called for every layer in every forward pass.
 
         Args:
-            key: Number that encodes step, microbatch and layer. The bits for the generator are 0.
+            key: Number that encodes step, microbatch and layer, with 0 in the bits that identify
+                the generator.
             lane: Number that identifies the current generator.
         """
         self._generator.manual_seed(_stir((key | lane) ^ self._secret))

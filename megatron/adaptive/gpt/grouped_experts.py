@@ -84,4 +84,5 @@ class KeyedGroupedExperts(_GroupedMLP or torch.nn.Module):  # type: ignore[misc]
 
 
 REPLACEMENTS: Mapping[type, type] = {_GroupedMLP: KeyedGroupedExperts} if _GroupedMLP else {}
-"""Maps megatron-core's ``GroupedMLP`` to its replacement; empty in releases without this class."""
+"""Maps megatron-core's ``GroupedMLP`` to its replacement, or is empty in releases without this
+class."""

@@ -296,7 +296,7 @@ def completed(part: Any, replacements: Mapping[type, type] = _REPLACEMENTS) -> A
 
     Args:
         part: Class of megatron-core, or a specification that contains such classes.
-        replacements: Classes to replace, mapped to their replacements; by default, those of this
+        replacements: Classes to replace, mapped to their replacements. Defaults to those of this
             module.
     """
     if isinstance(part, ModuleSpec) or type(part).__name__.endswith("Submodules"):

@@ -102,8 +102,8 @@ class Adapter(Deferring, torch.nn.Module):
     Args:
         layer: Linear layer of megatron-core.
         name: Name of the linear layer within a transformer layer.
-        marks: Whether the layer's parts, such as query, key and value, have an adapter, with one
-            value per part.
+        marks: Boolean for each part of the layer, such as query, key and value: whether the part
+            has an adapter.
         config: Settings of the run.
         number: Number of the transformer layer, from 1.
     """
@@ -213,7 +213,7 @@ class _Adapted:
     lora: Adapter
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Returns the output for ``hidden``, including the adapters' term, and the bias."""
+        """Returns the output for ``hidden``, with the term of the adapters added, and the bias."""
         layer: Any = super()
         output, bias = layer.forward(hidden, *args, **kwargs)
         return output + self.lora(self._normalized(hidden)), bias

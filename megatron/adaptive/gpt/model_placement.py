@@ -2,8 +2,8 @@
 
 **Placements.** megatron-core places stages round-robin (loop). It derives the numbers of the
 layers, and from them the initial weights and the names in checkpoints, from the layout in its
-configuration. A V-shaped placement therefore only requires a different layout. Which stage is the
-first and which is the last is decided by the code that builds the model.
+configuration. A V-shaped placement therefore only requires a different layout. The code that builds
+the model decides which stage is the first and which is the last.
 
 **Tied embeddings.** The first stage looks up tokens in the embedding, and the last stage uses the
 same weight as the output matrix. If these stages are on different ranks, megatron-core creates a
@@ -85,8 +85,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
 
     Args:
         placement: Assignment of stages to pipeline ranks.
-        stages: Kinds of the layers of each stage in pipeline order, as returned by
-            :func:`stages_of`.
+        stages: Layer kinds of each stage in pipeline order, as returned by :func:`stages_of`.
     """
 
     def __init__(self, placement: Placement, stages: Sequence[list[str]]) -> None:
@@ -112,8 +111,8 @@ class PlacedLayout(PipelineParallelLayerLayout):
 
         Args:
             layer_type: Kind of layer to count.
-            vp_stage: Index of the chunk; ``None`` if each rank has only one chunk.
-            pp_rank: Pipeline rank; ``None`` for the rank of this process.
+            vp_stage: Index of the chunk, or ``None`` if each rank has only one chunk.
+            pp_rank: Pipeline rank, or ``None`` for the rank of this process.
         """
         return self._stages[self._stage_of(pp_rank, vp_stage)].count(layer_type)
 
@@ -127,8 +126,8 @@ class PlacedLayout(PipelineParallelLayerLayout):
 
         Args:
             layer_type: Kind of layer to count.
-            vp_stage: Index of the chunk; ``None`` if each rank has only one chunk.
-            pp_rank: Pipeline rank; ``None`` for the rank of this process.
+            vp_stage: Index of the chunk, or ``None`` if each rank has only one chunk.
+            pp_rank: Pipeline rank, or ``None`` for the rank of this process.
         """
         before = self._stages[: self._stage_of(pp_rank, vp_stage)]
         return sum(layers.count(layer_type) for layers in before)
@@ -153,7 +152,7 @@ def stages_of(
         layers_per_stage: Number of transformer layers of each stage, in pipeline order. May be 0
             for a stage.
         mtp_layers: Number of multi-token prediction layers, which come before the loss.
-        mtp_stage: Index of the stage with multi-token prediction layers; ``None`` for the last
+        mtp_stage: Index of the stage with multi-token prediction layers, or ``None`` for the last
             stage.
     """
     stages = [["decoder"] * layers for layers in layers_per_stage]
@@ -253,10 +252,10 @@ def finalize_gradients(
             The gradients are divided by the sum of this value over all ranks, or not divided if it
             is ``None``. megatron-core itself would use the value of the last pipeline rank, which
             may not have the last stage.
-        pg_collection: Process groups; ``None`` uses megatron-core's global groups.
+        pg_collection: Process groups, or ``None`` to use megatron-core's global groups.
         force_all_reduce: Whether to use all-reduce instead of reduce-scatter. Passed on to
             megatron-core.
-        widths: Number of ranks of each stage; ``None`` if all stages have the same number.
+        widths: Number of ranks of each stage, or ``None`` if all stages have the same number.
     """
     finalize_model_grads(
         list(chunks), pg_collection=pg_collection, force_all_reduce=force_all_reduce

@@ -63,7 +63,8 @@ class Attention(NamedTuple):
         attend: Function that computes attention of one document.
         attend_documents: Function that computes attention of a row of several whole documents from
             queries, keys and values ``[s, 1, heads, width]`` and the lengths of the documents.
-        window: Number of earlier tokens that a token attends to; ``None`` for all earlier tokens.
+        window: Number of earlier tokens that a token attends to, or ``None`` for all earlier
+            tokens.
     """
 
     layer: torch.nn.Module
@@ -95,9 +96,9 @@ class KeysAndValues:
         return self._buffers
 
     def extend(self, first: int, start: int, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Stores the keys and values of a slice, and returns all that the slice attends to.
+        """Stores a slice's keys and values, and returns all keys and values that it attends to.
 
-        The returned tensors are views of the buffers. They stay valid when autograd has saved them,
+        The returned tensors are views of the buffers. Views that autograd has saved stay valid,
         because later calls write to other tokens.
 
         Args:
@@ -225,7 +226,8 @@ class SequenceSlices:
     Args:
         ends: Token position at which each slice ends, in ascending order. Microbatches are cut at
             these positions unless there is a ``rule``.
-        rule: Rule for cutting microbatches; ``None`` if all microbatches are cut in the same way.
+        rule: Rule for cutting microbatches, or ``None`` if all microbatches are cut in the same
+            way.
 
     Attributes:
         count: Number of slices of each microbatch in the current step.
@@ -263,7 +265,7 @@ class SequenceSlices:
 
     @property
     def stride(self) -> int:
-        """Returns an upper limit for the number of slices per microbatch, equal on all ranks."""
+        """Returns an upper limit of the slices per microbatch, which is the same on all ranks."""
         if isinstance(self.count, int) and (self._rule is None or not self._rule.varies):
             return self.count
         return self._most
@@ -284,7 +286,7 @@ class SequenceSlices:
         return len(self._cuts)
 
     def work(self, item: int) -> tuple[int, int]:
-        """Returns the number of tokens and the number of token pairs in the slice ``item``."""
+        """Returns the numbers of tokens and of token pairs in the slice with the index ``item``."""
         microbatch, index, _ = place_of(item, self.count)
         return self._cut(microbatch).work(index)
 

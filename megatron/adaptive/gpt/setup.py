@@ -126,7 +126,7 @@ def make_recording(run: Run, after_step: int) -> Recording | None:
     path = job.config.schedule.record_schedule
     if path is None:
         return None
-    assert isinstance(run.forward_backward, ForwardBackward)  # The parser of the flags checks this.
+    assert isinstance(run.forward_backward, ForwardBackward)  # The flag parser has checked this.
     recorded = (
         (job.config.balance != "off" or parallel_state.get_data_parallel_rank() == 0)
         and parallel_state.get_context_parallel_rank() == 0
@@ -149,9 +149,10 @@ class Samples:
         iterations: Number of iterations in the whole training run.
         train_samples: Number of training samples in all iterations.
         valid_samples: Number of validation samples in all evaluations.
-        train: Dataset for training; ``None`` on a rank that does not need data.
-        valid: Dataset for validation; ``None`` on a rank that does not need data.
-        test: Dataset for the evaluation after training; ``None`` on a rank that does not need data.
+        train: Dataset for training, or ``None`` on a rank that does not need data.
+        valid: Dataset for validation, or ``None`` on a rank that does not need data.
+        test: Dataset for the evaluation after training, or ``None`` on a rank that does not need
+            data.
     """
 
     iterations: int
@@ -176,10 +177,10 @@ class Run:
         samples: Datasets, and how many samples to read from them.
         forward_backward: Function that runs the forward and backward passes of a step, with this
             program's executor or with megatron-core's schedule.
-        wiring: Executor and its channels to other ranks; ``None`` with megatron-core's schedule.
+        wiring: Executor and its channels to other ranks, or ``None`` with megatron-core's schedule.
         tracing: Object that records the trace of the run.
-        replay: Recording whose actions are replayed; ``None`` without a recording.
-        slices: Object that cuts sequences into slices; ``None`` if sequences are not cut.
+        replay: Recording whose actions are replayed, or ``None`` without a recording.
+        slices: Object that cuts sequences into slices, or ``None`` if sequences are not cut.
         padded_vocab_size: Number of rows of the embedding, including padding rows.
     """
 
@@ -215,7 +216,7 @@ def build_run(job: TrainingJob, kept: KeptParts | None = None) -> Run:
 
     Args:
         job: Settings of the run, and the rank and process groups of this process.
-        kept: Parts to reuse from an earlier run; ``None`` to build all parts.
+        kept: Parts to reuse from an earlier run, or ``None`` to build all parts.
     """
     config = job.config
     placement = placement_of(config)
@@ -365,9 +366,9 @@ def make_loader(
 
     Args:
         run: Run whose model has been built.
-        dataset: Dataset to read; ``None`` on a rank that does not need data.
+        dataset: Dataset to read, or ``None`` on a rank that does not need data.
         consumed_samples: Number of samples to skip because the job has already used them.
-        on_read: Function that is called after each read; ``None`` for no function.
+        on_read: Function that is called after each read, or ``None`` to call no function.
 
     Returns:
         Loader, or ``None`` on a rank that does not need data.
@@ -448,7 +449,7 @@ def _build_samples(job: TrainingJob, placement: Placement, tokenizer: Tokenizer)
         iterations = run.train_iters
         train_samples = iterations * config.batch.global_batch_size
     else:
-        assert run.train_samples is not None  # The parser of the flags checks this.
+        assert run.train_samples is not None  # The flag parser has checked this.
         train_samples = run.train_samples
         iterations = sizes.iterations_for(train_samples)
     per_validation = run.eval_iters * config.batch.global_batch_size

@@ -41,11 +41,12 @@ class StepResult:
         losses: Mean losses, keyed by name, on ranks of the last stage; empty on other ranks.
         updated: Whether the parameters were updated. The optimizer skips the update if gradients
             overflow in fp16.
-        grad_norm: L2 norm of all gradients before clipping; ``None`` if it is not computed.
-        num_zeros: Number of zeros in the gradients; ``None`` if they are not counted.
+        grad_norm: L2 norm of all gradients before clipping, or ``None`` if it is not computed.
+        num_zeros: Number of zeros in the gradients, or ``None`` if they are not counted.
         bubble_fraction: Fraction of the step during which ranks were idle, averaged over all ranks;
             ``None`` at iterations that are not logged.
-        curves: Values only for TensorBoard, keyed by tag, on ranks of the last stage.
+        curves: Values that are only written to TensorBoard, keyed by tag, on ranks of the last
+            stage.
     """
 
     losses: dict[str, float]
@@ -88,11 +89,11 @@ class Step:
         """Runs the forward and backward passes of a step and updates the parameters.
 
         Args:
-            microbatches: Microbatches of this rank; ``None`` on a rank that does not need data.
+            microbatches: Microbatches of this rank, or ``None`` on a rank that does not need data.
             num_microbatches: Number of microbatches of this rank.
             iteration: Index of the step, which determines the random numbers of dropout.
             before_update: Function that is called just before the optimizer changes the parameters.
-            dealt: Assignment of microbatches to replicas; ``None`` if microbatches are assigned
+            dealt: Assignment of microbatches to replicas, or ``None`` if microbatches are assigned
                 round-robin.
 
         Raises:
@@ -147,7 +148,7 @@ class Step:
         """Returns the mean losses over batches of ``loader``, computed without gradients.
 
         Args:
-            loader: Loader of the batches; ``None`` on a rank that does not need data.
+            loader: Loader of the batches, or ``None`` on a rank that does not need data.
             iterations: Maximum number of batches.
             num_microbatches: Number of microbatches of this rank per batch.
             until: Function that is called after each batch and stops the evaluation by returning
@@ -292,7 +293,7 @@ class Step:
 
         Args:
             steps: Losses of each microbatch in each step.
-            dealt: Assignment of the microbatches of a single step to replicas; ``None`` if
+            dealt: Assignment of the microbatches of a single step to replicas, or ``None`` if
                 microbatches are assigned round-robin.
 
         Returns:
@@ -457,7 +458,8 @@ def params_norm(run: Run) -> float:
     squares = [torch.zeros((), dtype=torch.float64, device=run.job.accelerator.device)]
     for chunk in run.chunks:
         for _, parameter, copies in counted_parameters(run, chunk):
-            # Split the parameter, because each part is converted to float64, which needs memory.
+            # Convert the parameter to float64 in parts, because a whole copy would need more
+            # memory.
             for part in parameter.detach().flatten().split(_NORM_PART):
                 squares.append(torch.linalg.vector_norm(part, dtype=torch.float64) ** 2 / copies)
     # The host waits for the device only in this copy.

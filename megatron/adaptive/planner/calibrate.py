@@ -174,7 +174,8 @@ _Stage = tuple[Sequence[int], tuple[float, float, float]]
 and weight gradients. If weight gradients are computed within the backward pass, the third time is
 NaN."""
 _Key = tuple[str, int, int]
-"""Key that groups stages: GPU name, tensor-parallel size and number of samples per microbatch."""
+"""Key by which measured stages are grouped: GPU name, tensor-parallel size, and number of samples
+per microbatch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +192,7 @@ class _Gathered:
         rest: Part of the step time in seconds that no other measurement explains, keyed by GPU
             name.
         spread: Standard deviations of forward and backward times, each divided by the median time.
-            The list contains one estimate for each iteration, rank and stage.
+            There is one entry for each iteration, rank and stage.
     """
 
     travel: dict[tuple[str, str, bool], dict[int, list[float]]] = field(default_factory=dict)
@@ -202,7 +203,7 @@ class _Gathered:
 
 
 def _held(model: Model, run: TracedRun, rank: int) -> tuple[range, ...]:
-    """Returns the range of layer indices of each stage that ``rank`` holds in ``run``."""
+    """Returns the layer indices of each stage that ``rank`` holds in ``run``, as ranges."""
     header = run.trace.ranks[rank].header
     stages = model.stage_layers(run.layers)
     return tuple(stages[stage] for stage in stages_of_rank(header, header.pp_rank))
@@ -233,7 +234,7 @@ def _stages(model: Model, run: TracedRun, figures: RunFigures) -> dict[_Key, lis
 
 
 def _layer_rows(model: Model, rows: Sequence[_Stage]) -> list[dict[str, Any]]:
-    """Returns profile rows with the times of each layer kind, fitted to the stages in ``rows``."""
+    """Returns a profile row per layer kind, with times fitted to the stages in ``rows``."""
     kinds = sorted({model.layers[i] for layers, _ in rows for i in layers})
     held = [[sum(model.layers[i] == kind for i in layers) for kind in kinds] for layers, _ in rows]
     counts = np.array(held, dtype=np.float64)
@@ -327,8 +328,8 @@ def _gather(gathered: _Gathered, model: Model, run: TracedRun, figures: RunFigur
     for pp_rank in range(run.trace.num_ranks if is_one_host else 0):
         replicas = [i for i, header in enumerate(headers) if header.pp_rank == pp_rank]
         size = round(held[replicas[0]] * model.precision.reduce_bytes)
-        # The last replica to start does not wait for other replicas, so its reduction time is the
-        # shortest. Use this minimum.
+        # The replica that starts its reduction last does not wait for the others, so its time is
+        # the shortest. Use this time.
         seconds = min(float(column["reduce"][i]) for i in replicas) / 1e9
         if seconds > 0 and size:
             sizes = gathered.reduce.setdefault((run.hosts[headers[0].host].name, run.dp), {})
@@ -379,10 +380,10 @@ def _curve(sizes: Mapping[int, Sequence[float]]) -> dict[str, Any]:
 def accuracy(predicted: Sequence[float], measured: Sequence[float]) -> dict[str, float]:
     """Compares predicted with measured step times, and returns a dict of accuracy measures.
 
-    Errors are fractions of the measured times. ``rank_correlation`` is 1 if the runs have the same
-    order by predicted time and by measured time. ``place_of_best`` is the position of the fastest
-    run in the predicted order, starting at 1. ``regret`` is the relative slowdown from choosing the
-    run with the shortest predicted time instead of the fastest run.
+    Errors are fractions of the measured times. ``rank_correlation`` is 1 if predicted and measured
+    times sort the runs in the same order. ``place_of_best`` is the position of the fastest run in
+    the predicted order, starting at 1. ``regret`` is the relative slowdown from choosing the run
+    with the shortest predicted time instead of the fastest run.
 
     Args:
         predicted: Predicted step time of each run in seconds. At least one run is required.

@@ -16,9 +16,8 @@ The search has three steps:
    share of the rank's time. This is optimal if all layers are equal, or if each rank has one stage.
    Afterwards, single layers are moved between stages as long as this makes the slowest rank faster.
 3. The step time also depends on the order in which ranks run their actions. Therefore, partitions
-   near the balanced partition are simulated under the job's schedule. Among the partitions that are
-   about as fast as the fastest, the partition that moves the fewest layers to a different rank is
-   chosen.
+   near the balanced partition are simulated under the job's schedule. Of the partitions that are
+   about as fast as the fastest, the one that moves the fewest layers to a different rank is chosen.
 
 Layers and stages keep their order, and stages stay on their ranks. :func:`choose_together` also
 chooses the schedule and the placement of stages.
@@ -76,7 +75,7 @@ _WHOLE = 3
 _LEAST_GAIN = 1e-3
 """Minimum fraction of the step time that moving a single layer must save."""
 _ORDERS = 6
-"""Number of schedules under which each partition is simulated, starting with the best."""
+"""Number of schedules, starting with the best, under which each partition is simulated."""
 _LEAST_S = 1e-9
 """Time in seconds used as the minimum for divisors and as the tolerance for rounding errors."""
 _ROUNDING = 1e-6
@@ -298,7 +297,7 @@ def charged_wholly(costs: Sequence[float], frozen_layers: int) -> list[float]:
     """Returns the costs of layers as if frozen layers also had backward passes.
 
     A partition that balances these costs distributes frozen layers over more ranks. These ranks can
-    run frozen layers while they would otherwise wait.
+    run frozen layers in time that they would otherwise spend waiting.
 
     Args:
         costs: Cost of each layer, in any unit.
@@ -345,7 +344,7 @@ def _better(
 
     Args:
         partition: Number of layers of each stage.
-        limit_s: Upper limit of the new partition's step time in seconds, exclusive.
+        limit_s: Step time in seconds that the new partition must stay below.
         tried: Step time in seconds of each partition tried so far. This function adds the
             partitions that it tries.
         step_s: Function that returns the step time in seconds under a partition.
@@ -381,8 +380,8 @@ def propose(
     start = balanced(loads)
     is_slower = max(loads.paces(start)) < max(loads.paces(present)) * (1 - gain / 2)
     # Skip the simulations if the ranks are balanced well enough and no layers are frozen. Frozen
-    # layers can run while their rank would otherwise wait, so a partition with frozen layers may be
-    # slow although all ranks have equal work.
+    # layers can fill time in which their rank would otherwise wait, so with frozen layers, the
+    # fastest partition may not be the balanced one.
     if not is_slower and not loads.frozen_layers:
         return None
     choice, seconds = _quickest(loads, start, step_s)
@@ -412,9 +411,9 @@ def choose_together(
     Args:
         loads: Measured times and memory of the stages under the current placement and partition.
         profile: Measured times of actions, including their variation, and times of messages.
-        limits: For each placement, a function that takes a partition and returns the maximum number
-            of activations to hold. The current placement comes first. The unit is the size of one
-            microbatch's activations in all stages of a rank.
+        limits: For each placement, a function that takes a partition and returns the maximum amount
+            of activations that a rank may hold. The current placement comes first. The unit is the
+            size of one microbatch's activations in all stages of a rank.
         halves: Loads measured in separate subsets of the steps. A move must save enough time under
             each of these loads.
         gain: Minimum fraction of the step time that moving layers must save, or ``None`` if layers
@@ -508,7 +507,7 @@ def _decision(
 
 
 class _Runs:
-    """Simulates steps. A simulation loop is compiled after it has simulated enough actions.
+    """Simulates steps, and compiles a simulation loop once it has simulated enough actions.
 
     Args:
         num_microbatches: Number of microbatches per step.
@@ -532,8 +531,8 @@ class _Job:
 
     Attributes:
         profile: Measured times of actions, including their variation, and times of messages.
-        limits: For each placement, a function that takes a partition and returns the maximum number
-            of activations to hold.
+        limits: For each placement, a function that takes a partition and returns the maximum amount
+            of activations that a rank may hold.
         num_microbatches: Number of microbatches per step.
         splittable: Whether the model can compute weight gradients as separate actions (W).
         pieces: Maximum number of W actions per weight gradient.
@@ -585,7 +584,7 @@ class _Job:
         earlier: Sequence[ScheduleChoice | None],
         moves_layers: bool,
     ) -> tuple[Partition, ScheduleChoice] | None:
-        """Chooses a partition and its fastest schedule, both for the placement of ``loads``.
+        """Chooses a partition and its fastest schedule for the placement of ``loads``.
 
         Args:
             loads: Measured times and memory, converted to the placement to use.
@@ -605,7 +604,7 @@ class _Job:
         return partition, self.fastest(loads, partition)
 
     def best_partition(self, loads: Loads, candidates: list[Candidate]) -> Partition:
-        """Returns the partition near a balanced partition with the shortest simulated step.
+        """Returns the partition close to a balanced one that has the shortest simulated step.
 
         Args:
             loads: Measured times and memory of the stages.
@@ -684,7 +683,7 @@ def _quickest(
 
 
 def _filled(loads: Loads, pace: float) -> Partition | None:
-    """Fills stages in order with as many layers as ``pace`` and the memory allow.
+    """Assigns to each stage, in order, as many layers as ``pace`` and the memory allow.
 
     ``pace`` is the maximum time per microbatch of each rank, in seconds.
 

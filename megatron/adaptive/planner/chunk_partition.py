@@ -115,7 +115,7 @@ class ChunkedPipeline:
 
     Args:
         arrays: Costs of every possible stage, as ``search_kernel.ShapeArrays``.
-        classes: Classes of interchangeable stages that the pipeline may use.
+        classes: Stage classes of the pipeline. The stages of a class are interchangeable.
         ranks: For each pipeline rank, the index of its class in ``classes``.
         schedule: Name of a static schedule.
         chunks: Number of chunks per rank.
@@ -138,8 +138,8 @@ class ChunkedPipeline:
         self._rank_of = np.array([placement.locate(stage)[0] for stage in stages])
         self._classes = np.array(ranks)[self._rank_of]
         self._held = np.array(in_flight(*order))[self._rank_of]
-        # Ranks of a block share a node or a group of nodes, so messages between these ranks use
-        # faster links.
+        # The ranks of a block share a node or a group of nodes, so messages between them use faster
+        # links.
         blocks = list[int]()
         left = 0
         for rank in ranks:
@@ -183,7 +183,7 @@ class ChunkedPipeline:
         done = work[0] / max(float(work[0, n]), 1e-30)
         cuts = np.concatenate([[0], np.searchsorted(done, share - 1e-9)]).astype(np.int64)
         cuts[-1] = n
-        # Every stage needs at least one layer. Make the cuts strictly increasing, and leave one
+        # Every stage needs at least one layer, so make the cuts strictly increasing, and leave one
         # layer for every later stage.
         numbers = np.arange(stages + 1)
         cuts = np.maximum.accumulate(cuts - numbers) + numbers
@@ -192,12 +192,12 @@ class ChunkedPipeline:
     def _by_rank(self, values: Any) -> Any:
         """Sums ``values`` of shape ``[tables, stages]`` over the stages of each rank.
 
-        Returns an array of shape ``[tables, ranks]``.
+        Returns an array of shape ``[tables, ranks]``, with one table per node type of a stage.
         """
         return values @ (self._rank_of[:, None] == np.arange(len(self._ranks)))
 
     def _fits(self, cuts: Any) -> bool:
-        """Returns whether every rank has enough memory for its stages with these ``cuts``."""
+        """Returns whether every rank has enough memory under the partition ``cuts``."""
         classes = self._classes
         low = cuts[:-1]
         high = cuts[1:]
@@ -310,7 +310,8 @@ def _with_cap(plan: Plan, inputs: PlanInputs) -> PlanRow:
     row = PlanRow(plan=plan, prediction=predict(plan, inputs))
     if plan.slices == 1 or row.prediction.fits:
         return row
-    # Number of microbatches that the first rank holds under the fixed order of slices.
+    # Number of microbatches whose activations the first rank holds if slices run in the static
+    # order.
     fixed = min(float(plan.num_microbatches), (plan.pp - 1 + plan.slices) / plan.slices)
     for cap in dict.fromkeys((round(fixed, 2), 1.0)):
         capped = replace(plan, cap=max(1.0, cap))
@@ -332,7 +333,7 @@ def with_row_cap(plan: Plan, inputs: PlanInputs) -> Plan:
     least, most = (held_slices(end, pipeline.costs) for end in ends)
     room = math.inf
     for low, high in zip(lowest.memory, highest.memory, strict=True):
-        # Memory grows linearly with the number of slices held.
+        # Memory grows linearly with the number of slices whose activations a rank holds.
         slice_bytes = (high.total_bytes - low.total_bytes) / max(most - least, 1e-9)
         left = low.limit_bytes - low.total_bytes
         if slice_bytes > 0 or left < 0:

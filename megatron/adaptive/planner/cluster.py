@@ -257,7 +257,7 @@ class NodeType:
 def link_in(
     links: Mapping[tuple[str, str], LinkSpeed], node_type: NodeType, other: NodeType
 ) -> LinkSpeed | None:
-    """Returns the link between two node types in ``links``, or ``None`` if ``links`` has none."""
+    """Returns the link between two node types from ``links``, or ``None`` if it is not listed."""
     names = node_type.link_name, other.link_name
     return links.get(names) or links.get(names[::-1])
 
@@ -484,7 +484,7 @@ def _node_type(entry: Mapping[str, Any], key: str, memories: Mapping[str, float]
 
 
 def _islands(node: Mapping[str, Any], key: str) -> tuple[tuple[int, LinkSpeed], ...]:
-    """Returns the islands (groups of GPUs with a fast link) in ``node``, an entry of the file."""
+    """Returns the islands (groups of GPUs with a fast link) in the file entry ``node``."""
     islands: list[tuple[int, LinkSpeed]] = []
     node_gpus = node["gpus_per_node"]
     before = 1

@@ -121,7 +121,7 @@ def predict(
         "embedding": tied,
         "optimizer": float(optimizer[last]),
     }
-    # Rounding errors may make the difference slightly negative.
+    # Rounding errors may make this difference slightly negative.
     parts["bubble"] = max(0.0, seconds - beside - jitter - sum(parts.values()))
     parts |= {name: part for name, part in (("jitter", jitter), ("beside", beside)) if part}
     return Prediction(
@@ -359,7 +359,7 @@ def _row_costs(
 
 
 def _held(plan: Plan, rank: int, inputs: PlanInputs, rows: RowCosts | None) -> tuple[float, float]:
-    """Returns the maximum numbers of microbatches that a rank holds and that wait for action W.
+    """Returns how many microbatches a rank holds at most, and how many of them wait for action W.
 
     The action W computes weight gradients. If the plan cuts sequences into slices or packs
     documents, slices are counted instead of microbatches.

@@ -183,7 +183,7 @@ def _sinfo_entries(text: str, where: str) -> list[dict[str, Any]]:
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Returns the host names in ``text``, a host list of Slurm.
+    """Returns the host names in ``text``, a Slurm host list.
 
     For example, ``a[01-03,7],b`` expands to a01, a02, a03, a7 and b.
     """
@@ -249,8 +249,8 @@ def _with_report(
 
     Args:
         node: Entry of the node, from Slurm's output.
-        reports: Entries from ``doctor`` and ``nvidia-smi``. A report about this node is preferred
-            to a report about a node with the same GPUs.
+        reports: Entries from ``doctor`` and ``nvidia-smi``. A report about this node takes
+            precedence over one about a node with the same GPUs.
         assumed: List to which assumptions about the node are appended.
 
     Raises:
@@ -303,7 +303,7 @@ def _grouped(
         groups.setdefault(json.dumps(plain, sort_keys=True), (plain, []))[1].extend(hosts)
 
     def above(host: str, least: int) -> list[tuple[int, int]]:
-        """Returns ``(-level, index)`` of each switch above ``host`` at level ``least`` or above."""
+        """Returns ``(-level, index)`` of each switch of ``host`` at level ``least`` or higher."""
         numbered = enumerate(switches)
         return sorted(
             (-level, i) for i, (level, held) in numbered if level >= least and host in held

@@ -225,7 +225,7 @@ def make_documents(
         lengths: Number of tokens of each document, at least 1.
         batch: Number of documents per step.
         longest: Maximum number of tokens per document. Longer documents are truncated. Defaults to
-            the largest number in ``lengths``.
+            the length of the longest document.
 
     Raises:
         ConfigError: The trainer's ``--slice-tokens`` does not support the model.
@@ -241,7 +241,7 @@ def make_documents(
     flags = [] if "--transformer-impl" in names else ["--transformer-impl", implementation]
     flags += ["--variable-seq-lengths", "--slice-tokens", str(LEAST_TOKENS)]
     flags += ["--pipeline-model-parallel-size", "2", "--global-batch-size", str(batch)]
-    # Without --partition, the number of layers would have to be divisible by the two stages.
+    # Without --partition, the number of layers would have to be even, because there are two stages.
     num_layers = sum(model.layer(index).counted for index in range(model.num_layers))
     flags += ["--partition", f"0-{num_layers}"]
     try:

@@ -102,10 +102,11 @@ def _stage_table(plan: Plan, prediction: Prediction, inputs: PlanInputs) -> str:
 def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
     """Compares a plan with its neighbours, and returns one line of text per neighbour.
 
-    A neighbour differs in one setting. A parallel size or the microbatch size is doubled or divided
-    by its smallest divisor, or the recomputation setting or the schedule is changed. All other
-    settings except the slice length are chosen again within the limits of the request. The line
-    states how much slower the best plan with this change is, or by how much it exceeds the memory.
+    A neighbour differs from the plan in one setting. A parallel size or the microbatch size is
+    doubled or divided by its smallest divisor, or the recomputation setting or the schedule is
+    changed. All other settings except the slice length are chosen again within the limits of the
+    request. Each line states how much slower the best plan with the change is, or by how much it
+    exceeds the memory.
 
     Args:
         inputs: Model, cluster and profile of layer times.

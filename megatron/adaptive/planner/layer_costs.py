@@ -276,7 +276,8 @@ class LayerTable:
             between tensor-parallel ranks, unless these are part of the measured times.
         pair_s: Part of ``forward_s`` per pair of tokens that attend to each other, in seconds, or 0
             for plans without packed documents.
-        pair_back_s: Part of ``backward_s`` per pair of such tokens, in seconds.
+        pair_back_s: Part of ``backward_s`` per pair of tokens that attend to each other, in
+            seconds.
         parameters: Number of parameters on the GPU, including experts.
         expert_parameters: Number of parameters on the GPU that belong to experts.
         frozen_parameters: Number of parameters on the GPU that are not trained.
@@ -346,8 +347,8 @@ def layer_table(
         inputs=inputs,
         node=node,
         tp=tp,
-        # Half of each sequence is as much work as half of the samples. Divide the number of samples
-        # if ranks share sequences, or if sequences are cut into slices.
+        # Half of every sequence takes as much work as half of the samples. Divide the number of
+        # samples if ranks share sequences, or if sequences are cut into slices.
         samples=micro_batch * settings.share_of(inputs.model.sequence) / context_ranks,
         longest_slice=_longest_slice(inputs.model, settings, tp),
         settings=settings,

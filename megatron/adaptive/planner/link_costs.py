@@ -361,7 +361,7 @@ def exposed_reduce_s(whole_s: Any, backward_s: Any, layers: Any) -> Any:
 
 
 def ring(replicas: tuple[Replica, ...]) -> list[tuple[Replica, Replica]]:
-    """Returns pairs of each replica and the next replica on a ring of ``replicas``."""
+    """Returns pairs of each replica and its successor on a ring of ``replicas``."""
     return list(zip(replicas, (*replicas[1:], replicas[0]), strict=True))
 
 

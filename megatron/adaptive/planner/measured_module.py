@@ -28,7 +28,7 @@ MESSAGE_ELEMENT_BYTES = 4
 """Size in bytes that profiles assume for each element of a message between two pieces of a module.
 """
 _FORMER_HOST_KEYS = ("cores",)
-"""Keys of a host that earlier versions wrote to the file. This version ignores them."""
+"""Keys that earlier versions wrote to the file for each host. This version ignores them."""
 _UNMEASURED = LinkSpeed(bytes_per_s=10e9, latency_s=10e-6)
 
 
@@ -226,7 +226,7 @@ def measured_cluster(hosts: Sequence[MeasuredHost], profile: Profile) -> Cluster
 
 
 def node_numbers(kinds: Sequence[Hashable]) -> tuple[int, ...]:
-    """Returns the index of each node in a cluster in which nodes of the same kind are adjacent.
+    """Returns the index of each node after reordering so that equal kinds are adjacent.
 
     For example, nodes of the kinds a, b and a get the indices 0, 2 and 1.
 

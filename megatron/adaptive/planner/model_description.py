@@ -57,7 +57,7 @@ class Precision:
     fp8: bool = False
 
     def beside_frozen(self, share: float) -> Precision:
-        """Returns average sizes per frozen weight if adapters are trained instead of the weights.
+        """Returns average sizes per frozen weight, including the adapters that are trained instead.
 
         Args:
             share: Number of adapter weights per frozen weight.
@@ -137,8 +137,8 @@ class LayerKind:
             sequence.
         keys_bytes: Size in bytes, without tensor parallelism, of the keys and values that later
             slices of a sequence attend to, or 0 if sequences cannot be cut into slices.
-        routed_bytes: Size in bytes of the copies of tokens that are kept for experts. If experts
-            are distributed over ranks, a forward pass sends this amount to the experts and back. A
+        routed_bytes: Size in bytes of the token copies that are kept for experts. If experts are
+            distributed over ranks, a forward pass sends this amount to the experts and back. A
             backward pass sends the same amount.
         group: ``encoder`` or ``decoder`` for models in which a stage must not contain layers of
             both groups, otherwise empty.

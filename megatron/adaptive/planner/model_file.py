@@ -180,7 +180,7 @@ def arguments_model(
 
 
 def _of_length(arguments: Sequence[str], sequence: int) -> list[str]:
-    """Returns the trainer's ``arguments`` with samples of ``sequence`` tokens."""
+    """Returns the trainer's ``arguments``, changed so that samples have ``sequence`` tokens."""
     lengths = flags_where(arguments, lambda name: name not in _LENGTH_FLAGS)
     lengths += ["--seq-length", str(sequence)]
     positions = last_value(arguments, _POSITIONS_FLAG)
@@ -313,7 +313,7 @@ def _adapter_parameters(config: TrainerConfig) -> int:
     down = core.q_lora_rank or 0
     queries = heads * (core.qk_head_dim + core.qk_pos_emb_head_dim)
     # Each entry describes a weight matrix. It contains the number of inputs, and the number of
-    # outputs of each part of the matrix that can be adapted separately.
+    # outputs of each separately adapted part of the matrix.
     sizes = {
         "qkv": (hidden, [values, *pairs]),
         "proj": (values, [hidden]),
@@ -356,7 +356,7 @@ def trainer_shape(
     *,
     device: str = "cpu",
 ) -> TransformerShape:
-    """Returns the sizes of the model that is built in a run with the settings ``config``.
+    """Returns the sizes of the model that a run with the settings ``config`` builds.
 
     Args:
         config: Settings of the training run.
@@ -412,7 +412,7 @@ def trainer_shape(
 
 
 def _window_layers(core: CoreConfig, num_layers: int, name: str) -> tuple[bool, ...]:
-    """Returns whether each layer has an attention window, or () if this is the same for all layers.
+    """Returns, for each layer, whether it has an attention window, or () if all layers are equal.
 
     Raises:
         ConfigError: The window pattern does not have an entry for each layer.

@@ -54,7 +54,7 @@ class _Transfer(NamedTuple):
     Attributes:
         source: Replica that sends.
         target: Replica that receives.
-        whole_bytes: Total size of all these messages in bytes.
+        whole_bytes: Total size of all messages in bytes.
         message_bytes: Size of each message in bytes.
     """
 
@@ -72,8 +72,8 @@ def busiest_link(
     Args:
         plan: Plan whose messages between stages and gradient reductions are counted.
         inputs: Model, cluster and profile. The links come from the cluster and the profile.
-        parameters: Number of trained parameters on one GPU of each pipeline rank, and the number of
-            these that belong to experts, ``[ranks]``.
+        parameters: Number of trained parameters on one GPU of each pipeline rank, and how many of
+            them belong to experts, ``[ranks]``.
         sliced: Whether each tensor-parallel rank sends only its part of a message between stages.
     """
     if len(plan.nodes) < 2:
@@ -133,7 +133,7 @@ def _messages(plan: Plan, inputs: PlanInputs, sliced: bool) -> Iterator[_Transfe
         ends = plan.places[ranks[0]], plan.places[ranks[1]]
         for (first, second), size in ((ends, forward), (ends[::-1], backward)):
             parts = list(_parts(plan, first, second))
-            # Context-parallel ranks each have a part of the same samples.
+            # Each context-parallel rank has a part of the same samples.
             step = tokens * slices * plan.context_ranks / sum(samples for *_, samples in parts)
             for source, target, samples in parts:
                 width = max(source.tp, target.tp)
@@ -144,7 +144,7 @@ def _messages(plan: Plan, inputs: PlanInputs, sliced: bool) -> Iterator[_Transfe
 def _parts(
     plan: Plan, sender: StagePlace, receiver: StagePlace
 ) -> Iterator[tuple[Replica, Replica, int]]:
-    """Yields sender, receiver and number of samples per message of one microbatch per replica."""
+    """Yields the sender, receiver and number of samples of each message between two stages."""
     samples = len(sender.replicas) * sender.micro_batch
     if samples == len(receiver.replicas) * receiver.micro_batch:
         yield from shares(sender, receiver)
@@ -174,7 +174,7 @@ def _reductions(
 
 
 def _own_links(inputs: PlanInputs, node: int) -> tuple[LinkSpeed, ...]:
-    """Returns the network link of a node, measured or from the cluster file, if it is known."""
+    """Returns a tuple with the network link of a node, or an empty tuple if it is unknown."""
     kind = inputs.cluster.nodes[node]
     link = link_in(inputs.profile.links, kind, kind) or kind.network or inputs.cluster.network
     return () if link is None else (link,)

@@ -208,7 +208,7 @@ class StageMemory:
     def total_bytes(self) -> float:
         """Total number of bytes of GPU memory that the rank needs."""
         *parts, _limit = vars(self).values()
-        total: float = sum(parts)  # The parts and the total are arrays in the search.
+        total: float = sum(parts)  # All values are arrays during the search.
         return total
 
     @property
@@ -252,9 +252,8 @@ class Prediction:
         tokens_per_s: Number of tokens that the whole job processes per second.
         price_per_hour: Price per hour of all nodes that the plan uses.
         estimated: Whether any of the times was estimated instead of measured.
-        limiting_node: Index of the node whose network link determines the step time, because it is
-            busy with messages during the whole step, or ``None`` if no link determines the step
-            time.
+        limiting_node: Index of the node whose network link limits the step time, because it is busy
+            during the whole step, or ``None`` if there is no such node.
     """
 
     seconds: float
@@ -277,7 +276,7 @@ class Prediction:
 
     @property
     def peak_bytes(self) -> float:
-        """Number of bytes of memory that are needed on the GPU with the highest memory use."""
+        """Memory use, in bytes, of the GPU that needs the most memory."""
         return max(stage.memory.total_bytes for stage in self.stages)
 
 

@@ -145,8 +145,8 @@ class Profile:
         near = self._nearest(kind, gpu, tp)
         if near is not None:
             sizes = self._sizes[near, gpu, tp]
-            # The declared type of this part of the key is int, but a float with an equal value
-            # finds the same entry, so no conversion is needed.
+            # The keys contain microbatch sizes as int. A float with an equal value finds the same
+            # entry, so no conversion is needed.
             times = self.layers.get((near, gpu, tp, micro_batch))  # type: ignore[arg-type]
             times = times or self._between(near, gpu, tp, micro_batch, sizes)
             times = times if near == kind else replace(times, source="estimated")
@@ -211,8 +211,8 @@ class Profile:
             low_value, high_value = getattr(low, name), getattr(high, name)
             rate = (high_value - low_value) / (large - small)
             if micro_batch > large:
-                # The extrapolation is bounded: an additional sample takes at least half of the time
-                # per sample at the largest measured size, and at most the full time.
+                # Bound the extrapolation: each additional sample takes between half and all of the
+                # time per sample at the largest measured size.
                 rate = min(max(rate, high_value / large / 2), high_value / large)
             return float(high_value + rate * (micro_batch - large))
 
@@ -274,7 +274,7 @@ class PlanInputs:
         return (whole - pairs) * self.documents.mean_tokens / length + pairs * squares
 
     def action_s(self, nodes: Iterable[NodeType]) -> float:
-        """Returns the time in seconds per action outside of layers, on the slowest of ``nodes``."""
+        """Returns an action's time outside of layers on the slowest of ``nodes``, in seconds."""
         each = self.profile.launch_s
         return max(each.get(node.gpu, 0.0) * node.slowness for node in nodes)
 

@@ -108,8 +108,8 @@ def document(
 ) -> dict[str, Any]:
     """Creates the contents of a profile file from measurements.
 
-    The value of each argument is stored under the key with the argument's name. If an argument is
-    ``None``, its key is omitted.
+    Each argument is stored under a key of the same name. If an argument is ``None``, its key is
+    omitted.
 
     Args:
         model: Name of the model, and its arguments or layers.
@@ -200,7 +200,7 @@ def merge(parts: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
 
 
 def _is_measured(row: Mapping[str, Any]) -> bool:
-    """Returns whether the times in the profile's ``row`` were measured instead of estimated."""
+    """Returns whether the times in ``row`` of a profile were measured, not estimated."""
     return bool(row.get("source", "measured") == "measured")
 
 
@@ -266,7 +266,7 @@ def _gpu(name: str) -> str:
 
 
 def _by_gpu(values: Mapping[str, float]) -> dict[str, float]:
-    """Returns a copy of ``values`` in which keys are replaced by names from the table of GPUs."""
+    """Returns a copy of ``values`` with its keys replaced by names from the table of GPUs."""
     return {_gpu(name): value for name, value in values.items()}
 
 
@@ -291,7 +291,7 @@ def _link(by_pairs: Mapping[int, Mapping[str, Any]], *, shared: bool) -> LinkSpe
 
 
 def of_nodes(content: Mapping[str, Any], fact: str) -> dict[str, float]:
-    """Returns the value of a property of the nodes in a profile, keyed by GPU name.
+    """Returns a property of the nodes in a profile, keyed by GPU name.
 
     Args:
         content: Contents of a profile file.

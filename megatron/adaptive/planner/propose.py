@@ -168,7 +168,7 @@ def _runnable(
 
 
 def _refusal(row: PlanRow, inputs: PlanInputs) -> str:
-    """Returns why the trainer rejects the plan in ``row``, or an empty string if it does not.
+    """Returns why the trainer rejects the plan in ``row``, or "" if the trainer accepts it.
 
     Plans for a model that is not described by the trainer's arguments cannot be checked, so they
     are accepted.
@@ -319,10 +319,10 @@ class _Points(Best):
         self.points = sorted(kept, key=lambda point: point.seconds)
 
     def slack(self, seconds: float, price: float) -> float:
-        """Returns the fraction by which the step time ``seconds`` is below that of the front.
+        """Returns the fraction by which ``seconds`` is below the front's time at ``price``.
 
         ``seconds`` is a lower bound of a step time, and ``price`` is a price per hour. The result
-        is 0 if the front has a shorter step time for this price.
+        is 0 if the front has a shorter step time at this price.
         """
         most = self.most_seconds(price)
         return max(0.0, 1 - seconds / most) if math.isfinite(most) else 0.0
@@ -593,8 +593,8 @@ _FEW_LEVELS = 500
 """Maximum number of levels (combinations of a set of nodes and a first stage) in the search for the
 plan that needs the least additional memory."""
 _MOST_CPU_S = 2.0
-"""CPU time in seconds per node type for the search for the plan that needs the least additional
-memory.
+"""CPU time limit, in seconds per node type, of the search for the plan that needs the least
+additional memory.
 """
 
 

@@ -70,14 +70,14 @@ class RowCosts:
 
     @property
     def num_items(self) -> float:
-        """Mean number of tokens per step, counted in slices of the plan's length."""
+        """Mean number of tokens per step, in units of the plan's slice length."""
         return (
             sum(cut.ends[-1] for step in self.cuts for cut in step) / self.tokens / len(self.cuts)
         )
 
     @property
     def slices_per_row(self) -> float:
-        """Mean number of tokens per row, counted in slices of the plan's length."""
+        """Mean number of tokens per row, in units of the plan's slice length."""
         return self.num_items * len(self.cuts) / sum(map(len, self.cuts))
 
 
@@ -241,7 +241,7 @@ def _shown_cap(cap: float | None) -> float | None:
 def held_slices(plan: Plan, costs: RowCosts) -> float:
     """Returns the maximum number of slices whose activations a rank holds under ``plan``.
 
-    Tokens are counted in slices of the plan's length.
+    The result is a number of tokens, in units of the plan's slice length.
     """
     placement = catalog.placement_for(plan.schedule, plan.pp, plan.chunks)
     held = float(costs.longest)

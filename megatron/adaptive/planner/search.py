@@ -86,9 +86,9 @@ from megatron.adaptive.planner.stage_classes import (
 from megatron.adaptive.schedule.catalog import is_rule
 
 _FEW_LEVELS = 2000
-"""Maximum number of levels (set of nodes and class of first stage) per shape in the first pass."""
+"""Maximum number of levels (sets of nodes) per combination of parallel sizes in the first pass."""
 _SMALL_LEVELS = 200
-"""Maximum number of levels of a shape that is searched completely in the first pass."""
+"""Maximum number of levels for which the first pass searches a combination of sizes completely."""
 _WHOLE_BACKWARD = selectable_names(
     lambda spec: spec.planned != "no" and spec.splits_backward == "never"
 )
@@ -96,15 +96,15 @@ _MOST_SLICES = 1024
 """Maximum total number of slices per step. With this many slices, pipelines already have almost no
 idle time."""
 _ROW_STEPS = 500_000
-"""Maximum number of actions to simulate for each shape, set of nodes and number of stages."""
+"""Maximum number of actions to simulate for each combination of sizes, nodes and stages."""
 _FORWARD_BACK = 2.5
-"""Maximum 1F1B step time, divided by the best step time so far, of pipelines that are also timed
-under other schedules. A 1F1B step takes at most the time of one microbatch through all stages plus
-the work of the busiest rank. Each of these two times is a lower bound for every schedule, so no
-schedule takes less than half of the 1F1B step time.
+"""Maximum ratio of a pipeline's 1F1B step time to the best step time so far, for which the pipeline
+is also timed under other schedules. A 1F1B step takes at most the time of one microbatch through
+all stages plus the work of the busiest rank. Each of these two times is a lower bound for every
+schedule, so no schedule takes less than half of the 1F1B step time.
 """
 _NO_HOPE = 1.08
-"""Maximum step time of an initial partition into chunks, divided by the best step time so far.
+"""Maximum ratio of the step time of an initial partition into chunks to the best step time so far.
 Slower partitions are not improved."""
 _HAND_OVERS = 30
 """Maximum number of pipelines to time while moving layers between stages."""
@@ -118,7 +118,7 @@ class SearchShape:
         classes: Stage classes (parallel sizes and node types) that pipelines of the shape can use.
         choice: Settings that all stages share.
         bound_s: Lower bound of the step time in seconds, known before the shape is searched.
-        least_s: Lower bound of the step time in seconds, known after :meth:`Searcher.visit`.
+        least_s: Lower bound of the step time in seconds, known after :meth:`Searcher.visit` ran.
         least_value: Lower bound of the objective (step time or price), known after the first pass
             over all shapes.
         partial: Whether :meth:`Searcher.visit` skipped some orders of nodes.
@@ -178,7 +178,7 @@ class _Cutting(NamedTuple):
     """One option for cutting the microbatches of a step into slices.
 
     Attributes:
-        num_items: Number of slices of all microbatches of a replica. If microbatches are not cut,
+        num_items: Number of slices in all microbatches of a replica. If microbatches are not cut,
             this is the number of microbatches.
         slices: Number of slices of each sequence.
         tokens: Number of tokens per slice of packed documents, or ``None`` if all sequences have
@@ -496,14 +496,14 @@ class Searcher:
         return max(whole_s, min(sums.way_s for sums in totals), stay / max(free, 1.0))
 
     def _most_stages(self, classes: Sequence[StageClass]) -> int:
-        """Returns the maximum number of stages that a pipeline of ``classes`` can have."""
+        """Returns the maximum number of stages in a pipeline whose stages belong to ``classes``."""
         if self.options.pp:
             return max(self.options.pp)
         narrow = min(stage_class.tp * stage_class.dp for stage_class in classes)
         return max(1, min(self.cluster.num_gpus // narrow, self.model.num_layers))
 
     def _bounded(self, shape: SearchShape, best: Best, most_levels: int) -> _Bounded:
-        """Computes bounds for the levels of ``shape``, and selects levels to search."""
+        """Computes bounds for the node sets (levels) of ``shape``, and selects levels to search."""
         most = self._most_stages(shape.classes)
         blocks = tuple((stage_class.nodes, stage_class.block) for stage_class in shape.classes)
         key = (blocks, most, most_levels)
@@ -591,8 +591,8 @@ class Searcher:
                 missed.append((goal.seconds, goal.price))
                 continue
             bound = self._search_goal(bounded, goal, best, most_leaves, finish)
-            # If only 1F1B is allowed, the search has covered all pipelines of the level. If other
-            # schedules are allowed, only the level's bound is valid.
+            # If only 1F1B is allowed, the search has covered all pipelines of the level. Otherwise,
+            # its bound does not hold, so use the level's own bound.
             missed.append((bound if self._exact else goal.seconds, goal.price))
         return [(seconds, price) for seconds, price in missed if seconds < best.most_seconds(price)]
 
@@ -682,7 +682,7 @@ class Searcher:
                 # link.
                 seconds = max(seconds, StageSums.of(plan, self.inputs, OURS).busy_link.seconds)
             if seconds > ordered_s:
-                # Another pipeline of the level may now be faster than this one.
+                # Another pipeline with the same nodes may now be faster than this one.
                 left_out = min(left_out, ordered_s)
             allowed = "1f1b" in self.options.schedules and plan.uniform and not plan.is_cut
             if allowed and seconds < best.most_seconds(price):
@@ -704,7 +704,7 @@ class Searcher:
         price: float,
         least_s: float,
     ) -> Iterator[tuple[Plan, float]]:
-        """Yields the pipeline of ``plan`` with each other schedule, and its step time in seconds.
+        """Yields variants of ``plan`` with other schedules, and their step times in seconds.
 
         Plans that do not fit into memory are skipped.
 

@@ -189,7 +189,8 @@ class Walk(NamedTuple):
         nexts: For each child, the index of the next stage's first layer, ``[stages, children]``.
         order: Indices of the children in ascending order of their bound, ``[stages, children]``.
         count: Number of children of each stage, ``[stages]``.
-        taken: Number of children of each stage that the search has already followed, ``[stages]``.
+        taken: For each stage, the number of children that the search has already followed,
+            ``[stages]``.
         levels: For each stage, the level (set of nodes) that this and all later stages use,
             ``[stages]``.
         cuts: Index of the first layer of each stage, followed by the number of layers, ``[stages +

@@ -45,7 +45,7 @@ class DpStates:
             ``search_kernel.ShapeArrays``.
         used: For each level, the number of nodes of each type that it uses.
         complete: Indices of the levels whose blocks of stages are complete.
-        placements: Number of orders of nodes that the complete levels represent.
+        placements: Number of node orders that the complete levels represent.
         whole: Whether the levels cover every order of nodes.
     """
 
@@ -120,7 +120,7 @@ def _states_of_runs(
     most_levels: int,
     run: int,
 ) -> DpStates | None:
-    """Finds the levels of pipelines in which blocks of stages form runs of equal blocks.
+    """Finds the levels (node sets) of pipelines in which equal blocks of stages form runs.
 
     A run consists of ``run`` adjacent blocks of the same class, or of fewer blocks if no more nodes
     are free. The result is ``None`` if there are more than ``most_levels`` levels.

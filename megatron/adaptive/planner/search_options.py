@@ -193,7 +193,7 @@ class Best:
         return self.objective.most_seconds(price, self.worst_value())
 
     def add(self, key: Any, plan: Plan, seconds: float, price: float) -> None:
-        """Keeps ``plan`` if it is one of the best plans, and the best plan with the key ``key``."""
+        """Keeps ``plan`` if it is one of the best plans, and the best of those with ``key``."""
         value = self.value(seconds, price)
         old = self._found.get(key)
         if old is not None and old.value <= value:
@@ -222,7 +222,8 @@ def best_of_each(entries: Iterable[Found], top: int) -> tuple[Found, ...]:
         plan = entry.plan
         key: Any = (plan.places, plan.context_ranks)
         if plan.slice_tokens is None:
-            # The search keeps only one plan without ``slice_tokens`` for each assignment.
+            # Keep all of these plans: without ``slice_tokens``, the search has found only one per
+            # assignment.
             key = len(plans)
         plans.setdefault(key, entry)
     return tuple(plans.values())[:top]

@@ -57,7 +57,7 @@ class StageClass:
     """A set of interchangeable stages with the same parallel sizes on nodes of the same types.
 
     Attributes:
-        nodes: Number of nodes of each type in the cluster that a block of stages fills.
+        nodes: For each node type in the cluster, the number of nodes that a block of stages fills.
         tp: Tensor-parallel size, which is the number of GPUs per replica.
         dp: Number of replicas, where each rank that shares a sequence counts as a replica.
         micro_batch: Number of samples per microbatch on each replica.
@@ -150,7 +150,7 @@ def _mixtures(size: int, gpus: Sequence[int], limits: Sequence[int]) -> Iterator
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeChoice(StageSettings):
-    """Settings that all stages of a shape share, and the number of microbatches per step.
+    """Settings that all stages of a plan share, and the number of microbatches per step.
 
     Attributes:
         microbatches: Number of microbatches per step. If sequences are cut into slices, this is the
@@ -252,8 +252,8 @@ class Tables:
 
         Args:
             stage_class: Class of the stage.
-            skip: Number of nodes of each type that are skipped at the beginning. If empty, no nodes
-                are skipped.
+            skip: For each node type, the number of nodes to skip at the beginning. If empty, no
+                nodes are skipped.
 
         Returns:
             GPUs of the stage, or ``None`` if the cluster has too few nodes.
@@ -361,7 +361,7 @@ class Tables:
         )
 
     def _least_reduce_s(self, stage_class: StageClass, size: float) -> float:
-        """Returns a lower bound in seconds of the time to reduce gradients of ``size`` bytes."""
+        """Returns a lower bound, in seconds, of the time to reduce gradients of ``size`` bytes."""
         if stage_class.block > 1 or sum(stage_class.nodes) == 1:
             stage_place = self.place(stage_class)
             if stage_place is None:
@@ -393,7 +393,7 @@ class Tables:
         return True
 
     def pipeline_s(self, stage_class: StageClass, choice: ShapeChoice) -> float:
-        """Returns the time in seconds of a microbatch in all layers on the slowest node type."""
+        """Returns a microbatch's time in all layers on the slowest node type, in seconds."""
         return max(
             self.totals(node, stage_class, choice).work_s for node in self.types(stage_class)
         )
@@ -582,7 +582,8 @@ def most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> fl
     by_type: dict[int, tuple[float, float]] = {}
     for index, rate, stages in rates:
         fastest, most = by_type.get(index, (0.0, 0.0))
-        # The fastest stage and the highest total rate of a type may have different parallel sizes.
+        # Take both maxima separately, because they may belong to different parallel sizes of a
+        # type.
         fastest, most = max(fastest, rate), max(most, rate * stages)
         by_type[index] = (fastest, most)
     left = float(most_stages)
@@ -617,7 +618,7 @@ def capacity_bound(
     Args:
         tables: Times and memory sizes of the layers.
         cluster: Cluster with its node types and numbers of nodes.
-        classes: Stage classes of the shape.
+        classes: Stage classes that a pipeline may use.
         choice: Settings that all stages share.
 
     Returns:

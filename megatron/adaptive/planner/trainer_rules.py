@@ -20,9 +20,8 @@ from megatron.adaptive.schedule.catalog import is_rule
 _NUMBERS = (1, 2, 4, 8, 16)
 """Numbers of slices per sequence to try by default."""
 _USUAL_TOKENS = 1024
-"""Minimum mean number of tokens per slice. By default, numbers of slices with fewer tokens are not
-tried, because short slices use a GPU less efficiently, which estimated layer times do not take into
-account."""
+"""Minimum mean number of tokens per slice. By default, shorter slices are not tried, because they
+use a GPU less efficiently, which estimated layer times do not take into account."""
 _MOST_ITEMS = 8192
 """Maximum number of documents, and of slices, in a step that the planner packs and simulates.
 """

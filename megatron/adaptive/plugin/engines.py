@@ -1,4 +1,4 @@
-"""Manages the engines of a process (one for each model), and the settings of single models.
+"""Manages the engines of a process, one for each model, and the settings of individual models.
 
 A program may train several models, for example an actor and a critic. Each model has its own
 engine, channels, schedule and trace, so steps of different models may run in any order. A model is
@@ -60,7 +60,7 @@ class Engines:
 
     @property
     def has_shared_settings(self) -> bool:
-        """Returns whether a model without separate settings has already run a step."""
+        """Returns whether a model without settings of its own has already run a step."""
         return any(self._settings_of(engine.modules) is None for engine in self._engines)
 
     @property
@@ -69,7 +69,7 @@ class Engines:
         return any(engine.left_open for engine in self._engines)
 
     def give(self, model: Model, settings: Settings) -> None:
-        """Stores ``settings`` as the separate settings of ``model``.
+        """Stores ``settings``, which apply only to ``model``.
 
         Raises:
             ConfigError: The model already has different settings or has already run a step, or
@@ -99,17 +99,17 @@ class Engines:
         self._own.append(_OwnSettings(chunks=chunks, settings=settings))
 
     def settings_of(self, model: Model) -> Settings | None:
-        """Returns the settings of ``model``, or ``None`` if the model has no separate settings."""
+        """Returns the settings that apply only to ``model``, or ``None`` if there are none."""
         return self._settings_of(_bare(model)) if self._own else None
 
     def engine_of(
         self, model: Model, shared: Settings, traced: Callable[..., Any] | None
     ) -> Engine:
-        """Returns the engine of ``model``, and creates the engine in the first step of the model.
+        """Returns the engine of ``model``, which is created in the first step of the model.
 
         Args:
             model: Chunks of the model, as the caller passes them to the schedule.
-            shared: Settings of all models that have no separate settings.
+            shared: Settings of all models without settings of their own.
             traced: Step function of megatron-core that the engine runs and traces, or ``None`` if
                 the executor runs the steps.
         """
@@ -180,7 +180,7 @@ def _name(chunks: Sequence[torch.nn.Module]) -> str:
 
 
 def _change(entry: _OwnSettings, settings: Settings) -> str:
-    """Describes the first setting that differs between ``entry`` and ``settings``, for an error."""
+    """Describes the first difference between ``entry`` and ``settings``, for an error message."""
     for field in dataclasses.fields(settings):
         before, after = getattr(entry.settings, field.name), getattr(settings, field.name)
         if before != after:

@@ -48,8 +48,8 @@ class Seam:
         original: Function ``get_forward_backward_func`` of megatron-core.
         engines: Engines that run the steps, one for each model.
         placed: Replacement for megatron-core's functions that return the position of a stage.
-        first_weights: Object that replaces constructors, so that initial weights are drawn by layer
-            if the setting ``first_weights`` is ``by-layer``.
+        first_weights: Object that replaces constructors, so that initial weights are drawn
+            separately for each layer if the setting ``first_weights`` is ``by-layer``.
     """
 
     original: StepFunction
@@ -69,7 +69,7 @@ class Seam:
         self._in_force = True
 
     def change(self, settings: Settings) -> None:
-        """Changes the settings of all models that have no separate settings.
+        """Changes the settings of all models without settings of their own.
 
         Raises:
             ConfigError: The settings have changed, but a step has already run with the previous
@@ -157,7 +157,7 @@ class Seam:
         return self._settings.overridden(megatron_arguments())
 
     def _settings_of_model(self) -> Settings:
-        """Returns the settings of models without separate settings, after applying flags.
+        """Returns the settings of models without settings of their own, after applying flags.
 
         The result is cached for each set of parsed arguments.
         """
@@ -226,7 +226,7 @@ def put(settings: Settings, model: Model | None = None) -> None:
     Args:
         settings: Settings of the plugin.
         model: Chunks of the model if the settings apply to one model only, or ``None`` for all
-            models without separate settings.
+            models without settings of their own.
 
     Raises:
         ConfigError: Steps have already run with different settings, or the model already has

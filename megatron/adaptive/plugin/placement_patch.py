@@ -133,8 +133,8 @@ class Placed:
     def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Creates megatron-core's process groups by calling ``original``.
 
-        If the placement is V-shaped, the embedding groups contain the rank that now has the first
-        stage instead of the first rank.
+        In a V-shaped placement, the embedding groups contain the last rank, which has the first
+        stage, in place of the first rank.
         """
         renew_program()  # The program has imported all of its modules by now.
         if self.is_v:
@@ -257,7 +257,7 @@ def exchange(owner: Any, name: str, old: Any, new: Any) -> None:
 
 
 def kind_of(config: Any) -> PlacementKind:
-    """Returns the kind of placement of a model with the configuration ``config``."""
+    """Returns the placement kind of a model with the configuration ``config``."""
     layout = getattr(config, "pipeline_model_parallel_layout", None)
     return layout.placement.kind if isinstance(layout, PlacedLayout) else "loop"
 
@@ -284,8 +284,8 @@ def _first_moved(choose: Callable[..., list[int]], pp_ranks: list[int], *rest: A
 def _check_groups_of_loop() -> None:
     """Raises an error if megatron-core's process groups were created for a V.
 
-    These embedding groups do not contain the first rank, so the copies of a tied embedding would
-    diverge.
+    The embedding groups of a V do not contain the first rank, so the copies of a tied embedding
+    would diverge.
     """
     group = parallel_state.get_pipeline_model_parallel_group(check_initialized=False)
     if group is not None and group in _GROUPS_OF_V:

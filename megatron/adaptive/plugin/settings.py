@@ -33,7 +33,7 @@ OF_PROCESS = {
     "hang_after_s": "all models share one hang detector",
     "on_hang": "all models share one hang detector",
 }
-"""Maps each setting that must be the same for all models of a process to the reason."""
+"""Reasons why some settings must be the same for all models of a process, keyed by setting."""
 
 
 OF_MEGATRON = ("profile_ranks", "profile_step_start", "profile_step_end")
@@ -249,7 +249,7 @@ class Settings:
 
     @property
     def splits(self) -> bool | None:
-        """Returns whether weight gradients are separate actions, or ``None`` if not decided yet."""
+        """Returns whether weight gradients are separate actions, or ``None`` if undecided."""
         splits = schedule_spec(self.schedule).splits_backward
         if self.split_backward is None and splits == "by default":
             return None
@@ -259,7 +259,7 @@ class Settings:
         """Returns a copy of these settings, with the process-wide settings taken from ``shared``.
 
         Args:
-            shared: Settings of all models that have no separate settings.
+            shared: Settings of all models without settings of their own.
 
         Raises:
             ConfigError: A setting contradicts a setting of the process.

@@ -92,7 +92,7 @@ class Watch:
             )
 
     def look_at(self, evidence: Callable[[], Mapping[str, Any]]) -> None:
-        """Monitors the model that is running now until this method is called for another model.
+        """Makes the hang detector watch one model until this method is called for another model.
 
         ``evidence`` is a function that returns what this rank is doing in the model.
         """
@@ -158,7 +158,7 @@ class Engine:
         self._tuner: Tuner | None = None
         self._trace: StepTrace | None = None
         self._iteration = 0
-        # Number of microbatches in the training step that has not ended yet, or ``None``.
+        # Number of microbatches in the current training step, or None between steps.
         self._step: int | None = None
         # Times of the last training step, and its number of microbatches, or ``None``.
         self._done: tuple[RankTimes, int] | None = None
@@ -221,7 +221,7 @@ class Engine:
             self._runs = False
 
     def _begin_training_step(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Counts the step, and adds seeding of dropout and tracing of reads to ``arguments``."""
+        """Counts the step, and wraps ``arguments`` to seed dropout and to trace data reads."""
         current = getattr(megatron_arguments(), "curr_iteration", None)
         # Use Megatron-LM's iteration if there is one, because Megatron-LM may repeat a step to
         # check that the results are the same.
@@ -500,8 +500,9 @@ class Engine:
             places=self._job.places,
             payload_shape=self._payload_shape(config, arguments),
             payload_dtype=torch.float32 if dtype is None else dtype,
-            # A caller may change the shape in any step, even on a single replica. Ranks could not
-            # agree to reconnect in such a step, so the channels accept all shapes from the start.
+            # A caller may change the shape of tensors in any step, even on a single replica. Ranks
+            # could not agree to reconnect in such a step, so the channels accept all shapes from
+            # the start.
             payload_varies=True,
             timeout_s=self._settings.timeout_s,
             tracing=None if self._trace is None else self._trace.tracing,

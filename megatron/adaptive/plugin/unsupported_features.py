@@ -44,7 +44,7 @@ _SEVERAL_INPUTS = {
     "add_encoder": "an encoder with a decoder",
     "modality_submodules": "a model of several modalities",
 }
-"""Kind of model for each attribute that only models with several inputs have."""
+"""Kinds of models with several inputs, keyed by an attribute that only such models have."""
 
 
 def check_call(arguments: Mapping[str, Any]) -> None:
