@@ -119,8 +119,7 @@ class SearchShape:
         choice: Settings that all stages share.
         bound_s: Lower bound of the step time in seconds, known before the shape is searched.
         least_s: Lower bound of the step time in seconds, known after :meth:`Searcher.visit` ran.
-        least_value: Lower bound of the objective (step time or price), known after the first pass
-            over all shapes.
+        least_value: Lower bound of the objective (time or price), known after the first pass.
         partial: Whether :meth:`Searcher.visit` skipped some orders of nodes.
     """
 
@@ -228,8 +227,7 @@ class Searcher:
         self._least_price = min(group.type.price_per_hour for group in inputs.cluster.groups)
         self._islands = any(group.type.islands for group in inputs.cluster.groups)
         self._exact = self.options.schedules == ("1f1b",)
-        # Other schedules have less idle time than 1F1B. Estimates assume a third of 1F1B's idle
-        # time.
+        # Other schedules idle less than 1F1B. Estimates assume a third of its idle time.
         self._idle = 1.0 if self._exact else 1 / 3
         self._slack = 1.0 if self._exact else _FORWARD_BACK
         self._whole_backward = set(self.options.schedules) <= set(_WHOLE_BACKWARD)
@@ -678,8 +676,7 @@ class Searcher:
                 # fast links). This may be wrong, so time the plan again.
                 seconds = predict(plan, self.inputs).seconds
             elif len(plan.nodes) > 1:
-                # The kernel assumes a separate link for every pair of stages, but pairs may share a
-                # link.
+                # The kernel assumes a link for each pair of stages, but pairs may share a link.
                 seconds = max(seconds, StageSums.of(plan, self.inputs, OURS).busy_link.seconds)
             if seconds > ordered_s:
                 # Another pipeline with the same nodes may now be faster than this one.
