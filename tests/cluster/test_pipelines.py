@@ -244,8 +244,14 @@ def test_what_is_the_trainers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="pass the folder of its checkpoints"):
         main([str(SCRIPT)])
     for arguments, text in (
-        (["--plan-with", "x.yaml"], "--plan-with: pipeline_script.py trains a Pipeline, "),
-        (["--unequal"], "--unequal: pipeline_script.py trains a Pipeline, "),
+        (
+            ["--plan-with", "x.yaml"],
+            "--plan-with: pipeline_script.py counts as a script that trains a Pipeline, ",
+        ),
+        (
+            ["--unequal"],
+            "--unequal: pipeline_script.py counts as a script that trains a Pipeline, ",
+        ),
     ):
         with pytest.raises(ConfigError, match=text):
             main([*arguments, "--checkpoint", str(tmp_path), str(SCRIPT)])

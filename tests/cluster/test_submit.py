@@ -73,5 +73,5 @@ def test_without_slurm(conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_slurm_must_be_told_how_many(conf: Path) -> None:
     conf.write_text("MODEL=tiny\nNNODES=2\n")
-    with pytest.raises(ConfigError, match="NPROC_PER_NODE is not set"):
+    with pytest.raises(ConfigError, match="require NPROC_PER_NODE"):
         submit.main([str(conf), "--dry-run"])

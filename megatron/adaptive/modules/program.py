@@ -163,8 +163,7 @@ class _Part:
     Attributes:
         steps: Calls in execution order.
         segment: Index of the segment to which the calls belong.
-        recomputed: Object that recomputes the calls in the backward pass; ``None`` if they are not
-            recomputed.
+        recomputed: Object that recomputes the calls in the backward pass; ``None`` if nothing does.
     """
 
     steps: Sequence[_Step]
@@ -180,8 +179,7 @@ class StageProgram:
         plan: Calls of this stage, and the tensors that it receives and sends.
         held: Parameters and buffers of this rank, keyed by name, including all that the stage uses.
         device: Device on which the stage runs.
-        recomputed: Ranges of calls on the tape to recompute in the backward pass, in ascending
-            order.
+        recomputed: Ascending ranges of calls on the tape to recompute in the backward pass.
 
     Attributes:
         plan: Calls of this stage, and the tensors that it receives and sends.
@@ -285,8 +283,7 @@ class StageProgram:
     def _results(self) -> dict[int, tuple[int, ...]]:
         """Returns the tensors that each segment computes for later segments or stages.
 
-        The keys are indices of segments, and the values are indices of tensors on the tape. Only
-        tensors that require a gradient are included.
+        The result maps segments to tape indices of the tensors that require a gradient.
         """
         tape = self._tape
         made_in: dict[int, int] = {}
@@ -351,8 +348,7 @@ class StageProgram:
 
         Args:
             inputs: Tensors of the microbatch, keyed by the name of the batch entry.
-            received: Tensors from the previous stage. They are leaves of this stage's autograd
-                graph.
+            received: Tensors from the previous stage, as leaves of this stage's autograd graph.
             random: Function that seeds the random generator before a call that draws random
                 numbers. Its argument is the index of the call.
             store: Queue of deferred weight-gradient work; ``None`` if the backward pass is not
@@ -393,10 +389,7 @@ class StageProgram:
         store: WeightGradientStore | None,
         env: dict[int, torch.Tensor],
     ) -> None:
-        """Runs the calls ``steps`` on the tensors in ``env``, which are keyed by index.
-
-        :meth:`forward` describes the other arguments.
-        """
+        """Runs the calls ``steps`` on the tensors in ``env``. See :meth:`forward` for the rest."""
         calls = self._tape.calls
         ambient = self._tape.autocast
         for step in steps:
