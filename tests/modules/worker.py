@@ -541,7 +541,7 @@ def wrong_settings_are_named_on_every_rank() -> None:
         ({"partition": "1-1-1"}, ["1-1-1", "9 segments", "4 stages"]),
         ({"weights": [1.0]}, ["weights must have", "9 segments", "got 1"]),
         ({"schedule": "best"}, ["'best'", "1f1b"]),
-        ({"schedule": "1f1b", "chunks": 2}, ["schedule 1f1b, got 2"]),
+        ({"schedule": "1f1b", "chunks": 2}, ["schedule 1f1b requires chunks=1", "got 2"]),
         ({"mixed_precision": "fp8"}, ["'fp8'", "bf16"]),
         ({"schedule": "1f1b", "split_backward": True}, ["split_backward=True", "1f1b"]),
     ):
@@ -629,7 +629,7 @@ def what_cannot_be_planned_is_named_on_every_rank() -> None:
         ({"batch_size": 0}, ["batch_size must be", "at least 1, got 0"]),
         (
             {"batch_size": 6, "pipeline_size": 1},
-            ["6 samples", "4 processes", "pipeline_size 1", "multiple of 4"],
+            ["batch_size 6", "4 processes", "pipeline_size 1", "multiple of 4"],
         ),
         ({"pipeline_size": 3}, ["multiple of pipeline_size 3", "got 4"]),
         ({"schedule": "best"}, ["'best'", "1f1b"]),

@@ -23,15 +23,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from megatron.adaptive.accelerator import CpuClock, CudaClock
 from megatron.adaptive.engine.agreement import Agreement
+from megatron.adaptive.engine.closed_channels import Need, closed_channel_error, closed_peers
 from megatron.adaptive.engine.lanes import Lanes
 from megatron.adaptive.engine.step_log import ActionInput, LaunchedAction, StepLog
-from megatron.adaptive.errors import DeadlineError, PeerLostError, ScheduleError, TransportError
+from megatron.adaptive.errors import DeadlineError, ScheduleError, TransportError
 from megatron.adaptive.schedule.action import (
     NUMBER,
     Action,
@@ -68,26 +69,6 @@ _NO_INPUT = ActionInput()
 _OBSERVED = contextlib.nullcontext()
 # Looking up a cached ``Action`` is faster than creating a new one.
 _input_of = functools.lru_cache(maxsize=1 << 16)(Action)
-
-
-class _Need(NamedTuple):
-    """Message from another rank without which an action cannot start.
-
-    Attributes:
-        waiting: Action that cannot start.
-        sender: Global rank that must send the message.
-        action: Action for which the message is the input. It differs from ``waiting`` if the rank
-            waits until another stage has acknowledged an output.
-        chunk: Chunk of ``sender`` that computes the message.
-        item: Index of the microbatch on ``sender``, or of the slice if sequences are cut into
-            slices.
-    """
-
-    waiting: Action
-    sender: int
-    action: Action
-    chunk: int
-    item: int
 
 
 class Stages(Protocol):
@@ -368,7 +349,7 @@ class Executor:
             needs.append([need.sender, kind, need.chunk, turn, item_label(need.item, slices)])
         return {**fields, "step": step, "finished": finished, "needs": needs}
 
-    def _needs(self, state: RankState) -> Iterator[_Need]:
+    def _needs(self, state: RankState) -> Iterator[Need]:
         """Yields the messages from other ranks that the rank's next actions wait for."""
         for waiting in state.lacking():
             action = waiting
@@ -384,7 +365,7 @@ class Executor:
             if source is None or source[0] == self._pp_rank:
                 continue
             sender, item = self._route(source[0], action.microbatch)
-            yield _Need(waiting, sender, action, source[1], item)
+            yield Need(waiting, sender, action, source[1], item)
 
     def run(self, stages: Stages, policy: Policy, state: RankState) -> None:
         """Runs every action of a step exactly once, in the order that ``policy`` chooses.
@@ -625,10 +606,21 @@ class Executor:
         if rank == self._pp_rank:
             state.arrive(ActionKind.B, chunk, action.microbatch)
             return
-        assert self._transport is not None
         peer, microbatch = self._route(rank, action.microbatch)
         label = Label(self._step, _input_of(ActionKind.B, chunk, microbatch), state.num_slices)
-        self._transport.send(peer, label, received.new_zeros(1, dtype=torch.uint8))
+        self._send(peer, label, received.new_zeros(1, dtype=torch.uint8))
+
+    def _send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
+        """Sends ``tensor`` with ``label`` to global rank ``peer``."""
+        assert self._transport is not None
+        try:
+            self._transport.send(peer, label, tensor)
+        except TransportError as error:
+            if not closed_peers(self._transport, [peer]):
+                raise
+            problem = f"cannot send {label.name} of step {self._step}"
+            problem = f"rank {self._pp_rank} of the pipeline {problem} to rank {peer}"
+            raise closed_channel_error(problem, [peer]) from error
 
     def _hand(
         self, action: Action, tensor: torch.Tensor | None, state: RankState
@@ -656,14 +648,13 @@ class Executor:
             self._inputs[_input_of(kind, chunk, action.microbatch)] = ActionInput(tensor.detach())
             state.arrive(kind, chunk, action.microbatch)
             return 0, None
-        assert self._transport is not None
         peer, microbatch = self._route(rank, action.microbatch)
         receiving = _input_of(kind, chunk, microbatch)
         log = self._log
         nbytes = tensor.nbytes
         computed = self._clock.mark()
         start_ns = 0 if log is None else log.now_ns()
-        self._transport.send(peer, Label(self._step, receiving, state.num_slices), tensor)
+        self._send(peer, Label(self._step, receiving, state.num_slices), tensor)
         if log is not None:
             log.sent(receiving, peer, nbytes, start_ns)
         return nbytes, computed
@@ -700,23 +691,20 @@ class Executor:
         Raises:
             PeerLostError: A rank that must still send an input of this step has closed its channel.
         """
-        leavers: list[str] = []
+        closed: list[int] = []
         while True:
             until_s = min(deadline_s, time.monotonic() + _CHECK_S)
             item = transport.completions.wait(until_s)
             if item is not None or until_s == deadline_s:
                 return item
             # A message that was sent before the channel was closed may be in memory, but not yet in
-            # the queue. Waiting once more would return it.
-            if leavers:
-                raise PeerLostError(
-                    f"rank {self._pp_rank} of the pipeline waits in step {self._step} for "
-                    f"{state.missing()}, but {' and '.join(leavers)} closed the channel, after "
-                    "fewer steps or because of an error; run the same number of steps on all ranks"
+            # the queue. Another wait would return it.
+            if closed:
+                problem = f"waits in step {self._step} for {state.missing()}"
+                raise closed_channel_error(
+                    f"rank {self._pp_rank} of the pipeline {problem}", closed
                 )
-            links = transport.describe_links()
-            senders = sorted({need.sender for need in self._needs(state)})
-            leavers = [f"rank {peer}" for peer in senders if links[peer].get("peer_closed")]
+            closed = closed_peers(transport, [need.sender for need in self._needs(state)])
 
     def _accept(self, item: Item, state: RankState, *, is_awaited: bool = False) -> None:
         step = item.label.step
