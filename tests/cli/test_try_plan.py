@@ -178,7 +178,7 @@ def test_measurements_of_another_device_are_left_out_by_name(
     ("changes", "more", "message"),
     [
         ({}, ["--rank", "2"], r"--rank must be from 0 to 1, got 2; .* has 2 ranks"),
-        ({}, ["--world-size", "4"], r"--world-size must be 2 for .*, got 4"),
+        ({}, ["--world-size", "4"], r"--world-size must be 2, .*, got 4"),
         ({"placement": [{"nodes": 2, "processes_per_node": 2}]}, [], "placement has 4 processes"),
         ({"degrees": {"pipeline": 2}}, [], "degrees.data is missing"),
         ({"stages": [{"tensor": [1, 1]}, {"tensor": [1]}]}, [], "equal data-parallel sizes"),

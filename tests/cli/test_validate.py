@@ -87,7 +87,7 @@ def test_the_next_plan_knows_what_a_run_took(
     files[1] = other
     options = ["--from-run", str(runs / "quick" / "traces"), *files, "--output", profile]
     assert run_cli(profile_main, options) == 2
-    assert "but other has" in capsys.readouterr().err
+    assert "but the embedding of other has" in capsys.readouterr().err
 
 
 def test_one_run_is_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

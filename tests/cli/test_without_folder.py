@@ -75,7 +75,7 @@ def test_without_a_run_one_line_says_where_it_was_searched(
 ) -> None:
     status, output, errors = run(line, capsys)
     assert (status, output, errors.count("\n")) == (2, "", 1)
-    assert errors.startswith(("error: no ", "error: there is no "))
+    assert errors.startswith(("error: no ", "error: there is no ", "error: found no "))
     assert str(Path("logs").resolve()) in errors
     assert "folder" in errors
 
