@@ -244,7 +244,7 @@ def test_order_placement_and_layers_are_chosen_together() -> None:
     assert sum(decision.partition) == 16
     best = seconds(present, decision.move, decision.partition)
     assert best < 0.97 * seconds(present, decision.stay, None)
-    assert "in a v of 2-2-2-2-2-2-2-2 layers at best" in decision.text
+    assert "with the v of 2-2-2-2-2-2-2-2 layers, a step takes" in decision.text
     in_turn = propose(present, step_of(present, "zb-v"), 0.03)
     assert in_turn is not None
     assert best <= in_turn.step_s
@@ -277,7 +277,7 @@ def test_a_v_with_heavy_ends_becomes_a_loop() -> None:
     assert (decision.move.placement.kind, decision.stay.placement.kind) == ("loop", "v")
     assert seconds(present, decision.move, None) < 0.7 * seconds(present, decision.stay, None)
     assert "(loop, 2 chunks" in decision.text
-    assert "in a v at best" in decision.text
+    assert "with the v, a step takes" in decision.text
 
 
 def test_a_v_with_a_slow_rank_stays() -> None:
