@@ -54,7 +54,7 @@ def test_under_jitter_a_rule_with_split_backwards_wins() -> None:
     assert choice.best.name in ("adaptive", "hinted")
     assert choice.best.weight_pieces > 0
     assert "best fixed order dualpipe-v" in choice.reason
-    assert "spread of an action 0.40" in choice.reason
+    assert "spread of action times 0.40" in choice.reason
 
 
 def test_lengths_are_part_of_the_choice() -> None:

@@ -142,7 +142,7 @@ def test_begun_microbatches_keep_the_memory_of_their_later_slices() -> None:
 def test_a_cap_below_one_microbatch_names_the_least(
     sizes: Sequence[float] | None, least: str
 ) -> None:
-    message = rf"cap must be at least {re.escape(least)} \(one microbatch.* got 0.75"
+    message = rf"cap must be at least {re.escape(least)} \(the largest microbatch.* got 0.75"
     with pytest.raises(ScheduleError, match=message):
         RankState(placement=V, rank=0, num_microbatches=3, num_slices=2, cap=0.75, sizes=sizes)
 
