@@ -100,7 +100,9 @@ def test_figures_are_those_of_whole_microbatches(tmp_path: Path) -> None:
 def test_what_slices_would_save_is_what_they_save(chunks: int, tmp_path: Path) -> None:
     shape = {"num_chunks": chunks, "weight_pieces": 2 * (chunks - 1), "latency_s": 1e-5}
     whole = what_if(sliced(tmp_path / "whole", 1, **shape))
-    (repair,) = (r for r in whole.repairs if r.description.startswith("sequences in 8 slices"))
+    (repair,) = (
+        r for r in whole.repairs if r.description.startswith("sequences cut into 8 slices")
+    )
     assert repair.flag == "--sequence-slices 8"
     cut = what_if(sliced(tmp_path / "cut", 8, **shape))
     assert repair.step_s == pytest.approx(cut.recorded_s.mean(), rel=0.02)
