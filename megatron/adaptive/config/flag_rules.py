@@ -41,10 +41,7 @@ _OF_TRACES = "trace_otlp needs trace_dir\n"
 
 @functools.cache
 def order_rules(schedule: str) -> str:
-    """Returns a table with the rules about pipeline schedules, as text.
-
-    The table applies both to this package's trainer and to a user's Megatron-LM that runs with this
-    package's pipeline engine.
+    """Returns the text table of rules about schedules, for the trainer and the plug-in.
 
     Args:
         schedule: Value of ``--pipeline-schedule``, which may name a user's schedule.
@@ -83,8 +80,7 @@ auto_candidates needs pipeline_schedule=auto
 keyed_dropout excludes pipeline_schedule=megatron | megatron-core runs the forward passes
 pipeline_schedule={names(lambda spec: spec.recomputes)} needs recompute_granularity=full
     | it keeps the inputs of many microbatches and repeats their forward passes
-sequence_slices=0 needs pipeline_schedule=auto
-    | auto measures steps to choose the number of slices
+sequence_slices=0 needs pipeline_schedule=auto | auto measures steps to choose a number of slices
 sequence_slices needs pipeline_schedule={
         names(
             lambda spec: (
@@ -97,8 +93,7 @@ slice_tokens=0 needs pipeline_schedule=auto | auto measures steps to choose the 
 pipeline_schedule=auto+slice_tokens needs variable_seq_lengths
     | sequences of equal length use --sequence-slices instead
 pipeline_schedule=seq-1f1b+slice_tokens excludes repartition | ranks hold unequal numbers of slices
-pipeline_schedule=auto+slice_tokens excludes repartition
-    | layers must not move while auto measures them
+pipeline_schedule=auto+slice_tokens excludes repartition | auto measures layers that must not move
 slice_tokens needs pipeline_schedule={
         names(
             lambda spec: spec.orders_slices or (spec.kind in ("rule", "auto") and not spec.is_own)

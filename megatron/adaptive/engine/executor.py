@@ -29,9 +29,8 @@ import torch
 
 from megatron.adaptive.accelerator import CpuClock, CudaClock
 from megatron.adaptive.engine.agreement import Agreement
-from megatron.adaptive.engine.closed_channels import Need, closed_channel_error, closed_peers
 from megatron.adaptive.engine.lanes import Lanes
-from megatron.adaptive.engine.step_log import ActionInput, LaunchedAction, StepLog
+from megatron.adaptive.engine.step_log import ActionInput, AwaitedInput, LaunchedAction, StepLog
 from megatron.adaptive.errors import DeadlineError, ScheduleError, TransportError
 from megatron.adaptive.schedule.action import (
     NUMBER,
@@ -46,7 +45,14 @@ from megatron.adaptive.schedule.policy import Follow, Policy, actions_of
 from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.trace.recorder import Recorder
-from megatron.adaptive.transport.interface import Arrival, Item, Label, Transport
+from megatron.adaptive.transport.interface import (
+    Arrival,
+    Item,
+    Label,
+    Transport,
+    closed_channel_error,
+    closed_peers,
+)
 
 _LAUNCH_AHEAD = 1
 """Minimum number of launched but unfinished actions when a run-time rule chooses an action.
@@ -349,7 +355,7 @@ class Executor:
             needs.append([need.sender, kind, need.chunk, turn, item_label(need.item, slices)])
         return {**fields, "step": step, "finished": finished, "needs": needs}
 
-    def _needs(self, state: RankState) -> Iterator[Need]:
+    def _needs(self, state: RankState) -> Iterator[AwaitedInput]:
         """Yields the messages from other ranks that the rank's next actions wait for."""
         for waiting in state.lacking():
             action = waiting
@@ -365,7 +371,7 @@ class Executor:
             if source is None or source[0] == self._pp_rank:
                 continue
             sender, item = self._route(source[0], action.microbatch)
-            yield Need(waiting, sender, action, source[1], item)
+            yield AwaitedInput(waiting, sender, action, source[1], item)
 
     def run(self, stages: Stages, policy: Policy, state: RankState) -> None:
         """Runs every action of a step exactly once, in the order that ``policy`` chooses.

@@ -45,6 +45,26 @@ class ActionInput(NamedTuple):
     is_exact: bool = True
 
 
+class AwaitedInput(NamedTuple):
+    """Message from another rank without which an action cannot start.
+
+    Attributes:
+        waiting: Action that cannot start.
+        sender: Global rank that must send the message.
+        action: Action for which the message is the input. It differs from ``waiting`` if the rank
+            waits until another stage has acknowledged an output.
+        chunk: Chunk of ``sender`` that computes the message.
+        item: Index of the microbatch on ``sender``, or of the slice if sequences are cut into
+            slices.
+    """
+
+    waiting: Action
+    sender: int
+    action: Action
+    chunk: int
+    item: int
+
+
 class LaunchedAction(NamedTuple):
     """Action that has run on the CPU, or was launched on a device.
 

@@ -28,13 +28,13 @@ from __future__ import annotations
 import math
 import queue
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-from megatron.adaptive.errors import TransportError
+from megatron.adaptive.errors import PeerLostError, TransportError
 from megatron.adaptive.schedule.action import Action, ActionKind, SliceCounts
 
 
@@ -124,6 +124,31 @@ class Transport(Protocol):
 
         Safe to call more than once.
         """
+
+
+def closed_peers(transport: Transport, peers: Iterable[int]) -> list[int]:
+    """Returns the ranks in ``peers`` that have closed their channel to this rank, sorted.
+
+    Args:
+        transport: Transport with the channels of this rank.
+        peers: Global ranks to check.
+    """
+    links = transport.describe_links()
+    return sorted(peer for peer in set(peers) if links.get(peer, {}).get("peer_closed"))
+
+
+def closed_channel_error(problem: str, peers: Iterable[int]) -> PeerLostError:
+    """Returns the error for a step that cannot continue because other ranks closed their channels.
+
+    Args:
+        problem: Clause that names this rank, the step, and the message that cannot be exchanged.
+        peers: Global ranks that have closed their channels.
+    """
+    names = " and ".join(f"rank {peer}" for peer in peers)
+    return PeerLostError(
+        f"{problem}, but {names} closed the channel, after fewer steps or because of an error; run "
+        "the same number of steps on all ranks"
+    )
 
 
 class Arrival:

@@ -211,8 +211,7 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
 
     Args:
         run: Trace of the run.
-        iterations: Numbers of the iterations to read. ``None`` means all except the first, or an
-            evenly spaced sample if there are too many.
+        iterations: Iterations to read. ``None`` reads all but the first, or a sample of them.
 
     Raises:
         TraceError: A file is damaged, or the iterations contain no actions.
@@ -240,10 +239,8 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
         is_message = table.where("send", "receive") & np.isin(table.iteration, shown)
         tables[rank] = table.take(is_message)
     if not np.isfinite(action_ns).any():
-        raise TraceError(
-            f"{run.origin} does not contain F, B or W actions in the examined iterations; choose "
-            "other iterations"
-        )
+        where = "in the examined iterations; choose other iterations"
+        raise TraceError(f"{run.origin} does not contain F, B or W actions {where}")
     headers = [run.ranks[rank].header for rank in ranks]
     pipelines = [(header.dp_rank, header.tp_rank) for header in headers]
     order = sorted(range(len(ranks)), key=pipelines.__getitem__)
