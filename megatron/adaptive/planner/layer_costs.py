@@ -539,7 +539,7 @@ def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _Lay
     shared = tp if sequence_parallel else 1
     whole = times.kept_bytes
     if whole is None or not model.has_experts:
-        # With experts, the measured size already includes the effect of sequence parallelism.
+        # The measured size of a model with experts already includes sequence parallelism.
         whole = kind.kept_bytes(tp) * samples if whole is None else whole
         whole -= kind.replicated_activation_bytes * samples * (1 - 1 / shared)
     if not setup.passes_keys(kind):
