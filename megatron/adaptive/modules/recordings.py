@@ -387,8 +387,8 @@ class BufferUse:
             if len(ranks) > 1:
                 raise ConfigError(
                     f"the forward pass changes buffer {name}, but both ranks {ranks[0]} and "
-                    f"{ranks[1]} of the pipeline use it (in training or evaluation); move the cut "
-                    "point so that only one stage uses it"
+                    f"{ranks[1]} of the pipeline use it (in training, in evaluation, or for other "
+                    "microbatches); move the cut point so that only one stage uses it"
                 )
 
     def _require_constant(self, training: Tape) -> None:
