@@ -191,7 +191,7 @@ def test_missing_names_memory_running_work_and_the_end() -> None:
     state.finish(Action(F, 0, 0))
     assert "memory for F0-1 (holds 1, cap 1)" in state.missing()
     assert "input of B0-0 from rank 1 (stage 1)" in state.missing()
-    assert make_state().missing() == "nothing else (F0-0 is ready)"
+    assert make_state().missing() == "nothing for F0-0, which is ready"
     done = make_state(ranks=1, microbatches=1)
     run(done, Action(F, 0, 0), Action(B, 0, 0))
     assert done.missing() == "nothing, every action is finished"
