@@ -95,7 +95,7 @@ def test_a_cause_of_the_user_is_found_and_costed(diagnose: Diagnose) -> None:
     ("name", "message"),
     [
         ("my_causes:Damaged", "cause damaged: "),
-        ("my_causes:np", "diagnose.Cause with a name, got module"),
+        ("my_causes:np", "diagnose.Cause that sets the attribute name, got module"),
         ("my_causes:none", "has no 'none'"),
         ("nothing", "or an entry point of the group megatron_adaptive.causes, got 'nothing'"),
     ],
