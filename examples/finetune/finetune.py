@@ -83,8 +83,8 @@ def main(argv: Sequence[str]) -> None:
             random.Random(epoch).shuffle(order)
             for start in range(0, len(order), options.batch_size):
                 batch = [samples[index] for index in order[start : start + options.batch_size]]
-                # The loss is the mean over all tokens of the batch that are learned. All processes
-                # of a replica pass the same batch.
+                # The loss is the mean over the tokens that the model learns to predict. All
+                # processes of a replica pass the same batch.
                 batch = pipeline.share(batch)
                 loss, _ = pipeline.step(batch, num_items=num_learned(batch))
                 report("loss", loss)

@@ -325,8 +325,8 @@ class Finder(importlib.abc.MetaPathFinder):
         level: int = 0,
     ) -> Any:
         """Works like ``__import__``, but returns the stand-in of ``name`` if there is one."""
-        # For the statement "import a.b", __import__ must return a, and for "from a.b import c",
-        # a.b.
+        # __import__ must return the module a for the statement "import a.b", and the module a.b for
+        # "from a.b import c".
         returned = name if fromlist else name.partition(".")[0]
         stand_in = None if level else self._modules.get(returned)
         if stand_in is not None and returned not in self._substitutes:

@@ -55,7 +55,7 @@ def test_a_rank_that_runs_fewer_steps_is_named_at_once(
     worker = WORKER.with_name("unequal_steps.py")
     torchrun(worker, [transport, str(short_rank)], world_size=2, log=log, limit_s=120.0)
     (line,) = re.findall(r"named: (.*)", log.read_text())
-    assert re.match(rf"rank {1 - short_rank} of the pipeline .* step 1 ", line), line
+    assert re.match(rf"rank {1 - short_rank} of the pipeline .* in step 1, ", line), line
     assert f"but rank {short_rank} closed the channel" in line
     assert line.endswith("run the same number of steps on all ranks")
 

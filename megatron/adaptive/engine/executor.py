@@ -31,7 +31,7 @@ from megatron.adaptive.accelerator import CpuClock, CudaClock
 from megatron.adaptive.engine.agreement import Agreement
 from megatron.adaptive.engine.lanes import Lanes
 from megatron.adaptive.engine.step_log import ActionInput, AwaitedInput, LaunchedAction, StepLog
-from megatron.adaptive.errors import DeadlineError, ScheduleError, TransportError
+from megatron.adaptive.errors import DeadlineError, PeerLostError, ScheduleError, TransportError
 from megatron.adaptive.schedule.action import (
     NUMBER,
     Action,
@@ -45,14 +45,7 @@ from megatron.adaptive.schedule.policy import Follow, Policy, actions_of
 from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.trace.recorder import Recorder
-from megatron.adaptive.transport.interface import (
-    Arrival,
-    Item,
-    Label,
-    Transport,
-    closed_channel_error,
-    closed_peers,
-)
+from megatron.adaptive.transport.interface import Arrival, Item, Label, Transport, closed_peers
 
 _LAUNCH_AHEAD = 1
 """Minimum number of launched but unfinished actions when a run-time rule chooses an action.
@@ -624,9 +617,18 @@ class Executor:
         except TransportError as error:
             if not closed_peers(self._transport, [peer]):
                 raise
-            problem = f"cannot send {label.name} of step {self._step}"
-            problem = f"rank {self._pp_rank} of the pipeline {problem} to rank {peer}"
-            raise closed_channel_error(problem, [peer]) from error
+            raise self._closed(f"cannot send {label.name} to rank {peer}", [peer]) from error
+
+    def _closed(self, problem: str, peers: Sequence[int]) -> PeerLostError:
+        """Returns the error for a step in which ``peers`` have closed their channels too early.
+
+        ``problem`` is a clause that says what this rank cannot do.
+        """
+        return PeerLostError(
+            f"rank {self._pp_rank} of the pipeline {problem} in step {self._step}, but "
+            f"{' and '.join(f'rank {peer}' for peer in peers)} closed the channel, after fewer "
+            "steps or because of an error; run the same number of steps on all ranks"
+        )
 
     def _hand(
         self, action: Action, tensor: torch.Tensor | None, state: RankState
@@ -706,10 +708,7 @@ class Executor:
             # A message that was sent before the channel was closed may be in memory, but not yet in
             # the queue. Another wait would return it.
             if closed:
-                problem = f"waits in step {self._step} for {state.missing()}"
-                raise closed_channel_error(
-                    f"rank {self._pp_rank} of the pipeline {problem}", closed
-                )
+                raise self._closed(f"waits for {state.missing()}", closed)
             closed = closed_peers(transport, [need.sender for need in self._needs(state)])
 
     def _accept(self, item: Item, state: RankState, *, is_awaited: bool = False) -> None:

@@ -288,7 +288,7 @@ def uneven_pieces(
 
 
 class WeightGradientStore:
-    """Keeps the tensors for a chunk's deferred weight gradients, and computes the gradients later.
+    """Keeps what a chunk's deferred weight gradients need, and computes these gradients later.
 
     Layers read :attr:`active` in their forward pass, and only defer weight gradients if it is true.
     A store must not be used by several threads at the same time. Autograd's device threads count as

@@ -219,7 +219,7 @@ class RankTrace:
     def clock_jumps(self) -> tuple[int, ...]:
         """Returns the iterations before which the rank's clock was set back.
 
-        Such an iteration starts earlier than the previous iteration in the file.
+        Such an iteration has an earlier start time than the iteration before it in the file.
         """
         markers = [block.marker for block in self.index.blocks]
         return tuple(

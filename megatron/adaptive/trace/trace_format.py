@@ -156,7 +156,7 @@ COLUMNS = (
     "of",
     "reason",
 )
-"""Names of the numbers in the line of a span, in the same order as in the line."""
+"""Names of the fields in a span's line, in the order in which the line contains them."""
 
 PLACEMENTS = ("loop", "v")
 """Ways to assign stages to ranks: round-robin (``loop``), or down the ranks and back up (``v``)."""

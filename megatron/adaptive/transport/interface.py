@@ -34,7 +34,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron.adaptive.errors import PeerLostError, TransportError
+from megatron.adaptive.errors import TransportError
 from megatron.adaptive.schedule.action import Action, ActionKind, SliceCounts
 
 
@@ -135,20 +135,6 @@ def closed_peers(transport: Transport, peers: Iterable[int]) -> list[int]:
     """
     links = transport.describe_links()
     return sorted(peer for peer in set(peers) if links.get(peer, {}).get("peer_closed"))
-
-
-def closed_channel_error(problem: str, peers: Iterable[int]) -> PeerLostError:
-    """Returns the error for a step that cannot continue because other ranks closed their channels.
-
-    Args:
-        problem: Clause that names this rank, the step, and the message that cannot be exchanged.
-        peers: Global ranks that have closed their channels.
-    """
-    names = " and ".join(f"rank {peer}" for peer in peers)
-    return PeerLostError(
-        f"{problem}, but {names} closed the channel, after fewer steps or because of an error; run "
-        "the same number of steps on all ranks"
-    )
 
 
 class Arrival:
