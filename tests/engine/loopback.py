@@ -63,6 +63,12 @@ class Loopback:
         if peer in self._network:
             self._network[peer].put(arrival(label, self._me, tensor.detach().clone()))
 
+    def reserve(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def describe_links(self) -> dict[int, dict[str, Any]]:
+        return {peer: {"kind": self.name} for peer in self._network if peer != self._me}
+
     def flush(self, timeout_s: float) -> None:
         pass
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron.adaptive.accelerator import CpuClock
+from megatron.adaptive.engine import executor as executor_module
 from megatron.adaptive.engine.agreement import Agreement
 from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.errors import DeadlineError, PeerLostError, ScheduleError, TransportError
@@ -204,6 +205,24 @@ def test_deadline_names_what_is_missing() -> None:
     assert "input of F0-1 from rank 0 (stage 0)" in text
     assert "--pipeline-timeout-s" in text
     assert len(text.splitlines()) == 1
+
+
+def test_an_input_may_arrive_after_checks_of_the_channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A waiting rank looks at regular intervals whether the sender has closed its channel.
+    monkeypatch.setattr(executor_module, "_CHECK_S", 0.01)
+    checks = 0
+    pipeline, completions = last_rank()
+
+    def describe_links() -> dict[int, dict[str, Any]]:
+        nonlocal checks
+        checks += 1
+        if checks == 3:
+            completions.put(forward_of(0, 0))
+        return {10: {"kind": "loopback"}}
+
+    monkeypatch.setattr(pipeline.transports[1], "describe_links", describe_links)
+    assert run_last(pipeline, 1).actions == ["F0-0", "B0-0"]
+    assert checks >= 3
 
 
 def test_a_pick_that_is_not_ready_is_named() -> None:
