@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up the requirements of the tests, and runs the tests. Skips tests with virtual machines, a
 # Slurm cluster or sanitizers. Also skips tests that are marked "long": most tests that take more
-# than about ten seconds, and additional cases of shorter tests. --all runs all of these. Other
+# than about five seconds, and additional cases of shorter tests. --all runs all of these. Other
 # arguments are passed to pytest, for example scripts/test.sh -k schedule. With -m, only pytest
 # selects the tests.
 #

@@ -229,6 +229,7 @@ def test_what_is_there_stays_as_it_is(
     assert checked.returncode == 0, checked.stdout
 
 
+@pytest.mark.long
 def test_a_constraints_file_holds(empty: Environment, index: Path, tmp_path: Path) -> None:
     constraints = tmp_path / "constraints.txt"
     constraints.write_text("\n".join(pins({**CONTAINER, **ABSENT})))
@@ -350,6 +351,7 @@ def write_core(folder: Path, minor: int) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_the_megatron_core_that_is_imported_is_the_one_told(tmp_path: Path) -> None:
     first, second = (write_core(tmp_path / str(minor), minor) for minor in (20, 21))
     assert "megatron-core 0.20.7rc1, " in run_with([first, second], "--version").stdout

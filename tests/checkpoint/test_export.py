@@ -99,6 +99,7 @@ def test_two_ranks_train_as_peft_does(models: Path) -> None:
     compare(models, cases, 2)
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_four_ranks_train_as_peft_does(models: Path) -> None:
     both = f"{_TENSOR} --sequence-parallel {_PIPELINE} adaptive {_V}"

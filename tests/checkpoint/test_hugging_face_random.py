@@ -29,6 +29,7 @@ from .test_hugging_face_weights import GRADIENTS, LOGITS, WORKER
 
 EXAMPLES = int(os.environ.get("HF_EXAMPLES", "0"))
 LIMIT_S = 60.0
+SHORT = ("llama", "gpt2", "mixtral", "qwen3")  # The short suite tests only these families.
 
 
 class Answering:
@@ -142,7 +143,13 @@ def drawn(name: str, ranks: int, draw: random.Random) -> tuple[int, list[str]]:
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("name", tiny_models.FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in SHORT else pytest.mark.long)
+        for name in tiny_models.FAMILIES
+    ],
+)
 def test_random_models_are_those_of_transformers(
     name: str, alone: Answering, four: Answering, eight: Answering, tmp_path: Path
 ) -> None:

@@ -72,6 +72,7 @@ def test_logits_and_gradients_are_those_of_transformers(models: Path) -> None:
     compare(models, [(name, load(name)) for name in tiny_models.FAMILIES], 1)
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_shapes_of_two_ranks_compute_the_same(models: Path, tmp_path: Path) -> None:
     import_hf([str(models / "llama"), "--output", str(models / "imported")])

@@ -86,7 +86,7 @@ def test_a_rank_killed_while_it_writes_leaves_the_former_checkpoint(
     "flags",
     [
         {},
-        {"bf16": None},
+        pytest.param({"bf16": None}, marks=pytest.mark.long),
         # This loss scale is so large that gradients still overflow long after the checkpoint was
         # saved.
         {"fp16": None, "initial_loss_scale": "4294967296"},
@@ -114,7 +114,13 @@ def test_a_resumed_run_goes_on_bit_for_bit(
 
 
 @pytest.mark.parametrize(
-    "flags", [{}, {"bf16": None, "swiglu": None}, {"use_distributed_optimizer": None}], ids=str
+    "flags",
+    [
+        {},
+        pytest.param({"bf16": None, "swiglu": None}, marks=pytest.mark.long),
+        pytest.param({"use_distributed_optimizer": None}, marks=pytest.mark.long),
+    ],
+    ids=str,
 )
 def test_a_checkpoint_of_megatron_lm_is_loaded_where_it_is_trusted(
     make: Make, worker: Any, tmp_path: Path, flags: dict[str, str | None]

@@ -289,7 +289,7 @@ def test_a_closed_standard_error_is_no_traceback(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("2\n0\n", "")
 
 
-@pytest.mark.parametrize("limit", [48, 128])
+@pytest.mark.parametrize("limit", [48, pytest.param(128, marks=pytest.mark.long)])
 def test_too_few_files_are_said_before_ranks_start(limit: int, tmp_path: Path) -> None:
     arguments = f"-m megatron.adaptive job launch --standalone --nproc-per-node 2 {TRAINER} {SMALL}"
     command = f"ulimit -n {limit}; exec {sys.executable} {arguments}"

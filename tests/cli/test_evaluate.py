@@ -122,7 +122,7 @@ def test_figures_are_those_of_transformers(
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("more", [[], ["--lora-rank", "4"]])
+@pytest.mark.parametrize("more", [pytest.param([], marks=pytest.mark.long), ["--lora-rank", "4"]])
 def test_checkpoints_of_a_run_from_a_folder_say_their_model(
     folder: Path, tmp_path: Path, more: list[str]
 ) -> None:

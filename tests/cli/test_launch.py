@@ -114,6 +114,7 @@ def test_options_are_checked_for_the_world_size(
     assert not list(tmp_path.glob("started.*"))
 
 
+@pytest.mark.long
 def test_a_silent_program_at_the_address_of_node_0_is_named_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

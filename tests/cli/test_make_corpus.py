@@ -8,12 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from megatron.adaptive.data.indexed import check_indexed, check_vocabulary_fits
 from megatron.adaptive.data.tokenizer import GPT2BPETokenizer
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "make_corpus.py"
 
 
+@pytest.mark.long
 def test_the_printed_flags_lead_to_a_corpus_that_fits(tmp_path: Path) -> None:
     command = [
         *(sys.executable, str(TOOL), "--output-dir", "made"),

@@ -208,6 +208,7 @@ def test_speed_of_a_gpu_and_neighbours_are_shown(
     assert "activation" in text
 
 
+@pytest.mark.long
 def test_plans_that_the_trainer_refuses_are_left_out(
     cluster: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -351,6 +352,7 @@ def test_runs_to_check_may_follow_an_equals_sign(tmp_path: Path) -> None:
         main([f"--check={tmp_path / 'no'}", "--rows"])
 
 
+@pytest.mark.long
 def test_two_limits_that_exclude_each_other_are_named(
     cluster: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

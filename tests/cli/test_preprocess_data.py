@@ -141,13 +141,9 @@ def _is_alive(process: psutil.Process) -> bool:
         return False
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("number", "status"),
-    [
-        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long),
-        (signal.SIGINT, 130),
-        pytest.param(signal.SIGKILL, -9, marks=pytest.mark.long),
-    ],
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]
 )
 def test_a_stopped_run_leaves_no_output_and_no_workers(
     tmp_path: Path, numbers: Path, number: int, status: int

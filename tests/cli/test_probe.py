@@ -96,6 +96,7 @@ def test_a_slow_link_and_a_slow_rank_are_named(tmp_path: Path) -> None:
     assert len(report["figures"]) >= 4 * RANKS - 2
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
@@ -134,6 +135,7 @@ def test_wrong_sizes_are_reported_before_processes_start() -> None:
         doctor.main("--probe --processes 1".split())
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_outliers_are_the_last_that_is_printed(tmp_path: Path) -> None:
     """Checks that the lines about outliers are the last lines that the launcher prints."""

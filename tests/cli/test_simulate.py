@@ -179,6 +179,7 @@ def test_bad_slices_are_refused_in_one_line(
     assert error.count("\n") == 1
 
 
+@pytest.mark.long
 def test_numbers_of_slices_are_compared_with_what_each_slice_adds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

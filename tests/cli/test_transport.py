@@ -55,6 +55,7 @@ def test_alone_it_tries_two_processes_of_this_machine() -> None:
     assert outcomes["shm"]["note"] == "same machine"
 
 
+@pytest.mark.long
 @has_extension
 @pytest.mark.multiprocess
 def test_the_chosen_one_decides_the_status() -> None:

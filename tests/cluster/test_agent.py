@@ -71,6 +71,7 @@ def test_a_manager_of_an_older_version_is_refused(tmp_path: Path) -> None:
         asyncio.run(join())
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_ranks_start_without_checks_and_unknown_orders(

@@ -25,6 +25,7 @@ TRAINER_FLAGS='--vocab-size 255 --save {checkpoints} --save-interval 100000'
 LIMIT_S = 120.0
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_ranks_save_and_end_when_the_program_of_their_node_is_killed(tmp_path: Path) -> None:
     conf, checkpoints = tmp_path / "conf.sh", tmp_path / "checkpoints"

@@ -75,6 +75,7 @@ def test_nodes_get_layers_by_their_speed(planning: Planning) -> None:
     assert slowed.pace["a"] == pytest.approx(2 * slowed.pace["b"])
 
 
+@pytest.mark.long
 def test_nodes_have_the_processes_that_they_report(tmp_path: Path) -> None:
     files = [cluster_file(tmp_path, {"fast": ""}, gpus=2), profile_file(tmp_path, {"fast": 0.004})]
     planning = Planning(files, MODEL)
@@ -83,6 +84,7 @@ def test_nodes_have_the_processes_that_they_report(tmp_path: Path) -> None:
     assert layout.world_size == sum(count for _, count in layout.places)
 
 
+@pytest.mark.long
 def test_stages_of_unequal_widths_where_they_are_asked_for_and_faster(tmp_path: Path) -> None:
     # Four layers run on three nodes. With the split 1-2-1, the second stage is the slowest. If two
     # nodes share a stage of 3 layers and one node has 1 layer, each node computes at most 1.5

@@ -202,6 +202,7 @@ def test_a_node_that_becomes_slow_gets_fewer_segments(start: Start, tmp_path: Pa
     assert steps == list(range(len(steps)))
 
 
+@pytest.mark.long
 def test_a_job_that_is_complete_ends_and_runs_what_follows(start: Start, tmp_path: Path) -> None:
     # The planner chooses all parallel sizes.
     job = start("a", 12, save_interval=5, async_save=True, slots=2)
@@ -225,8 +226,14 @@ def test_a_job_that_is_complete_ends_and_runs_what_follows(start: Start, tmp_pat
     ("options", "said"),
     [
         ({"wrong": "no pipeline"}, "pipeline_script.py exited without training"),
-        ({"wrong": "no loop", **SHAPED}, "outside of Pipeline.loop"),
-        ({"wrong": "another model", **SHAPED}, "build the same Pipeline at every start"),
+        pytest.param(
+            {"wrong": "no loop", **SHAPED}, "outside of Pipeline.loop", marks=pytest.mark.long
+        ),
+        pytest.param(
+            {"wrong": "another model", **SHAPED},
+            "build the same Pipeline at every start",
+            marks=pytest.mark.long,
+        ),
         ({"micro_batch_size": 5}, "batch_size must be a multiple of "),
     ],
 )

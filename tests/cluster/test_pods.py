@@ -60,6 +60,7 @@ def finish(pod: Node) -> tuple[int, str]:
     return pod.status, pod.said
 
 
+@pytest.mark.long
 def test_nodes_with_different_counts_train_whoever_comes_first(
     pods: list[Node], tmp_path: Path
 ) -> None:

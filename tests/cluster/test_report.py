@@ -128,6 +128,7 @@ def page_of(report: dict[str, Any], folder: Path) -> Page:
     return Page(path)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_real_run(job: Path, tmp_path: Path) -> None:

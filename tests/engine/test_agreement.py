@@ -45,6 +45,7 @@ def test_members_do_what_is_ready_on_all(board: str, start: Start) -> None:
             assert leader["started"][name] > arrived_ns, name
 
 
+@pytest.mark.long
 def test_no_random_group_deadlocks_or_disagrees() -> None:
     # Run ``python -m tests.engine.groups`` to simulate ten thousand cases.
     assert groups.failures(300) == []

@@ -36,6 +36,7 @@ def until_answered(diagnosis: RunningDiagnosis, iteration: int) -> None:
     assert diagnosis._process is None
 
 
+@pytest.mark.long
 def test_a_finding_is_told_once(traces: Path) -> None:
     messages: list[str] = []
     diagnosis = RunningDiagnosis(str(traces), 10, 0, messages.append)

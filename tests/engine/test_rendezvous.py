@@ -63,6 +63,7 @@ def test_a_port_where_nobody_listens_is_said() -> None:
     assert f"127.0.0.1:{port} (after 1 s: nothing listens there" in refusal(place(1, port))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(90)
 def test_a_silent_program_at_the_port_is_no_store(silent_port: int) -> None:
     assert "did not reply like a torch store" in refusal(place(1, silent_port))

@@ -150,6 +150,7 @@ def test_losses_gradients_and_loaded_tensors_are_what_they_were(ran: Any, name: 
     same(results[name], EXPECTED["runs"][name])
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_parts_on_a_nodes_own_disk_are_copied_where_they_belong(ran: Any, golden: Path) -> None:
     said, _ = ran
@@ -158,6 +159,7 @@ def test_parts_on_a_nodes_own_disk_are_copied_where_they_belong(ran: Any, golden
     assert (golden / "shared" / "iter_0000002" / "manifest.json").is_file()
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("path", REFUSED_BY_RANKS)
 def test_ranks_refuse_a_version_to_come(ran: Any, path: str) -> None:

@@ -181,6 +181,7 @@ CUTS = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "whole", "cuts"),
     [
@@ -241,6 +242,7 @@ def test_each_slice_has_its_own_dropout(train: Train) -> None:
     assert any(float((value - other).norm()) > 0.1 * float(value.norm()) for value, other in pairs)
 
 
+@pytest.mark.long
 def test_nothing_is_kept_after_a_step_and_memory_is_counted(train: Train) -> None:
     run, _ = train("")
     forward_backward: Any = run.forward_backward

@@ -22,6 +22,7 @@ LIMIT_S = 100.0
 ITERATIONS, SAVED = 6, 3
 
 
+@pytest.mark.long
 def test_a_traced_run_saves_beside_its_steps_and_goes_on(tmp_path: Path) -> None:
     """Checks that a run with data workers can trace, save in the background, and be resumed.
 

@@ -110,6 +110,7 @@ def test_training_goes_on_bit_for_bit_from_copies(
     assert all(torch.equal(kept[name], expected[name]) for name in expected)
 
 
+@pytest.mark.long
 def test_weights_that_change_while_they_are_copied_are_told_of(
     make: Make, keepers: list[SnapshotKeeper], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

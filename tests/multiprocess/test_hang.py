@@ -26,6 +26,7 @@ def test_contradicting_orders_are_named_and_the_job_goes_on(tmp_path: Path) -> N
     assert page.count("_await_arrival") == 2
 
 
+@pytest.mark.long
 def test_a_rank_that_holds_the_interpreter_on_another_machine_ends_the_job(tmp_path: Path) -> None:
     case = Case(kind="interpreter lock", shape=PAIR, rank=1, after_s=AFTER_S, machines=2)
     outcome = run(case, tmp_path / "job", on_hang="end")

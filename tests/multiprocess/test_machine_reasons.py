@@ -40,6 +40,7 @@ def reasons(folder: Path) -> list[Reason]:
     return [finding.reason for finding in findings if finding.reason and 1 in finding.ranks]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
 def test_a_rank_beside_another_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processor = max(os.sched_getaffinity(0))

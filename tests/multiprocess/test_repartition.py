@@ -72,6 +72,7 @@ def partition_in(saved: Path) -> list[int]:
     return settings["schedule"]["partition"]  # type: ignore[no-any-return]
 
 
+@pytest.mark.long
 def test_layers_leave_a_slow_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved, traces = tmp_path / "saved", tmp_path / "traces"
     monkeypatch.setenv("LAYER_MS", "8")

@@ -139,6 +139,7 @@ def test_the_length_of_slices_is_chosen_from_two_that_were_measured(tmp_path: Pa
     assert run.iterations[-1] in run.complete_iterations()
 
 
+@pytest.mark.long
 def test_cap_and_placement_are_chosen_for_a_given_length_of_slices(tmp_path: Path) -> None:
     # If --slice-tokens is a number, the activation cap and the placement must still be chosen.
     lengths = "--variable-seq-lengths --train-iters 6 --global-batch-size 6 --slice-tokens 32"

@@ -182,6 +182,7 @@ def test_unequal_stages_equal_one_process(
     require_equal_numbers(runs, size, f"{changes} {flags}".strip(), changes)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [3, pytest.param(4, marks=FOUR)])
 def test_checkpoints_load_into_other_shapes_and_back(runs: CaseRuns, size: int) -> None:
     losses = []

@@ -255,6 +255,7 @@ def test_order_placement_and_layers_are_chosen_together() -> None:
         assert step_of(present, "zb-v")(other) >= best
 
 
+@pytest.mark.long
 def test_layers_stay_where_others_gain_too_little_or_only_at_times() -> None:
     quiet, slow = (loads(V4, (2,) * 8, (1.0, factor, 1.0, 1.0)) for factor in (1.0, 1.5))
     for decision in (

@@ -99,6 +99,7 @@ def test_layers_are_divided_for_the_order_that_runs(schedule: str) -> None:
     assert seconds == predict(plan, inputs).seconds
 
 
+@pytest.mark.long
 def test_weight_gradients_fill_the_waits_of_a_rule_that_separates_them() -> None:
     inputs = problem()
     # There are few microbatches and the stages are nearly equal, so ranks often wait.

@@ -237,6 +237,7 @@ def test_stacks_of_both_tools() -> None:
     assert main_frames("") == []
 
 
+@pytest.mark.long
 def test_the_process_reports_once_and_ends_with_its_ranks(tmp_path: Path) -> None:
     """Checks that the hang detector reports a hang once, and exits when its ranks have ended.
 

@@ -131,6 +131,7 @@ def test_broken_collective_is_explained(start: Start, port: int) -> None:
     assert f"error: {verdict}\n" in job.text(0)
 
 
+@pytest.mark.long
 def test_main_thread_that_hangs_on_its_way_out_is_ended(start: Start, port: int) -> None:
     """Checks that a rank is ended if its main thread hangs after it has closed the watcher."""
     job = start("programs.woken", 2, port=port, at_exit_s=50)
