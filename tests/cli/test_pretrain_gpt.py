@@ -74,7 +74,7 @@ def test_a_job_warns_once_of_flags_without_effect_and_of_skipped_steps(tmp_path:
         "warning: these flags have no effect: --wandb-exp-name first (needs --wandb-project), "
         "--trace-interval 5 (needs --trace-dir); remove them, or set what they need",
         "warning: 3 of 3 steps were skipped because gradients were infinite or NaN in float16, so "
-        "the model is unchanged; lower --initial-loss-scale 4.29497e+09, or use --bf16",
+        "the model is unchanged; lower --initial-loss-scale 4294967296, or use --bf16",
     ]
 
 

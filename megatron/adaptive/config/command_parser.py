@@ -101,7 +101,7 @@ def number(
         noun: Name of the quantity in error messages. Defaults to "number", or "whole number" for
             ``int``.
     """
-    form = ",d" if kind is int else "g"
+    form = ",d" if kind is int else ",.12g"
     noun = noun or ("whole number" if kind is int else "number")
     noun += f" from {kind(least):{form}} to {kind(most):{form}}"
 

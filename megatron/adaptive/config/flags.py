@@ -69,7 +69,7 @@ class Limits:
         for name, is_beyond, text in _BOUNDS:
             bound = getattr(self, name)
             if bound is not None and is_beyond(value, bound):
-                raise ValueError(f"{value} is too {text} {bound:g}")
+                raise ValueError(f"{value} is too {text} {bound:.12g}")
 
 
 _MOST = 10**12
@@ -260,7 +260,7 @@ class FieldSpec:
                 return text
         if isinstance(self.default, tuple):
             return " ".join(str(item) for item in self.default) or "none"
-        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+        return f"{self.default:.12g}" if isinstance(self.default, float) else str(self.default)
 
     @property
     def help_text(self) -> str:
@@ -315,7 +315,7 @@ class FieldSpec:
         if self.is_switch:
             return self.name
         if isinstance(value, float):
-            return f"{self.name} {value:g}"
+            return f"{self.name} {value:.12g}"
         if isinstance(value, tuple):
             # If the field has a reader, the whole tuple is a single argument such as 4-4-4 or a,b.
             joint = "," if "," in self.unit else "-"

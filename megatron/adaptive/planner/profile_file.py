@@ -450,9 +450,9 @@ def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
                 value = getattr(kind, field)
                 if not math.isclose(measured_value, value, rel_tol=_SAME):
                     raise ConfigError(
-                        f"{subject}, whose {name} has {measured_value:.4g}"
+                        f"{subject}, whose {name} has {measured_value:,.0f}"
                         f" {field.replace('_', ' ')}, but the {name} of {model.name} has"
-                        f" {value:.4g}; {advice}"
+                        f" {value:,.0f}; {advice}"
                     )
         precision = precision_of(measured)
         if precision != model.precision.name:
