@@ -24,8 +24,8 @@ from megatron.adaptive.errors import (
 
 _Result = TypeVar("_Result")
 
-# A full disk, a damaged file or missing permissions can cause these types of errors. Any other type
-# indicates a bug, so the rank on which it occurs raises the error with its traceback.
+# A full disk, a damaged file or missing permissions can cause these types of errors. Errors of
+# other types indicate a bug, so the failed rank raises the original error, with its traceback.
 _EXPECTED = (
     AdaptiveError,
     OSError,

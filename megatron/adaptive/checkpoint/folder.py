@@ -34,7 +34,7 @@ an index. Checkpoints of earlier versions have no index, and are opened only if 
 them.
 
 This module does not communicate with other ranks and does not read tensors. Only one process at a
-time may use it on a folder.
+time may use it for the same folder.
 """
 
 from __future__ import annotations
@@ -513,8 +513,9 @@ class CheckpointFolder(StepFolders):
         """Returns the last complete step in the chain of checkpoints that starts at ``tracked``.
 
         Each manifest contains the checksum of the previous checkpoint's manifest, so the
-        checkpoints form a chain. Manifests of earlier versions do not contain this checksum. Such a
-        checkpoint counts as later than ``tracked`` if its manifest file is newer than the tracker.
+        checkpoints form a chain. Manifests of earlier versions do not contain this checksum. A
+        checkpoint without it counts as later than ``tracked`` if its manifest file is newer than
+        the tracker.
         """
         steps = self.steps()
         if tracked not in steps:
@@ -583,9 +584,9 @@ class CheckpointFolder(StepFolders):
 
         Args:
             iteration: Iteration of the checkpoint.
-            trust: Whether to accept checkpoints that contain pickles, from earlier versions or
-                Megatron-LM. For a checkpoint of Megatron-LM, the returned manifest only lists the
-                files that exist.
+            trust: Whether to accept checkpoints with pickles, which earlier versions and
+                Megatron-LM wrote. For a checkpoint of Megatron-LM, the returned manifest only lists
+                the files that exist.
 
         Raises:
             CheckpointError: If the checkpoint was written by another program or in a newer format,

@@ -46,7 +46,8 @@ METADATA = {
 }
 
 # megatron-core identifies a parameter group in a checkpoint by these settings and lr_mult. From
-# version 0.18 on, these settings include limits of the learning rate and the weight decay.
+# version 0.18 on, these settings include the limits of the learning rate and those of the weight
+# decay.
 _GROUP_KEYS = frozenset(
     "wd_mult is_expert_parallel is_decoupled_lr max_lr min_lr start_wd end_wd optimizer".split()
 )
@@ -57,8 +58,8 @@ _GPU_STATE_BYTES = 64
 
 RNG = "rng_state"
 """Key of the random states in a checkpoint."""
-# Keys under which the state of a second optimizer is saved. It trains either the experts or the
-# weights that muon does not train.
+# Keys under which the state of a second optimizer is saved. The second optimizer trains either the
+# experts or the weights that muon does not train.
 _EXPERTS = "experts"
 _SCALARS = "scalars"
 
@@ -388,7 +389,7 @@ def _load(leaf: Any, state: dict[str, Any]) -> None:
 
 
 def require_same_groups(optimizer: Any, saved: Mapping[str, Any], name: str) -> None:
-    """Checks that a checkpoint has as many parameter groups as this rank's optimizer.
+    """Checks that a checkpoint and this rank's optimizer have the same number of parameter groups.
 
     Args:
         optimizer: megatron-core's optimizer.

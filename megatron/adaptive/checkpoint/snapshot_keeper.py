@@ -61,7 +61,7 @@ _MARKS = struct.Struct("<QQQ")
 _SENT = struct.Struct("<QQ")
 _MARKS_BYTES = ALIGN
 _STEP_S = 30.0  # Maximum time in seconds for a buddy to receive a message.
-_RUN_S = 30.0  # Maximum time in seconds for the agent of the buddy to start its ranks.
+_RUN_S = 30.0  # Maximum time in seconds until the buddy node's agent has started its ranks.
 _AGAIN_S = 0.5
 _MESSAGE = 1 << 16
 _MOST_HEAD = 1 << 28
@@ -428,8 +428,9 @@ class SnapshotKeeper:
             step, slot, extra_bytes = _FRAME.unpack(sealed.receive(_FRAME.size))
             if extra_bytes > file.head["extra_bytes"] or slot >= SLOTS:
                 raise ValueError(
-                    f"the snapshot of step {step} has slot {slot} and {extra_bytes} extra "
-                    f"bytes, but the limits are {SLOTS - 1} and {file.head['extra_bytes']}"
+                    f"the snapshot of step {step} is sent for slot {slot} with {extra_bytes} bytes "
+                    "of non-tensor state, but the limits are "
+                    f"{SLOTS - 1} and {file.head['extra_bytes']}"
                 )
             sealed.socket.settimeout(_STEP_S)
             file.begin(slot, step)
@@ -453,7 +454,7 @@ class SnapshotKeeper:
             return True
 
     def _count(self, store: _Store) -> None:
-        """Counts the snapshots in ``store``, and discards the rank's older files after the second.
+        """Counts a new snapshot in ``store``. At the second one, discards the rank's older files.
 
         A rank creates a new file if the number or the shapes of its tensors have changed, for
         example because stages have moved to another rank.

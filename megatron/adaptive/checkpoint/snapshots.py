@@ -311,7 +311,7 @@ class Snapshots(NoSnapshots):
         socket.send_fds(self._socket, [json.dumps(message).encode()], [self._file.descriptor])
 
     def _place(self, tensors: list[torch.Tensor], entries: list[dict[str, Any]]) -> None:
-        """Creates the tensors in each slot to which ``tensors`` are copied.
+        """Creates a tensor in each slot for the copy of each of the ``tensors``.
 
         ``entries`` contains the position of each tensor within a slot.
         """

@@ -111,8 +111,8 @@ class Checkpoints:
             them directly to ``--save``.
         config: Settings to use, or ``None`` for the settings of the run. ``config.checkpoint``
             determines which state is saved and loaded.
-        saver: Existing saver of the same job, or ``None`` to create one. After layers have moved
-            between ranks, for example, the existing saver may still be writing a checkpoint.
+        saver: Saver that an earlier object of the same job has used, or ``None`` to create one. It
+            is passed on because it may still be writing a checkpoint.
 
     Attributes:
         saver: Object that writes the checkpoints and reads them back.
@@ -662,8 +662,8 @@ class RunState(SnapshotState):
         progress = self._progress()
         former = self._parts
         parts = self._parts = self._checkpoints.apart(progress, is_whole=True)
-        # Copy buffers immediately, because some change before the optimizer does, such as the
-        # expert bias of routers.
+        # Copy buffers immediately, because some buffers, such as the expert bias of routers, change
+        # before the optimizer's update.
         buffers = state.buffer_storages(self._run.chunks)
         copied = {
             part: dataclasses.replace(piece, tensor=piece.tensor.clone())

@@ -4,7 +4,7 @@
 
     __<rank>_0.distcp    file of a rank: its tensors, then its objects, as torch.save writes them
                          [ head of torch.save | bytes of the tensor | end of torch.save ] ...
-                         [ pickled object | the same as plain values ] ...
+                         [ pickled object | the object as plain values ] ...
     .metadata            name, offset in the whole tensor, file and position of each part or object
     index.json           the same data as JSON, but with positions of raw bytes and plain values
 
@@ -54,7 +54,7 @@ METADATA = ".metadata"
 COMMON, PICKLED_COMMON = "common.values", "common.pt"
 """Names of the files with the values that all trainer ranks share: as plain values, and pickled."""
 _LARGE_BYTES = 1 << 16
-"""Minimum size in bytes of a piece of ``torch.save``'s output that is written immediately.
+"""Size in bytes from which a piece that ``torch.save`` passes to the stream is written immediately.
 
 Smaller pieces are collected and written together.
 """
@@ -377,7 +377,7 @@ class _Stream:
         Raises:
             OSError: If the tensor could not be written.
         """
-        file: Any = self  # The declared type has more methods than torch.save calls.
+        file: Any = self  # torch.save needs only some of the methods of the declared type.
         torch.save(tensor, file)
         if self._error is not None:
             raise self._error
@@ -402,7 +402,7 @@ class _Stream:
                 self._small += view
             else:
                 self.flush()
-                # All else that torch.save writes is short, so this piece is the tensor's data.
+                # All other output of torch.save is short, so this piece is the tensor's data.
                 self._large[view.nbytes] = self._sums.size - self._begin
                 self._write(view)
             return view.nbytes
