@@ -145,7 +145,7 @@ def make_corpus(spec: CorpusSpec, *, progress: Progress | None = None) -> Corpus
 
 
 def source_files(source_dir: Path) -> list[Path]:
-    """Returns the ``.py`` files below ``source_dir``, except test, cache and package folders.
+    """Returns the ``.py`` files below ``source_dir``, without test, cache and package folders.
 
     Files are sorted by a hash of their relative path, so their order is the same on every machine.
     This order also spreads the files of a folder over the whole corpus, so that the last part,

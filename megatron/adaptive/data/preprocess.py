@@ -321,7 +321,8 @@ def _encoded_batches(spec: PreprocessSpec) -> Generator[_Encoded]:
         return
     pool = ProcessPoolExecutor(
         max_workers=spec.workers,
-        # Spawn workers, because a fork is unsafe if the parent has threads (torch, progress bar).
+        # Spawn workers, because a fork is unsafe while the parent has other threads, such as those
+        # of torch.
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_start_worker,
         initargs=(spec,),
