@@ -2,7 +2,7 @@
 
 ``auto``, profiles and ``transport --check`` all measure with :func:`measure_link`. This function
 sends bursts of messages, one directly after another. It separates the latency of a message from its
-occupancy, which is the additional time of each further message in a burst::
+occupancy: the time that each further message adds to a burst::
 
     round with a burst of 1      leader ──> follower ──> leader      2 (latency + occupancy)
     round with a burst of n      leader ══> follower ──> leader      plus (n - 1) occupancy
@@ -56,7 +56,7 @@ If a message takes longer, larger messages are not measured, because the bandwid
 
 _LIMIT_S = 60.0
 _SLOT_BYTES = 4 << 20
-"""Minimum size in bytes of a channel's slots, which are buffers for one message each.
+"""Minimum size in bytes of a channel's slots. Each slot is a buffer for one message.
 
 A channel for larger messages has slots of the size of these messages.
 """
@@ -69,7 +69,7 @@ Points = list[tuple[int, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds:
-    """Numbers of warm-up and timed repetitions for measuring a link.
+    """Number and duration of the repetitions with which a link is measured.
 
     In a short round, the leader sends one message and gets a reply. In a long round, it sends a
     burst of messages and gets one reply. The first round of each kind is warm-up. The leader's

@@ -28,13 +28,13 @@ from megatron.adaptive.transport.select import Choice, choose, why_not
 _LIMIT_S = 30.0
 _WAIT_S = 10.0
 _BURST = 8
-# A small minimum keeps the check of a slow network close to the requested time.
+# Keep this minimum small, so that the check of a slow network takes about the requested time.
 _LEAST_ROUNDS = 3
 _SMALL_BYTES = 1 << 10
 _LARGE_BYTES = 4 << 20
 _SIZES = (0, 1, 1000, _SMALL_BYTES, 1 << 20, _LARGE_BYTES + 1)
 # The test data repeats after this number of bytes. The number is prime, so that data from a wrong
-# slot of a buffer is detected.
+# position in a buffer is detected.
 _PATTERN = 251
 
 
