@@ -272,7 +272,7 @@ def compare(
         step: Words with which the log line refers to a measured step.
     """
     gained = 1 - step_s / promise.before_s
-    # A smaller slowdown is rounded to 0.0%, and must not be logged as "0.0% more".
+    # A slowdown of less than 0.05% is rounded to 0.0%. Do not log it as "0.0% more".
     is_longer = gained <= -0.0005
     change = f"{abs(gained):.1%} {'more' if is_longer else 'less'}"
     predicted = f"{promise.gain:.1%}{' less' * is_longer}"

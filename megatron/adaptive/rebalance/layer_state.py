@@ -97,7 +97,7 @@ def shares_of(
 ) -> dict[str, Share]:
     """Returns this rank's share (range of elements) of each tensor, keyed by name of the share.
 
-    The tensors in the shares are views of the tensors in use.
+    The tensors in the shares are views of the model's and the optimizer's tensors.
 
     Each parameter has a share for its weight. It has a second share for its optimizer state if this
     rank holds any part of that state.
@@ -335,8 +335,8 @@ def exchange(
         ) from error
     for peer, tensors in incoming.items():
         for tensor, part in zip(tensors, arrived[peer].split(sizes[peer]), strict=True):
-            # Bytes must be aligned to be viewed as another type. A part of the message may not be
-            # aligned, but its clone is.
+            # Bytes must be aligned to be viewed as another type. A part of the message may be
+            # unaligned, but a clone of this part is aligned.
             tensor.copy_(part.clone().view(tensor.dtype))
 
 

@@ -58,9 +58,7 @@ from megatron.adaptive.schedule.choose_slices import SliceTrial
 
 _WARM_UP = 1
 _JUDGED_STEPS = 8
-"""Number of steps from a move by ``--pipeline-schedule auto`` to its first check, and from there to
-the second check.
-"""
+"""Number of steps before each of the first two checks of a move by ``--pipeline-schedule auto``."""
 _MOST_BETWEEN = 128
 """Maximum number of steps between two checks of a move by ``--pipeline-schedule auto``."""
 
@@ -286,8 +284,8 @@ class Repartitioner:
             return candidate
         cap = candidate.cap
         if cap is not None:
-            # Raise the cap if the longest row of documents has more slices, because a rank can
-            # always keep the activations of such a row.
+            # Raise the cap to the number of slices in the longest row of documents, because a rank
+            # can always keep the activations of one row.
             cap = max(cap * self._slices_per_row, float(self._most_slices))
         return replace(candidate, cap=cap, num_slices=1)
 
