@@ -478,9 +478,9 @@ class CheckpointFolder(StepFolders):
         """Returns the iteration from which to resume, or ``None`` if there is no checkpoint.
 
         The result is the complete checkpoint that was written last. The tracker may name an earlier
-        checkpoint, because a run may stop after it has renamed a checkpoint and before it has
-        updated the tracker. Checkpoints of later iterations are ignored if they were written before
-        a run returned to an earlier iteration with ``--ckpt-step``.
+        checkpoint, because a run may stop between renaming a checkpoint and updating the tracker.
+        Checkpoints of later iterations are ignored if they were written before a run returned to an
+        earlier iteration with ``--ckpt-step``.
 
         Raises:
             CheckpointError: If the tracker does not contain an iteration, or the path is a file.

@@ -50,8 +50,8 @@ def require_same_model(
         different += _differences(saved.lora, config.lora, _OF_ADAPTERS)
     elif saved.lora.is_on:
         different.append(
-            "it contains adapters, but --lora-rank is not set; set it to continue training "
-            "them, or use hf export --merge-lora to merge them into the model"
+            "it contains adapters, but --lora-rank is not set; set --lora-rank to continue "
+            "their training, or use hf export --merge-lora to merge the adapters into the model"
         )
     elif config.lora.is_on and not config.checkpoint.finetune:
         different.append(

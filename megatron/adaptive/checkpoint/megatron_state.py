@@ -63,7 +63,7 @@ RNG = "rng_state"
 _EXPERTS = "experts"
 _SCALARS = "scalars"
 
-# Error messages use these flags for the settings of the scheduler in a checkpoint.
+# Flags that error messages mention for each scheduler setting in a checkpoint.
 _SCHEDULE_FLAGS = {
     "max_lr": "--lr",
     "min_lr": "--min-lr",
@@ -512,8 +512,9 @@ def _load_shards(leaf: Any, shards: Mapping[Any, Any]) -> None:
 
     megatron-core expects a saved value for each entry of a parameter's state. With torch's Adam,
     this state includes the step count, which is not saved. megatron-core would also use one step
-    tensor for all parameters, so that each parameter would increment it. Therefore, this function
-    removes the step counts before loading, and then gives each parameter a separate copy.
+    tensor for all parameters, and each parameter's update would increment that tensor. Therefore,
+    this function removes the step counts before loading, and then gives each parameter a separate
+    copy.
     """
     inner = leaf.optimizer
     torch_adam = _is_torch_adam(leaf)

@@ -11,9 +11,9 @@
 This module writes the checkpoints of the trainer (which megatron-core reads as ``torch_dist``),
 those of a ``Pipeline``, and those made from in-memory snapshots. Torch and Megatron-LM find the
 tensors of a checkpoint through ``.metadata``; this program uses ``index.json``
-(``checkpoint.reader``). The training process itself writes the files. megatron-core's writer would
-start processes by ``spawn`` and ``fork`` for each save, which takes seconds, and copies the sockets
-and memory mappings of the pipeline's channels into the child processes.
+(``checkpoint.reader``). The training process itself writes the files. For each save,
+megatron-core's writer would start processes by ``spawn`` and ``fork``. This takes seconds, and the
+child processes inherit the sockets and memory mappings of the pipeline's channels.
 
 Parts are reassigned to ranks only if the layout of a rank's state has changed. Otherwise, each rank
 writes its file immediately, and ranks exchange only a few numbers. This matters for background
@@ -392,7 +392,7 @@ class _Stream:
         return int(reader.get_record_offset("data/0"))
 
     def write(self, data: Any) -> int:
-        """Writes ``data``, or keeps it for the next write if it is small.
+        """Writes ``data``. Collects small pieces of data, to write them together later.
 
         ``torch.save`` calls this method. Errors are stored and raised later by :meth:`save`,
         because ``torch.save`` would hide their cause.
@@ -408,7 +408,7 @@ class _Stream:
             return view.nbytes
 
     def flush(self) -> None:
-        """Writes the small pieces that were kept. ``torch.save`` calls this at the end."""
+        """Writes the small pieces collected so far. ``torch.save`` calls this method at the end."""
         if small := bytes(self._small):
             self._small.clear()
             self._write(small)

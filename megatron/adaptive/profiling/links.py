@@ -51,7 +51,8 @@ _STOP = 1
 _LONG_S = 0.2
 """Time limit of a message in seconds.
 
-If a message takes longer, larger messages are not measured, because the bandwidth is already known.
+If a message takes longer, larger messages are not measured, because this message already shows the
+link's bandwidth.
 """
 
 _LIMIT_S = 60.0

@@ -76,10 +76,10 @@ class Tuner:
         transport: Message channels to the neighbours, or ``None`` if this rank has no neighbours.
         payload_shape: Shape of the tensors that are sent between stages.
         payload_dtype: Dtype of the tensors that are sent between stages.
-        loads: Function that takes the number of microbatches, and returns the loads (times) of
-            ranks and stages three times: for all measured steps, for the first half of them, and
-            for the second half. The function is collective over all ranks. The attribute is
-            ``None`` if neither stages nor layers may move.
+        loads: Function that takes the number of microbatches, and returns three sets of loads
+            (times of ranks and stages): for all measured steps, for the first half of them, and for
+            the second half. The function is collective over all ranks. The attribute is ``None`` if
+            neither stages nor layers may move.
         gain: Minimum fraction of the step time that moving layers must save, or ``None`` if layers
             must not move.
         cap: User's limit on the number of microbatches whose activations a rank keeps, or ``None``
