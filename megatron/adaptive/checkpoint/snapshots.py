@@ -458,8 +458,8 @@ class Need:
 
     Attributes:
         ranks: Ranks that copy the part: one rank in each failure domain that has the part.
-        is_sent: Whether the copy is also sent to the buddy, because no other failure domain has the
-            part.
+        is_sent: Whether the copy is also sent to a buddy node, because no other failure domain has
+            the part.
     """
 
     ranks: tuple[int, ...]
@@ -488,7 +488,7 @@ class SnapshotPlan:
     def copied_by(self, rank: int, rank_parts: RankParts) -> list[Part]:
         """Returns the parts in ``rank_parts`` that ``rank`` copies.
 
-        The parts that ``rank`` also sends to the buddy come first.
+        The parts that ``rank`` also sends to another node come first.
         """
         copied = [part for part in rank_parts.parts if rank in self.needs[part].ranks]
         return sorted(copied, key=lambda part: (not self.needs[part].is_sent, part))

@@ -386,7 +386,7 @@ def _refusals() -> tuple[type[Exception], ...]:
 
 
 class _Marks:
-    """Records the ranges of the rendered text that a template marks as taught."""
+    """Records the ranges of rendered text that a template marks with ``{% generation %}``."""
 
     def __init__(self) -> None:
         self._blocks: list[str] | None = None

@@ -162,7 +162,7 @@ class Conversations:
     def is_taught(self, index: int, length: int) -> npt.NDArray[Any]:
         """Returns whether each of the first ``length`` tokens is taught, as an array of flags.
 
-        ``index`` is the index of the conversation.
+        The loss is computed only on taught tokens. ``index`` is the index of the conversation.
         """
         start = int(self._ends[index])
         return self._taught[start : start + length]

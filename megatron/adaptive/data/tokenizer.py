@@ -574,7 +574,7 @@ def need_package(name: str, flag: str, extra: str) -> Any:
 
 
 def _teach(taught: list[bool], encoding: Any, start: int, stop: int, *, are_marked: bool) -> None:
-    """Marks as taught all tokens that overlap a range of characters.
+    """Marks the tokens of a range of characters as taught: the loss is computed on these tokens.
 
     Args:
         taught: Whether the loss is computed on each token. The list is changed in place.

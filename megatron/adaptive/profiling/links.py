@@ -99,6 +99,8 @@ def measure_link(
 ) -> Link:
     """Measures latency and occupancy of the link between two ranks that are otherwise idle.
 
+    The occupancy is the time that each further message adds to a burst of messages.
+
     Args:
         transport: Message channels of this rank. No messages may be in flight.
         peer: Global rank of the peer, which must call this function at the same time.
