@@ -133,7 +133,7 @@ class RankGroup:
             kinds = {first}
         merged = kinds.pop()(_merged(texts, name_ranks=name_ranks))
         if failure is not None and type(failure) is type(merged) and str(failure) == str(merged):
-            raise failure  # Both errors have the same text, so prefer the original error.
+            raise failure  # The merged error has the same text, so keep the original.
         raise merged from failure
 
 

@@ -482,7 +482,7 @@ def _move_step_to_groups(state: dict[str, Any]) -> None:
 
 
 def _give_steps(muon: Mapping[str, Any], scalars: Mapping[str, Any]) -> None:
-    """Copies the step count from ``scalars`` to ``muon``, because muon does not count steps."""
+    """Copies the step count from the other optimizer to ``muon``, which does not count steps."""
     for group in muon.get("optimizer", muon)["param_groups"]:
         group["step"] = _steps_of(scalars)
 

@@ -245,7 +245,7 @@ class Snapshots(NoSnapshots):
             self._file = None
 
     def _begin(self, pieces: Mapping[Part, Piece], extra_bytes: int) -> None:
-        """Plans which ``pieces`` of the state this rank copies, and creates its snapshot file.
+        """Plans which ``pieces`` of the state this rank copies, and creates the snapshot file.
 
         The file has space for more than twice ``extra_bytes``, because the non-tensor state may
         grow. All ranks must call this together.
@@ -377,7 +377,7 @@ class Snapshots(NoSnapshots):
         self._socket.send(json.dumps({"what": "taken", "step": step, "slot": slot}).encode())
 
     def _kept(self) -> str:
-        """Waits until the keeper has stored the last step. Returns an error message or ``""``."""
+        """Waits until the last snapshot is stored. Returns an error message, or ``""`` on success."""
         if self._socket is None:
             return ""
         rank = self._job.rank

@@ -43,10 +43,10 @@ NO_STEP = -1
 
 _BURST = 4
 _GO = 0
-"""Chunk index in the labels of messages in all rounds except the last."""
+"""Chunk index in the labels of messages that do not end the measurement."""
 
 _STOP = 1
-"""Chunk index in the labels of messages in the last round."""
+"""Chunk index in the labels of messages in the last round, which end the measurement."""
 
 _LONG_S = 0.2
 """Time limit of a message in seconds.
@@ -269,9 +269,9 @@ def _curve(
 ) -> Points:
     """Measures messages of all ``sizes`` between this rank and ``peer``. All ranks must call this.
 
-    Messages of at most 4 MiB share a channel. A larger message gets a separate channel with slots
-    of its own size, as in a training run. Otherwise, a GPU message that does not fit in a slot
-    would be copied through the host, although the training run sends it directly.
+    Messages of at most 4 MiB share a channel. A larger message gets a separate channel whose slots
+    have the size of this message, as in a training run. Otherwise, a GPU message that does not fit
+    in a slot would be copied through the host, although the training run sends it directly.
     """
     points: Points = []
     small = [size for size in sizes if size <= _SLOT_BYTES]

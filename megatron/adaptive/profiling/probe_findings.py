@@ -185,7 +185,7 @@ def find_outliers(figures: Sequence[Figure], hosts: Sequence[str]) -> list[Outli
     """Returns the outliers among ``figures``, with the worst outlier of each quantity first.
 
     A slow rank also slows down its links and groups, and a slow link also slows down its groups.
-    Such links and groups are not reported as outliers, and no measurements are compared with them.
+    Such links and groups are neither reported as outliers nor used for comparisons.
 
     Args:
         figures: All measurements of the probe.

@@ -34,7 +34,7 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 KINDS = (ActionKind.F, ActionKind.B, ActionKind.W)
 MOST_STEPS = 32
-"""Maximum number of steps since the last decision whose measurements are kept."""
+"""Maximum number of recent steps whose measurements are kept for the next decision."""
 _OPTIMIZER_BYTES = 4 + 12
 """Bytes per parameter in addition to the weight: gradient, 32-bit weight and two moments."""
 _LEAST_STEPS = 3
@@ -241,7 +241,7 @@ def judge(
 def _with_least(
     step_s: Callable[[Partition], float], least_layers: int
 ) -> Callable[[Partition], float]:
-    """Returns ``step_s``, changed so that partitions with too few layers take infinitely long.
+    """Returns the function ``step_s``, changed to be infinite for stages with too few layers.
 
     ``least_layers`` is the minimum number of layers of each stage.
     """
