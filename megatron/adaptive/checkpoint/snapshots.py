@@ -377,7 +377,7 @@ class Snapshots(NoSnapshots):
         self._socket.send(json.dumps({"what": "taken", "step": step, "slot": slot}).encode())
 
     def _kept(self) -> str:
-        """Waits until the last snapshot is stored. Returns an error message, or ``""`` on success."""
+        """Waits until the last snapshot is stored. Returns an error message, or ``""``."""
         if self._socket is None:
             return ""
         rank = self._job.rank
