@@ -210,8 +210,8 @@ def export_folder(
         hf_family: Value of ``--hf-family``, or ``None`` to use the run's value.
 
     Raises:
-        AdaptiveError: If the checkpoint does not match the configuration, the checkpoint is
-            damaged, or the output cannot be written.
+        AdaptiveError: If the checkpoint is damaged or does not match the configuration, or if the
+            output cannot be written.
     """
     files = (peft.ADAPTER_CONFIG, ADAPTERS) if kind == "adapters" else (CONFIG, SINGLE, INDEX)
     with _opened(checkpoints, step, like, output, files, hf_family) as exported:

@@ -375,8 +375,8 @@ class StepFolders:
         Raises:
             CheckpointError: If the checkpoint was written by another program or in a newer format,
                 or contains pickles while ``trust`` is False.
-            DamagedCheckpointError: If the manifest is damaged, a file is missing or has the wrong
-                size, or a checksum does not match. The error message ends with ``remedy``.
+            DamagedCheckpointError: If the manifest is damaged, if a file is missing or has the
+                wrong size, or if a checksum does not match. The error message ends with ``remedy``.
         """
         body = self.read_manifest(path, remedy)
         step_there = body.get("step", step)

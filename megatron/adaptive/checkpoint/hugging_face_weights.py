@@ -531,7 +531,7 @@ class HuggingFaceReader:
             )
             raise CheckpointError(
                 f"{folder} lacks {len(missing)} of {len(names)} tensors, such as "
-                f"{missing[0]}{tied}; it is incomplete, or its {CONFIG} belongs to another model"
+                f"{missing[0]}{tied}; complete the folder, or use the {CONFIG} that belongs to it"
             )
         for name, shape in shapes.items():
             if there[names[name]].shape != shape:

@@ -182,7 +182,8 @@ class Checkpoints:
             self._state_to_save(progress),
             # All checkpoints of a run have the same parts, so check them only once.
             validate_access_integrity=not (is_whole or self._is_checked),
-            # Do not require equal common values on all ranks, because some differ by stage.
+            # Do not require equal common values on all ranks, because some of the values differ
+            # between stages.
             preprocess_common_before_consistancy_check=lambda common: {},
         )
         self._is_checked = True

@@ -161,7 +161,7 @@ class TakenState:
 
 
 def entry_of(part: Part, piece: Piece) -> Entry:
-    """Returns the index entry for ``part``, whose data is ``piece``. It can be written as JSON."""
+    """Returns the index entry for ``part``, whose data is ``piece``, as a dict of JSON values."""
     name, offset = part
     return {
         "name": name,

@@ -108,7 +108,7 @@ def make_corpus(spec: CorpusSpec, *, progress: Progress | None = None) -> Corpus
 
     Raises:
         ConfigError: If ``vocab_size``, ``max_bytes`` or ``workers`` is too small.
-        DataError: If there are no source files, the output folder is not writable, or it contains
+        DataError: If there are no source files, or if the output folder is not writable or contains
             other files or a corpus of a newer format.
     """
     if spec.vocab_size < _SMALLEST_VOCABULARY:

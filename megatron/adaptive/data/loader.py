@@ -98,7 +98,7 @@ class BatchSizes:
         self._sizes = config.batch_sizes()
 
     def global_batch_size_at(self, consumed_samples: int) -> int:
-        """Returns the global batch size of the step after ``consumed_samples`` samples."""
+        """Returns the global batch size of the next step after ``consumed_samples`` samples."""
         if self._config.rampup_batch_size is None or len(self._sizes) == 1:
             return self._config.global_batch_size
         ramp_samples = self._config.rampup_batch_size[2]

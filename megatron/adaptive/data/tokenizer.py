@@ -212,8 +212,8 @@ def _check_merges(
     rules. For these vocabularies, the check also detects rules that are out of order.
 
     Raises:
-        DataError: If an id or a rule is duplicated, ids have gaps, a token has no rule, or a few
-            rules are out of order.
+        DataError: If an id or a rule is duplicated, if ids have gaps, if a token has no rule, or if
+            a few rules are out of order.
     """
     ids = sorted(vocab.values())
     if len(set(ids)) != len(ids):
@@ -484,7 +484,7 @@ class NullTokenizer(Tokenizer):
         return [self._number(digits) for digits in text.split()]
 
     def heading(self, role: str) -> list[int]:
-        return []  # Role names have no token ids.
+        return []  # This tokenizer has no token ids for the names of roles.
 
     def _number(self, digits: str) -> int:
         try:

@@ -3,8 +3,8 @@
 Each rank measures its stages. The measurements of all ranks are combined into a
 :class:`~megatron.adaptive.schedule.workload.StageProfile`, which the planner and
 ``schedule.choose_by_simulation`` use. Actions of the first stage include the embedding, and actions
-of the last stage include the loss. Therefore :class:`LayerShare` measures the layers with hooks on
-the modules.
+of the last stage include the loss. Therefore, :class:`LayerShare` measures the time of the layers
+alone, with hooks on the modules.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ _DEVIATIONS = 4.0
 _OF_NORMAL = 1.4826
 _LEAST = 1e-12
 _MOST_OTHERS = 0.97
-"""Fraction of a class's other members whose spread must be smaller than the outlier's factor."""
+"""Fraction of the other measurements in a class whose spread an outlier's factor must exceed."""
 _FEW = 100
 _SLOW_RANK = (
     "check this rank for other programs, quotas, heat and power limits, or exclude the node"

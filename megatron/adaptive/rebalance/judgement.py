@@ -152,7 +152,7 @@ def loads_over(
     partition: Partition,
     num_microbatches: int,
 ) -> list[Loads]:
-    """Computes the times of ranks and stages for all measured steps, and for each half of them.
+    """Computes the times of ranks and stages, for all measured steps and for each half of them.
 
     Args:
         measured: Measurements of all ranks of the job.

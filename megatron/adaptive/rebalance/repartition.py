@@ -66,10 +66,10 @@ _MOST_BETWEEN = 128
 def resume_partition(job: TrainingJob) -> TrainingJob:
     """Returns a copy of ``job`` with the partition of the checkpoint that the job loads.
 
-    If ``--repartition auto`` is not set, there is no checkpoint, or the checkpoint has a different
-    number of pipeline ranks, chunks or layers, ``job`` is returned unchanged. An unreadable
-    checkpoint is ignored here, because loading it later reports the error. All ranks must call this
-    function together.
+    The function returns ``job`` unchanged if ``--repartition auto`` is not set, if there is no
+    checkpoint, or if the checkpoint has a different number of pipeline ranks, chunks or layers. An
+    unreadable checkpoint is ignored here, because loading it later reports the error. All ranks
+    must call this function together.
     """
     config = job.config
     if config.schedule.repartition == "off" or config.checkpoint.load is None:
