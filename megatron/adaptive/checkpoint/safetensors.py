@@ -85,7 +85,8 @@ class TensorFolder:
         tensors: Position of each tensor, keyed by name.
 
     Raises:
-        CheckpointError: If the folder has no ``safetensors`` files. It may have only pickles.
+        CheckpointError: If the folder has no ``safetensors`` files, for example because it has only
+            pickles.
         DamagedCheckpointError: If a file is missing or truncated, or has an invalid header.
     """
 

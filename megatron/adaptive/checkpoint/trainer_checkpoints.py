@@ -249,7 +249,7 @@ class Checkpoints:
         self._optimizer.reload_model_params()
 
     def _carry_description(self) -> None:
-        """Copies the model's configuration and tokenizer to the checkpoint folder for exports."""
+        """Copies the model's configuration and tokenizer, for exports, to the ``--save`` folder."""
         settings = self._settings
         sources = [Path(settings.load) / DESCRIPTION] if settings.load is not None else []
         sources += [Path(settings.load_hf)] if settings.load_hf is not None else []

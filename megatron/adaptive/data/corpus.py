@@ -113,8 +113,8 @@ def make_corpus(spec: CorpusSpec, *, progress: Progress | None = None) -> Corpus
     """
     if spec.vocab_size < _SMALLEST_VOCABULARY:
         raise ConfigError(
-            f"--vocab-size must be at least {_SMALLEST_VOCABULARY} (256 bytes and "
-            f"{END_OF_DOCUMENT}), got {spec.vocab_size}"
+            f"--vocab-size must be at least {_SMALLEST_VOCABULARY} (one token for each "
+            f"byte value, and {END_OF_DOCUMENT}), got {spec.vocab_size}"
         )
     for flag, value in (("--max-bytes", spec.max_bytes), ("--workers", spec.workers)):
         if value < 1:
@@ -189,7 +189,7 @@ def _documents(spec: CorpusSpec) -> list[tuple[str, str]]:
 def _fill(
     folder: Path, documents: list[tuple[str, str]], spec: CorpusSpec, progress: Progress | None
 ) -> None:
-    """Writes all files of a corpus of ``documents`` with the settings ``spec`` to ``folder``.
+    """Writes a corpus of ``documents`` to ``folder``, using the settings in ``spec``.
 
     The manifest is written last, because it marks the corpus as complete.
     """

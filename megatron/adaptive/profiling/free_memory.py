@@ -8,8 +8,8 @@
            divided by the number of ranks that share the device;
            plus unused memory in the cache of this rank's allocator
 
-This module does not import torch at import time, because processes without torch measure host
-memory.
+This module does not import torch at import time, because it also measures host memory in processes
+that do not load torch.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class ProbeLayout:
 
 
 def _groups(world_size: int, stride: int, size: int) -> list[Ranks]:
-    """Divides ``world_size`` ranks into groups of ``size`` ranks with a distance of ``stride``."""
+    """Divides ``world_size`` ranks into groups of ``size`` ranks that are ``stride`` apart."""
     block = stride * size
     return [
         tuple(range(first + offset, first + block, stride))

@@ -183,8 +183,8 @@ class Repartitioner:
             decision: Decision, equal on all ranks.
 
         Returns:
-            Move with the measured step time before it, or ``None`` if layers stay or no step
-            without a move was simulated.
+            Move, with the step time that was measured before it. The result is ``None`` if layers
+            stay, or if no step without a move was simulated.
         """
         if decision.partition is None or decision.present_s is None or decision.step_s is None:
             return None
