@@ -32,7 +32,7 @@ from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
 BLOCK_BYTES = 1 << 20
 _LOG = logging.getLogger(__name__)
 _DIGITS = 16
-_PIECE_BYTES = 1 << 22  # A hashed piece of this size is still in the CPU cache when written.
+_PIECE_BYTES = 1 << 22  # Hashed pieces of this size are still in the CPU cache when written.
 _SEAL = ',\n"checksum": "%s"\n}\n'
 _SEAL_BYTES = len(_SEAL % ("0" * 32))
 _SEALED = re.compile(rb',\n"checksum": "([0-9a-f]{32})"\n}\n')
@@ -187,7 +187,7 @@ class CheckedFile:
         return min(BLOCK_BYTES, self.size - number * BLOCK_BYTES)
 
     def _checked(self, number: int, view: memoryview) -> None:
-        """Reads block ``number`` into ``view``, from a copy in which it is undamaged."""
+        """Reads block ``number`` into ``view``, from the first copy whose block is undamaged."""
         while True:
             try:
                 return self._fetch(number, view)

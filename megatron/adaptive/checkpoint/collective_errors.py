@@ -24,8 +24,8 @@ from megatron.adaptive.errors import (
 
 _Result = TypeVar("_Result")
 
-# A full disk, a damaged file or missing permissions can cause these types of errors. Any other type
-# indicates a bug, so the rank on which it occurs raises the error with its traceback.
+# A full disk, a damaged file or missing permissions can cause these types of errors. Errors of
+# other types indicate a bug, so the failed rank raises the original error, with its traceback.
 _EXPECTED = (
     AdaptiveError,
     OSError,
@@ -133,7 +133,7 @@ class RankGroup:
             kinds = {first}
         merged = kinds.pop()(_merged(texts, name_ranks=name_ranks))
         if failure is not None and type(failure) is type(merged) and str(failure) == str(merged):
-            raise failure  # Both errors have the same text, so prefer the original error.
+            raise failure  # The merged error has the same text, so keep the original.
         raise merged from failure
 
 

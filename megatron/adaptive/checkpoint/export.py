@@ -210,8 +210,8 @@ def export_folder(
         hf_family: Value of ``--hf-family``, or ``None`` to use the run's value.
 
     Raises:
-        AdaptiveError: If the checkpoint does not match the configuration, the checkpoint is
-            damaged, or the output cannot be written.
+        AdaptiveError: If the checkpoint is damaged or does not match the configuration, or if the
+            output cannot be written.
     """
     files = (peft.ADAPTER_CONFIG, ADAPTERS) if kind == "adapters" else (CONFIG, SINGLE, INDEX)
     with _opened(checkpoints, step, like, output, files, hf_family) as exported:
@@ -255,8 +255,8 @@ def _plain(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]:
     if extra:
         raise CheckpointError(
             f"{exported.path} contains the tensor {extra[0]}, but Hugging Face models of type "
-            f"{exported.model.document['model_type']} have no such tensor; export the checkpoint "
-            "of a run without it"
+            f"{exported.model.document['model_type']} have no such tensor; export a "
+            "checkpoint without this tensor"
         )
     return model.about, model.read_hugging_face
 
@@ -387,7 +387,7 @@ def load_adapters(chunks: Sequence[torch.nn.Module], folder: Path, config: Train
 
     Raises:
         AdaptiveError: If the adapters in the folder belong to a different base model or different
-            layers, or have a different rank (``--lora-rank``).
+            layers, or were trained with a different ``--lora-rank``.
     """
     adapters = adapter_tensors(config, core_tensors(config, peft.base_of(config).family))
     file = folder / ADAPTERS

@@ -34,7 +34,7 @@ an index. Checkpoints of earlier versions have no index, and are opened only if 
 them.
 
 This module does not communicate with other ranks and does not read tensors. Only one process at a
-time may use it on a folder.
+time may use it for the same folder.
 """
 
 from __future__ import annotations
@@ -375,8 +375,8 @@ class StepFolders:
         Raises:
             CheckpointError: If the checkpoint was written by another program or in a newer format,
                 or contains pickles while ``trust`` is False.
-            DamagedCheckpointError: If the manifest is damaged, a file is missing or has the wrong
-                size, or a checksum does not match. The error message ends with ``remedy``.
+            DamagedCheckpointError: If the manifest is damaged, if a file is missing or has the
+                wrong size, or if a checksum does not match. The error message ends with ``remedy``.
         """
         body = self.read_manifest(path, remedy)
         step_there = body.get("step", step)
@@ -478,9 +478,9 @@ class CheckpointFolder(StepFolders):
         """Returns the iteration from which to resume, or ``None`` if there is no checkpoint.
 
         The result is the complete checkpoint that was written last. The tracker may name an earlier
-        checkpoint, because a run may stop after it has renamed a checkpoint and before it has
-        updated the tracker. Checkpoints of later iterations are ignored if they were written before
-        a run returned to an earlier iteration with ``--ckpt-step``.
+        checkpoint, because a run may stop between renaming a checkpoint and updating the tracker.
+        Checkpoints of later iterations are ignored if they were written before a run returned to an
+        earlier iteration with ``--ckpt-step``.
 
         Raises:
             CheckpointError: If the tracker does not contain an iteration, or the path is a file.
@@ -513,8 +513,9 @@ class CheckpointFolder(StepFolders):
         """Returns the last complete step in the chain of checkpoints that starts at ``tracked``.
 
         Each manifest contains the checksum of the previous checkpoint's manifest, so the
-        checkpoints form a chain. Manifests of earlier versions do not contain this checksum. Such a
-        checkpoint counts as later than ``tracked`` if its manifest file is newer than the tracker.
+        checkpoints form a chain. Manifests of earlier versions do not contain this checksum. A
+        checkpoint without it counts as later than ``tracked`` if its manifest file is newer than
+        the tracker.
         """
         steps = self.steps()
         if tracked not in steps:
@@ -583,9 +584,9 @@ class CheckpointFolder(StepFolders):
 
         Args:
             iteration: Iteration of the checkpoint.
-            trust: Whether to accept checkpoints that contain pickles, from earlier versions or
-                Megatron-LM. For a checkpoint of Megatron-LM, the returned manifest only lists the
-                files that exist.
+            trust: Whether to accept checkpoints with pickles, which earlier versions and
+                Megatron-LM wrote. For a checkpoint of Megatron-LM, the returned manifest only lists
+                the files that exist.
 
         Raises:
             CheckpointError: If the checkpoint was written by another program or in a newer format,

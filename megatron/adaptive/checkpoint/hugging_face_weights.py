@@ -1,9 +1,9 @@
 """Converts weights between Hugging Face models and megatron-core's models or checkpoints.
 
-A core tensor is a tensor of megatron-core, under its name in a checkpoint. A Hugging Face tensor is
-a tensor in a Hugging Face folder. The model's family (``config/families``) maps core modules to
-Hugging Face modules. Each core tensor is assembled from rows of Hugging Face tensors. A list of
-:class:`RowRun` describes these rows, and is used for both import and export::
+A core tensor is a tensor of a megatron-core model, identified by its name in a checkpoint. A
+Hugging Face tensor is a tensor in a Hugging Face folder. The model's family (``config/families``)
+maps core modules to Hugging Face modules. Each core tensor is assembled from rows of Hugging Face
+tensors. A list of :class:`RowRun` describes these rows, and is used for both import and export::
 
     core tensor, [rows, columns]                            Hugging Face tensors
     linear_qkv    q q k v | q q k v | ...  by query group    q_proj, k_proj, v_proj, or one tensor
@@ -151,10 +151,10 @@ class RowRegion(NamedTuple):
     """Part of a region of a core tensor, and the position of its values in a Hugging Face tensor.
 
     Attributes:
-        rows: Consecutive rows of the core tensor that contain the part.
+        rows: Run of consecutive rows of the core tensor that contains the part.
         row: Index of the first row to read in the Hugging Face tensor.
         column: Index of the first column to read in the Hugging Face tensor.
-        target: View of the region's memory into which the part is read.
+        target: Tensor into which the part is read, a view of the region's memory.
     """
 
     rows: RowRun
@@ -531,7 +531,7 @@ class HuggingFaceReader:
             )
             raise CheckpointError(
                 f"{folder} lacks {len(missing)} of {len(names)} tensors, such as "
-                f"{missing[0]}{tied}; it is incomplete, or its {CONFIG} belongs to another model"
+                f"{missing[0]}{tied}; complete the folder, or use the {CONFIG} that belongs to it"
             )
         for name, shape in shapes.items():
             if there[names[name]].shape != shape:

@@ -50,8 +50,8 @@ def require_same_model(
         different += _differences(saved.lora, config.lora, _OF_ADAPTERS)
     elif saved.lora.is_on:
         different.append(
-            "it contains adapters, but --lora-rank is not set; set it to continue training "
-            "them, or use hf export --merge-lora to merge them into the model"
+            "it contains adapters, but --lora-rank is not set; set --lora-rank to continue "
+            "their training, or use hf export --merge-lora to merge the adapters into the model"
         )
     elif config.lora.is_on and not config.checkpoint.finetune:
         different.append(
@@ -107,7 +107,7 @@ def data_changes(manifest: Manifest, config: TrainerConfig, dataset: Any, name: 
     changes = _differences(saved.data, config.data, _OF_DATA)
     changes += _differences(saved.run, config.run, ("seed",))
     if not config.data.variable_seq_lengths:
-        # Samples are sections of concatenated documents, so each sample depends on this length.
+        # Samples are sections of concatenated documents, so their content depends on seq_length.
         changes += _differences(saved.model, config.model, ("seq_length",))
     before, now = _train_samples(saved), _train_samples(config)
     if not changes and before != now and now and has_other_epochs(dataset, before, now):
@@ -177,8 +177,8 @@ def _shown(value: Any) -> str:
 def _is_without_effect(name: str, saved: Any, model: Any) -> bool:
     """Returns whether to ignore the setting ``name`` when comparing ``saved`` with ``model``.
 
-    A setting is ignored if it has no effect on these models, or if a setting that is compared
-    separately implies it.
+    A setting is ignored if it has no effect on these models, or if its value follows from another
+    setting, which is compared separately.
     """
     if name == "add_qkv_bias":
         return bool(saved.add_bias_linear or model.add_bias_linear)

@@ -46,7 +46,8 @@ METADATA = {
 }
 
 # megatron-core identifies a parameter group in a checkpoint by these settings and lr_mult. From
-# version 0.18 on, these settings include limits of the learning rate and the weight decay.
+# version 0.18 on, these settings include the limits of the learning rate and those of the weight
+# decay.
 _GROUP_KEYS = frozenset(
     "wd_mult is_expert_parallel is_decoupled_lr max_lr min_lr start_wd end_wd optimizer".split()
 )
@@ -57,12 +58,12 @@ _GPU_STATE_BYTES = 64
 
 RNG = "rng_state"
 """Key of the random states in a checkpoint."""
-# Keys under which the state of a second optimizer is saved. It trains either the experts or the
-# weights that muon does not train.
+# Keys under which the state of a second optimizer is saved. The second optimizer trains either the
+# experts or the weights that muon does not train.
 _EXPERTS = "experts"
 _SCALARS = "scalars"
 
-# Error messages use these flags for the settings of the scheduler in a checkpoint.
+# Flags that error messages mention for each scheduler setting in a checkpoint.
 _SCHEDULE_FLAGS = {
     "max_lr": "--lr",
     "min_lr": "--min-lr",
@@ -388,7 +389,7 @@ def _load(leaf: Any, state: dict[str, Any]) -> None:
 
 
 def require_same_groups(optimizer: Any, saved: Mapping[str, Any], name: str) -> None:
-    """Checks that a checkpoint has as many parameter groups as this rank's optimizer.
+    """Checks that a checkpoint and this rank's optimizer have the same number of parameter groups.
 
     Args:
         optimizer: megatron-core's optimizer.
@@ -481,7 +482,7 @@ def _move_step_to_groups(state: dict[str, Any]) -> None:
 
 
 def _give_steps(muon: Mapping[str, Any], scalars: Mapping[str, Any]) -> None:
-    """Copies the step count from ``scalars`` to ``muon``, because muon does not count steps."""
+    """Copies the step count from the other optimizer to ``muon``, which does not count steps."""
     for group in muon.get("optimizer", muon)["param_groups"]:
         group["step"] = _steps_of(scalars)
 
@@ -511,8 +512,9 @@ def _load_shards(leaf: Any, shards: Mapping[Any, Any]) -> None:
 
     megatron-core expects a saved value for each entry of a parameter's state. With torch's Adam,
     this state includes the step count, which is not saved. megatron-core would also use one step
-    tensor for all parameters, so that each parameter would increment it. Therefore, this function
-    removes the step counts before loading, and then gives each parameter a separate copy.
+    tensor for all parameters, and each parameter's update would increment that tensor. Therefore,
+    this function removes the step counts before loading, and then gives each parameter a separate
+    copy.
     """
     inner = leaf.optimizer
     torch_adam = _is_torch_adam(leaf)

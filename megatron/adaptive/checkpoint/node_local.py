@@ -225,7 +225,7 @@ class LocalDisk:
         """
         sizes: dict[str, int] = {}
         folder = self._folder.complete_path(step)
-        # Ignore errors. All files are then read from shared storage.
+        # Ignore errors, because all files can be read from shared storage instead.
         with contextlib.suppress(OSError):
             manifest = self._stored().get(step)
             if save_id and manifest is not None and manifest["save_id"] == save_id:
@@ -673,6 +673,6 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _some(pieces: Iterator[None]) -> bool:
-    """Continues the copy ``pieces`` for about a second. Returns False if the copy is complete."""
+    """Iterates over ``pieces`` for about a second. Returns False if the iterator is exhausted."""
     until_s = time.monotonic() + _ROUND_S
     return any(time.monotonic() >= until_s for _ in pieces)

@@ -6,8 +6,8 @@ r"""Serializes state other than the model's tensors in a format that is safe to 
     bytes of the tensors, arrays and long lists of integers that the line refers to, each aligned
     to 64 bytes after the line
 
-The first line is JSON. Values that JSON cannot express are JSON objects whose entry ``!`` is the
-type of the value. Unlike a pickle, such data cannot run code when it is read.
+The first line is JSON. Values that JSON cannot express are stored as JSON objects whose entry ``!``
+names the type of the value. Unlike a pickle, such data cannot run code when it is read.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class _Writer:
         if kind == "dict" and is_text and _KIND not in value:
             return dict(entries)
         pairs = [[self.plain(key, f"a key of {where}"), entry] for key, entry in entries]
-        about = getattr(value, "_metadata", None)  # Attribute of the result of state_dict().
+        about = getattr(value, "_metadata", None)  # state_dict() sets this attribute.
         more = {} if about is None else {"about": self.plain(about, f"{where}._metadata")}
         return {_KIND: kind, "items": pairs, **more}
 

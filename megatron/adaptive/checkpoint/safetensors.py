@@ -85,7 +85,8 @@ class TensorFolder:
         tensors: Position of each tensor, keyed by name.
 
     Raises:
-        CheckpointError: If the folder has no ``safetensors`` files. It may have only pickles.
+        CheckpointError: If the folder has no ``safetensors`` files, for example because it has only
+            pickles.
         DamagedCheckpointError: If a file is missing or truncated, or has an invalid header.
     """
 
@@ -225,7 +226,8 @@ class TensorFolder:
                 f"{self.folder} has neither {SINGLE} nor {INDEX}"
                 + (
                     f", but contains {pickled[0]}, a pickle, which can run code when it is loaded; "
-                    "save the model as safetensors with save_pretrained of transformers"
+                    "use save_pretrained() of the transformers library to save the model as "
+                    "safetensors"
                     if pickled
                     else "; pass the folder of a Hugging Face model"
                 )
@@ -269,7 +271,7 @@ def write_folder(
     shard_bytes: int,
     single: str = SINGLE,
 ) -> None:
-    """Writes a model's files and index in the layout of ``transformers``, and flushes them to disk.
+    """Writes a model's files and index as the ``transformers`` library does, and flushes them.
 
     Args:
         folder: Folder to write to.

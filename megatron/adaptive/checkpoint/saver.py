@@ -274,8 +274,8 @@ def load_first_whole(
 
     Args:
         steps: Steps of the checkpoints to try, in this order. There must be at least one.
-        load: Function that loads the checkpoint of a step. If it fails, it must raise the same
-            error on all ranks.
+        load: Function that loads the checkpoint of a step. If loading fails, the function must
+            raise the same error on all ranks.
         ranks: Group of all ranks, used for communication.
 
     Raises:

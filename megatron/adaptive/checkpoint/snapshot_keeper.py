@@ -57,17 +57,18 @@ _LENGTHS = struct.Struct("<QQ")
 # Start of a slot (its marks): the step, stored when a write begins; the same step, stored when the
 # write ends; and the size of the non-tensor state in bytes.
 _MARKS = struct.Struct("<QQQ")
-# Step, and checksum of the bytes that are sent to the buddy for this step. Stored after the marks.
+# Step and checksum, stored after the marks. The checksum covers the bytes that are sent to the
+# buddy node for this step.
 _SENT = struct.Struct("<QQ")
 _MARKS_BYTES = ALIGN
-_STEP_S = 30.0  # Maximum time in seconds for a buddy to receive a message.
-_RUN_S = 30.0  # Maximum time in seconds for the agent of the buddy to start its ranks.
+_STEP_S = 30.0  # Maximum time in seconds for a buddy node to receive a message.
+_RUN_S = 30.0  # Maximum time in seconds until the buddy node's agent has started its ranks.
 _AGAIN_S = 0.5
 _MESSAGE = 1 << 16
 _MOST_HEAD = 1 << 28
-# Header of a message to the buddy: step, slot, and size of the non-tensor state in bytes.
+# Header of a message to the buddy node: step, slot, and size of the non-tensor state in bytes.
 _FRAME = struct.Struct("<QQQ")
-_KEPT = struct.Struct("<Q")  # Reply of the buddy: the step that it has stored.
+_KEPT = struct.Struct("<Q")  # Reply of the buddy node: the step that it has stored.
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -106,10 +107,11 @@ class SnapshotFile:
 
         Args:
             head: Header of the file: a JSON object with the size of all tensors (``tensor_bytes``),
-                the size of the tensors that are sent to the buddy (``sent_bytes``), and the maximum
-                size of a step's non-tensor state (``extra_bytes``). Other entries are allowed.
+                the size of the tensors that are also sent to another node (``sent_bytes``), and the
+                maximum size of a step's non-tensor state (``extra_bytes``). Other entries are
+                allowed.
             whole: Whether to allocate space for all tensors. Otherwise, the file has space only for
-                the tensors that are sent to the buddy.
+                the tensors that are sent to another node.
 
         Raises:
             OSError: If the memory cannot be allocated.
@@ -159,7 +161,7 @@ class SnapshotFile:
         return slots
 
     def keep_sum(self, slot: int) -> None:
-        """Computes and stores a checksum of the data in ``slot`` that are sent to the buddy."""
+        """Computes and stores a checksum of the data in ``slot`` that are sent to another node."""
         step = self._marks(slot)[1]
         offset = self._marks_offset(slot) + _MARKS.size
         _SENT.pack_into(self.memory, offset, step, self._sum(slot))
@@ -181,7 +183,7 @@ class SnapshotFile:
         return memoryview(self.memory)[start : start + self._marks(slot)[2]]
 
     def sent(self, slot: int) -> memoryview:
-        """Returns the tensors in ``slot`` that are sent to the buddy, as bytes."""
+        """Returns the tensors in ``slot`` that are also sent to another node, as bytes."""
         start = self.tensors_offset(slot)
         return memoryview(self.memory)[start : start + self.head["sent_bytes"]]
 
@@ -236,7 +238,7 @@ class _Store:
 
 
 class SnapshotKeeper:
-    """Stores snapshots of this node's ranks and, as a buddy, of the ranks of another node.
+    """Stores snapshots of this node's ranks, and copies of the snapshots of another node's ranks.
 
     Args:
         host: Address at which to listen for other nodes; empty for all addresses of this machine.
@@ -375,7 +377,7 @@ class SnapshotKeeper:
     def _serve_rank(
         self, connection: socket.socket, about: Mapping[str, Any], file: SnapshotFile
     ) -> None:
-        """Sends each snapshot in ``file`` to the buddy, and confirms each step to the rank.
+        """Sends each snapshot in ``file`` to the buddy node, and confirms each step to the rank.
 
         ``about`` describes the rank that writes ``file``, and ``connection`` leads to this rank.
         """
@@ -428,8 +430,9 @@ class SnapshotKeeper:
             step, slot, extra_bytes = _FRAME.unpack(sealed.receive(_FRAME.size))
             if extra_bytes > file.head["extra_bytes"] or slot >= SLOTS:
                 raise ValueError(
-                    f"the snapshot of step {step} has slot {slot} and {extra_bytes} extra "
-                    f"bytes, but the limits are {SLOTS - 1} and {file.head['extra_bytes']}"
+                    f"the snapshot of step {step} is sent for slot {slot} with {extra_bytes} bytes "
+                    "of non-tensor state, but the limits are "
+                    f"{SLOTS - 1} and {file.head['extra_bytes']}"
                 )
             sealed.socket.settimeout(_STEP_S)
             file.begin(slot, step)
@@ -453,7 +456,7 @@ class SnapshotKeeper:
             return True
 
     def _count(self, store: _Store) -> None:
-        """Counts the snapshots in ``store``, and discards the rank's older files after the second.
+        """Counts a new snapshot in ``store``. At the second one, discards the rank's older files.
 
         A rank creates a new file if the number or the shapes of its tensors have changed, for
         example because stages have moved to another rank.
@@ -475,12 +478,12 @@ class SnapshotKeeper:
 
 
 class _Stream:
-    """Sends the snapshots of one rank to the buddy over a connection."""
+    """Sends the snapshots of one rank to the buddy node over a connection."""
 
     def __init__(self, buddy: Buddy, secret: str, store: _Store) -> None:
         self._file = store.file
         address = buddy.address, buddy.port
-        # The buddy may not be ready for this run yet, so let dial() retry (is_early).
+        # The buddy node may not be ready for this run yet, so is_early lets dial() retry.
         self._sealed = dial(address, secret, _PURPOSE, _RUN_S, is_early=True)
         self._sealed.socket.settimeout(_STEP_S)
         head = store.file.raw_head
@@ -488,7 +491,7 @@ class _Stream:
         self._sealed.send_memory(memoryview(head))
 
     def send(self, step: int, slot: int) -> None:
-        """Sends the snapshot of ``step`` in ``slot``, and waits until the buddy has stored it."""
+        """Sends the snapshot of ``step`` in ``slot``, and waits for the buddy node's reply."""
         extra = self._file.extra(slot)
         self._sealed.send(_FRAME.pack(step, slot, len(extra)))
         self._sealed.send_memory(extra, self._file.sent(slot))

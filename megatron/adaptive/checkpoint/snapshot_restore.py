@@ -51,11 +51,11 @@ def write(order: Mapping[str, Any]) -> None:
     Args:
         order: Settings of the command. ``checkpoints`` is the folder of checkpoints.
             ``is_pipeline`` states whether a ``Pipeline`` uses this folder. ``step`` is the step of
-            the snapshots. ``lease`` is the number of the manager's lease, or 0 if there is no
-            lease. ``index`` is the index of this node. ``has_common`` states whether this node
-            writes the files that exist once per checkpoint. ``parts`` lists the snapshot files,
-            each with its path (``file``) and the indices of the sets of tensors to write from it
-            (``needs``).
+            the snapshots. ``lease`` is the number of the lease with which the job reserves that
+            folder, or 0 if there is no lease. ``index`` is the index of this node. ``has_common``
+            states whether this node writes the files that exist once per checkpoint. ``parts``
+            lists the snapshot files, each with its path (``file``) and the indices of the sets of
+            tensors to write from it (``needs``).
 
     Raises:
         CheckpointError: If a snapshot is missing or damaged.

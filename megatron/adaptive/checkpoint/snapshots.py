@@ -245,7 +245,7 @@ class Snapshots(NoSnapshots):
             self._file = None
 
     def _begin(self, pieces: Mapping[Part, Piece], extra_bytes: int) -> None:
-        """Plans which ``pieces`` of the state this rank copies, and creates its snapshot file.
+        """Plans which ``pieces`` of the state this rank copies, and creates the snapshot file.
 
         The file has space for more than twice ``extra_bytes``, because the non-tensor state may
         grow. All ranks must call this together.
@@ -311,7 +311,7 @@ class Snapshots(NoSnapshots):
         socket.send_fds(self._socket, [json.dumps(message).encode()], [self._file.descriptor])
 
     def _place(self, tensors: list[torch.Tensor], entries: list[dict[str, Any]]) -> None:
-        """Creates the tensors in each slot to which ``tensors`` are copied.
+        """Creates a tensor in each slot for the copy of each of the ``tensors``.
 
         ``entries`` contains the position of each tensor within a slot.
         """
@@ -377,7 +377,7 @@ class Snapshots(NoSnapshots):
         self._socket.send(json.dumps({"what": "taken", "step": step, "slot": slot}).encode())
 
     def _kept(self) -> str:
-        """Waits until the keeper has stored the last step. Returns an error message or ``""``."""
+        """Waits until the last snapshot is stored. Returns an error message, or ``""``."""
         if self._socket is None:
             return ""
         rank = self._job.rank
@@ -458,8 +458,8 @@ class Need:
 
     Attributes:
         ranks: Ranks that copy the part: one rank in each failure domain that has the part.
-        is_sent: Whether the copy is also sent to the buddy, because no other failure domain has the
-            part.
+        is_sent: Whether the copy is also sent to a buddy node, because no other failure domain has
+            the part.
     """
 
     ranks: tuple[int, ...]
@@ -488,7 +488,7 @@ class SnapshotPlan:
     def copied_by(self, rank: int, rank_parts: RankParts) -> list[Part]:
         """Returns the parts in ``rank_parts`` that ``rank`` copies.
 
-        The parts that ``rank`` also sends to the buddy come first.
+        The parts that ``rank`` also sends to another node come first.
         """
         copied = [part for part in rank_parts.parts if rank in self.needs[part].ranks]
         return sorted(copied, key=lambda part: (not self.needs[part].is_sent, part))

@@ -111,8 +111,8 @@ class Checkpoints:
             them directly to ``--save``.
         config: Settings to use, or ``None`` for the settings of the run. ``config.checkpoint``
             determines which state is saved and loaded.
-        saver: Existing saver of the same job, or ``None`` to create one. After layers have moved
-            between ranks, for example, the existing saver may still be writing a checkpoint.
+        saver: Saver that an earlier object of the same job has used, or ``None`` to create one. It
+            is passed on because it may still be writing a checkpoint.
 
     Attributes:
         saver: Object that writes the checkpoints and reads them back.
@@ -182,7 +182,8 @@ class Checkpoints:
             self._state_to_save(progress),
             # All checkpoints of a run have the same parts, so check them only once.
             validate_access_integrity=not (is_whole or self._is_checked),
-            # Do not require equal common values on all ranks, because some differ by stage.
+            # Do not require equal common values on all ranks, because some of the values differ
+            # between stages.
             preprocess_common_before_consistancy_check=lambda common: {},
         )
         self._is_checked = True
@@ -248,7 +249,7 @@ class Checkpoints:
         self._optimizer.reload_model_params()
 
     def _carry_description(self) -> None:
-        """Copies the model's configuration and tokenizer to the checkpoint folder for exports."""
+        """Copies the model's configuration and tokenizer, for exports, to the ``--save`` folder."""
         settings = self._settings
         sources = [Path(settings.load) / DESCRIPTION] if settings.load is not None else []
         sources += [Path(settings.load_hf)] if settings.load_hf is not None else []
@@ -662,8 +663,8 @@ class RunState(SnapshotState):
         progress = self._progress()
         former = self._parts
         parts = self._parts = self._checkpoints.apart(progress, is_whole=True)
-        # Copy buffers immediately, because some change before the optimizer does, such as the
-        # expert bias of routers.
+        # Copy buffers immediately, because some buffers, such as the expert bias of routers, change
+        # before the optimizer's update.
         buffers = state.buffer_storages(self._run.chunks)
         copied = {
             part: dataclasses.replace(piece, tensor=piece.tensor.clone())

@@ -4,16 +4,16 @@
 
     __<rank>_0.distcp    file of a rank: its tensors, then its objects, as torch.save writes them
                          [ head of torch.save | bytes of the tensor | end of torch.save ] ...
-                         [ pickled object | the same as plain values ] ...
+                         [ pickled object | the object as plain values ] ...
     .metadata            name, offset in the whole tensor, file and position of each part or object
     index.json           the same data as JSON, but with positions of raw bytes and plain values
 
 This module writes the checkpoints of the trainer (which megatron-core reads as ``torch_dist``),
 those of a ``Pipeline``, and those made from in-memory snapshots. Torch and Megatron-LM find the
 tensors of a checkpoint through ``.metadata``; this program uses ``index.json``
-(``checkpoint.reader``). The training process itself writes the files. megatron-core's writer would
-start processes by ``spawn`` and ``fork`` for each save, which takes seconds, and copies the sockets
-and memory mappings of the pipeline's channels into the child processes.
+(``checkpoint.reader``). The training process itself writes the files. For each save,
+megatron-core's writer would start processes by ``spawn`` and ``fork``. This takes seconds, and the
+child processes inherit the sockets and memory mappings of the pipeline's channels.
 
 Parts are reassigned to ranks only if the layout of a rank's state has changed. Otherwise, each rank
 writes its file immediately, and ranks exchange only a few numbers. This matters for background
@@ -54,7 +54,7 @@ METADATA = ".metadata"
 COMMON, PICKLED_COMMON = "common.values", "common.pt"
 """Names of the files with the values that all trainer ranks share: as plain values, and pickled."""
 _LARGE_BYTES = 1 << 16
-"""Minimum size in bytes of a piece of ``torch.save``'s output that is written immediately.
+"""Size in bytes from which a piece that ``torch.save`` passes to the stream is written immediately.
 
 Smaller pieces are collected and written together.
 """
@@ -161,7 +161,7 @@ class TakenState:
 
 
 def entry_of(part: Part, piece: Piece) -> Entry:
-    """Returns the index entry for ``part``, whose data is ``piece``. It can be written as JSON."""
+    """Returns the index entry for ``part``, whose data is ``piece``, as a dict of JSON values."""
     name, offset = part
     return {
         "name": name,
@@ -377,7 +377,7 @@ class _Stream:
         Raises:
             OSError: If the tensor could not be written.
         """
-        file: Any = self  # The declared type has more methods than torch.save calls.
+        file: Any = self  # torch.save needs only some of the methods of the declared type.
         torch.save(tensor, file)
         if self._error is not None:
             raise self._error
@@ -392,7 +392,7 @@ class _Stream:
         return int(reader.get_record_offset("data/0"))
 
     def write(self, data: Any) -> int:
-        """Writes ``data``, or keeps it for the next write if it is small.
+        """Writes ``data``. Collects small pieces of data, to write them together later.
 
         ``torch.save`` calls this method. Errors are stored and raised later by :meth:`save`,
         because ``torch.save`` would hide their cause.
@@ -402,13 +402,13 @@ class _Stream:
                 self._small += view
             else:
                 self.flush()
-                # All else that torch.save writes is short, so this piece is the tensor's data.
+                # All other output of torch.save is short, so this piece is the tensor's data.
                 self._large[view.nbytes] = self._sums.size - self._begin
                 self._write(view)
             return view.nbytes
 
     def flush(self) -> None:
-        """Writes the small pieces that were kept. ``torch.save`` calls this at the end."""
+        """Writes the small pieces collected so far. ``torch.save`` calls this method at the end."""
         if small := bytes(self._small):
             self._small.clear()
             self._write(small)

@@ -1,10 +1,10 @@
 """Renders conversations with a chat template, and finds the text on which the loss is computed.
 
-A template is a jinja program. It runs in a sandbox with the names that ``transformers`` defines for
-templates. The loss is computed only on the text of the assistant's messages (answers). This text is
-called *taught*. If the template marks the taught text with ``{% generation %}``, these marks are
-used. Otherwise, the conversation is rendered with and without each answer, and the difference is
-the answer::
+A template is a jinja program. It runs in a sandbox with the names that the ``transformers`` library
+defines for templates. The loss is computed only on the text of the assistant's messages (answers).
+This text is called *taught*. If the template marks the taught text with ``{% generation %}``, these
+marks are used. Otherwise, the conversation is rendered with and without each answer, and the
+difference is the answer::
 
     messages[:i] with the generation prompt   [user] hi [end] [assistant]
     messages[:i + 1]                          [user] hi [end] [assistant] yo [end]
@@ -43,8 +43,8 @@ _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names that the message field for reasoning may have. Most templates read the first name."""
 _BEGUN_TAG = re.compile(r"[<\[(#|][^\s>\])]*$")
-# Placeholder words that replace an answer. Their first letters and their last letters differ, so
-# that the text that two renderings share never includes part of a placeholder word.
+# Placeholder words that replace an answer. Their first letters and their last letters differ. Text
+# that is common to two renderings therefore never includes a part of a placeholder word.
 _PROBES = ("Bqjx", "Wzkv")
 _THIRD_PROBE = "Fhnd"
 _common_start = os.path.commonprefix
@@ -138,7 +138,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True, kw_only=True)
 class _Around:
-    """Rendered text around an answer, which does not depend on the answer's text.
+    """Rendered text before and after an answer. It does not depend on the answer's text.
 
     Attributes:
         before: Rendered text from the start up to the answer.
@@ -262,7 +262,7 @@ class _Renderer:
         before: Sequence[Message],
         asked: str,
     ) -> str:
-        """Returns the text that ends an answer (its end mark), up to the start of a next message.
+        """Returns an answer's end mark: the text from the answer to the start of a next message.
 
         Args:
             behind: Rendered text after the answer in the whole conversation.
@@ -289,8 +289,8 @@ class _Renderer:
             mark = between.removesuffix(head)
             if head and between.endswith(head) and behind.startswith(mark):
                 return mark
-        # Drop an incomplete tag at the end of the shared text. It is the common beginning of two
-        # different tags, so it does not belong to the end mark.
+        # Drop an incomplete tag at the end of the shared text. Such a tag is the common beginning
+        # of two different tags, so it does not belong to the end mark.
         return _BEGUN_TAG.sub("", _common_start([behind, ended.behind]))
 
     def _prompt(self, before: Sequence[Message], rendered: str) -> _Prompt:
@@ -344,7 +344,7 @@ class _Renderer:
 
 
 def _normalized(message: Message) -> dict[str, Any]:
-    """Returns ``message`` in the form that ``transformers`` passes to a template.
+    """Returns ``message`` in the form that the ``transformers`` library passes to a template.
 
     Keys whose value is ``None`` are removed. Reasoning is stored under both keys that templates
     read, ``thinking`` and ``reasoning_content``.
@@ -386,7 +386,7 @@ def _refusals() -> tuple[type[Exception], ...]:
 
 
 class _Marks:
-    """Records the ranges of the rendered text that a template marks as taught."""
+    """Records the ranges of rendered text that a template marks with ``{% generation %}``."""
 
     def __init__(self) -> None:
         self._blocks: list[str] | None = None
@@ -419,7 +419,7 @@ class _Marks:
 
 @functools.lru_cache(maxsize=8)
 def _compiled(template: str) -> Any:
-    """Returns ``template``, compiled in a sandbox with the names of ``transformers``."""
+    """Returns ``template``, compiled in a sandbox with the names that ``transformers`` defines."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment

@@ -108,13 +108,13 @@ def make_corpus(spec: CorpusSpec, *, progress: Progress | None = None) -> Corpus
 
     Raises:
         ConfigError: If ``vocab_size``, ``max_bytes`` or ``workers`` is too small.
-        DataError: If there are no source files, the output folder is not writable, or it contains
+        DataError: If there are no source files, or if the output folder is not writable or contains
             other files or a corpus of a newer format.
     """
     if spec.vocab_size < _SMALLEST_VOCABULARY:
         raise ConfigError(
-            f"--vocab-size must be at least {_SMALLEST_VOCABULARY} (256 bytes and "
-            f"{END_OF_DOCUMENT}), got {spec.vocab_size}"
+            f"--vocab-size must be at least {_SMALLEST_VOCABULARY} (one token for each "
+            f"byte value, and {END_OF_DOCUMENT}), got {spec.vocab_size}"
         )
     for flag, value in (("--max-bytes", spec.max_bytes), ("--workers", spec.workers)):
         if value < 1:
@@ -145,7 +145,7 @@ def make_corpus(spec: CorpusSpec, *, progress: Progress | None = None) -> Corpus
 
 
 def source_files(source_dir: Path) -> list[Path]:
-    """Returns the ``.py`` files below ``source_dir``, except test, cache and package folders.
+    """Returns the ``.py`` files below ``source_dir``, without test, cache and package folders.
 
     Files are sorted by a hash of their relative path, so their order is the same on every machine.
     This order also spreads the files of a folder over the whole corpus, so that the last part,
@@ -189,7 +189,7 @@ def _documents(spec: CorpusSpec) -> list[tuple[str, str]]:
 def _fill(
     folder: Path, documents: list[tuple[str, str]], spec: CorpusSpec, progress: Progress | None
 ) -> None:
-    """Writes all files of a corpus of ``documents`` with the settings ``spec`` to ``folder``.
+    """Writes a corpus of ``documents`` to ``folder``, using the settings in ``spec``.
 
     The manifest is written last, because it marks the corpus as complete.
     """

@@ -140,8 +140,8 @@ def build_datasets(
     for name, dataset, count in zip(_SPLIT_NAMES, (train, valid, test), counts, strict=True):
         if needs_samples and dataset is not None and len(dataset) < count:
             raise DataError(
-                f"the {name} data has {len(dataset)} samples, but {count} are needed; give "
-                "the prefixes weights (0.5 a 0.5 b), so that the data repeats, or run fewer "
+                f"the {name} data has {len(dataset)} samples, but {count} are needed; add "
+                "weights before the prefixes (0.5 a 0.5 b), so that the data repeats, or run fewer "
                 "iterations"
             )
     return train, valid, test
@@ -272,9 +272,9 @@ def _index_cache(data: DataConfig, blends: Sequence[Blend | None]) -> str:
 
 
 def parse_blend(values: Sequence[str], flag: str = "--data-path") -> Blend:
-    """Parses datasets such as ``a``, ``a b c`` or, with weights, ``0.3 a 0.7 b``.
+    """Parses a list of datasets, such as ``a b c`` or, with weights, ``0.3 a 0.7 b``.
 
-    ``values`` is the list of words. ``flag`` is the name of the flag, for error messages.
+    ``values`` contains the words of the list. ``flag`` is the name of the flag, for error messages.
 
     Raises:
         ConfigError: If weights and prefixes do not alternate, or a weight is not positive.
@@ -398,8 +398,8 @@ class CachedGPTDataset(GPTDataset):
         if not len(built[2]):
             raise DataError(
                 f"{self.dataset_path}: the {self.index_split.name} split is shorter than one "
-                f"sample of {self.config.sequence_length} tokens; lower --seq-length, or give "
-                "the prefixes weights (0.5 a 0.5 b), so that the data repeats"
+                f"sample of {self.config.sequence_length} tokens; lower --seq-length, or add "
+                "weights before the prefixes (0.5 a 0.5 b), so that the data repeats"
             )
         return built
 
@@ -411,7 +411,7 @@ class CachedGPTDataset(GPTDataset):
 
 
 def has_other_epochs(dataset: Any, before: int, now: int) -> bool:
-    """Returns whether the order of samples differs between runs of ``before`` and ``now`` samples.
+    """Returns whether samples come in different orders in runs of ``before`` and ``now`` samples.
 
     The number of samples affects the order, because the samples of all epochs are shuffled
     together, except those of a short last epoch.

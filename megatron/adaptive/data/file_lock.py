@@ -57,9 +57,9 @@ def _lock(descriptor: int, path: Path, wait_s: float) -> None:
         waited_s = time.monotonic() - begin_s
         if waited_s >= wait_s:
             raise DataError(
-                f"{path}: another process has locked this file for more than {wait_s:g} s while "
-                "it builds the files next to it; check whether that process is still running, "
-                "or stop it"
+                f"{path}: another process has locked this file for more than {wait_s:g} s, to "
+                "build other files in the same folder; check whether that process still makes "
+                "progress, or stop it"
             )
         if waited_s >= _FIRST_LINE_S and not is_told:
             is_told = True

@@ -73,8 +73,8 @@ def check_indexed(prefix: str | Path) -> IndexedInfo:
         Integer type, number of tokens and number of sequences.
 
     Raises:
-        DataError: If a file is missing or truncated, has a different format or version, or the two
-            files do not match. The message states the file and the fault.
+        DataError: If a file is missing or truncated or has a different format or version, or if the
+            two files do not match. The message states the file and the fault.
     """
     idx_path = Path(f"{prefix}.idx")
     bin_path = Path(f"{prefix}.bin")

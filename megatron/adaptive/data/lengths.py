@@ -60,7 +60,7 @@ class DocumentDataset(MegatronDataset):
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:
-        """Returns the number of documents in ``low_level_dataset`` that ``--split`` divides."""
+        """Returns the number of documents that are divided by ``--split``."""
         return len(low_level_dataset.sequence_lengths)
 
     @staticmethod
@@ -160,9 +160,9 @@ class Conversations:
         return self._ids[start : start + length]
 
     def is_taught(self, index: int, length: int) -> npt.NDArray[Any]:
-        """Returns the flags of the first ``length`` tokens, which are true for taught tokens.
+        """Returns whether each of the first ``length`` tokens is taught, as an array of flags.
 
-        ``index`` is the index of the conversation.
+        The loss is computed only on taught tokens. ``index`` is the index of the conversation.
         """
         start = int(self._ends[index])
         return self._taught[start : start + length]

@@ -22,8 +22,8 @@ agree on the number and sizes of the microbatches without exchanging messages::
 
 With ``--slice-tokens`` T, a packed row is divided into slices of T tokens. A row has only as many
 slices as its longest sample needs, so most rows consist of one slice. If all rows of a step must
-have the same number of slices, this number depends on the longest sample of the step. It may be up
-to a quarter larger than necessary for that sample if this reduces padding.
+have the same number of slices, this number depends on the longest sample of the step. The number
+may be up to a quarter larger than that sample needs, if a larger number reduces padding.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class BatchSizes:
         self._sizes = config.batch_sizes()
 
     def global_batch_size_at(self, consumed_samples: int) -> int:
-        """Returns the global batch size of the step after ``consumed_samples`` samples."""
+        """Returns the global batch size of the next step after ``consumed_samples`` samples."""
         if self._config.rampup_batch_size is None or len(self._sizes) == 1:
             return self._config.global_batch_size
         ramp_samples = self._config.rampup_batch_size[2]
@@ -387,7 +387,7 @@ class LengthMicrobatches(StepMicrobatches):
         load: Statistics on the microbatches of all data-parallel replicas.
 
     Args:
-        lengths: Number of tokens of each of the step's samples.
+        lengths: Number of tokens of each sample in the step.
         batching: Settings that determine which samples share a microbatch in any step.
         dp_rank: Index of this rank's data-parallel replica.
         read: Function that reads a sample, given its index in the step, or ``None`` on a rank that

@@ -155,9 +155,9 @@ def preprocess(spec: PreprocessSpec, *, progress: Progress | None = None) -> Pre
 
     Raises:
         ConfigError: If a setting is invalid.
-        DataError: If a line is not JSON or does not contain a key (the message states the file and
-            the line), the input contains no documents, a vocabulary is damaged, or the output
-            cannot be written.
+        DataError: If a line is not JSON or does not contain a key, if the input contains no
+            documents, if a vocabulary is damaged, or if the output cannot be written. The message
+            about a line states its file and number.
     """
     _check(spec)
     try:
@@ -321,7 +321,8 @@ def _encoded_batches(spec: PreprocessSpec) -> Generator[_Encoded]:
         return
     pool = ProcessPoolExecutor(
         max_workers=spec.workers,
-        # Spawn workers, because a fork is unsafe if the parent has threads (torch, progress bar).
+        # Spawn workers, because a fork is unsafe while the parent has other threads, such as those
+        # of torch.
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_start_worker,
         initargs=(spec,),

@@ -42,7 +42,8 @@ _TEMPLATE_TOKENS = tuple(
 _CHAT_VERSION = 2
 """Version of the code that selects the tokens on which the loss is computed.
 
-The version is part of the cache key of tokenized conversations. Increase it if that code changes.
+The version is part of the cache key of tokenized conversations. Increase the version whenever that
+code changes.
 """
 _MODEL = "check --tokenizer-model"
 _IDS_OF_TIKTOKEN = 1 << 17
@@ -184,9 +185,9 @@ class GPT2BPETokenizer(_LibraryTokenizer):
         needed = {END_OF_DOCUMENT, *pre_tokenizers.ByteLevel.alphabet()}
         if missing := needed - vocab.keys():
             raise DataError(
-                f"{vocab_file} lacks {max(missing, key=len)!r} ({len(missing)} of the 256 byte "
-                f"symbols and the end-of-document token {END_OF_DOCUMENT}), so text would be "
-                "lost; use a GPT-2 vocabulary that contains all of them"
+                f"{vocab_file} lacks {max(missing, key=len)!r} ({len(missing)} of 257 required "
+                f"tokens: one for each byte value, and {END_OF_DOCUMENT}), so text would be lost; "
+                "use a GPT-2 vocabulary that contains all of them"
             )
         _check_merges(vocab, merges, Path(vocab_file), Path(merge_file))
         digest = hashlib.sha256(f"{vocab_text}\0{merge_text}".encode()).hexdigest()[:16]
@@ -211,8 +212,8 @@ def _check_merges(
     rules. For these vocabularies, the check also detects rules that are out of order.
 
     Raises:
-        DataError: If an id or a rule is duplicated, ids have gaps, a token has no rule, or a few
-            rules are out of order.
+        DataError: If an id or a rule is duplicated, if ids have gaps, if a token has no rule, or if
+            a few rules are out of order.
     """
     ids = sorted(vocab.values())
     if len(set(ids)) != len(ids):
@@ -221,7 +222,7 @@ def _check_merges(
         lacking = next(expected for expected, number in enumerate([*ids, -1]) if expected != number)
         raise DataError(f"{vocab_file}: no token has the id {lacking}, but ids must have no gaps")
     merged_ids = [vocab.get(left + right, -1) for left, right in merges]
-    # Compare the rules instead of their tokens, because two rules may produce the same token.
+    # Compare rules, not the tokens that they produce, because two rules may produce the same token.
     if len(set(merges)) != len(merges):
         raise DataError(f"{merge_file}: a rule is duplicated; the files are damaged")
     has_rule = set(merged_ids)
@@ -245,11 +246,12 @@ def _check_merges(
 
 
 class HuggingFaceTokenizer(_LibraryTokenizer):
-    """Uses a tokenizer folder of ``transformers``, with its special tokens and chat template.
+    """Uses a Hugging Face tokenizer folder, with its special tokens and chat template.
 
-    Special tokens inside a document are recognized, as in ``transformers``, but no special tokens
-    are added. The end-of-document token is the ``eos_token`` in ``tokenizer_config.json`` or
-    ``special_tokens_map.json``, otherwise the ``eos_token_id`` in ``config.json``.
+    As in the ``transformers`` library, special tokens inside a document are recognized, but this
+    class adds no special tokens. The end-of-document token is the ``eos_token`` in
+    ``tokenizer_config.json`` or ``special_tokens_map.json``, otherwise the ``eos_token_id`` in
+    ``config.json``.
 
     Args:
         folder: Path of the folder with ``tokenizer.json``, the value of ``--tokenizer-model``.
@@ -331,7 +333,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         if not path.is_file():
             return {}
         try:
-            # Parse leniently, because transformers writes the integer 10^30 for an unlimited
+            # Parse leniently, because the transformers library writes 10^30 for an unlimited
             # length.
             content = parse_json(read_text(path, _MODEL, DataError), strict=False)
         except ValueError as error:
@@ -482,7 +484,7 @@ class NullTokenizer(Tokenizer):
         return [self._number(digits) for digits in text.split()]
 
     def heading(self, role: str) -> list[int]:
-        return []  # Role names have no token ids.
+        return []  # This tokenizer has no token ids for the names of roles.
 
     def _number(self, digits: str) -> int:
         try:
@@ -517,8 +519,9 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
         raise ConfigError(f"{kind} requires {' and '.join(config.missing)}; add this flag")
     if config.tiktoken_special_tokens is not None and kind != "TikTokenizer":
         raise ConfigError(
-            f"--tiktoken-special-tokens requires --tokenizer-type TikTokenizer, got {kind}, whose "
-            "files hold its special tokens; remove the flag, or add the tokens to the files"
+            f"--tiktoken-special-tokens requires --tokenizer-type TikTokenizer, got {kind}, "
+            "which reads special tokens from its files; remove the flag, or add the tokens to the "
+            "files"
         )
     built: Tokenizer
     if kind == "NullTokenizer":
@@ -571,7 +574,7 @@ def need_package(name: str, flag: str, extra: str) -> Any:
 
 
 def _teach(taught: list[bool], encoding: Any, start: int, stop: int, *, are_marked: bool) -> None:
-    """Marks as taught all tokens that overlap a range of characters.
+    """Marks the tokens of a range of characters as taught: the loss is computed on these tokens.
 
     Args:
         taught: Whether the loss is computed on each token. The list is changed in place.
@@ -580,7 +583,7 @@ def _teach(taught: list[bool], encoding: Any, start: int, stop: int, *, are_mark
         stop: Offset after the last taught character.
         are_marked: Whether the chat template marks the taught text. In this case, if the last
             character consists of several tokens, only the first of these tokens is taught, as with
-            ``return_assistant_tokens_mask`` of ``transformers``.
+            the option ``return_assistant_tokens_mask`` of the ``transformers`` library.
     """
     if start == stop:
         return

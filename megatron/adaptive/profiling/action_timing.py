@@ -76,8 +76,8 @@ def time_microbatches(
         device: Device on which the stages run.
         repeats: Maximum number of microbatches to time, after the warm-up.
         split: Whether weight gradients are computed as a separate action W.
-        enough_s: Duration in seconds. The measurement ends early after a timed microbatch that
-            takes at least this long.
+        enough_s: Duration in seconds. If a timed microbatch takes at least this long, no further
+            microbatches are timed.
         warm_up: Number of microbatches at the beginning whose times are discarded.
 
     Returns:
@@ -115,8 +115,8 @@ def spread(lanes: Iterable[Sequence[float]]) -> float:
     """Returns the relative standard deviation of the durations of actions.
 
     Each duration is divided by the median of its sequence. The result is the standard deviation of
-    the logarithms of these ratios. It is estimated from quartiles, because they are insensitive to
-    a few actions that the operating system interrupted.
+    the logarithms of these ratios. It is estimated from quartiles, which change little if the
+    operating system interrupts a few actions.
 
     Args:
         lanes: Durations in any unit, as one sequence for each kind of work.

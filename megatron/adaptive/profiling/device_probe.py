@@ -72,7 +72,7 @@ def measure_device(accelerator: Accelerator, ranks: Ranks, seconds: float) -> li
         source = torch.zeros(size, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         speed = 0.0 if gpu is None or shared else gpu.memory_bytes_per_s
-        # The copied bytes count twice, because each byte is read and written.
+        # Count the copied bytes twice, because each byte is read and written.
         add(MEMORY, 2.0 * size, lambda: target.copy_(source), speed)
         if device.type == "cuda":
             # torch caches pinned memory for later tensors, so allocate only a small tensor.

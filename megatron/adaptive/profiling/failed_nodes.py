@@ -27,9 +27,9 @@ class FailedNode:
         node: Name of the node.
         text: Description of the node's worst outlier, with the measured value and the median of
             comparable measurements.
-        limits: Minimum value of each quantity that the node must reach to be used again, in
-            bytes/s, FLOP/s or Hz. Empty if the node cannot measure the slow quantity alone, for
-            example because a link was slow.
+        limits: Minimum value that each quantity must reach before the node is used again, in
+            bytes/s, FLOP/s or Hz. Empty if the slow quantity, such as a link's speed, cannot be
+            measured by the node alone.
     """
 
     node: str

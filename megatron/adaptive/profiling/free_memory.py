@@ -8,8 +8,8 @@
            divided by the number of ranks that share the device;
            plus unused memory in the cache of this rank's allocator
 
-This module does not import torch at import time, because processes without torch measure host
-memory.
+This module does not import torch at import time, because it also measures host memory in processes
+that do not load torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KEPT_FREE = 0.1
 """Fraction of the free memory that a plan must leave unused, as a safety margin."""
 
 HOST_SHARE = 0.35
-"""Fraction of freed activation memory on a CPU that the C library does not return to the system.
+"""Fraction of freed CPU activation memory that the C library does not return to the system.
 
 This fraction was measured with ``studies/planner.py --part memory`` in runs of the trainer with
 glibc.
@@ -40,7 +40,7 @@ _LIMIT_FILES = (
     ("memory.max", "memory.current"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
-"""Names of the files with limits and usage in version 2 and version 1 of control groups."""
+"""Names of the files with the limit and the usage, in version 2 and version 1 of control groups."""
 
 _V1_UNLIMITED = 1 << 60
 """Smallest value that means "no limit" in version 1 of control groups (cgroups).

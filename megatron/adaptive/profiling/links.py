@@ -2,7 +2,7 @@
 
 ``auto``, profiles and ``transport --check`` all measure with :func:`measure_link`. This function
 sends bursts of messages, one directly after another. It separates the latency of a message from its
-occupancy, which is the additional time of each further message in a burst::
+occupancy: the time that each further message adds to a burst::
 
     round with a burst of 1      leader ──> follower ──> leader      2 (latency + occupancy)
     round with a burst of n      leader ══> follower ──> leader      plus (n - 1) occupancy
@@ -43,20 +43,21 @@ NO_STEP = -1
 
 _BURST = 4
 _GO = 0
-"""Chunk index in the labels of messages in all rounds except the last."""
+"""Chunk index in the labels of messages that do not end the measurement."""
 
 _STOP = 1
-"""Chunk index in the labels of messages in the last round."""
+"""Chunk index in the labels of messages in the last round, which end the measurement."""
 
 _LONG_S = 0.2
 """Time limit of a message in seconds.
 
-If a message takes longer, larger messages are not measured, because the bandwidth is already known.
+If a message takes longer, larger messages are not measured, because this message already shows the
+link's bandwidth.
 """
 
 _LIMIT_S = 60.0
 _SLOT_BYTES = 4 << 20
-"""Minimum size in bytes of a channel's slots, which are buffers for one message each.
+"""Minimum size in bytes of a channel's slots. Each slot is a buffer for one message.
 
 A channel for larger messages has slots of the size of these messages.
 """
@@ -69,7 +70,7 @@ Points = list[tuple[int, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds:
-    """Numbers of warm-up and timed repetitions for measuring a link.
+    """Number and duration of the repetitions with which a link is measured.
 
     In a short round, the leader sends one message and gets a reply. In a long round, it sends a
     burst of messages and gets one reply. The first round of each kind is warm-up. The leader's
@@ -97,6 +98,8 @@ def measure_link(
     clock: Callable[[], float] = time.perf_counter,
 ) -> Link:
     """Measures latency and occupancy of the link between two ranks that are otherwise idle.
+
+    The occupancy is the time that each further message adds to a burst of messages.
 
     Args:
         transport: Message channels of this rank. No messages may be in flight.
@@ -266,9 +269,9 @@ def _curve(
 ) -> Points:
     """Measures messages of all ``sizes`` between this rank and ``peer``. All ranks must call this.
 
-    Messages of at most 4 MiB share a channel. A larger message gets a separate channel with slots
-    of its own size, as in a training run. Otherwise, a GPU message that does not fit in a slot
-    would be copied through the host, although the training run sends it directly.
+    Messages of at most 4 MiB share a channel. A larger message gets a separate channel whose slots
+    have the size of this message, as in a training run. Otherwise, a GPU message that does not fit
+    in a slot would be copied through the host, although the training run sends it directly.
     """
     points: Points = []
     small = [size for size in sizes if size <= _SLOT_BYTES]

@@ -1,4 +1,4 @@
-"""Measures a node that its elastic job is not using. The node's forkserver runs this program.
+"""Measures an unused node of an elastic job. The node's forkserver runs this program.
 
 The program measures the device that ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` select. Its argument is
 a JSON object with ``limits``, the minimum value of each quantity. The program exits with status 0

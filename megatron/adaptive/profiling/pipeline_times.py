@@ -3,8 +3,8 @@
 Each rank measures its stages. The measurements of all ranks are combined into a
 :class:`~megatron.adaptive.schedule.workload.StageProfile`, which the planner and
 ``schedule.choose_by_simulation`` use. Actions of the first stage include the embedding, and actions
-of the last stage include the loss. Therefore :class:`LayerShare` measures the layers with hooks on
-the modules.
+of the last stage include the loss. Therefore, :class:`LayerShare` measures the time of the layers
+alone, with hooks on the modules.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes
 
 _FORWARDS = 16
 _ALIKE = 0.05
-"""Maximum relative spread of microbatch times at which all microbatches count as equally long."""
+"""Relative spread of microbatch times up to which all microbatches are treated as equally long."""
 F = ActionKind.F
 B = ActionKind.B
 W = ActionKind.W
@@ -137,8 +137,8 @@ def _microbatch_factors(
     Returns:
         Tuple of two results. The first is the factor of each microbatch for each replica. It is
         empty if the factors do not vary more than noise, or if the number of microbatches was not
-        constant. The second is the relative standard deviation of the durations without this
-        effect.
+        constant. The second is the relative standard deviation of the durations, after division by
+        these factors if there are any.
     """
     seen = [0] * placement.num_ranks
     replicas: dict[int, list[list[int]]] = defaultdict(list)
@@ -174,7 +174,7 @@ def most_of(
     layers: Sequence[int] = (),
     others: Sequence[int] = (),
 ) -> float:
-    """Returns how many microbatches every rank could keep in memory in another layout.
+    """Returns the number of microbatches that fit into the memory of every rank in another layout.
 
     Args:
         samples: Measurements in the layout ``present``, at least one from every rank.
@@ -285,7 +285,7 @@ class LayerShare:
         return 4 + len(self._layers.get(chunk, ()))
 
     def _times(self, chunk: int) -> list[list[int]]:
-        """Returns the times of each complete forward pass through ``chunk``, in nanoseconds.
+        """Returns the recorded times of each complete forward pass through ``chunk``, in ns.
 
         The times are, in order: start of the model, start of the block of layers, end of each
         measured layer, end of the block, end of the model.

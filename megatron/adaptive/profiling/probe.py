@@ -93,7 +93,7 @@ class ProbedGroup:
 
 @dataclass(frozen=True)
 class _Check:
-    """A measurement to make, and the ranks that take part in this measurement."""
+    """Function that makes a measurement, and all groups of ranks for which it is called."""
 
     subjects: Sequence[Ranks]
     measure: Callable[[Ranks], list[Figure]]
@@ -123,8 +123,8 @@ class Probe:
         name: Name of the probe, unique in the job.
         transport: Channels to the ranks with which this rank exchanges messages, or ``None`` if
             this rank has no channels. No messages may be in flight.
-        message: Message of a training step, if the channels accept only such messages, or ``None``
-            to measure with a small and a large message.
+        message: Message to send if the channels accept only messages with the layout of a training
+            step, or ``None`` to measure with a small and a large message.
         groups: Groups of this rank with more than one member, keyed by kind.
         folder: Checkpoint folder to write to, or ``None`` to skip this measurement.
         seconds: Duration of each measurement of a rank in seconds. Each measurement has at least a
@@ -479,7 +479,7 @@ class Turns:
                 self._store.delete_key(self._key(number + 1, "go"))
 
     def note(self, text: str) -> None:
-        """Makes :meth:`is_noted` return true for ``text`` in later turns, on all ranks."""
+        """Records ``text``. In later turns, :meth:`is_noted` returns true for it on all ranks."""
         self._store.set(f"noted/{text}", "")
 
     def is_noted(self, text: str) -> bool:

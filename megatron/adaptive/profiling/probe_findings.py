@@ -46,7 +46,7 @@ _DEVIATIONS = 4.0
 _OF_NORMAL = 1.4826
 _LEAST = 1e-12
 _MOST_OTHERS = 0.97
-"""Fraction of the other members of a class whose spread must be below the outlier's factor."""
+"""Fraction of the other measurements in a class whose spread an outlier's factor must exceed."""
 _FEW = 100
 _SLOW_RANK = (
     "check this rank for other programs, quotas, heat and power limits, or exclude the node"
@@ -165,7 +165,7 @@ def better_of(first: Iterable[Figure], second: Iterable[Figure]) -> list[Figure]
 
     Returns:
         Better measurement of each pair, in the order of ``first``. If one of the two measurements
-        failed, the failed measurement is returned.
+        failed, the failed measurement is returned, so that the failure is reported.
     """
     again = {(figure.measure, figure.ranks, figure.peers): figure for figure in second}
     kept = []
@@ -185,7 +185,7 @@ def find_outliers(figures: Sequence[Figure], hosts: Sequence[str]) -> list[Outli
     """Returns the outliers among ``figures``, with the worst outlier of each quantity first.
 
     A slow rank also slows down its links and groups, and a slow link also slows down its groups.
-    Such links and groups are not reported as outliers, and no measurements are compared with them.
+    Such links and groups are neither reported as outliers nor used for comparisons.
 
     Args:
         figures: All measurements of the probe.
@@ -253,7 +253,7 @@ def _of_class(figures: Sequence[Figure], hosts: Sequence[str]) -> list[Outlier]:
 
 
 def _is_far(times: Sequence[float], index: int) -> bool:
-    """Returns whether ``times[index]`` exceeds the other times by much more than their noise."""
+    """Returns whether ``times[index]`` is far above the median of the others, given their noise."""
     others = times
     if len(times) <= _FEW:
         others = [time_s for number, time_s in enumerate(times) if number != index]
@@ -265,9 +265,9 @@ def _is_far(times: Sequence[float], index: int) -> bool:
 
 
 def _usual_spread(spreads: Sequence[float], left_out: float) -> float:
-    """Returns the spread that most of the sorted ``spreads`` do not exceed.
+    """Returns the value in the sorted ``spreads`` that most of the others do not exceed.
 
-    Ignores the element ``left_out``.
+    One element that equals ``left_out`` is ignored.
     """
     if len(spreads) == 1:
         return 1.0

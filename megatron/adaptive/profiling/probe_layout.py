@@ -59,12 +59,12 @@ class ProbeLayout:
             raise ConfigError(
                 f"the number of ranks must be a multiple of tensor {self.tensor} x context "
                 f"{self.context} x pipeline {self.pipeline} = {width}, got {self.world_size} "
-                "ranks; set the parallel sizes of the job, and start its number of processes"
+                "ranks; pass the parallel sizes of the job, and start as many processes as it uses"
             )
         if self.context * self.data % self.expert:
             raise ConfigError(
-                f"--expert-model-parallel-size must divide the {self.context * self.data} ranks "
-                f"of a stage that share no matrices, got {self.expert}"
+                "--expert-model-parallel-size must divide the product of the context-parallel and "
+                f"data-parallel sizes, which is {self.context * self.data}, got {self.expert}"
             )
 
     @property
@@ -94,7 +94,7 @@ class ProbeLayout:
 
 
 def _groups(world_size: int, stride: int, size: int) -> list[Ranks]:
-    """Divides ``world_size`` ranks into groups of ``size`` ranks with a distance of ``stride``."""
+    """Divides ``world_size`` ranks into groups of ``size`` ranks that are ``stride`` apart."""
     block = stride * size
     return [
         tuple(range(first + offset, first + block, stride))

@@ -5,7 +5,7 @@ transport fails. The tests of each pair and transport are::
 
     contents     a message of each size in both directions, compared bit by bit
     latency      1 KiB back and forth for a quarter of the time
-    bandwidth    bursts of 4 MiB messages for the rest of the time
+    bandwidth    4 MiB messages in quick succession for the rest of the time
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from megatron.adaptive.transport.select import Choice, choose, why_not
 _LIMIT_S = 30.0
 _WAIT_S = 10.0
 _BURST = 8
-# A small minimum keeps the check of a slow network close to the requested time.
+# Keep this minimum small, so that the check of a slow network takes about the requested time.
 _LEAST_ROUNDS = 3
 _SMALL_BYTES = 1 << 10
 _LARGE_BYTES = 4 << 20
 _SIZES = (0, 1, 1000, _SMALL_BYTES, 1 << 20, _LARGE_BYTES + 1)
 # The test data repeats after this number of bytes. The number is prime, so that data from a wrong
-# slot of a buffer is detected.
+# position in a buffer is detected.
 _PATTERN = 251
 
 
@@ -143,8 +143,8 @@ class TransportCheck:
         """Checks the contents of messages to ``peer``, then measures latency and bandwidth.
 
         ``leads`` is true on the rank that sends first. The measurements take ``seconds`` seconds.
-        The latency is half of a round trip of 1 KiB, in microseconds. The bandwidth is measured
-        with bursts of 4 MiB messages, in GB/s.
+        The latency is half of a round trip of 1 KiB, in microseconds. The bandwidth, in GB/s, is
+        measured with bursts of 4 MiB messages, which are sent in quick succession.
         """
         device = self._job.accelerator.device
         check_contents(transport, peer, device)
@@ -160,8 +160,8 @@ class TransportCheck:
             for size, part in ((_SMALL_BYTES, 0.25), (_LARGE_BYTES, 0.75))
         )
         transport.flush(_WAIT_S)
-        # A burst may take no longer than one message. In this case, the occupancy (additional time
-        # per message) is 0, and only the latency is known.
+        # A burst of messages may take no longer than a single message. In this case, the occupancy
+        # (additional time per message) is 0, and only the latency is known.
         message_s = large.occupancy_s or large.latency_s
         return {
             "latency_us": (small.latency_s + small.occupancy_s) * 1e6,

@@ -76,9 +76,9 @@ class Tuner:
         transport: Message channels to the neighbours, or ``None`` if this rank has no neighbours.
         payload_shape: Shape of the tensors that are sent between stages.
         payload_dtype: Dtype of the tensors that are sent between stages.
-        loads: Function that takes the number of microbatches, and returns the loads (times) of
-            ranks and stages three times: for all measured steps, for the first half of them, and
-            for the second half. The function is collective over all ranks. It is ``None`` if
+        loads: Function that takes the number of microbatches, and returns three sets of loads
+            (times of ranks and stages): for all measured steps, for the first half of them, and for
+            the second half. The function is collective over all ranks. The attribute is ``None`` if
             neither stages nor layers may move.
         gain: Minimum fraction of the step time that moving layers must save, or ``None`` if layers
             must not move.
@@ -94,7 +94,7 @@ class Tuner:
         only_pace: Whether to keep the schedule, and to update only its pace with measured values.
             The pace consists of the times of a message, a backward pass (B) and a weight-gradient
             pass (W), as multiples of the time of a forward pass. The schedule ``hinted`` uses the
-            pace to choose the order of actions that it follows.
+            pace to choose its order of actions.
         say: Function that writes a line to the log. It is called on all ranks.
     """
 

@@ -162,7 +162,7 @@ class LengthTuner:
         stay = TokensChoice(
             tokens=present,
             candidate=replace(engine.orders.candidate(1), cap=self._cap),
-            text=f"{busy}, as the processors are busy",
+            text=f"{busy}, because the processors are busy",
         )
         try:
             return result_within(self._limit_s, self._choose, stay)

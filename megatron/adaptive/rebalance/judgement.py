@@ -34,7 +34,7 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 KINDS = (ActionKind.F, ActionKind.B, ActionKind.W)
 MOST_STEPS = 32
-"""Maximum number of steps since the last decision whose measurements are kept."""
+"""Maximum number of recent steps whose measurements are kept for the next decision."""
 _OPTIMIZER_BYTES = 4 + 12
 """Bytes per parameter in addition to the weight: gradient, 32-bit weight and two moments."""
 _LEAST_STEPS = 3
@@ -152,7 +152,7 @@ def loads_over(
     partition: Partition,
     num_microbatches: int,
 ) -> list[Loads]:
-    """Computes the times of ranks and stages for all measured steps, and for each half of them.
+    """Computes the times of ranks and stages, for all measured steps and for each half of them.
 
     Args:
         measured: Measurements of all ranks of the job.
@@ -241,7 +241,7 @@ def judge(
 def _with_least(
     step_s: Callable[[Partition], float], least_layers: int
 ) -> Callable[[Partition], float]:
-    """Returns ``step_s``, changed so that partitions with too few layers take infinitely long.
+    """Returns the function ``step_s``, changed to be infinite for stages with too few layers.
 
     ``least_layers`` is the minimum number of layers of each stage.
     """
@@ -272,7 +272,7 @@ def compare(
         step: Words with which the log line refers to a measured step.
     """
     gained = 1 - step_s / promise.before_s
-    # A smaller slowdown is rounded to 0.0%, and must not be logged as "0.0% more".
+    # A slowdown of less than 0.05% is rounded to 0.0%. Do not log it as "0.0% more".
     is_longer = gained <= -0.0005
     change = f"{abs(gained):.1%} {'more' if is_longer else 'less'}"
     predicted = f"{promise.gain:.1%}{' less' * is_longer}"

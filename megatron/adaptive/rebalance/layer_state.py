@@ -97,7 +97,7 @@ def shares_of(
 ) -> dict[str, Share]:
     """Returns this rank's share (range of elements) of each tensor, keyed by name of the share.
 
-    The tensors in the shares are views of the tensors in use.
+    The tensors in the shares are views of the model's and the optimizer's tensors.
 
     Each parameter has a share for its weight. It has a second share for its optimizer state if this
     rank holds any part of that state.
@@ -135,10 +135,10 @@ def shares_of(
 def _leaf_of_each(leaves: Sequence[Any]) -> dict[torch.Tensor | None, Any]:
     """Returns, for each parameter, the chained optimizer that updates it on this rank.
 
-    A chained optimizer is one of the optimizers that megatron-core combines into one, and
-    ``leaves`` contains all of them. megatron-core uses one optimizer for experts that are
-    distributed over ranks, and another for all other parameters. With muon, it uses one optimizer
-    for matrices, and another for all other parameters.
+    megatron-core combines several optimizers into one. ``leaves`` contains these optimizers, which
+    are called chained optimizers. Experts that are distributed over ranks have one optimizer, and
+    all other parameters another. With muon, megatron-core uses one optimizer for matrices, and
+    another for all other parameters.
     """
     held_by: dict[torch.Tensor | None, Any] = {}
     for leaf in leaves:
@@ -198,7 +198,7 @@ def _kept_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _held(leaf: Any, weight: torch.nn.Parameter) -> tuple[torch.Tensor, int, int]:
     """Returns the tensor that optimizer ``leaf`` updates for ``weight``, and its range of elements.
 
-    The range consists of the index of its first element, and the index after its last element.
+    The range is given by the index of the first element, and the index after the last element.
     """
     if not isinstance(leaf, DistributedOptimizer):
         main = getattr(weight, "main_param", None)
@@ -335,8 +335,8 @@ def exchange(
         ) from error
     for peer, tensors in incoming.items():
         for tensor, part in zip(tensors, arrived[peer].split(sizes[peer]), strict=True):
-            # Bytes must be aligned to be viewed as another type. A part of the message may not be
-            # aligned, but its clone is.
+            # Bytes must be aligned to be viewed as another type. A part of the message may be
+            # unaligned, but a clone of this part is aligned.
             tensor.copy_(part.clone().view(tensor.dtype))
 
 

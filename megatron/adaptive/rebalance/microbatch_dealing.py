@@ -2,9 +2,9 @@
 
 Before a step, every rank computes the same assignment (``schedule/microbatch_assignment.py``) from
 the microbatches' lengths, which all ranks know, and from measured times. To obtain these times,
-three sums per rank are gathered after each step: the total time of the rank's actions, the times
-weighted by the microbatches' numbers of tokens, and the times weighted by the microbatches' squared
-lengths.
+three sums are gathered from each rank after each step. Each adds up the times of the rank's
+actions: unweighted, weighted by the microbatch's number of tokens, or weighted by the sum of its
+documents' squared lengths.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron.adaptive.schedule.microbatch_assignment import EQUAL, Dealt, Size
 
 
 def rows_with_tokens(config: TrainerConfig, tokens: int, lengths: Sequence[int]) -> list[Cut]:
-    """Returns the microbatches of the replica with the most work if slices have ``tokens`` tokens.
+    """Returns the microbatches of the replica with the most work, for slices of ``tokens`` tokens.
 
     Args:
         config: Settings of a run with ``--slice-tokens auto``.
@@ -121,7 +121,7 @@ class ReplicaDealing:
     def finish(self) -> None:
         """Waits for times that are still being gathered, and updates the replicas' speeds.
 
-        Call this method before the run is shut down, because that destroys the process groups.
+        Call this method before shutting down the run, which destroys the process groups.
         """
         work, self._work = self._work, None
         if work is None:

@@ -168,8 +168,9 @@ def take_down(run: Run) -> None:
 class _State:
     """State of a rank's stages while model and optimizer are rebuilt.
 
-    A "chained optimizer" is one of the optimizers that megatron-core combines into one. For
-    example, experts have an optimizer that is separate from the optimizer for all other parameters.
+    megatron-core combines several optimizers into one. Each of them is called a chained optimizer.
+    For example, experts have an optimizer that is separate from the optimizer for all other
+    parameters.
 
     Attributes:
         shares: This rank's elements of each parameter and of its optimizer state, keyed by name.

@@ -58,9 +58,7 @@ from megatron.adaptive.schedule.choose_slices import SliceTrial
 
 _WARM_UP = 1
 _JUDGED_STEPS = 8
-"""Number of steps from a move by ``--pipeline-schedule auto`` to its first check, and from there to
-the second check.
-"""
+"""Number of steps before each of the first two checks of a move by ``--pipeline-schedule auto``."""
 _MOST_BETWEEN = 128
 """Maximum number of steps between two checks of a move by ``--pipeline-schedule auto``."""
 
@@ -68,10 +66,10 @@ _MOST_BETWEEN = 128
 def resume_partition(job: TrainingJob) -> TrainingJob:
     """Returns a copy of ``job`` with the partition of the checkpoint that the job loads.
 
-    If ``--repartition auto`` is not set, there is no checkpoint, or the checkpoint has a different
-    number of pipeline ranks, chunks or layers, ``job`` is returned unchanged. An unreadable
-    checkpoint is ignored here, because loading it later reports the error. All ranks must call this
-    function together.
+    The function returns ``job`` unchanged if ``--repartition auto`` is not set, if there is no
+    checkpoint, or if the checkpoint has a different number of pipeline ranks, chunks or layers. An
+    unreadable checkpoint is ignored here, because loading it later reports the error. All ranks
+    must call this function together.
     """
     config = job.config
     if config.schedule.repartition == "off" or config.checkpoint.load is None:
@@ -185,8 +183,8 @@ class Repartitioner:
             decision: Decision, equal on all ranks.
 
         Returns:
-            Move with the measured step time before it, or ``None`` if layers stay or no step
-            without a move was simulated.
+            Move, with the step time that was measured before it. The result is ``None`` if layers
+            stay, or if no step without a move was simulated.
         """
         if decision.partition is None or decision.present_s is None or decision.step_s is None:
             return None
@@ -286,8 +284,8 @@ class Repartitioner:
             return candidate
         cap = candidate.cap
         if cap is not None:
-            # Raise the cap if the longest row of documents has more slices, because a rank can
-            # always keep the activations of such a row.
+            # Raise the cap to the number of slices in the longest row of documents, because a rank
+            # can always keep the activations of one row.
             cap = max(cap * self._slices_per_row, float(self._most_slices))
         return replace(candidate, cap=cap, num_slices=1)
 
