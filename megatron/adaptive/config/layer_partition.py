@@ -111,8 +111,8 @@ class UnlikeLayer(NamedTuple):
     Attributes:
         groups: Number of key and value heads, or 0 if the layer has no attention.
         width: Inner width of the feed-forward block, or 0 if the layer has none.
-        linear: Number of the layer's blocks (attention, feed-forward) that a linear layer replaces:
-            0 to 2.
+        linear: Number of the layer's two blocks (attention, feed-forward) that are replaced by a
+            linear layer.
     """
 
     groups: int

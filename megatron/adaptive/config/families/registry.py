@@ -1,6 +1,6 @@
 """Finds the family of a model among the families in this folder and those that users provide.
 
-The module also lists how unsupported models differ from supported families, for error messages.
+For error messages, the module also describes how unsupported models differ from the families.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _DIFFERENCES: Mapping[str, str] = {
     "qwen3_next": f"{_STATES}, and attention gates",
     "smollm3": _UNROTATED,
 }
-# Keys in `refuse` that still count as differences of an unknown model.
+# Error messages about an unknown model do not list its keys that are in `refuse`, except these.
 _CHECKED = ("quantization_config", "sliding_window_size")
 
 ENTRY_POINTS = "megatron_adaptive.families"
@@ -208,5 +208,6 @@ def _lacks(config: Mapping[str, Any], name: str, nearest: str) -> str:
     if parts:
         return f"lacks {'; '.join(parts)}"
     return (
-        f"has all its keys; use {nearest} if its layers and the names of its weights are the same"
+        f"has the same keys; use {nearest} if the layers and the names of the weights are also "
+        "the same"
     )
