@@ -80,7 +80,7 @@ record_schedule replay_schedule excludes pipeline_schedule=auto,megatron
 transport excludes pipeline_schedule=megatron | this schedule uses megatron-core's communication
 rdma_device rdma_gid_index rdma_mtu_bytes needs transport=auto,rdma
 overlap_moe_expert_parallel_comm excludes repartition recompute_granularity=full moe_layer_recompute
-    | other work that runs while a pass is paused would change the results or the time of this pass
+    | while a forward pass is paused, other work would change the results or the time of this pass
 overlap_moe_expert_parallel_comm excludes moe_shared_expert_overlap
     | both overlap the same token exchanges with computation
 sequence_parallel needs tensor_model_parallel_size>1
