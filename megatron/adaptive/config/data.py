@@ -143,8 +143,8 @@ class DataConfig(TokenizerConfig):
         "single",
         choices=("single",),
         refused_choices={
-            "cyclic": "single already shuffles and repeats the samples, and only with single can a "
-            "resumed run continue at the same sample; use single",
+            "cyclic": "single already shuffles and repeats the samples, and lets a resumed run "
+            "continue at the next sample; use single",
             "external": "this trainer does not support a user's own data loader; use single",
         },
     )

@@ -92,7 +92,7 @@ def is_secret(name: str) -> bool:
 
 
 def _is_secret_flag(name: str) -> bool:
-    # Only the last word is tested, so that --linear-key-head-dim does not count as secret.
+    # Only the last word counts, so that "key" in --linear-key-head-dim does not make it secret.
     return name.startswith("-") and is_secret(name.rpartition("-")[2])
 
 

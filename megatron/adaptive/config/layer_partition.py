@@ -1,7 +1,8 @@
 """Divides layers among stages according to Megatron-LM's flags, and checks the result.
 
 All layers for multi-token prediction (MTP) are on the same stage, after all transformer layers. By
-default, this is the last stage. Like the first stage, it needs the word embedding.
+default, this is the last stage. The stage with these layers needs the word embedding, as the first
+stage does.
 """
 
 from __future__ import annotations

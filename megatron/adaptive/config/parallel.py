@@ -25,8 +25,8 @@ class ParallelConfig:
     tensor_model_parallel_size: Ranks = flag("Number of ranks that share each layer's matrices.", 1)
     pipeline_model_parallel_size: Ranks = flag("Number of ranks that share the layers.", 1)
     stage_data_parallel_sizes: tuple[int, ...] | None = flag(
-        "Number of ranks of each pipeline stage, joined by '-', if stages differ; microbatches "
-        "are distributed over the ranks of a stage.",
+        "Number of ranks of each pipeline stage, such as 2-1-1, if these numbers differ; "
+        "microbatches are distributed over the ranks of a stage.",
         reader=parse_widths,
         unit="2-1",
         derived="the same number for each stage",

@@ -151,7 +151,7 @@ def plan_variables(content: Any, where: str) -> dict[str, str]:
 
 
 def _stages(stages: Sequence[Mapping[str, Any]], where: str) -> dict[str, str]:
-    """Returns the ``conf.sh`` variable with the number of ranks of each stage in ``stages``."""
+    """Returns the ``conf.sh`` variable that contains each stage's number of ranks."""
     for index, stage in enumerate(stages):
         if any(width != 1 for width in stage["tensor"]):
             raise ConfigError(

@@ -176,8 +176,8 @@ class SliceRule:
 
         Args:
             width: Number of tokens in a row of the microbatch, including padding.
-            documents: Number of tokens in each document of the row, without padding. They are only
-                used if documents are packed.
+            documents: Number of tokens in each document of the row, without padding. These numbers
+                are only used if documents are packed.
         """
         closes = _closes(width, documents, self.tokens) if self.is_packed else ()
         if self.tokens is not None:

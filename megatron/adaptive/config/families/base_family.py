@@ -106,7 +106,7 @@ class Family:
     is_grouped: ClassVar[bool] = False
 
     def adjust(self, config: Mapping[str, Any], settings: Settings) -> None:
-        """Adjusts settings that depend on several keys, or on the value of a key.
+        """Computes settings that the tables of keys cannot express.
 
         Args:
             config: Contents of ``config.json``, with ``defaults`` for absent keys.
