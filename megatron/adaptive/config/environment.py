@@ -342,7 +342,7 @@ def require_files(world_size: int) -> None:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise SetupError(
-            f"in a job with {world_size} ranks, a rank may need {needed} open files and "
+            f"in a job with {world_size} ranks, a rank may need up to {needed} open files and "
             f"connections, but this process may open only {hard} (ulimit -n); raise the limit, for "
             f"example with ulimit -n {_FILES_AIMED_AT}"
         )

@@ -156,8 +156,8 @@ class Family:
         """
         rotation = scaling_of(config)
         if "full_attention" in rotation:
-            # Layers with a sliding window have their own rotation settings. In the trainer, only
-            # the base of these layers may differ from other layers, so only the base is copied.
+            # Layers with a sliding window have their own rotation settings. The trainer can give
+            # these layers a different base, but no other settings, so only the base is copied.
             in_windows = rotation.get("sliding_attention") or {}
             key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
             rotation = rotation["full_attention"] or {}

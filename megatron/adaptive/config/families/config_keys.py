@@ -233,7 +233,7 @@ def check_numbers(config: Mapping[str, Any], whole: frozenset[str], where: str) 
             )
     if kind_of_rotation(config) != "default" and "factor" not in scaling:
         raise ConfigError(
-            f"{where}: factor of the rotary embedding is missing, but its scaling requires it"
+            f"{where}: factor of the rotary embedding is missing, but scaling requires it"
         )
 
 

@@ -25,7 +25,7 @@ def _old_activation(value: Any, config: Mapping[str, Any], settings: Settings) -
 
 
 class Gemma(Llama):
-    """Describes Gemma 1, with scaled embeddings, a GELU gate, and norm weights around zero."""
+    """Describes Gemma 1, with scaled embeddings, a GELU gate, and norm weights relative to 1."""
 
     model_types = ("gemma",)
     settings = {
@@ -64,7 +64,7 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 class Gemma2(Gemma):
-    """Describes Gemma 2, with soft caps, sliding windows, and more norms after both blocks."""
+    """Describes Gemma 2, with soft caps, sliding windows, and extra norms after both blocks."""
 
     model_types = ("gemma2",)
     settings = {**Gemma.settings, "norm_block_outputs": True}

@@ -45,7 +45,7 @@ _DIFFERENCES: Mapping[str, str] = {
     "qwen3_next": f"{_STATES}, and attention gates",
     "smollm3": _UNROTATED,
 }
-# Error messages about an unknown model do not list its keys that are in `refuse`, except these.
+# Error messages about an unknown model do not list keys in `refuse`, except for these keys.
 _CHECKED = ("quantization_config", "sliding_window_size")
 
 ENTRY_POINTS = "megatron_adaptive.families"
@@ -193,8 +193,8 @@ def family_of(config: Mapping[str, Any], where: str, hf_family: str | None = Non
     raise ConfigError(
         f"{where}: model_type {name!r} is unknown; the nearest is {nearest}, which "
         f"{_lacks(config, name, nearest)}. Known types are {', '.join(supported_types())}. To "
-        "plan a model of another type, specify its `layers` in a model file (see plan --schema "
-        "model)"
+        "plan a model of another type, specify its sizes as `layers` of a model file (see plan "
+        "--schema model)"
     )
 
 
