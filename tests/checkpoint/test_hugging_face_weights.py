@@ -451,7 +451,7 @@ def test_folders_that_are_not_whole_are_refused(
         ("llama", {"rope_parameters": {"type": "linear", "factor": 1.5}}, "linear rotation"),
         ("llama", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping 30.0 .* unknown"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantized weights.*dequantize the model"),
-        ("llama", {"model_type": "lama"}, "nearest is llama, which has all its keys; use llama"),
+        ("llama", {"model_type": "lama"}, "nearest is llama, which has the same keys; use llama"),
         (
             "llama",
             {"model_type": "qwen2_vl", "vision_config": {"a": 1}},

@@ -223,7 +223,7 @@ SPREAD @2 => --moe-token-dispatcher-type allgather | cannot pause | alltoall
     --global-batch-size 8 --balance-replicas speed @2 => global_aux_loss | same number
 EXCHANGE --pipeline-schedule 1f1b @2 => --pipeline-schedule 1f1b | combined-1f1b
 EXCHANGE --pipeline-schedule auto @2 => --pipeline-schedule auto | adaptive
-EXCHANGE PP2 --repartition auto @4 => --repartition auto | would change its results
+EXCHANGE PP2 --repartition auto @4 => --repartition auto | would change the results
 EXCHANGE --checkpoint-activations @2 => --recompute-granularity full | a forward pass is paused
 EXCHANGE --moe-shared-expert-intermediate-size 8 --moe-shared-expert-overlap
     --disable-bias-linear @2 => --moe-shared-expert-overlap | remove one

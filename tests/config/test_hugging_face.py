@@ -210,7 +210,7 @@ def test_what_changes_numbers_stays_refused(keys: dict[str, Any], tmp_path: Path
         ),
         ("gpt_oss", {}, "lacks attention sinks, and experts with biases"),
         ("tomorrow", {"gate_scale": 2.0}, "nearest is llama, which lacks gate_scale"),
-        ("tomorrow", {}, "nearest is llama, which has all its keys; use llama if its layers"),
+        ("tomorrow", {}, "nearest is llama, which has the same keys; use llama if the layer"),
     ],
 )
 def test_the_nearest_family_is_named_with_what_it_lacks(

@@ -1,4 +1,4 @@
-"""Derives settings from ``--load-hf`` and ``--load-lora``, and finds linear layers with adapters.
+"""Derives settings from ``--load-hf`` and ``--load-lora``, and finds the layers with adapters.
 
 ``--load-hf`` takes a folder with a Hugging Face model. ``--load-lora`` takes a folder with low-rank
 adapters (LoRA) that the PEFT library wrote.
@@ -23,16 +23,15 @@ from megatron.adaptive.config.trainer import TrainerConfig, flag_specs
 from megatron.adaptive.errors import ConfigError
 
 ADAPTER_CONFIG = "adapter_config.json"
-# Keys in PEFT's file that need no check: they do not affect the results of the adapters, or other
-# functions in this module read them.
+# Keys in PEFT's file that need no check, because they do not affect the results of the adapters, or
+# because other functions in this module read them.
 _IDLE = frozenset(
     """
     peft_type r lora_alpha lora_dropout target_modules task_type base_model_name_or_path revision
     inference_mode peft_version auto_mapping fan_in_fan_out megatron_core qalora_group_size
     """.split()
 )
-# Users cannot change these settings, because they must match the shapes of the weights in the
-# folder.
+# Users cannot change these settings, because the weights in the folder determine them.
 _SIZES = frozenset(
     """
     num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels
@@ -49,11 +48,11 @@ _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 
 
 def model_settings_of(values: Mapping[str, Any], argv: Sequence[str]) -> Settings:
-    """Returns the settings that ``--load-hf`` and ``--load-lora`` imply for all absent flags.
+    """Returns the settings implied by ``--load-hf`` and ``--load-lora`` that the user has not set.
 
     Args:
         values: Settings on the command line, keyed by field name.
-        argv: Command line of the trainer, which error messages quote.
+        argv: Command line of the trainer, quoted in error messages.
 
     Raises:
         ConfigError: A folder cannot be read, its model or adapters are not supported, or a size on
@@ -83,8 +82,8 @@ def _typed_flag(name: str, argv: Sequence[str]) -> str:
 def linear_names(config: TrainerConfig) -> dict[str, list[str]]:
     """Maps each linear layer of megatron-core to the names of its counterparts in ``transformers``.
 
-    A linear layer of megatron-core may combine several linear layers of ``transformers``, whose
-    matrices are stacked by rows. Without ``--load-hf``, the names are those of Llama, or those of
+    A linear layer of megatron-core may combine several linear layers of ``transformers``. It stacks
+    the rows of their matrices. Without ``--load-hf``, the names are those of Llama, or those of
     DeepSeek if the model has latent attention.
     """
     family = base_of(config).family
@@ -135,7 +134,7 @@ class Base:
     """The model for which adapters are trained (the base model).
 
     Attributes:
-        family: Family of the model in ``transformers``, whose module names the adapters use.
+        family: Model family. The adapters use its module names in ``transformers``.
         layers: Number of transformer layers in the model.
     """
 

@@ -40,7 +40,7 @@ _HELP_FLAGS = ("-h", "--help")
 _SECONDS_PER_MINUTE = 60
 
 # Settings that cannot be combined, because they would be redundant or contradict each other. The
-# text after a bar is the reason in the error message.
+# error message contains the text after ``|`` as the reason.
 _EXCLUSIVE = """\
 fp16 excludes bf16 | parameters can have only one data type
 train_iters excludes train_samples | the length of the run can have only one unit
@@ -271,7 +271,7 @@ def _arguments_of(spec: FieldSpec, value: Any, where: str) -> list[str]:
 
 
 def only_groups(argv: Sequence[str], kinds: Sequence[type], more: Sequence[str] = ()) -> list[str]:
-    """Returns the flags in ``argv`` that belong to the groups ``kinds``, with their values.
+    """Returns the flags in ``argv`` that belong to some groups of settings, with their values.
 
     Args:
         argv: Command line of the trainer.

@@ -82,15 +82,15 @@ class AttentionCase:
         device: Type of the device, ``cuda`` or ``cpu``.
         dtype: Name of the data type of the queries, such as ``bfloat16``.
         mask: Set of tokens to which a token may attend.
-        is_packed: Whether a row consists of several documents without a mask tensor that separates
-            them.
+        is_packed: Whether a row consists of several documents, and no mask tensor separates them.
         query_width: Number of channels per head in queries and keys.
         value_width: Number of channels per head in values.
         has_dropout: Whether this forward pass applies dropout to the attention probabilities.
         has_sinks: Whether the softmax of each row has an additional learned term (a sink).
         has_bound: Whether a hyperbolic tangent bounds the scores (soft-capping).
         capability: Major version of the GPU's compute capability.
-        has_packed_kernel: Whether the installed torch has the packed kernel, including windows.
+        has_packed_kernel: Whether the installed torch has the packed kernel, and supports sliding
+            windows with it.
     """
 
     backend: str = "auto"
@@ -119,8 +119,8 @@ def kernel_for(case: AttentionCase) -> Kernel:
     if case.dtype not in ("float32", *_HALF):
         return Kernel.SCORES
     if case.device == "cpu":
-        # Only attention that stores the scores gives exactly the same results as megatron-core, so
-        # a fused kernel is used on a CPU only if the user requests it.
+        # Results on a CPU are exactly the same as in megatron-core only if the scores are stored.
+        # Therefore, a fused kernel is used on a CPU only if the user requests it.
         takes = case.backend == "fused" and case.query_width == case.value_width
         if case.has_dropout or not takes:
             return Kernel.SCORES

@@ -16,7 +16,7 @@ PROGRAM = "python -m megatron.adaptive"
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Argument parser that raises :class:`ConfigError` and does not accept abbreviations.
+    """Argument parser that raises :class:`ConfigError` on errors, and accepts no abbreviations.
 
     Args:
         complain: Function that converts a message from argparse to an error message. By default,

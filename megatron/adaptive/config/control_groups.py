@@ -29,7 +29,7 @@ def folders(controller: str) -> Iterator[Path]:
             root = MOUNTED / controller
         else:
             continue
-        # Inside a container, the path may be that of the host, which does not exist in the
+        # Inside a container, the kernel may report a path of the host that does not exist in the
         # container. In this case, only the root folder has files, and they belong to the
         # container's control group.
         folder = root / path.strip("/")

@@ -41,8 +41,8 @@ class TokenizerConfig:
             "BertWordPieceCase": _NOT_GPT,
             "MultimodalTokenizer": _NOT_GPT,
             "NullMultimodalTokenizer": _NOT_GPT,
-            "SFTTokenizer": "--sft works with any tokenizer and uses the template in its folder; "
-            "use HuggingFaceTokenizer",
+            "SFTTokenizer": "--sft works with any tokenizer, and uses the template in the "
+            "tokenizer's folder; use HuggingFaceTokenizer",
         },
         derived="GPT2BPETokenizer; NullTokenizer with --mock-data and --vocab-size but no "
         "vocabulary files",
@@ -124,8 +124,8 @@ class DataConfig(TokenizerConfig):
     pack_to: Count | None = flag(
         "With --variable-seq-lengths: pack documents into microbatches of at most this number "
         "of tokens; attention stays within a document. Without this flag, every microbatch is "
-        "padded to its longest document, rounded up to equal shares of sequence- and "
-        "context-parallel ranks.",
+        "padded to the length of its longest document, rounded up so that sequence- and "
+        "context-parallel ranks get equal shares.",
         unit="TOKENS",
     )
     sft: bool = switch(
@@ -143,8 +143,8 @@ class DataConfig(TokenizerConfig):
         "single",
         choices=("single",),
         refused_choices={
-            "cyclic": "single already shuffles and repeats the samples, and only with single can a "
-            "resumed run continue at the same sample; use single",
+            "cyclic": "single already shuffles and repeats the samples, and lets a resumed run "
+            "continue at the next sample; use single",
             "external": "this trainer does not support a user's own data loader; use single",
         },
     )

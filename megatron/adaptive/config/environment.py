@@ -92,7 +92,7 @@ def is_secret(name: str) -> bool:
 
 
 def _is_secret_flag(name: str) -> bool:
-    # Only the last word is tested, so that --linear-key-head-dim does not count as secret.
+    # Only the last word counts, so that "key" in --linear-key-head-dim does not make it secret.
     return name.startswith("-") and is_secret(name.rpartition("-")[2])
 
 
@@ -156,8 +156,8 @@ class Environment:
             (``MEGATRON_ADAPTIVE_COPIES``), or ``None`` if no copies are made.
         node: Name of this node in a job of ``train elastic`` (``MEGATRON_ADAPTIVE_NODE``), or
             ``None`` in other jobs.
-        lease: Number of the lease with which a ``train elastic`` job may write to the checkpoint
-            folder (``MEGATRON_ADAPTIVE_LEASE``), or ``None`` in other jobs.
+        lease: Number of the lease (``MEGATRON_ADAPTIVE_LEASE``), which gives a ``train elastic``
+            job the right to write to the checkpoint folder, or ``None`` in other jobs.
         job: Instructions from ``train elastic`` for a script that trains a ``Pipeline``
             (``MEGATRON_ADAPTIVE_JOB``), as the text of a :class:`JobOrder`, or ``None`` in other
             jobs.
@@ -220,7 +220,8 @@ class Environment:
                     f"environment variable {name} is set to {source[name]}, but {other} is not "
                     f"set; {_LAUNCHER}"
                 )
-        # Launchers other than torchrun may not set these variables. If so, assume a single node.
+        # Some launchers other than torchrun do not set these variables. Without them, assume a
+        # single node.
         local_rank = number("LOCAL_RANK", rank)
         local_world_size = number("LOCAL_WORLD_SIZE", world_size, 1, _MOST_RANKS)
         _require_below("RANK", rank, world_size)
@@ -318,7 +319,7 @@ _FILES_OF_RANK = 128
 The number contains a safety margin: in a measurement, the rank opened 105.
 """
 _FILES_OF_PEER = 24
-"""Maximum number of additional files and connections that a rank opens per other rank.
+"""Maximum number of additional files and connections that a rank opens for each other rank.
 
 In a measurement with two ranks, each rank opened 150 files and connections.
 """
@@ -341,9 +342,9 @@ def require_files(world_size: int) -> None:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise SetupError(
-            f"a rank of a job of {world_size} may need up to {needed} open files and connections, "
-            f"but this process may open only {hard} (ulimit -n); raise the limit, for example "
-            f"with ulimit -n {_FILES_AIMED_AT}"
+            f"in a job with {world_size} ranks, a rank may need up to {needed} open files and "
+            f"connections, but this process may open only {hard} (ulimit -n); raise the limit, for "
+            f"example with ulimit -n {_FILES_AIMED_AT}"
         )
     most = _FILES_AIMED_AT if hard == resource.RLIM_INFINITY else min(hard, _FILES_AIMED_AT)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
@@ -353,8 +354,8 @@ def too_many_files(reason: str) -> SetupError:
     """Returns the error to raise if this process has reached its limit on open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return SetupError(
-        f"cannot open a file or connection ({reason}), because this process is limited to {soft} "
-        f"(ulimit -n); raise the limit, for example with ulimit -n {_FILES_AIMED_AT}"
+        f"cannot open a file or connection ({reason}), because this process may have only {soft} "
+        f"open (ulimit -n); raise the limit, for example with ulimit -n {_FILES_AIMED_AT}"
     )
 
 

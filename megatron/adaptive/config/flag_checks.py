@@ -80,7 +80,7 @@ record_schedule replay_schedule excludes pipeline_schedule=auto,megatron
 transport excludes pipeline_schedule=megatron | this schedule uses megatron-core's communication
 rdma_device rdma_gid_index rdma_mtu_bytes needs transport=auto,rdma
 overlap_moe_expert_parallel_comm excludes repartition recompute_granularity=full moe_layer_recompute
-    | work that runs while a forward pass is paused would change its results or measured time
+    | while a forward pass is paused, other work would change the results or the time of this pass
 overlap_moe_expert_parallel_comm excludes moe_shared_expert_overlap
     | both overlap the same token exchanges with computation
 sequence_parallel needs tensor_model_parallel_size>1
@@ -94,11 +94,12 @@ sft excludes mock_data | conversations come from files
 pack_to excludes micro_batch_size>1 context_parallel_size>1 pipeline_schedule=file
     multi_latent_attention | packing requires microbatches of one row, whole rows on each rank,
     plain attention, and a schedule that supports any number of microbatches
-balance_replicas=lengths needs variable_seq_lengths | without it, only speed has an effect
+balance_replicas=lengths needs variable_seq_lengths
+    | otherwise, samples have equal lengths, so only the value speed has an effect
 balance_replicas=lengths,speed,both excludes stage_data_parallel_sizes
     expert_model_parallel_size>1 moe_router_load_balancing_type=global_aux_loss
     ddp_average_in_collective pipeline_schedule=file,megatron
-    | this requires the same number of microbatches on all replicas
+    | the second flag requires the same number of microbatches on all replicas
 slice_tokens excludes sequence_slices pack_to
     | --slice-tokens already determines the length of a row and its number of slices
 slice_tokens+variable_seq_lengths excludes micro_batch_size>1
@@ -113,7 +114,7 @@ sequence_slices slice_tokens needs transformer_impl=local
     | only local layers attend to earlier slices
 sequence_slices slice_tokens excludes context_parallel_size>1 mtp_num_layers
     sample_prompt stage_data_parallel_sizes overlap_moe_expert_parallel_comm
-    | sequence slices do not support this
+    | sequence slices do not support the second flag
 num_moe_experts+sequence_slices num_moe_experts+slice_tokens
     needs moe_router_load_balancing_type=none
     | load-balancing losses require whole microbatches
@@ -150,7 +151,7 @@ hf_family needs load_hf
 perform_initialization=False needs load/load_hf | otherwise, the weights would be uninitialized
 lora_rank excludes {_UNLIKE} overlap_moe_expert_parallel_comm | such layers do not support adapters
 sample_prompt excludes context_parallel_size>1 mtp_num_layers variable_seq_lengths
-    | text generation does not support this
+    | text generation does not support the second flag
 reset_attention_mask excludes create_attention_mask_in_dataloader=False
     | only the data loader can find the ends of documents
 valid_data_path test_data_path needs train_data_path/skip_train | otherwise, training has no data
@@ -175,7 +176,7 @@ moe_grouped_gemm+transformer_impl=local needs bf16 | local grouped experts suppo
 moe_grouped_gemm+transformer_impl=local moe_shared_expert_intermediate_size
     needs add_bias_linear=False
 num_moe_experts+tensor_model_parallel_size>1 needs sequence_parallel
-    | the ranks share the tokens of a sequence
+    | layers with experts require that these ranks share the tokens of a sequence
 attention_softcap excludes use_flash_attn attention_backend=flash,fused
     | these kernels do not support soft-capping of attention scores
 attention_backend=flash use_flash_attn cross_entropy_fusion_impl=te moe_latent_size
@@ -265,8 +266,8 @@ def _given_flags(config: TrainerConfig, **changes: Any) -> GivenFlags:
         for dest, value in vars(getattr(config, group)).items()
         if dest in specs
     }
-    # The rules apply to effective values. If all stages have the same number of ranks, these
-    # numbers are replaced by None. With a single chunk, the number of chunks is 1.
+    # The rules apply to effective values. The numbers of ranks per stage are replaced by None if
+    # they are all equal. The number of chunks is 1 if no flag sets it.
     values["stage_data_parallel_sizes"] = config.parallel.unequal_sizes
     values["num_virtual_stages_per_pipeline_rank"] = config.parallel.num_chunks
     if config.core.num_moe_experts is not None:

@@ -161,7 +161,7 @@ def effect_notes(specs: Mapping[str, FieldSpec]) -> dict[str, str]:
 
 
 def add_note(spec: FieldSpec, notes: Mapping[str, str]) -> FieldSpec:
-    """Returns ``spec`` with its sentence in ``notes``, if any, appended to its help text."""
+    """Returns a copy of ``spec`` whose help text ends with its note, if there is one."""
     if spec.dest not in notes:
         return spec
     return dataclasses.replace(spec, detail=f"{spec.detail or spec.help_text} {notes[spec.dest]}")

@@ -9,7 +9,8 @@ A rule is a line with terms, a verb, more terms, and an optional reason for the 
     trace_interval acts with trace_dir
 
 A rule with the verb ``acts with`` states that the setting on the left has no effect without the
-setting on the right. Such a rule leads only to a warning. All other rules are requirements.
+setting on the right. Such a rule leads only to a warning. All other rules are requirements. The
+verb ``within`` sets an upper limit: the left value must not be above the right value.
 
 Each term on the left is checked against each term on the right. The term ``name`` is true if the
 setting ``name`` does not have its default value. The term ``name=a,b`` is true if the setting has
@@ -41,7 +42,7 @@ _OF_TRACES = "trace_otlp needs trace_dir\n"
 
 @functools.cache
 def order_rules(schedule: str) -> str:
-    """Returns the text table of rules about schedules, for the trainer and the plug-in.
+    """Returns the rules about schedules that the trainer and the plug-in share, as a text table.
 
     Args:
         schedule: Value of ``--pipeline-schedule``, which may name a user's schedule.
@@ -62,7 +63,7 @@ pipeline_schedule={names(lambda spec: spec.chunks == "one")} needs {_CHUNKS}=1
     | interleaved and adaptive support several chunks
 pipeline_schedule={names(lambda spec: spec.chunks == "two")} needs {_CHUNKS}=2
 pipeline_schedule={names(lambda spec: spec.is_v_only)} excludes pipeline_placement=loop
-    | its stages are placed in a V over the ranks
+    | this schedule places its stages in a V over the ranks
 pipeline_placement=v needs pipeline_schedule={names(lambda spec: "v" in spec.placements)} {
         _CHUNKS
     }>1
@@ -79,7 +80,7 @@ schedule_file needs pipeline_schedule=file
 auto_candidates needs pipeline_schedule=auto
 keyed_dropout excludes pipeline_schedule=megatron | megatron-core runs the forward passes
 pipeline_schedule={names(lambda spec: spec.recomputes)} needs recompute_granularity=full
-    | it keeps the inputs of many microbatches and repeats their forward passes
+    | this schedule keeps the inputs of many microbatches and repeats their forward passes
 sequence_slices=0 needs pipeline_schedule=auto | auto measures steps to choose a number of slices
 sequence_slices needs pipeline_schedule={
         names(

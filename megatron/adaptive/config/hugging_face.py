@@ -108,7 +108,7 @@ def load_config(folder: Path, hf_family: str | None = None) -> HuggingFaceModel:
                 f"{family.nearest}"
             )
         family.check(document, settings, str(path))
-        # Folders saved by transformers do not contain the layers for multi-token prediction.
+        # The transformers library does not save the layers for multi-token prediction.
         prefix = family.layer_prefix.format(settings["num_layers"])
         if "mtp_num_layers" in settings and not _has_weights(folder, prefix):
             del settings["mtp_num_layers"]
@@ -143,8 +143,8 @@ def _refuse_other_input(document: Mapping[str, Any], where: str, hf_family: str 
     elif family is not None and not family.missing_feature:
         key = next(key for key in _TEXT_PARTS if document.get(key) is text)
         rule = (
-            f"this trainer can load its text part, {part}; save only that part, with {key} as its "
-            f"{CONFIG} and with weights that are named as in {part}"
+            f"this trainer can load its text part, {part}; save only that part, with {key} as the "
+            f"whole {CONFIG} and with the weight names of {part}"
         )
     else:
         families = ", ".join(supported_types())
@@ -159,8 +159,8 @@ def _expected_kinds(where: str) -> Iterator[None]:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{where}: a value does not have the type that transformers writes ({error}); "
-            "restore the file"
+            f"{where}: a value has another type than in files that the transformers library "
+            f"writes ({error}); restore the file"
         ) from None
 
 

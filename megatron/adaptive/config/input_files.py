@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 from megatron.adaptive.errors import AdaptiveError, ConfigError
 
 MAX_BYTES = 1 << 28
-"""Maximum size in bytes of a file that is read into memory at once."""
+"""Maximum size in bytes of a file that is read into memory as a whole."""
 MAX_LEVELS = 64
 """Maximum nesting depth of lists and objects in JSON. Files of this project have at most 10 levels.
 """

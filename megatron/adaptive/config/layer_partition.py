@@ -1,7 +1,8 @@
 """Divides layers among stages according to Megatron-LM's flags, and checks the result.
 
 All layers for multi-token prediction (MTP) are on the same stage, after all transformer layers. By
-default, this is the last stage. Like the first stage, it needs the word embedding.
+default, this is the last stage. The stage with these layers needs the word embedding, as the first
+stage does.
 """
 
 from __future__ import annotations
@@ -111,8 +112,8 @@ class UnlikeLayer(NamedTuple):
     Attributes:
         groups: Number of key and value heads, or 0 if the layer has no attention.
         width: Inner width of the feed-forward block, or 0 if the layer has none.
-        linear: Number of the layer's blocks (attention, feed-forward) that a linear layer replaces:
-            0 to 2.
+        linear: Number of the layer's two blocks (attention, feed-forward) that are replaced by a
+            linear layer.
     """
 
     groups: int

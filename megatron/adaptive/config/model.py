@@ -164,8 +164,8 @@ class ModelConfig:
         derived="transformer_engine if it is installed, otherwise local",
     )
     attention_backend: str = flag(
-        "Attention kernel. Local layers use torch's fused kernels only on GPUs with auto, on all "
-        "devices with fused, and never with unfused or local; flash requires Transformer Engine.",
+        "Attention kernel. Local layers use torch's fused kernels on GPUs (auto), on all devices "
+        "(fused), or never (unfused, local); flash requires Transformer Engine.",
         "auto",
         choices=("auto", "flash", "fused", "unfused", "local"),
     )

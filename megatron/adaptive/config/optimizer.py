@@ -207,8 +207,8 @@ class LoraConfig:
         unit="NAMES",
     )
     load_lora: Folder | None = flag(
-        "Folder with adapters in PEFT's format with which training starts; its adapter_config.json "
-        "sets the adapter flags that are absent."
+        "Folder with adapters in PEFT's format, from which training starts; the folder's "
+        "adapter_config.json sets the adapter flags that are absent."
     )
 
     @property

@@ -55,7 +55,7 @@ def import_object(path: str, subject: str) -> Any:
 
 
 def find_object(name: str, *, group: str, subject: str) -> Any | None:
-    """Imports the object that the value of a flag names.
+    """Imports the object to which the value of a flag refers.
 
     Args:
         name: Value of the flag: either ``package.module:name``, or the name of an entry point.

@@ -25,16 +25,16 @@ class ParallelConfig:
     tensor_model_parallel_size: Ranks = flag("Number of ranks that share each layer's matrices.", 1)
     pipeline_model_parallel_size: Ranks = flag("Number of ranks that share the layers.", 1)
     stage_data_parallel_sizes: tuple[int, ...] | None = flag(
-        "Number of ranks of each pipeline stage if they differ, joined by '-'; microbatches "
-        "are distributed over the ranks of a stage.",
+        "Number of ranks of each pipeline stage, such as 2-1-1, if these numbers differ; "
+        "microbatches are distributed over the ranks of a stage.",
         reader=parse_widths,
         unit="2-1",
         derived="the same number for each stage",
     )
     context_parallel_size: Ranks = flag("Number of ranks that share each sequence.", 1)
     expert_model_parallel_size: Ranks = flag(
-        "Number of ranks that share the experts of each layer; these ranks are neighbours in data "
-        "parallelism.",
+        "Number of ranks that share the experts of each layer; they have consecutive data-parallel "
+        "indices.",
         1,
     )
     expert_tensor_parallel_size: Ranks | None = flag(
@@ -230,5 +230,5 @@ class TransportConfig:
 
     @property
     def forced(self) -> str | None:
-        """Transport that all pairs of ranks must use, or ``None`` if each pair uses the best."""
+        """Transport for all pairs of ranks, or ``None`` if the best is chosen for each pair."""
         return None if self.transport == AUTO else self.transport

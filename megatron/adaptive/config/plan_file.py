@@ -91,7 +91,7 @@ def plan_flags(content: Any, where: str) -> list[str]:
 
 
 def run_flags(values: Mapping[str, Any]) -> list[str]:
-    """Converts ``conf.sh`` variables that a plan may set to trainer flags.
+    """Returns the trainer flags for ``conf.sh`` variables that a plan may set.
 
     Args:
         values: Values of the variables as text, numbers or booleans, keyed by name. ``None`` means
@@ -113,7 +113,7 @@ def run_flags(values: Mapping[str, Any]) -> list[str]:
 
 
 def world_size_of(content: Mapping[str, Any]) -> int | None:
-    """Returns the number of processes that a plan needs, or ``None`` if it is not specified."""
+    """Returns the number of processes that a plan needs, or ``None`` if it does not specify it."""
     degrees = content.get("degrees", {})
     if "stages" in content:
         return sum(len(stage["tensor"]) for stage in content["stages"])
@@ -151,7 +151,7 @@ def plan_variables(content: Any, where: str) -> dict[str, str]:
 
 
 def _stages(stages: Sequence[Mapping[str, Any]], where: str) -> dict[str, str]:
-    """Returns the ``conf.sh`` variable with the number of ranks of each stage in ``stages``."""
+    """Returns the ``conf.sh`` variable that contains each stage's number of ranks."""
     for index, stage in enumerate(stages):
         if any(width != 1 for width in stage["tensor"]):
             raise ConfigError(

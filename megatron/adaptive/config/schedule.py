@@ -112,7 +112,7 @@ def uneven_split(
     embedding: bool | None = False,
     loss: bool | None = False,
 ) -> tuple[int, ...]:
-    """Returns the number of layers per stage if the first or last rank has a specified number.
+    """Returns the number of layers of each stage if that of the first or last rank is specified.
 
     The result is the same as in Megatron-LM. Stages are assigned to ranks round-robin (in a loop).
     If the embedding or the loss counts as a layer, the stage that contains it gets one
@@ -309,7 +309,7 @@ class ScheduleConfig:
     balance_replicas: str | None = flag(
         "Distribute the microbatches of each step over data-parallel replicas so that all replicas "
         "take the same time: by the lengths of documents, by the measured speed of the replicas, "
-        "or by both; off gives every replica the same number.",
+        "or by both; off gives every replica the same number of microbatches.",
         choices=BALANCED,
         derived="lengths with --variable-seq-lengths, both under train elastic, otherwise off; "
         "always off if the schedule or the layout does not support it",
@@ -332,10 +332,10 @@ class ScheduleConfig:
     chosen_slices: int | None = None
     slice_tokens: Annotated[int, Limits(minimum=LEAST_TOKENS)] | None = flag(
         "Number of tokens in each slice, as an alternative to --sequence-slices. With "
-        "--variable-seq-lengths, documents are packed into rows of whole slices, which are as long "
-        "as the longest document of the step requires. With --pipeline-schedule auto, the number "
-        "can be auto: the trainer measures steps with two different numbers of tokens, and then "
-        "chooses the number by simulation.",
+        "--variable-seq-lengths, documents are packed into rows, usually with as many slices as "
+        "the longest document of the row needs. With --pipeline-schedule auto, the number can be "
+        "auto: the trainer measures steps with two different numbers of tokens, and then chooses "
+        "the number by simulation.",
         unit="TOKENS",
         named_values={"auto": CHOSEN_TOKENS},
     )

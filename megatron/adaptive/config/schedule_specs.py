@@ -8,8 +8,9 @@ function, where :func:`built_in_schedules` finds it. A user's schedule is a func
 points of the group ``megatron_adaptive.schedules``. Such schedules are selected by name
 (``examples/own_schedule``).
 
-This module imports the modules of schedules only when their names are first needed, because they
-import this module. ``schedule.catalog`` documents the arguments and the results of the functions.
+The modules of schedules import this module. To avoid a cycle, this module imports them only when
+the names of schedules are first needed. ``schedule.catalog`` documents the arguments and the
+results of the functions.
 """
 
 from __future__ import annotations
@@ -55,15 +56,15 @@ class ScheduleSpec:
             the first rank to the last and back). The default comes first.
         prefers_v: Whether the two chunks of each rank are placed in a V by default.
         splits_backward: Whether separate actions compute the weight gradients, instead of the
-            backward pass. With ``by default``, this depends on whether the model's layers support
-            it.
+            backward pass. With ``by default``, there are such actions if the model's layers support
+            them.
         overlaps_experts: Whether a rank may start an action while another action waits for the
             exchange of tokens between experts.
         keeps_all: Whether all or nearly all forward passes run before the first backward pass. If
             so, all their activations are held at the same time.
         allows_unequal_stages: Whether stages may have different numbers of ranks.
-        groups_microbatches: Whether microbatches run in groups. If so, their number must be a
-            multiple of the group size.
+        groups_microbatches: Whether microbatches run in groups. If so, the number of microbatches
+            must be a multiple of the group size.
         takes_group_size: Whether ``--microbatch-group-size-per-virtual-pipeline-stage`` sets the
             size of these groups.
         recomputes: Whether the schedule repeats forward passes. If so, full recomputation is

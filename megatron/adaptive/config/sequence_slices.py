@@ -1,7 +1,7 @@
 """Cuts sequences into slices, which are processed separately with ``--sequence-slices``.
 
 Most of a layer's work grows with the number of tokens. The work of attention grows with the number
-of pairs of tokens, because a slice attends to all slices before it. Let ``a`` be attention's
+of pairs of tokens, because a token attends to all tokens before it. Let ``a`` be attention's
 fraction of the cost of a whole sequence. Then, in a sequence of length 1, the part from ``x`` to
 ``y`` costs
 
@@ -14,7 +14,8 @@ cost become shorter::
     equal-cost      |       |    |   |  |
 
 A microbatch may be a row of several documents. A slice may end within a document, so a document may
-extend over several slices, and a slice may contain several documents::
+extend over several slices, and a slice may contain several documents. The right side of the drawing
+lists the slices of documents a, b and c::
 
     documents       |    a    | b |       c       |d| e |
     slices of T     |      |      |      |      |      |      a: 0, 1   b: 1, 2   c: 2, 3, 4
@@ -175,8 +176,8 @@ class SliceRule:
 
         Args:
             width: Number of tokens in a row of the microbatch, including padding.
-            documents: Number of tokens in each document of the row, without padding. They are only
-                used if documents are packed.
+            documents: Number of tokens in each document of the row, without padding. These numbers
+                are only used if documents are packed.
         """
         closes = _closes(width, documents, self.tokens) if self.is_packed else ()
         if self.tokens is not None:
@@ -187,7 +188,7 @@ class SliceRule:
         return Cut(_rounded(points, width, self.multiple), closes)
 
     def most_tokens(self, width: int, longest: int) -> int:
-        """Returns an upper bound of the number of tokens in any slice.
+        """Returns an upper bound on the number of tokens in any slice.
 
         Args:
             width: Largest number of tokens in a row of any microbatch.
@@ -195,14 +196,15 @@ class SliceRule:
         """
         if self.tokens is not None:
             return self.tokens
-        # Each token costs at least 1, and each slice costs the row's cost divided by ``slices``.
+        # A slice costs the row's cost divided by ``slices``. A token costs at least 1, so a slice
+        # has at most this number of tokens, apart from rounding.
         share = width * (1 + self.pair_cost * longest) / self.slices
         least = LEAST_TOKENS + 2 * self.multiple
         return min(width, max(least, math.ceil(share) + self.multiple))
 
 
 def _closes(width: int, documents: Sequence[int], tokens: int | None) -> tuple[int, ...]:
-    """Returns the end positions of the documents and the pieces of padding in a packed row."""
+    """Returns the end positions of documents, and of pieces of padding, in a packed row."""
     closes = list(itertools.accumulate(documents))
     while tokens is not None and closes[-1] // tokens < (width - 1) // tokens:
         closes.append((closes[-1] // tokens + 1) * tokens)

@@ -277,7 +277,7 @@ class TrainerConfig:
 
     @property
     def _layer_costs(self) -> tuple[int, int]:
-        """Multiply-adds of a layer per token outside of attention, and per pair of tokens.
+        """Multiply-adds of a layer per token (without attention) and of attention per token pair.
 
         Half of the pairs are masked, so the second number is half of an unmasked pair's work.
         """

@@ -67,8 +67,8 @@ class Family:
         window_period: Period n if every n-th layer attends to all tokens and all other layers have
             a sliding window, or 0 if all layers have a sliding window. The period is used only
             if ``config.json`` does not specify which layers have a sliding window.
-        refuse: Functions that check the keys for which only some values are supported, keyed by
-            key.
+        refuse: Keys for which only some values are supported, each with a function that checks the
+            value.
         missing_feature: Feature of the models that the trainer's layers do not support, or empty if
             the trainer can build the models. The planner accepts the models in both cases.
         nearest: ``model_type`` of the most similar family that the trainer can build. The error
@@ -106,7 +106,7 @@ class Family:
     is_grouped: ClassVar[bool] = False
 
     def adjust(self, config: Mapping[str, Any], settings: Settings) -> None:
-        """Adjusts settings that depend on several keys, or on the value of a key.
+        """Computes settings that the tables of keys cannot express.
 
         Args:
             config: Contents of ``config.json``, with ``defaults`` for absent keys.
@@ -156,8 +156,8 @@ class Family:
         """
         rotation = scaling_of(config)
         if "full_attention" in rotation:
-            # Layers with a sliding window have their own rotation settings. The trainer supports
-            # only a different base for these layers, so only the base is copied.
+            # Layers with a sliding window have their own rotation settings. The trainer can give
+            # these layers a different base, but no other settings, so only the base is copied.
             in_windows = rotation.get("sliding_attention") or {}
             key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
             rotation = rotation["full_attention"] or {}
@@ -287,7 +287,7 @@ def _inverted(names: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def _drop_idle(config: Mapping[str, Any], settings: Settings) -> None:
-    """Removes settings whose values mean that the model does not have the feature."""
+    """Removes settings whose values have no effect, such as a scaling factor of 1."""
     is_in_groups = config.get("topk_method") != "greedy" and config.get("n_group") != 1
     for setting in ("moe_router_num_groups", "moe_router_group_topk", "mtp_num_layers"):
         is_about_groups = setting != "mtp_num_layers"

@@ -208,7 +208,7 @@ def is_number(value: Any) -> bool:
 
 
 def check_numbers(config: Mapping[str, Any], whole: frozenset[str], where: str) -> None:
-    """Checks that the numbers in ``config`` have the correct types and need no rounding.
+    """Checks that the numbers in ``config`` have the correct types.
 
     Args:
         config: Contents of ``config.json``.
@@ -217,7 +217,7 @@ def check_numbers(config: Mapping[str, Any], whole: frozenset[str], where: str) 
 
     Raises:
         ConfigError: A value that must be an integer has another type, a value of the rotary
-            embedding is not a number, or the scaling factor of the rotary embedding is missing.
+            embedding is not a number, or a scaled rotary embedding has no scaling factor.
     """
     for key in sorted(whole & config.keys()):
         if config[key] is not None and type(config[key]) is not int:
@@ -233,17 +233,17 @@ def check_numbers(config: Mapping[str, Any], whole: frozenset[str], where: str) 
             )
     if kind_of_rotation(config) != "default" and "factor" not in scaling:
         raise ConfigError(
-            f"{where}: factor of the rotary embedding is missing, but every model needs it"
+            f"{where}: factor of the rotary embedding is missing, but scaling requires it"
         )
 
 
 def scaling_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the rotary embedding's settings from their old or their new key in ``config``."""
+    """Returns the settings of the rotary embedding, which ``config`` has under one of two keys."""
     scaling: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
     return scaling
 
 
 def kind_of_rotation(config: Mapping[str, Any]) -> str:
-    """Returns the name of the rotary frequency scaling in ``config``, as in ``transformers``."""
+    """Returns the type of rotary frequency scaling in ``config``, for example ``yarn``."""
     scaling = scaling_of(config)
     return str(scaling.get("rope_type", scaling.get("type", "default")))

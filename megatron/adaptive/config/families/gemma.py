@@ -25,7 +25,7 @@ def _old_activation(value: Any, config: Mapping[str, Any], settings: Settings) -
 
 
 class Gemma(Llama):
-    """Describes Gemma 1, with scaled embeddings, a GELU gate, and norm weights stored minus one."""
+    """Describes Gemma 1, with scaled embeddings, a GELU gate, and norm weights relative to 1."""
 
     model_types = ("gemma",)
     settings = {
@@ -64,7 +64,7 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 class Gemma2(Gemma):
-    """Describes Gemma 2, with additional norms after both blocks, soft caps and sliding windows."""
+    """Describes Gemma 2, with soft caps, sliding windows, and extra norms after both blocks."""
 
     model_types = ("gemma2",)
     settings = {**Gemma.settings, "norm_block_outputs": True}
@@ -91,7 +91,7 @@ class Gemma2(Gemma):
 
 
 class Gemma3Text(Gemma2):
-    """Describes Gemma 3 for text, with query and key norms, and a separate rotary base."""
+    """Describes Gemma 3 for text, with query and key norms, and a rotary base for windows."""
 
     model_types = ("gemma3_text",)
     settings = {**Gemma2.settings, "qk_layernorm": True}

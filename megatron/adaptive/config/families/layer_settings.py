@@ -58,7 +58,7 @@ def expert_settings(config: Mapping[str, Any], layers: int, where: str) -> Setti
 
 
 def window_settings(config: Mapping[str, Any], period: int, layers: int, where: str) -> Settings:
-    """Returns the settings for the size of attention windows and for the layers that have one.
+    """Returns the settings for the size of attention windows and for the layers with a window.
 
     Args:
         config: Contents of ``config.json``.

@@ -32,7 +32,7 @@ class Verdict(NamedTuple):
 
 
 Check = Callable[[Any, Mapping[str, Any], Settings], Verdict | None]
-"""Function that checks the value of a key, or returns ``None`` if the key has no effect.
+"""Function that checks the value of a key. It returns ``None`` if the key has no effect.
 
 The arguments are the value of the key, the file's contents with the family's defaults, and the
 settings read from the file.
@@ -98,7 +98,7 @@ def rotation_verdict(
     feature = f"{kind} rotation"
     if kind == "yarn" and (scaling.get("attention_factor") or scaling.get("truncate") is False):
         is_supported = False
-        feature = "yarn rotation with attention_factor or without truncate"
+        feature = "yarn rotation with attention_factor, or with truncate set to false"
     in_windows = (value or {}).get("sliding_attention") or {}
     is_supported = is_supported and in_windows.get("rope_type", "default") == "default"
     return Verdict(is_supported, feature, nearest)
@@ -106,7 +106,7 @@ def rotation_verdict(
 
 def _attention_bias(value: Any, config: Mapping[str, Any], settings: Settings) -> Verdict:
     if settings.get("add_bias_linear", True):
-        return Verdict(bool(value), "no bias of queries, keys and values", "true")
+        return Verdict(bool(value), "queries, keys and values without biases", "true")
     return Verdict(value in (None, False), "a bias of the output projection", "false")
 
 

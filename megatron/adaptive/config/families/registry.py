@@ -1,6 +1,6 @@
 """Finds the family of a model among the families in this folder and those that users provide.
 
-The module also lists how unsupported models differ from supported families, for error messages.
+For error messages, the module also describes how unsupported models differ from the families.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _DIFFERENCES: Mapping[str, str] = {
     "qwen3_next": f"{_STATES}, and attention gates",
     "smollm3": _UNROTATED,
 }
-# Keys in `refuse` that still count as differences of an unknown model.
+# Error messages about an unknown model do not list keys in `refuse`, except for these keys.
 _CHECKED = ("quantization_config", "sliding_window_size")
 
 ENTRY_POINTS = "megatron_adaptive.families"
@@ -193,8 +193,8 @@ def family_of(config: Mapping[str, Any], where: str, hf_family: str | None = Non
     raise ConfigError(
         f"{where}: model_type {name!r} is unknown; the nearest is {nearest}, which "
         f"{_lacks(config, name, nearest)}. Known types are {', '.join(supported_types())}. To "
-        "plan another model, specify its sizes as `layers` of a model file (see plan --schema "
-        "model)"
+        "plan a model of another type, specify its sizes as `layers` of a model file (see plan "
+        "--schema model)"
     )
 
 
@@ -208,5 +208,6 @@ def _lacks(config: Mapping[str, Any], name: str, nearest: str) -> str:
     if parts:
         return f"lacks {'; '.join(parts)}"
     return (
-        f"has all its keys; use {nearest} if its layers and the names of its weights are the same"
+        f"has the same keys; use {nearest} if the layers and the names of the weights are also "
+        "the same"
     )
