@@ -177,7 +177,7 @@ class Forkserver:
                 pass
             left = [key for key in left if key not in self._ended]
         for member in families:
-            if member.is_running():
+            with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
 
     def close(self) -> None:

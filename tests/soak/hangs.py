@@ -192,7 +192,8 @@ def start(
 def _end(job: Ranks) -> None:
     """Kills the ranks of ``job`` and all descendants, because ranks may ignore other signals."""
     for process in job.processes():
-        process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
     job.kill()
 
 

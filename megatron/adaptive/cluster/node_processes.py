@@ -50,6 +50,8 @@ from megatron.adaptive.config.plan_file import FLAGS, run_flags
 from megatron.adaptive.errors import ConfigError, SetupError
 from megatron.adaptive.trace.files import BestEffortFile
 
+_FIRST_NODE_LONGER_S = 10
+"""Time in seconds by which the first node waits longer than the others to connect."""
 _MOCK_VOCABULARY = "50303"
 
 
@@ -158,7 +160,11 @@ def node_command(conf: LaunchConf, node: NodePlace, run_dir: Path) -> list[str]:
     command += ["--nnodes", str(len(node.processes)), "--node-rank", str(node.node_rank)]
     command += ["--nproc-per-node", str(node.processes[node.node_rank])]
     command += ["--master-addr", node.master_addr, "--master-port", str(node.master_port)]
-    command += ["--rdzv-conf", f"timeout={math.ceil(conf['MEETING_TIMEOUT_S'])}"]
+    # The first node waits longer than the others, so that a node that cannot reach it reports the
+    # reason before Slurm ends the job because of the first node.
+    longer_s = _FIRST_NODE_LONGER_S if node.node_rank == 0 else 0
+    limit_s = math.ceil(conf["MEETING_TIMEOUT_S"]) + longer_s
+    command += ["--rdzv-conf", f"timeout={limit_s}"]
     return [*command, str(SCRIPTS / "pretrain_gpt.py"), *trainer_flags(conf, run_dir)]
 
 
