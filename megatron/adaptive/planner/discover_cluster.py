@@ -38,8 +38,8 @@ def describe_cluster(texts: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], 
 
     Args:
         texts: Outputs to combine, as pairs of the output's source (for error messages) and its
-            text. Supported outputs are those of ``scontrol show node`` or ``show topology``,
-            ``sinfo -N -o "%N %G %T"``, ``nvidia-smi -q`` and ``topo -m`` on a node, and ``doctor
+            text. Supported are the outputs of ``scontrol show node``, ``scontrol show topology``,
+            ``sinfo -N -o "%N %G %T"``, ``nvidia-smi -q``, ``nvidia-smi topo -m`` and ``doctor
             --json``.
 
     Returns:
@@ -281,7 +281,7 @@ def _with_report(
         node["gpu"] = listed.name
     if "link" not in node:
         speed = _ASSUMED_LINK["bandwidth"]
-        assumed.append(f"the link between two GPUs of a node of {node['gpu']} is {speed}")
+        assumed.append(f"the link between two {node['gpu']} GPUs of a node is {speed}")
     return node
 
 
@@ -303,7 +303,7 @@ def _grouped(
         groups.setdefault(json.dumps(plain, sort_keys=True), (plain, []))[1].extend(hosts)
 
     def above(host: str, least: int) -> list[tuple[int, int]]:
-        """Returns ``(-level, index)`` of each switch of ``host`` at level ``least`` or higher."""
+        """Returns ``(-level, index)`` of each switch above ``host``, from level ``least`` up."""
         numbered = enumerate(switches)
         return sorted(
             (-level, i) for i, (level, held) in numbered if level >= least and host in held

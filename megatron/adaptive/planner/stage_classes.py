@@ -377,10 +377,10 @@ class Tables:
         return min(all_reduce_s(way, size, stage_class.dp, stage_class.tp) for way in ways)
 
     def fits_split(self, classes: Sequence[StageClass], choice: ShapeChoice) -> bool:
-        """Returns whether sequence parallelism never needs more memory than ``choice``.
+        """Returns whether sequence parallelism never increases the memory that ``choice`` needs.
 
-        In this case, the search skips ``choice``, because sequence parallelism is always at least
-        as fast.
+        In this case, the search skips ``choice`` and tries only its variant with sequence
+        parallelism, which is always at least as fast.
         """
         parallel = replace(choice, sequence_parallel=True)
         for stage_class in classes:
@@ -574,9 +574,9 @@ def most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> fl
     as memory in bytes.
 
     Args:
-        rates: Tuples of the index of a node type, the rate of one stage, and the number of stages
-            on all nodes of the type. A rate is in microbatches per second, or in bytes. A type may
-            have several entries with different parallel sizes.
+        rates: Tuples of three values: the index of a node type, the rate of one stage, and the
+            number of stages that fit on all nodes of the type. A rate is in microbatches per
+            second, or in bytes. A type may have several entries with different parallel sizes.
         most_stages: Maximum number of stages of a pipeline.
     """
     by_type: dict[int, tuple[float, float]] = {}
