@@ -272,8 +272,8 @@ def _with_report(
     if not node["gpu"] or (listed is None and "memory" not in node):
         raise ConfigError(
             f"Slurm does not report the GPU model of node {node['hosts'][0]}, only "
-            f"{node['gpu'] or 'how many'!r}; also pass the output of nvidia-smi -q or doctor "
-            "--json from this node or a similar one"
+            f"{node['gpu'] or 'the number of GPUs'!r}; also pass the output of nvidia-smi -q or "
+            "doctor --json from this node or a similar one"
         )
     if listed is not None:
         if not alike and plain_name(node["gpu"]) != plain_name(listed.name):

@@ -21,11 +21,11 @@ search early, the result states how much better the skipped plans can be at most
 plans is 97 ms. If too many orders of nodes are possible, only some of them are searched. A weaker
 bound over all orders then applies (``stage_classes.capacity_bound``).
 
-The search itself times only the 1F1B schedule. Its order of actions is fixed, so shorter durations
-never make a plan slower, and lower bounds are valid. If other schedules are allowed, the fastest
-1F1B pipeline of each shape and set of nodes is also timed under each of these schedules, and the
-fastest result is kept. For schedules with several chunks per rank, the pipeline's layers are
-partitioned again. The search then uses a bound that holds for every schedule
+The search itself simulates only 1F1B. The actions of 1F1B run in a fixed order, so shorter
+durations never make a plan slower, and lower bounds are valid. If other schedules are allowed, the
+fastest 1F1B pipeline of each shape and set of nodes is also timed under each of these schedules,
+and the fastest result is kept. For schedules with several chunks per rank, the pipeline's layers
+are partitioned again. The search then uses a bound that holds for every schedule
 (:meth:`Searcher._work_s`).
 
 If sequences may be cut into slices, shapes with slices are searched after all other shapes, in the

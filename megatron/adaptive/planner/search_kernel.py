@@ -142,8 +142,8 @@ class ShapeArrays(NamedTuple):
 class LevelBounds(NamedTuple):
     """Lower bounds of times in seconds, by level and first layer, ``[levels, n + 1]``.
 
-    A level is a set of nodes in use. An entry is infinite if the remaining layers do not fit into
-    memory or take too long.
+    A level is a set of nodes with the class of its first stage. An entry is infinite if the
+    remaining layers do not fit into memory or take too long.
 
     Attributes:
         ends: Lower bound of the time from the start of the level's first stage to the end of its

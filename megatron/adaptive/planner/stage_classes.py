@@ -176,8 +176,8 @@ class Totals(NamedTuple):
         after_s: Lower bound of the time for gradient reduction and optimizer, in seconds.
         held_bytes: Size in bytes of weights, gradients and optimizer state.
         kept_bytes: Size in bytes of the activations that a microbatch keeps for its backward pass.
-        stay: Lower bound, per microbatch, of the kept activations' size multiplied by the time that
-            they are kept, in byte-seconds.
+        stay: Lower bound of the size of a microbatch's kept activations multiplied by the time for
+            which they stay in memory, in byte-seconds.
     """
 
     work_s: float
@@ -393,7 +393,7 @@ class Tables:
         return True
 
     def pipeline_s(self, stage_class: StageClass, choice: ShapeChoice) -> float:
-        """Returns a microbatch's time in all layers on the slowest node type, in seconds."""
+        """Returns the time in seconds of a microbatch in all layers, on the slowest node type."""
         return max(
             self.totals(node, stage_class, choice).work_s for node in self.types(stage_class)
         )
