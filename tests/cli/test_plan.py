@@ -273,7 +273,7 @@ def test_the_front_is_written_and_drawn(
         (
             "--model gpt2-xl --global-batch-size 16 --recompute none --pp 2 --tp 1 --dp 1"
             " --micro-batch-sizes 16",
-            "would fit with any --recompute, or",
+            "would fit with all values of --recompute allowed, or",
         ),
         ("--model gpt2 --global-batch-size 7 --dp 2", "7 is not divisible by --dp 2"),
         (

@@ -334,7 +334,7 @@ def test_sinfo_alone_says_nodes_and_their_gpus() -> None:
         ("NODELIST GRES STATE\na[1-x] gpu:h100:8 idle", r"invalid .* 'x'\); pass a file with"),
         ("SwitchName=s0 Level=x Nodes=n1", r"invalid .* 'x'\); pass a file with"),
         ("NODELIST STATE\nn1 idle", "no column GRES"),
-        (slurm_node("n1", "gpu:8"), "does not report the GPU model of node n1, only 'how many'"),
+        (slurm_node("n1", "gpu:8"), "does not report the GPU model of node n1, only 'the number"),
         (slurm_node("n1", "(null)"), "no node with GPUs is up"),
     ],
 )

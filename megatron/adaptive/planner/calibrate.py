@@ -14,9 +14,9 @@ runs of one model on two stages have this result::
     fitted   embedding 1 s, transformer layer 2 s, head 3 s
 
 With run 1 alone, the fit cannot separate the embedding's time from the times of the layers in the
-same stage, so it divides the stage's time among them in proportion to their FLOPs. A profile is
-more accurate if the runs have different partitions, and if some stages hold neither the embedding
-nor the head.
+same stage. The stage's time is then divided among the embedding and these layers in proportion to
+their FLOPs. A profile is more accurate if the runs have different partitions, and if some stages
+hold neither the embedding nor the head.
 
 Times are not corrected for contention. If the ranks of a run shared CPU cores, the profile is only
 valid for ranks that share cores in the same way.

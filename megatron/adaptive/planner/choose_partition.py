@@ -59,16 +59,16 @@ Times = tuple[float, float, float]
 """Times of one microbatch in seconds: forward pass, backward pass, and weight gradients."""
 
 _ALIKE = 0.005
-"""Maximum relative difference between two step times that are treated as equal. The error of a
-simulated step time is larger than this."""
+"""Maximum relative difference between two step times that are treated as equal. Simulated step
+times have larger errors."""
 PLACEMENT_GAIN = 0.03
 """Minimum fraction of the step time that a different stage placement must save. This minimum is
 larger than the minimum for other changes, because a different placement requires moving weights."""
 _SIMULATIONS = 24
 """Maximum number of partitions that a search simulates."""
 _MOST_TRIED = 60
-"""Number of partitions that :func:`improved` tries per initial partition before it stops. The
-function runs before the first training step, so a longer search would delay the training.
+"""Maximum number of partitions that :func:`improved` tries per initial partition. :func:`improved`
+runs before the first training step, so a longer search would delay the training.
 """
 _WHOLE = 3
 """Typical ratio of a layer's forward plus backward time to its forward time."""
@@ -429,8 +429,8 @@ def choose_together(
     Raises:
         ScheduleError: No schedule fits into memory.
 
-    Source: AdaPtis, arXiv 2509.23722, which also chooses all of these together, but with a
-    different search algorithm.
+    Source: AdaPtis, arXiv 2509.23722, which also chooses placement, partition and schedule
+    together, but with a different search algorithm.
     """
     job = _Job(
         profile=profile,
@@ -507,7 +507,7 @@ def _decision(
 
 
 class _Runs:
-    """Simulates steps, and compiles a simulation loop once it has simulated enough actions.
+    """Simulates steps. Each simulation loop is compiled after it has simulated enough actions.
 
     Args:
         num_microbatches: Number of microbatches per step.

@@ -7,10 +7,10 @@ example, 15 layers are divided into 4 interleaved stages on 2 ranks, with 4 micr
 takes 1 s forward and 2 s backward on rank 0 (stages 0 and 2), and twice as long on rank 1 (stages 1
 and 3)::
 
-    first partition   5 3 5 2   135 s   work in proportion to the speed of the ranks
-    0 gives to 1      4 4 5 2   156 s   slower, undone
-    0 gives to 2      4 3 6 2   132 s   faster, kept
-    ...                                 until no move makes the step faster
+    initial partition        5 3 5 2   135 s   work in proportion to the speed of the ranks
+    layer of stage 0 to 1    4 4 5 2   156 s   slower, undone
+    layer of stage 0 to 2    4 3 6 2   132 s   faster, kept
+    ...                                        until no move makes the step faster
 
 The step time after each change is computed from the schedule's order of actions (``order_timing``).
 A run-time scheduling rule has no fixed order, so the order of a static schedule with the same

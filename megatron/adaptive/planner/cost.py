@@ -79,9 +79,8 @@ def predict(
         plan: Plan to predict.
         inputs: Model, cluster and profile of layer times.
         runtime: Properties of the training program, such as its use of memory.
-        predictions: Number of similar plans that the caller is going to predict. A simulation is
-            compiled if this saves time for that many plans. If ``None``, simulations are always
-            compiled.
+        predictions: Number of similar plans that the caller is going to predict. Simulations are
+            compiled if compiling saves time for this number of plans, and always if it is ``None``.
 
     Raises:
         ConfigError: The profile does not contain a layer's time, or the partition has a different
@@ -105,8 +104,8 @@ def predict(
     seconds = float(ends[last]) + tied + beside + jitter
     if (wait_s := stages.busy_link.seconds - seconds) > 0:
         # The pipeline is timed as if every pair of ranks had its own link. If ranks share a network
-        # link that needs more time for all of its messages, use the time of this link as the step
-        # time.
+        # link, and sending all its messages takes longer than the step, use this longer time as the
+        # step time.
         times = replace(times, end_s=times.end_s + wait_s)
         seconds = stages.busy_link.seconds
     quiet = _pipeline(plan, stages.without_messages(), runtime, predictions)

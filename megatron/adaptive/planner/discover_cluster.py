@@ -38,8 +38,8 @@ def describe_cluster(texts: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], 
 
     Args:
         texts: Outputs to combine, as pairs of the output's source (for error messages) and its
-            text. Supported outputs are those of ``scontrol show node`` or ``show topology``,
-            ``sinfo -N -o "%N %G %T"``, ``nvidia-smi -q`` and ``topo -m`` on a node, and ``doctor
+            text. Supported are the outputs of ``scontrol show node``, ``scontrol show topology``,
+            ``sinfo -N -o "%N %G %T"``, ``nvidia-smi -q``, ``nvidia-smi topo -m`` and ``doctor
             --json``.
 
     Returns:
@@ -272,8 +272,8 @@ def _with_report(
     if not node["gpu"] or (listed is None and "memory" not in node):
         raise ConfigError(
             f"Slurm does not report the GPU model of node {node['hosts'][0]}, only "
-            f"{node['gpu'] or 'how many'!r}; also pass the output of nvidia-smi -q or doctor "
-            "--json from this node or a similar one"
+            f"{node['gpu'] or 'the number of GPUs'!r}; also pass the output of nvidia-smi -q or "
+            "doctor --json from this node or a similar one"
         )
     if listed is not None:
         if not alike and plain_name(node["gpu"]) != plain_name(listed.name):
@@ -281,7 +281,7 @@ def _with_report(
         node["gpu"] = listed.name
     if "link" not in node:
         speed = _ASSUMED_LINK["bandwidth"]
-        assumed.append(f"the link between two GPUs of a node of {node['gpu']} is {speed}")
+        assumed.append(f"the link between two {node['gpu']} GPUs of a node is {speed}")
     return node
 
 
@@ -303,7 +303,7 @@ def _grouped(
         groups.setdefault(json.dumps(plain, sort_keys=True), (plain, []))[1].extend(hosts)
 
     def above(host: str, least: int) -> list[tuple[int, int]]:
-        """Returns ``(-level, index)`` of each switch of ``host`` at level ``least`` or higher."""
+        """Returns ``(-level, index)`` of each switch above ``host``, from level ``least`` up."""
         numbered = enumerate(switches)
         return sorted(
             (-level, i) for i, (level, held) in numbered if level >= least and host in held

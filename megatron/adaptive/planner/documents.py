@@ -143,7 +143,7 @@ class RunDocuments:
         return sum(len(cut.ends) for step in cuts for cut in step) / len(cuts)
 
     def mean_pairs(self, tokens: int) -> float:
-        """Returns the mean number of token pairs per slice that attend to each other.
+        """Returns, averaged over all slices, the number of token pairs that attend to each other.
 
         ``tokens`` is the number of tokens per slice.
 

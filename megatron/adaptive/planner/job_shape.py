@@ -9,8 +9,8 @@ a part of the model between two possible stage boundaries (cut points)::
             partition = the partition that fits into memory and whose slowest stage is fastest
             bound     = number of microbatches x the slowest rank's time per microbatch
 
-    predict the step times by ascending bound, until no bound is lower than the second-best
-    step time
+    predict step times, lowest bound first, until no remaining bound is below the second-best
+    predicted step time
 
 :func:`least_largest` finds the best partition by dynamic programming.
 """

@@ -61,7 +61,7 @@ class Runtime:
     other programs use a different runtime.
 
     Attributes:
-        context_bytes: Memory in bytes that does not hold tensors: the device context, library
+        context_bytes: Memory in bytes that is not used for tensors: the device context, library
             buffers and code, and NCCL's channels.
         parameter_copies_bytes: Memory of temporary copies during gradient reduction and optimizer
             step, in bytes per parameter.
@@ -236,7 +236,7 @@ def stage_memory(
         settings: Settings of the plan, such as whether the replicas divide the optimizer state.
         limit_bytes: Usable memory of the GPU in bytes.
         runtime: Properties of the training program.
-        context_bytes: Measured size in bytes of the process memory that holds no tensors, or
+        context_bytes: Measured memory in bytes that the process uses besides its tensors, or
             ``None`` for the value in ``runtime``.
     """
     context = runtime.context_bytes if context_bytes is None else context_bytes
@@ -347,8 +347,8 @@ def layer_table(
         inputs=inputs,
         node=node,
         tp=tp,
-        # Half of every sequence takes as much work as half of the samples. Divide the number of
-        # samples if ranks share sequences, or if sequences are cut into slices.
+        # Half of every sequence takes as much work as half of the samples. If ranks share
+        # sequences, or sequences are cut into slices, scale the number of samples accordingly.
         samples=micro_batch * settings.share_of(inputs.model.sequence) / context_ranks,
         longest_slice=_longest_slice(inputs.model, settings, tp),
         settings=settings,
@@ -377,7 +377,8 @@ def _longest_slice(model: Model, settings: StageSettings, tp: int) -> float:
         return 1.0
     try:
         ends = slice_ends(model.sequence, slices, tp if settings.sequence_parallel else 1, share)
-    # The trainer rejects sequences of this length, so use the approximate cut points.
+    # Sequences of this length cannot be cut exactly, and the trainer rejects them. Estimate the
+    # result from the approximate cut points.
     except ConfigError:
         return cut_points(slices, share)[1] * slices
     longest = max(end - start for start, end in pairwise((0, *ends)))
@@ -561,8 +562,8 @@ def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _Lay
         gathered = kind.keys_bytes / tp * samples * slices
         gathered *= _GRADIENT_BYTES / model.precision.element_bytes
     # A backward pass with recomputation holds all activations of the recomputed layer. The longest
-    # slice needs the most memory, except for its attention scores, because it attends to the fewest
-    # tokens.
+    # slice, which is the first one, needs the most memory. Only its attention scores are not
+    # larger, because the first slice attends to the fewest tokens.
     longest = setup.longest_slice
     working = kind.workspace_bytes / tp * samples * longest + max(whole - kept, 0.0)
     working += max(whole - kept - kind.attention_bytes / tp * samples, 0.0) * (longest - 1)

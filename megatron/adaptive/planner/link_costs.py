@@ -3,7 +3,7 @@
 A link has a latency and a bandwidth (``cluster.LinkSpeed``). Sending a message takes latency +
 bytes / bandwidth. If several GPUs of a node send over its network link at the same time, they share
 the bandwidth. In this example, 4 GPUs of a node each send 100 MB to a different node, over one
-network link with 12.5 GB/s and 10 us::
+network link with a bandwidth of 12.5 GB/s and a latency of 10 us::
 
     bandwidth of each    12.5 / 4 = 3.125 GB/s
     seconds              10 us + 100 MB / 3.125 GB/s = 32 ms
@@ -253,8 +253,8 @@ def shares(sender: StagePlace, receiver: StagePlace) -> Iterator[tuple[Replica, 
     If the stages have different numbers of replicas, each receiver gets its samples from the
     replicas that computed them::
 
-        3 replicas of 2 samples send    | 0 1 | 2 3 | 4 5 |
-        2 replicas of 3 receive         | 0 1 2 | 3 4 5   |    the second sends one sample to each
+        3 senders, 2 samples each      | 0 1 | 2 3 | 4 5 |
+        2 receivers, 3 samples each    | 0 1 2 | 3 4 5   |    the second sender sends one to each
     """
     for i, source in enumerate(sender.replicas):
         begin, end = i * sender.micro_batch, (i + 1) * sender.micro_batch

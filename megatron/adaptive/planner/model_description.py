@@ -57,7 +57,7 @@ class Precision:
     fp8: bool = False
 
     def beside_frozen(self, share: float) -> Precision:
-        """Returns average sizes per frozen weight, including the adapters that are trained instead.
+        """Returns the sizes of a frozen weight together with its share of the trained adapters.
 
         Args:
             share: Number of adapter weights per frozen weight.

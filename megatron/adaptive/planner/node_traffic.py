@@ -123,7 +123,8 @@ def message_sizes(plan: Plan, inputs: PlanInputs) -> list[tuple[float, float]]:
 def _messages(plan: Plan, inputs: PlanInputs, sliced: bool) -> Iterator[_Transfer]:
     """Yields the messages between stages of all microbatches of a step."""
     placement = catalog.placement_for(plan.schedule, plan.pp, plan.chunks)
-    # Packed documents contain fewer tokens than the same number of whole sequences.
+    # Convert the tokens of a step to a number of whole sequences, because packed documents may be
+    # shorter than a sequence.
     tokens = inputs.step_tokens(plan.global_batch) / inputs.model.tokens_per_sample
     slices = 1 / plan.share_of(inputs.model.sequence)
     for stage, (forward, backward) in enumerate(message_sizes(plan, inputs)):
@@ -183,7 +184,7 @@ def _own_links(inputs: PlanInputs, node: int) -> tuple[LinkSpeed, ...]:
 def _seconds(
     sent: Iterable[tuple[LinkSpeed, _Transfer]], more_links: tuple[LinkSpeed, ...] = ()
 ) -> float:
-    """Returns the time in seconds to send all messages at the speed of the fastest of their links.
+    """Returns the time in seconds to send all messages at the speed of the fastest link.
 
     Args:
         sent: Messages, each with the link that it uses.

@@ -14,9 +14,9 @@ actions are sorted topologically, so that each action comes after all actions on
 (:func:`steps_of`). A single pass over them is therefore enough. The order depends only on the
 schedule, so it is cached.
 
-A message is sent when its action has ended and the previous message has left the link. It occupies
-the link for its occupancy time, and arrives after an additional latency. Launching the kernels of
-an action requires no input, so a rank launches kernels while it waits for the input.
+A message is sent when its action has ended and the previous message has left the link. The message
+then keeps the link busy for a while (occupancy), and arrives after an additional latency. Launching
+the kernels of an action requires no input, so a rank launches kernels while it waits for the input.
 
 A step never gets shorter if the duration of an action increases. The search relies on this
 property. Schedules that choose the next action at run time do not have this property, so they are

@@ -103,8 +103,8 @@ def _settings(document: Mapping[str, Any]) -> dict[str, str]:
 
 _GB = 1e9
 _LEAST_SHARE = 0.001
-"""Minimum difference in a part of the step for the part to be listed as a reason, as a fraction of
-the step time.
+"""Minimum difference in a part of the step, as a fraction of the step time. Smaller differences are
+not listed as reasons.
 """
 
 

@@ -309,17 +309,17 @@ def renamed(
 ) -> tuple[dict[str, Any], list[str]]:
     """Replaces the node types in a profile by the names that a cluster uses for these types.
 
-    If the cluster does not contain a node type of the profile, but exactly one type in the cluster
-    has the same GPU, the name of that type is used. The planner ignores measured links and
-    all-reduces of types that remain unknown.
+    If a node type of the profile is not in the cluster, but exactly one type in the cluster has the
+    same GPU, the name of the cluster's type is used. The planner ignores links and all-reduces that
+    were measured on types missing in the cluster.
 
     Args:
         content: Contents of the profile file, validated by :func:`load`.
         gpus: Name of the GPU of each node type in the cluster.
 
     Returns:
-        Updated contents, and the names of the node types that are missing in the cluster although
-        the profile contains links or all-reduces for them.
+        Updated contents, and the names of the node types that have links or all-reduces in the
+        profile, but are missing in the cluster.
     """
     names: dict[str, str] = {}
     for name, facts in content.get("nodes", {}).items():

@@ -304,8 +304,8 @@ class _Points(Best):
         most = self.objective.most_seconds(price, math.inf)
         hourly = price / 3600
         for point in self.points:
-            # A new plan is only useful if it is faster or cheaper than this point. At the new
-            # plan's price per hour, it is cheaper if its step takes less than ``as_expensive_s``.
+            # A new plan is only useful if it is faster or cheaper than this point. At its price per
+            # hour, the new plan is cheaper if its step takes less than ``as_expensive_s``.
             as_expensive_s = point.value / hourly if hourly else math.inf
             most = min(most, max(point.seconds, as_expensive_s))
         return most
@@ -648,9 +648,9 @@ def _explain_rows(inputs: PlanInputs, request: Request) -> str:
     plans = searcher_for(roomy, request).search().plans
     if not plans:
         return (
-            f"{flag}: slices require at least two stages, but no such plan divides the model, the"
-            f" nodes and the batch of {request.global_batch} documents evenly; allow other sizes"
-            " with --pp, --tp, --dp, or change --global-batch-size"
+            f"{flag}: slices require at least two stages, but no plan with two or more stages"
+            f" divides the model, the nodes and the batch of {request.global_batch} documents"
+            " evenly; allow other sizes with --pp, --tp, --dp, or change --global-batch-size"
         )
     stage, memory = _fullest_stage(plans[0].plan, inputs)
     return (
@@ -703,14 +703,14 @@ def _remedies(
     """
     free = SearchOptions()
     names = {
-        "recompute": "any --recompute",
+        "recompute": "all values of --recompute allowed",
         "distributed_optimizer": "--distributed-optimizer",
         "sequence_parallel": "--sequence-parallel",
-        "micro_batch": "any --micro-batch-sizes",
+        "micro_batch": "all values of --micro-batch-sizes allowed",
         "partition": "no --partition",
-        "tp": "any --tp",
-        "dp": "any --dp",
-        "pp": "any --pp",
+        "tp": "all values of --tp allowed",
+        "dp": "all values of --dp allowed",
+        "pp": "all values of --pp allowed",
     }
     for name, remedy in names.items():
         wider = replace(options, **{name: getattr(free, name)})

@@ -46,8 +46,8 @@ from megatron.adaptive.schedule.workload import PS_PER_S, Link
 _GAIN = 0.005
 """Minimum fraction of the step time that a different activation limit must save to be chosen."""
 _ALWAYS = 1 << 40
-"""Number of planned actions, large enough that every simulation is compiled. Compiling saves time
-because a search simulates many plans."""
+"""Number of actions to pass to simulations. It is so large that every simulation is compiled.
+Compiling saves time because a search simulates many plans."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -15,17 +15,17 @@ The search is a branch and bound over three levels of choices::
    if its bound is not below the time of the best plan so far. If all remaining shapes and levels
    have been skipped or searched, the best plan is optimal.
 
-The search times a limited number of pipelines within a limited CPU time. If a limit ends the search
-early, the result states how much better the skipped plans can be at most. For example,
+The search simulates a limited number of pipelines within a limited CPU time. If a limit ends the
+search early, the result states how much better the skipped plans can be at most. For example,
 :attr:`SearchResult.gap` is 0.03 if the best plan takes 100 ms and the lowest bound of the skipped
 plans is 97 ms. If too many orders of nodes are possible, only some of them are searched. A weaker
 bound over all orders then applies (``stage_classes.capacity_bound``).
 
-The search itself times only the 1F1B schedule. Its order of actions is fixed, so shorter durations
-never make a plan slower, and lower bounds are valid. If other schedules are allowed, the fastest
-1F1B pipeline of each shape and set of nodes is also timed under each of these schedules, and the
-fastest result is kept. For schedules with several chunks per rank, the pipeline's layers are
-partitioned again. The search then uses a bound that holds for every schedule
+The search itself simulates only 1F1B. The actions of 1F1B run in a fixed order, so shorter
+durations never make a plan slower, and lower bounds are valid. If other schedules are allowed, the
+fastest 1F1B pipeline of each shape and set of nodes is also timed under each of these schedules,
+and the fastest result is kept. For schedules with several chunks per rank, the pipeline's layers
+are partitioned again. The search then uses a bound that holds for every schedule
 (:meth:`Searcher._work_s`).
 
 If sequences may be cut into slices, shapes with slices are searched after all other shapes, in the
@@ -107,7 +107,7 @@ _NO_HOPE = 1.08
 """Maximum ratio of the step time of an initial partition into chunks to the best step time so far.
 Slower partitions are not improved."""
 _HAND_OVERS = 30
-"""Maximum number of pipelines to time while moving layers between stages."""
+"""Maximum number of pipelines to simulate while moving layers between stages."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -131,7 +131,7 @@ class SearchShape:
     partial: bool = False
 
     def key(self, used: tuple[int, ...], stages: int) -> Any:
-        """Returns a key that is the same for plans that differ only in how they save memory."""
+        """Returns a key that does not depend on how a plan saves memory."""
         widths = tuple(stage_class.widths for stage_class in self.classes)
         return widths, self.choice.context_ranks, used, stages, self.choice.slice_tokens
 
@@ -227,7 +227,7 @@ class Searcher:
         self._least_price = min(group.type.price_per_hour for group in inputs.cluster.groups)
         self._islands = any(group.type.islands for group in inputs.cluster.groups)
         self._exact = self.options.schedules == ("1f1b",)
-        # Other schedules idle less than 1F1B. Estimates assume a third of its idle time.
+        # Other schedules idle less than 1F1B. Assume a third of the idle time of 1F1B.
         self._idle = 1.0 if self._exact else 1 / 3
         self._slack = 1.0 if self._exact else _FORWARD_BACK
         self._whole_backward = set(self.options.schedules) <= set(_WHOLE_BACKWARD)
@@ -569,7 +569,7 @@ class Searcher:
         Args:
             shape: Combination of parallel sizes to search, from :meth:`shapes`.
             best: Best plans so far. The search adds better plans to it.
-            most_leaves: Maximum number of pipelines to time per level.
+            most_leaves: Maximum number of pipelines to simulate per level.
             finish: Whether the pipelines are also timed under schedules other than 1F1B.
 
         Returns:
@@ -589,8 +589,8 @@ class Searcher:
                 missed.append((goal.seconds, goal.price))
                 continue
             bound = self._search_goal(bounded, goal, best, most_leaves, finish)
-            # If only 1F1B is allowed, the search has covered all pipelines of the level. Otherwise,
-            # its bound does not hold, so use the level's own bound.
+            # ``bound`` holds for all pipelines of the level only if 1F1B is the only schedule.
+            # With other schedules, use the level's own bound.
             missed.append((bound if self._exact else goal.seconds, goal.price))
         return [(seconds, price) for seconds, price in missed if seconds < best.most_seconds(price)]
 

@@ -142,8 +142,8 @@ class ShapeArrays(NamedTuple):
 class LevelBounds(NamedTuple):
     """Lower bounds of times in seconds, by level and first layer, ``[levels, n + 1]``.
 
-    A level is a set of nodes in use. An entry is infinite if the remaining layers do not fit into
-    memory or take too long.
+    A level is a set of nodes with the class of its first stage. An entry is infinite if the
+    remaining layers do not fit into memory or take too long.
 
     Attributes:
         ends: Lower bound of the time from the start of the level's first stage to the end of its
@@ -494,15 +494,16 @@ def search_level(
         goal: Index of the level at which the pipeline begins.
         bounds: Lower bounds of all levels, filled by :func:`bound_levels`.
         cap: Time limit in seconds. Slower pipelines are ignored.
-        most_leaves: Maximum number of pipelines to time. The maximum number of partial pipelines to
-            extend is this number multiplied by the number of stages.
+        most_leaves: Maximum number of pipelines to simulate. The maximum number of partial
+            pipelines to extend is this number multiplied by the number of stages.
         best: Output arrays for the fastest pipeline. They are only written if the pipeline is
             faster than ``cap``.
 
     Returns:
         Three values. The first is the step time of the fastest pipeline in seconds, or ``cap`` if
         no pipeline is faster. The second is the lowest bound of the pipelines that were skipped
-        because of ``most_leaves``, or infinity. The third is the number of timed pipelines.
+        because of ``most_leaves``, or infinity. The third is the number of pipelines that were
+        simulated.
     """
     p = shape.level_follow[goal] + 1
     first = shape.level_class[goal]

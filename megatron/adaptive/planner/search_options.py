@@ -48,11 +48,11 @@ class SearchOptions:
         unequal: Whether stages may have different parallel sizes. The trainer supports such plans
             only if ``tp`` is 1.
         top: Number of plans to return.
-        most_leaves: Maximum number of pipelines to time per combination of parallel sizes and set
-            of nodes.
-        most_levels: Maximum number of levels (set of nodes and class of first stage) per
-            combination of parallel sizes. If there are more levels, some orders of nodes are
-            skipped.
+        most_leaves: Maximum number of pipelines to simulate for each combination of parallel sizes
+            and set of nodes.
+        most_levels: Maximum number of levels per combination of parallel sizes. A level is a set of
+            nodes with the class of the pipeline's first stage. If there are more levels, some
+            orders of nodes are skipped.
         most_cpu_s: CPU time in seconds per node type after which the search skips combinations of
             parallel sizes. Skipping increases the reported gap to the optimum.
     """

@@ -176,8 +176,8 @@ class Totals(NamedTuple):
         after_s: Lower bound of the time for gradient reduction and optimizer, in seconds.
         held_bytes: Size in bytes of weights, gradients and optimizer state.
         kept_bytes: Size in bytes of the activations that a microbatch keeps for its backward pass.
-        stay: Lower bound, per microbatch, of the kept activations' size multiplied by the time that
-            they are kept, in byte-seconds.
+        stay: Lower bound of the size of a microbatch's kept activations multiplied by the time for
+            which they stay in memory, in byte-seconds.
     """
 
     work_s: float
@@ -377,10 +377,10 @@ class Tables:
         return min(all_reduce_s(way, size, stage_class.dp, stage_class.tp) for way in ways)
 
     def fits_split(self, classes: Sequence[StageClass], choice: ShapeChoice) -> bool:
-        """Returns whether sequence parallelism never needs more memory than ``choice``.
+        """Returns whether sequence parallelism never increases the memory that ``choice`` needs.
 
-        In this case, the search skips ``choice``, because sequence parallelism is always at least
-        as fast.
+        In this case, the search skips ``choice`` and tries only its variant with sequence
+        parallelism, which is always at least as fast.
         """
         parallel = replace(choice, sequence_parallel=True)
         for stage_class in classes:
@@ -393,7 +393,7 @@ class Tables:
         return True
 
     def pipeline_s(self, stage_class: StageClass, choice: ShapeChoice) -> float:
-        """Returns a microbatch's time in all layers on the slowest node type, in seconds."""
+        """Returns the time in seconds of a microbatch in all layers, on the slowest node type."""
         return max(
             self.totals(node, stage_class, choice).work_s for node in self.types(stage_class)
         )
@@ -574,9 +574,9 @@ def most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> fl
     as memory in bytes.
 
     Args:
-        rates: Tuples of the index of a node type, the rate of one stage, and the number of stages
-            on all nodes of the type. A rate is in microbatches per second, or in bytes. A type may
-            have several entries with different parallel sizes.
+        rates: Tuples of three values: the index of a node type, the rate of one stage, and the
+            number of stages that fit on all nodes of the type. A rate is in microbatches per
+            second, or in bytes. A type may have several entries with different parallel sizes.
         most_stages: Maximum number of stages of a pipeline.
     """
     by_type: dict[int, tuple[float, float]] = {}

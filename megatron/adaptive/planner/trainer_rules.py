@@ -23,7 +23,7 @@ _USUAL_TOKENS = 1024
 """Minimum mean number of tokens per slice. By default, shorter slices are not tried, because they
 use a GPU less efficiently, which estimated layer times do not take into account."""
 _MOST_ITEMS = 8192
-"""Maximum number of documents, and of slices, in a step that the planner packs and simulates.
+"""Maximum number of documents or slices per step. The planner does not simulate larger steps.
 """
 
 
@@ -146,13 +146,15 @@ def check_slice_tokens(options: SearchOptions, inputs: PlanInputs) -> None:
     flag = f"--slice-tokens {listed}"
     longest = inputs.documents.longest
     if min(tokens) < LEAST_TOKENS:
-        raise ConfigError(f"{flag}: a slice must have at least {LEAST_TOKENS} tokens; raise it")
+        raise ConfigError(
+            f"{flag}: a slice must have at least {LEAST_TOKENS} tokens; use longer slices"
+        )
     for length in tokens:
         multiple = widest_tp(options.tp, inputs.cluster)
         if length > longest and length > tokens_to_choose(longest, multiple)[0]:
             raise ConfigError(
                 f"{flag}: {length} must not exceed the longest document, which has {longest}"
-                " tokens; lower it, or remove it and pack documents with --pack-to"
+                " tokens; use fewer tokens, or use --pack-to instead of --slice-tokens"
             )
     size = max(inputs.documents.batch, round(inputs.documents.mean_tokens / min(tokens)))
     if size > _MOST_ITEMS:

@@ -156,7 +156,7 @@ class TransformerShape:
 
     @property
     def attention_weights(self) -> tuple[int, int]:
-        """Numbers of attention weights that tensor parallelism divides and that it replicates."""
+        """Numbers of divided and of replicated attention weights under tensor parallelism."""
         if not self.latent_rank:
             return self.hidden * (self.queries + self.keys_values + self.outputs), 0
         unrotated = self.heads * (self.head_width - self.rotary_width)
@@ -344,7 +344,7 @@ def _layer(
     blocks = 3 if crossed else 2
     width = tokens * hidden
     score_area = 0 if shape.fused_attention else shape.heads * tokens * (tokens + crossed)
-    # For the backward pass, dropout keeps its mask, and the probabilities before and after dropout.
+    # The backward pass of dropout needs the mask, and the probabilities before and after dropout.
     attention_bytes = float(score_area * ((2 if mask else 1) * element + mask))
     # During the backward pass, the gradients of the scores before and after the softmax are in
     # memory. With 16-bit scores, the softmax kernel applies the causal mask. With 32-bit scores, a
@@ -419,8 +419,8 @@ def _layer_weights(shape: TransformerShape, crossed: int, spread: int) -> _Layer
     ffn = shape.shared_ffn if shape.experts else shape.ffn
     gates = 3 if shape.gated else 2
     norms = (3 if crossed else 2) * hidden * (2 if shape.norm_biases else 1)
-    # Latent attention normalizes the latent vectors instead of queries and keys. The next statement
-    # adds the weights of these normalizations.
+    # Latent attention normalizes the latent vectors instead of queries and keys. Add the weights of
+    # these normalizations below.
     norms += 2 * shape.head_width * shape.query_norms if not latent else 0
     norms += shape.query_rank + shape.latent_rank
     weights: float = attention + gates * hidden * ffn
@@ -497,8 +497,8 @@ def _predicting(shape: TransformerShape, head: LayerKind, layer: LayerKind, name
         replicated_parameters=total("replicated_parameters") + count * norms,
         forward_flops=total("forward_flops", 1 + count) + count * _MULTIPLY_ADD * tokens * joined,
         attention_flops=total("attention_flops"),
-        # If an output layer shares its weight with an embedding on the same stage, its weight
-        # gradient is deferred.
+        # The weight gradient of an output layer is deferred if the layer shares its weight with an
+        # embedding on the same stage.
         output_flops=0.0 if shape.tied else total("output_flops", 1 + count),
         activation_bytes=total("activation_bytes", 1 + count),
         replicated_activation_bytes=kept[0] + count * kept[1],

@@ -3,11 +3,11 @@
 ``plan --try`` runs ranks of a plan on this machine. The entry ``tried`` of the plan file contains
 the measurements of these ranks, and a profile. The profile starts with times of layers that were
 measured in isolation. These values are then adjusted so that the planner's predictions for the
-tried ranks match their measurements::
+ranks that ``plan --try`` ran match the measurements::
 
     forward, backward, weight gradients   multiplied by measured / predicted time of the ranks
     optimizer, rest of a step             as measured
-    memory besides tensors                plus measured - predicted memory
+    memory besides tensors                increased by measured - predicted memory
 
 Messages and collectives are not measured, because a rank is run without its communication partners.
 """
@@ -70,9 +70,10 @@ class TriedRank:
 
 
 def tried_ranks(content: Mapping[str, Any], where: str) -> dict[int, TriedRank]:
-    """Returns the measurements of the tried ranks in a plan file, keyed by global rank.
+    """Returns the measurements from ``plan --try`` in a plan file, keyed by global rank.
 
-    The dict is empty if no rank was tried. ``where`` is the path of the file, for error messages.
+    The dict is empty if ``plan --try`` did not run any rank. ``where`` is the path of the file, for
+    error messages.
 
     Raises:
         ConfigError: The entry ``tried`` is invalid.
@@ -83,7 +84,7 @@ def tried_ranks(content: Mapping[str, Any], where: str) -> dict[int, TriedRank]:
         if set(row) != names:
             raise ConfigError(
                 f"{where}: each entry of tried.ranks must have exactly the keys"
-                f" {', '.join(sorted(names))}; remove the key tried, and try the plan again"
+                f" {', '.join(sorted(names))}; remove the entry 'tried', and run plan --try again"
             )
     return {row["rank"]: TriedRank(**row) for row in rows}
 
@@ -173,7 +174,7 @@ def fit_profile(
     tried: Sequence[TriedRank],
     links: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Returns a profile whose predictions for the tried ranks match their measurements.
+    """Returns a profile whose predictions for the ranks in ``tried`` match the measurements.
 
     Args:
         plan: Plan whose ranks were tried.
@@ -181,9 +182,10 @@ def fit_profile(
         cluster: Cluster whose links take no time, from :func:`cluster_of`.
         document: Contents of a profile file with measurements of one layer of each kind in
             isolation.
-        tried: Measured ranks, all on the same device.
+        tried: Measurements of the ranks that ``plan --try`` ran, all on the same device.
         links: Entries ``links`` and ``all_reduce`` for the profile, or empty if communication takes
-            no time. They are copied unchanged, because the tried ranks did not communicate.
+            no time. They are copied unchanged, because ``plan --try`` runs ranks without
+            communication.
 
     Returns:
         Contents of a profile file.
@@ -228,13 +230,13 @@ def predicted_step_s(
 
 @dataclass(frozen=True)
 class _Fit:
-    """Adjusts a profile so that predictions for the tried ranks match their measurements.
+    """Adjusts a profile so that predictions for the ranks in ``tried`` match the measurements.
 
     Attributes:
         plan: Plan whose ranks were tried.
         inputs: Model and cluster.
         document: Contents of a profile file with layers that were measured in isolation.
-        tried: Measurements of the tried ranks.
+        tried: Measurements of the ranks that ``plan --try`` ran.
     """
 
     plan: Plan
@@ -276,7 +278,7 @@ class _Fit:
     def missing_bytes(self, document: Mapping[str, Any]) -> float:
         """Returns the maximum number of bytes by which measured memory exceeds predicted memory.
 
-        The maximum is over the tried ranks.
+        The maximum is over the ranks in ``tried``.
         """
         memory = self._stages(document).memory
         return max(rank.memory_bytes - memory[rank.pp_rank].total_bytes for rank in self.tried)
@@ -286,7 +288,7 @@ class _Fit:
         return StageSums.of(self.plan, replace(self.inputs, profile=profile), OURS)
 
     def _predicted_s(self, document: Mapping[str, Any]) -> tuple[float, float, float]:
-        """Returns the predicted times of F, B and W per microbatch, summed over the tried ranks."""
+        """Returns the predicted times of F, B and W per microbatch, summed over ``tried``."""
         plan = self.plan
         placement = catalog.placement_for(plan.schedule, plan.pp, plan.chunks)
         held = [

@@ -14,8 +14,8 @@ two gloo messages, a header and a payload:
 
 If ``payload_shape`` is given, receives are posted ``DEPTH`` messages in advance. Otherwise, the
 receive for a payload is posted after its header has arrived. gloo returns a ``Work`` object for
-each send. Releasing this object before the send has finished would block in the destructor of its
-buffer, so the transport keeps the object until then.
+each send. If the object were released before the send has finished, its destructor would block. The
+transport therefore keeps the object until then.
 """
 
 from __future__ import annotations

@@ -107,9 +107,9 @@ class Transport(Protocol):
         """Returns properties of the channel to each peer, at least the transport (``kind``).
 
         ``peer_closed`` is ``True`` if the peer has closed the channel, so that no more messages
-        will arrive. A transport may omit it. If it does, a rank that needs a message from such a
-        peer fails only after the timeout, unless the transport reports the closed channel as an
-        error.
+        will arrive. A transport may omit this key. In that case, a rank that needs a message from a
+        closed peer fails only after the timeout, unless the transport reports the closed channel as
+        an error.
         """
 
     def flush(self, timeout_s: float) -> None:
@@ -166,7 +166,7 @@ class Arrival:
 
 
 class HeldArrival(Arrival):
-    """Received message whose payload is returned by a function that the caller passes."""
+    """Received message whose :meth:`take` calls a function to get the payload."""
 
     __slots__ = ("_take", "arrived_ns", "label", "nbytes", "peer")
 
@@ -191,6 +191,9 @@ class HeldArrival(Arrival):
 @dataclass(frozen=True, slots=True)
 class Notice:
     """Reports that a message has arrived on another rank of this rank's decision group.
+
+    A decision group consists of the ranks that communicate with each other during forward and
+    backward passes, such as tensor-parallel ranks.
 
     Attributes:
         label: Step and action for which the message is the input.

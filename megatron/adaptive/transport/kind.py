@@ -188,7 +188,7 @@ def open_own(kind: TransportKind, opening: Opening) -> Transport | None:
     """Opens a user's transport, and checks that it has all members of the interface.
 
     Every rank of the job must call this function. If opening fails on one rank, the error is raised
-    on all ranks, unless other ranks are blocked waiting for this rank outside of
+    on all ranks. This is not possible for ranks that wait for the failed rank outside of
     ``opening.gather``.
 
     Args:

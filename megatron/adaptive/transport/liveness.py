@@ -174,7 +174,7 @@ class Watcher:
         Args:
             reason: Reason for the exit. Only its first line is sent.
             is_shown: Whether the user has already seen the reason. If True, other ranks exit
-                without printing it.
+                without printing the reason.
         """
         if self._silence() and self._board is not None:
             line = (reason.splitlines() or [""])[0]
@@ -461,7 +461,7 @@ class _Board:
         self._thread.join(1.0)
 
     def _call(self, job: Callable[[dist.Store], _Answer], limit_s: float) -> _Answer | None:
-        """Runs ``job`` in the store's thread and returns the result.
+        """Calls the function ``job`` in the store's thread and returns the result.
 
         Returns ``None`` if ``job`` fails or takes longer than ``limit_s`` seconds.
         """
@@ -481,9 +481,9 @@ class _Board:
             return None
 
     def _run(self, store: dist.Store) -> None:
-        """Runs jobs, and calls :meth:`_tick` once per interval. Runs in the thread of ``store``."""
+        """Calls queued functions, and :meth:`_tick` once per interval. Runs in a thread."""
         try:
-            # Use a separate connection, because other callers may block the job's own connection
+            # Use a separate connection, because other callers may block the connection of ``store``
             # for a long time.
             if hasattr(store, "clone"):
                 store = store.clone()

@@ -53,7 +53,7 @@ _CLOSE_S = 30.0
 _DROP_AFTER_S = 0.1
 _STOP = object()
 
-# Use this private function of torch, which omits the checks of torch.utils.dlpack. These are
+# Use this private function of torch, which omits the checks of torch.utils.dlpack. The checks are
 # unnecessary, because the arguments are always DLPack capsules.
 _from_dlpack: Callable[[Any], torch.Tensor] = getattr(
     torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack
@@ -396,7 +396,7 @@ class NativeQueue:
         if self._forwarded is not None:
             return self._forwarded.wait(deadline_s)
         # Pass the deadline to the node unchanged to avoid reading the clock in Python. In a virtual
-        # machine, this may take as long as sending a message.
+        # machine, reading the clock may take as long as sending a message.
         item: Item | None = self._wait(deadline_s)
         # Check the type here, because a call of _open() takes as long as the rest of this method.
         return item if type(item) is self._ready else self._open(item)

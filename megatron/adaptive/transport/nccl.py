@@ -269,8 +269,8 @@ class Channels:
         failures: list[str] = []
         threads: dict[str, threading.Thread] = {}
         for (sender, receiver), group in self._groups.items():
-            # Older torch releases have neither method. They free a communicator when its last
-            # reference is released.
+            # Older torch releases have neither ``shutdown`` nor ``abort``. They free a communicator
+            # when its last reference is released.
             end = getattr(group, "shutdown" if is_idle else "abort", None)
             if end is None:
                 continue
