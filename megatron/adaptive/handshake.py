@@ -439,7 +439,7 @@ class Gate:
         self.most = _MOST_WAITING if unlimited else max(1, min(_MOST_WAITING, files // _SHARE))
         self.port = int(listening.getsockname()[1])
         self._accepting: asyncio.Task[None]  # The gate's thread creates this task.
-        # If the event loop cannot be created, or the thread cannot be started, undo all steps.
+        # If the event loop or the thread cannot be created, close what was opened before.
         with contextlib.ExitStack() as undo:
             undo.callback(listening.close)
             self._loop = asyncio.new_event_loop()

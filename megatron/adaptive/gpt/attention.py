@@ -109,7 +109,7 @@ class LocalAttention(DotProductAttention):
 
     Attributes:
         case: Properties by which the kernel is chosen. Each forward pass copies this object and
-            adds the properties of its own tensors.
+            adds the properties of the queries, keys and values in that pass.
         slices: Store of the keys and values of earlier slices of a sequence, to which later slices
             attend, or ``None`` if sequences are not cut into slices.
     """
@@ -197,9 +197,9 @@ class LocalAttention(DotProductAttention):
     ) -> torch.Tensor:
         """Computes attention of a slice, in blocks of queries if the kernel stores scores.
 
-        The tokens of ``query`` are the last tokens of ``key`` and ``value``. Scores between a block
-        and later tokens are not computed. Without blocks, the kernel would also compute and store
-        the masked half of the scores between the tokens of the slice.
+        The queries belong to the last tokens of ``key`` and ``value``. Scores between a block and
+        later tokens are not computed. Without blocks, the kernel would also compute and store the
+        masked half of the scores between the tokens of the slice.
         """
         count = max(1, len(query) // SCORE_BLOCK)
         mask = self._own_mask if attention_mask is None else Mask.GIVEN
@@ -229,9 +229,9 @@ class LocalAttention(DotProductAttention):
         *more: Any,
         **options: Any,
     ) -> torch.Tensor:
-        """Computes attention for ``query``, which contains the queries of a document's last tokens.
+        """Computes attention for the last tokens of a document, to which ``query`` belongs.
 
-        ``key`` and ``value`` contain the tokens of the document up to the last token of ``query``.
+        ``key`` and ``value`` belong to these tokens and all earlier tokens of the document.
         """
         pattern = None
         if self._parts > 1:
@@ -376,7 +376,7 @@ class LocalAttention(DotProductAttention):
         Args:
             query: Queries ``[s, b, heads, width]``.
             key: Keys ``[keys, b, heads, width]``. If there are more keys than queries, the queries
-                belong to the last of these tokens.
+                belong to the same tokens as the last keys.
             value: Values, in the same layout as ``key``.
             mask: Additive mask, ``[queries, keys]`` for all samples or ``[b, 1, s, s]``, or
                 ``None`` for causal attention.
@@ -458,10 +458,10 @@ class LocalAttention(DotProductAttention):
 class _AttendToEarlier(torch.autograd.Function):
     """Computes attention of the last tokens of a sequence with torch's kernel for CPUs.
 
-    The kernel applies a causal mask only if the numbers of keys and queries are equal, and with an
-    explicit mask, it would also compute the masked scores. This class therefore runs the kernel
-    twice, once for the keys of earlier tokens and once for the keys of the last tokens. It combines
-    the two results using the log-sum-exp of their scores.
+    The kernel applies a causal mask only if there are as many keys as queries. With an explicit
+    mask, it would also compute the masked scores. This class therefore runs the kernel twice, once
+    for the keys of earlier tokens and once for the keys of the last tokens. It combines the two
+    results using the log-sum-exp of their scores.
     """
 
     @staticmethod

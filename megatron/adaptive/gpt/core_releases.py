@@ -109,8 +109,8 @@ def forget_balancing_losses() -> None:
 def _balancing_tracker() -> Any:
     """Returns megatron-core's global object that stores the load-balancing losses of experts.
 
-    The object is a dictionary in releases up to 0.17. Since 0.18 it has a class of its own, and the
-    old function returns only a copy as a dictionary and prints a warning.
+    The object is a dictionary in releases up to 0.17. Since 0.18 it has a class of its own, and
+    ``get_moe_layer_wise_logging_tracker`` prints a warning and returns only a dictionary copy.
     """
     make = getattr(moe_utils, "get_moe_metrics_tracker", None)
     return moe_utils.get_moe_layer_wise_logging_tracker() if make is None else make()

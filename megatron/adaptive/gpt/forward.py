@@ -53,7 +53,7 @@ TOKEN_NAME = "next token"
 def feed(
     microbatches: Sequence[Microbatch] | None, count: int, slices: SequenceSlices | None = None
 ) -> Iterator[Microbatch | None]:
-    """Yields the first ``count`` microbatches of ``microbatches``, or all slices of these.
+    """Yields the first ``count`` microbatches of ``microbatches``, or all of their slices.
 
     ``slices`` cuts microbatches into slices; if it is ``None``, whole microbatches are yielded. On
     a rank without data, ``microbatches`` is ``None``, and the function yields ``None`` for each

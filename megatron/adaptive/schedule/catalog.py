@@ -167,8 +167,8 @@ class Candidate:
             codes = [hint_codes(order, chunks, pieces, slices) for order in hint.orders]
             return tuple(RulePolicy(name, rule, of_rank) for of_rank in codes)
         if name == "hinted":
-            # Frozen stages run no backward passes, but a schedule that ``hinted`` could follow
-            # assumes that each stage runs them. So ``adaptive`` chooses the actions instead.
+            # Frozen stages run no backward passes, but the schedules that ``hinted`` can follow
+            # contain backward passes of all stages. So ``adaptive`` chooses the actions instead.
             rule = schedule_spec("adaptive").function
         if name in ("adaptive", "hinted") and self.shares and self.cap is not None:
             frozen = self.skipped_stages

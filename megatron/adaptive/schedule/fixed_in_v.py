@@ -50,8 +50,8 @@ one slot.
 
 1. The building block defines the slots of F and B of microbatch 0 on each stage. From one rank to
    the next, F0 and B1 are 2 slots apart, and F1 and B0 are 1 slot apart, so that the activations of
-   chunk 0 and chunk 1 add up to the same amount on all ranks. Microbatch i does the same ``6 * i``
-   slots later. No two actions of a rank get the same slot.
+   chunk 0 and chunk 1 add up to the same amount on all ranks. The actions of microbatch i are ``6 *
+   i`` slots after those of microbatch 0. No two actions of a rank get the same slot.
 2. Squeeze and reorder: Before and after the steady state, each action moves to the earliest free
    slot after its input in which the rank does not hold more than in the steady state.
 3. Weight gradients fill the free slots in FIFO order.

@@ -93,7 +93,7 @@ class Widths:
 
     @property
     def round_size(self) -> int:
-        """Returns the smallest number of microbatches that each stage's replicas can share equally.
+        """Returns the smallest number of microbatches that every stage can divide equally.
 
         All replicas of a stage then process the same number of microbatches.
         """

@@ -350,9 +350,9 @@ class TrainingLog:
 
         ``now`` is the throughput of the iteration.
 
-        The values up to the number of NaN iterations have the same names, order, widths and
-        TensorBoard tags as in Megatron-LM's ``training_log``. Megatron-LM does not report the
-        values after it.
+        The first values, up to and including the number of NaN iterations, have the same names,
+        order, widths and TensorBoard tags as in Megatron-LM's ``training_log``. Megatron-LM does
+        not report the other values.
         """
         reports = self._reports
         mean = self._throughput(self._reports)

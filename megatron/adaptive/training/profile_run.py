@@ -255,7 +255,7 @@ def _rows(gpu: str, samples: Sequence[dict[str, Any]], *, alone: bool) -> Iterat
 
 
 def _widths(options: ProfileOptions, environment: Environment) -> list[int]:
-    """Returns the tensor-parallel sizes to measure, divisors of the number of ranks per node."""
+    """Returns the tensor-parallel sizes to measure. They divide the number of ranks per node."""
     local = environment.local_world_size
     world = environment.world_size
     if not options.widths:
@@ -403,8 +403,8 @@ def layer_sample(few: Figures, many: Figures) -> Figures:
         many: Measured values of a stage with :data:`MANY` layers.
 
     Returns:
-        Measurements of one layer, and ``launch_s``: the time in seconds that a forward pass takes
-        in addition to its layers, however many there are.
+        Measurements of one layer, and ``launch_s``: the part of a forward pass in seconds that does
+        not depend on the number of layers.
     """
     layer = {
         # Noise may make the difference too small, so enforce a minimum. The cost of a layer is

@@ -59,7 +59,7 @@ class TrialRequest:
             chooses actions at run time, their order is simulated with times proportional to these
             numbers.
         needed_bytes: Memory that the rank needs according to the planner, in bytes.
-        kinds: Kinds of layers to measure separately, after the rank.
+        kinds: Kinds of layers to measure separately, after the steps of the rank.
         last: Kind of the last layer.
     """
 
