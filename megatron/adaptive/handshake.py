@@ -478,7 +478,7 @@ class Gate:
                     connection, peer = await self._next_visitor()
                 except ConnectionError:
                     continue  # The visitor has closed the connection in the meantime.
-                except OSError:  # Usually because too many files are open.
+                except OSError:  # The usual cause is that too many files are open.
                     self._make_room()
                     await asyncio.sleep(0.01)
                     continue

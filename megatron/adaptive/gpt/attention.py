@@ -18,9 +18,9 @@ tokens. The results are the same as on a single rank. Ring attention, which is n
 would need less memory.
 
 **Packed documents.** One row contains several documents, and tokens attend only to tokens of the
-same document. Torch's kernel for packed rows (``varlen_attn``) processes the whole row if it can be
-used. Otherwise, this module processes one document after another. In both cases, no scores between
-different documents are computed.
+same document. If torch's kernel for packed rows (``varlen_attn``) can be used, it processes the
+whole row. Otherwise, this module processes one document after another. In both cases, no scores
+between different documents are computed.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ class LocalAttention(DotProductAttention):
     Attributes:
         case: Properties by which the kernel is chosen. Each forward pass copies this object and
             adds the properties of the queries, keys and values in that pass.
-        slices: Store of the keys and values of earlier slices of a sequence, to which later slices
-            attend, or ``None`` if sequences are not cut into slices.
+        slices: Object that stores keys and values, so that later slices of a sequence can attend to
+            earlier ones, or ``None`` if sequences are not cut into slices.
     """
 
     def __init__(

@@ -50,8 +50,8 @@ from megatron.adaptive.engine.weight_gradient import LayerCall, LinearCall, defe
 MARK = ".lora."
 """Text that marks the names of adapters in checkpoints. No other name contains it."""
 _ROW_PARALLEL = ("linear_proj", "linear_fc2")
-# Maps (is row-parallel, has sequence parallelism) to the communication between the two matrices of
-# an adapter.
+# Communication between the two matrices of an adapter. The keys are pairs of booleans: whether the
+# layer is row-parallel, and whether sequence parallelism is used.
 _JOINS = {
     (False, False): copy_to_tensor_model_parallel_region,
     (False, True): gather_from_sequence_parallel_region,

@@ -169,7 +169,7 @@ def layout_of(config: TrainerConfig) -> PlacedLayout:
 
 
 def embedding_ranks(config: TrainerConfig) -> Callable[[list[int]], list[int]]:
-    """Returns a function that selects the ranks of a pipeline that have a copy of the embedding.
+    """Returns a function that selects those ranks of a pipeline that need the embedding.
 
     ``config`` contains the settings of the run.
 

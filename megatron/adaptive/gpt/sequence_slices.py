@@ -24,8 +24,8 @@ Recomputing the forward pass of a layer writes the same keys and values again.
 **Windows.** In a layer with a sliding window of w tokens, a slice attends to at most w keys of
 earlier slices, so gradients are accumulated for only w tokens. In evaluation, and in a recomputed
 layer, only the last w keys of each slice are kept instead of a buffer. Evaluation drops these keys
-as soon as later slices no longer attend to them. Otherwise, a buffer is used: the backward passes
-need all keys anyway, and the buffer stores each key only once for all slices.
+as soon as later slices no longer attend to them. In all other cases, a buffer is used: the backward
+passes need all keys anyway, and the buffer stores each key only once for all slices.
 
 **Packed documents.** If a microbatch is a row of documents, only documents that extend over several
 slices have buffers. A slice attends to earlier slices only within the document in which it begins.

@@ -46,7 +46,7 @@ from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.workload import Workload
 
 VISITS = 500_000_000
-"""Maximum number of end times that all attempts together may compute (one per action and attempt).
+"""Maximum number of action end times that all attempts together may compute.
 
 Computing this many end times takes about a second.
 """

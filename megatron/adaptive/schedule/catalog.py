@@ -82,8 +82,8 @@ class Candidate:
             schedule.
         num_slices: Number of slices into which each microbatch is cut, or 1 for whole microbatches.
         frozen_stages: Number of leading pipeline stages through which no gradient flows. Built-in
-            run-time rules run no backward passes on these stages. Static schedules run these
-            backward passes, which compute nothing, to limit the number of outputs that wait for the
+            run-time rules run no backward passes on these stages. Static schedules still run these
+            backward passes. They compute nothing, but limit the number of outputs that wait for the
             next stage.
     """
 
@@ -421,8 +421,8 @@ def make_policies(
             schedule.
         num_slices: Number of slices into which each microbatch is cut, or 1 for whole microbatches.
         frozen_stages: Number of leading pipeline stages through which no gradient flows. Built-in
-            run-time rules run no backward passes on these stages. Static schedules run these
-            backward passes, which compute nothing, to limit the number of outputs that wait for the
+            run-time rules run no backward passes on these stages. Static schedules still run these
+            backward passes. They compute nothing, but limit the number of outputs that wait for the
             next stage.
 
     Raises:

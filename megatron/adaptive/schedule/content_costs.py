@@ -63,10 +63,10 @@ class StageFit:
     """Fits the cost of microbatches on one stage to their content.
 
     Args:
-        count: Length of the tuple of numbers that describes the content of a microbatch.
+        count: Number of values that describe the content of a microbatch.
 
     Attributes:
-        factors: Factor of each number in the tuple, which is the predicted cost per unit.
+        factors: Factor of each of these values, which is the predicted cost per unit.
     """
 
     def __init__(self, count: int) -> None:
@@ -172,7 +172,7 @@ class ContentCosts:
 
     Attributes:
         stages: Fit of each stage to measured times.
-        count: Length of the tuple of numbers that describes the content of a microbatch.
+        count: Number of values that describe the content of a microbatch.
         num_sums: Length of the list that :meth:`measured` returns.
     """
 

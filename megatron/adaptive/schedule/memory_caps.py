@@ -6,8 +6,8 @@ one chunk takes ``1 / num_chunks``. The minimum cap is 1.
 The main rule (graded rule): A forward pass of chunk c may only start if one microbatch in every
 later chunk of the same rank still fits afterwards.
 
-This rule cannot deadlock. Proof: Suppose every rank waits. Take the deepest stage s that holds a
-microbatch whose forward pass ran and whose backward pass did not. If s is the last stage, that
+This rule cannot deadlock. Proof: Suppose every rank waits. Take the deepest stage s that has run
+the forward pass of a microbatch, but not yet its backward pass. If s is the last stage, that
 backward pass is ready. Otherwise the forward pass of stage s+1 has its input, so only the cap can
 block it. The rank of stage s+1 holds nothing at s+1 or deeper, only microbatches in earlier chunks.
 When the last forward pass of those chunks started, it left enough memory for one microbatch in
@@ -62,8 +62,8 @@ count them, and a whole microbatch of a rank consists of its other chunks. Only 
 memory, while they wait until the next stage takes them. A frozen stage may have C waiting outputs,
 and always at least 2, so that the next stage does not have to wait for a message. This cannot
 deadlock: If a frozen stage must wait, the next stage already has an output to take. If the next
-stage is also frozen, it may be waiting for the stage behind it. The proof above shows that the
-first stage that is not frozen can take its input.
+stage is also frozen, it may be waiting for the stage after it. The proof above shows that the first
+stage that is not frozen can take its input.
 
 This module computes these limits. ``RankState`` counts the memory that a rank holds at run time.
 """
