@@ -64,7 +64,7 @@ def new_secret() -> str:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes ``text`` atomically to the file ``path``, which other users cannot read at any time.
+    """Writes ``text`` atomically to the file ``path``, which other users can never read.
 
     Raises:
         OSError: The file cannot be written.

@@ -59,10 +59,10 @@ SCORE_BLOCK = 256
 
 
 def has_packed_kernel() -> bool:
-    """Returns whether torch has a kernel for packed rows with sliding windows and a scale."""
+    """Returns whether torch's kernel for packed rows exists, with the parameters needed here."""
     if varlen_attn is None:
         return False
-    # The first version of the kernel does not have these parameters, so check its signature.
+    # Early versions of the kernel have no sliding windows and no scale, so check the signature.
     return {"window_size", "scale"} <= set(inspect.signature(varlen_attn).parameters)
 
 
@@ -71,7 +71,7 @@ _HAS_PACKED_KERNEL = has_packed_kernel()
 
 @dataclasses.dataclass
 class Documents(PackedSeqParams):
-    """Extends megatron-core's parameters of a packed row with the document lengths as a tuple.
+    """Adds the document lengths, as a tuple, to megatron-core's parameters of a packed row.
 
     Attributes:
         lengths: Number of tokens of each document, in the order of the row.
@@ -346,8 +346,8 @@ class LocalAttention(DotProductAttention):
 
     @property
     def _whole_scale(self) -> float:
-        # The second factor is not 1 if --apply-query-key-layer-scaling is set, because
-        # megatron-core then applies it in the softmax.
+        # If --apply-query-key-layer-scaling is set, the second factor differs from 1, because
+        # megatron-core then applies a part of the scaling in the softmax.
         return float(self.softmax_scale * (self.scale_mask_softmax.scale or 1.0))
 
     def _all_parts(self, tensor: torch.Tensor, group: Any) -> torch.Tensor:

@@ -26,7 +26,7 @@ def part_of_context_rank(batch: dict[str, Any]) -> dict[str, Any]:
             where it is dimension 2.
     """
     split = utils.get_batch_on_this_cp_rank
-    # Pass the group, because since megatron-core 0.18 the default is the group of all ranks.
+    # Pass the group explicitly: since megatron-core 0.18, the default is the group of all ranks.
     options: dict[str, Any] = {"cp_group": parallel_state.get_context_parallel_group()}
     # Only megatron-core 0.18 has this argument.
     if "is_hybrid_cp" in inspect.signature(split).parameters:

@@ -251,7 +251,7 @@ class DropoutKeys:
         self._spare = torch.Generator(device=self._generator.device)
 
     def attach(self, chunks: Iterable[torch.nn.Module]) -> None:
-        """Adds a hook to each layer of ``chunks`` that seeds the generators before the layer runs.
+        """Adds a hook to each layer of ``chunks``, which seeds the generators before the layer.
 
         Multi-token prediction layers also get this hook, which runs before their embedding lookup.
         The hook reads the step and the microbatch from the generators, which either :meth:`apply`

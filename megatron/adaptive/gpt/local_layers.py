@@ -56,7 +56,10 @@ def bound_output(layer: torch.nn.Module, cap: float) -> None:
 
 
 def scale_output(layer: torch.nn.Module, factor: float, dtype: torch.dtype) -> None:
-    """Adds a hook to ``layer`` that multiplies its output by ``factor``, rounded to ``dtype``."""
+    """Adds a hook to ``layer`` that multiplies the output by ``factor``.
+
+    The factor is first rounded to ``dtype``.
+    """
     factor = float(torch.tensor(factor, dtype=dtype))
     layer.register_forward_hook(lambda _, inputs, output: output * factor)
 

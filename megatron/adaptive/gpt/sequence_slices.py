@@ -265,7 +265,7 @@ class SequenceSlices:
 
     @property
     def stride(self) -> int:
-        """Returns the most slices that a microbatch may have. The number is equal on all ranks."""
+        """Returns the maximum number of slices per microbatch, which is equal on all ranks."""
         if isinstance(self.count, int) and (self._rule is None or not self._rule.varies):
             return self.count
         return self._most

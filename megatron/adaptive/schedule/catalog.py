@@ -119,7 +119,7 @@ class Candidate:
     def policies(
         self, num_microbatches: int, num_slices: SliceCounts | None = None
     ) -> tuple[Policy, ...]:
-        """Returns one policy per rank, which follows a static schedule or applies a run-time rule.
+        """Returns one policy per rank. Each follows a static schedule or applies a run-time rule.
 
         Args:
             num_microbatches: Number of microbatches per step.
@@ -401,7 +401,7 @@ def make_policies(
     num_slices: int = 1,
     frozen_stages: int = 0,
 ) -> tuple[Policy, ...]:
-    """Returns one policy per rank, which follows a static schedule or applies a run-time rule.
+    """Returns one policy per rank. Each follows a static schedule or applies a run-time rule.
 
     Args:
         name: Name of the static schedule or run-time rule.

@@ -239,7 +239,10 @@ def _run_steps(job: Any, request: TrialRequest) -> TriedRank:
 
 
 def _measured_steps(run: Any, order: Sequence[Action]) -> _Samples:
-    """Runs all steps in ``order``, and returns the measurements of the steps after the warm-up."""
+    """Runs all steps, and returns the measurements of the steps after the warm-up.
+
+    Each step runs its actions in ``order``.
+    """
     from megatron.adaptive.gpt.setup import make_loader
     from megatron.adaptive.gpt.train_step import Step
 
