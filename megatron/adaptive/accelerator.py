@@ -59,8 +59,7 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _HEAP_KEPT_BYTES = 1 << 30
 MAPPED_FROM_BYTES = 32 << 20
-"""Minimum size in bytes of CPU tensors that are mapped outside the heap, at most 32 MiB in glibc.
-"""
+"""Size in bytes from which CPU tensors are mapped outside the heap. glibc allows at most 32 MiB."""
 
 _ANCHOR_FOR_NS = 1_000_000_000
 """Time in nanoseconds after which :class:`CudaClock` replaces its reference event (the anchor)."""
@@ -93,7 +92,7 @@ class Accelerator:
 
     @property
     def is_shared(self) -> bool:
-        """Returns whether other ranks also use this GPU. Measured times then include their work."""
+        """Returns whether other ranks share this GPU, so that their work affects measured times."""
         return self.shares > 1
 
     @property
@@ -204,8 +203,8 @@ class CudaClock:
     the new anchor.
 
     The clocks of device and host drift apart. The device passes some marks immediately after the
-    host has recorded them, but never earlier. The smallest delay between the two during the last
-    second is therefore an estimate of the drift.
+    host has recorded them, but never earlier. The smallest of these delays during the last second
+    is therefore an estimate of the drift.
     """
 
     def __init__(self) -> None:
@@ -540,7 +539,7 @@ def keep_freed_memory() -> None:
 
 
 def quiet_libraries() -> None:
-    """Silences those warnings of libraries about which users cannot do anything.
+    """Silences library warnings that users cannot act on.
 
     These warnings concern missing optional GPU packages and internals of torch. Use this function
     in this project's own processes, such as the trainer, and use :func:`quiet_imports` in a user's

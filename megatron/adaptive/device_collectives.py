@@ -25,7 +25,7 @@ _Method = Callable[..., Any]
 
 
 class _AllWorks:
-    """Handle for several collectives that replace a single one.
+    """Handle for several collectives that together replace one collective.
 
     Args:
         works: ``torch.distributed`` handles of the collectives.
@@ -167,7 +167,7 @@ def _with_settings(single: Any, options: Any = None) -> Any:
     """Copies the settings of ``options`` to ``single``, and returns ``single``.
 
     Args:
-        single: Options of one of the collectives that replace a single one.
+        single: Options of one of several collectives that together replace one collective.
         options: Options of the replaced collective, or ``None`` to copy nothing.
     """
     for name in ("reduceOp", "timeout", "asyncOp"):

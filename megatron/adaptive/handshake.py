@@ -64,7 +64,7 @@ def new_secret() -> str:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes ``text`` atomically to the file ``path``, which other users cannot read at any time.
+    """Writes ``text`` atomically to the file ``path``, which other users can never read.
 
     Raises:
         OSError: The file cannot be written.
@@ -439,7 +439,7 @@ class Gate:
         self.most = _MOST_WAITING if unlimited else max(1, min(_MOST_WAITING, files // _SHARE))
         self.port = int(listening.getsockname()[1])
         self._accepting: asyncio.Task[None]  # The gate's thread creates this task.
-        # If the event loop cannot be created, or the thread cannot be started, undo all steps.
+        # If the event loop or the thread cannot be created, close what was opened before.
         with contextlib.ExitStack() as undo:
             undo.callback(listening.close)
             self._loop = asyncio.new_event_loop()
@@ -478,7 +478,7 @@ class Gate:
                     connection, peer = await self._next_visitor()
                 except ConnectionError:
                     continue  # The visitor has closed the connection in the meantime.
-                except OSError:  # Usually because too many files are open.
+                except OSError:  # The usual cause is that too many files are open.
                     self._make_room()
                     await asyncio.sleep(0.01)
                     continue

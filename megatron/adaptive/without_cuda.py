@@ -46,8 +46,8 @@ _OWN_PACKAGE = "megatron.adaptive"
 _SUBSTITUTED = ("megatron.", "emerging_optimizers")
 """Name prefixes of the modules that use the substitutes.
 
-megatron-core imports the package ``emerging_optimizers`` if it is installed, and that package
-compiles functions when it is imported.
+``emerging_optimizers`` is a package that megatron-core imports if it is installed. It compiles
+functions during its import, which the substitute for ``torch.compile`` prevents.
 """
 _FACTORIES = (
     "arange",
@@ -251,7 +251,8 @@ class Finder(importlib.abc.MetaPathFinder):
         """Returns the import spec of ``fullname``, or ``None`` if it is not part of Megatron-LM."""
         if not fullname.startswith(_SUBSTITUTED) or _is_own(fullname):
             return None
-        # The program may use torch between two imports, so update its modules at every import.
+        # Between two imports of Megatron-LM modules, the program's main module may run code that
+        # uses torch. Replace the torch names in the main module at each of these imports.
         self._replace_in(self._programs)
         spec = None
         for finder in sys.meta_path:
@@ -592,7 +593,7 @@ def _substitute_unequal_parts(finder: Finder) -> None:
     def reduce_scatter(
         output: torch.Tensor, parts: list[torch.Tensor], *args: Any, **options: Any
     ) -> Any:
-        # The code below computes a sum, but a positional argument may select another operation.
+        # The code below can only compute sums. A positional argument may select another reduction.
         if args or not differ(parts, options):
             return dist.reduce_scatter(output, parts, *args, **options)
         received = output.new_empty(len(parts), *output.shape)

@@ -136,7 +136,7 @@ def test_bad_widths() -> None:
         ScheduleError, match=r"zb-h1 does not support stages of unequal widths .2-1.; choose"
     ):
         make_policy("zb-h1", Widths((2, 1)), 0, 4)
-    with pytest.raises(ScheduleError, match="got 3"):
+    with pytest.raises(ScheduleError, match="rank 3 does not exist"):
         Widths((2, 1)).place_of(3)
     assert chosen(None) is None
     assert chosen((2, 2)) is None

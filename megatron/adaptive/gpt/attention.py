@@ -18,9 +18,9 @@ tokens. The results are the same as on a single rank. Ring attention, which is n
 would need less memory.
 
 **Packed documents.** One row contains several documents, and tokens attend only to tokens of the
-same document. Torch's kernel for packed rows (``varlen_attn``) processes the whole row if it can be
-used. Otherwise, this module processes one document after another. In both cases, no scores between
-different documents are computed.
+same document. If torch's kernel for packed rows (``varlen_attn``) can be used, it processes the
+whole row. Otherwise, this module processes one document after another. In both cases, no scores
+between different documents are computed.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ SCORE_BLOCK = 256
 
 
 def has_packed_kernel() -> bool:
-    """Returns whether torch has a kernel for packed rows with sliding windows and a scale."""
+    """Returns whether torch's kernel for packed rows exists, with the parameters needed here."""
     if varlen_attn is None:
         return False
-    # The first version of the kernel does not have these parameters, so check its signature.
+    # Early versions of the kernel have no sliding windows and no scale, so check the signature.
     return {"window_size", "scale"} <= set(inspect.signature(varlen_attn).parameters)
 
 
@@ -71,7 +71,7 @@ _HAS_PACKED_KERNEL = has_packed_kernel()
 
 @dataclasses.dataclass
 class Documents(PackedSeqParams):
-    """Extends megatron-core's parameters of a packed row with the document lengths as a tuple.
+    """Adds the document lengths, as a tuple, to megatron-core's parameters of a packed row.
 
     Attributes:
         lengths: Number of tokens of each document, in the order of the row.
@@ -109,9 +109,9 @@ class LocalAttention(DotProductAttention):
 
     Attributes:
         case: Properties by which the kernel is chosen. Each forward pass copies this object and
-            adds the properties of its own tensors.
-        slices: Store of the keys and values of earlier slices of a sequence, to which later slices
-            attend, or ``None`` if sequences are not cut into slices.
+            adds the properties of the queries, keys and values in that pass.
+        slices: Object that stores keys and values, so that later slices of a sequence can attend to
+            earlier ones, or ``None`` if sequences are not cut into slices.
     """
 
     def __init__(
@@ -197,9 +197,9 @@ class LocalAttention(DotProductAttention):
     ) -> torch.Tensor:
         """Computes attention of a slice, in blocks of queries if the kernel stores scores.
 
-        The tokens of ``query`` are the last tokens of ``key`` and ``value``. Scores between a block
-        and later tokens are not computed. Without blocks, the kernel would also compute and store
-        the masked half of the scores between the tokens of the slice.
+        The queries belong to the last tokens of ``key`` and ``value``. Scores between a block and
+        later tokens are not computed. Without blocks, the kernel would also compute and store the
+        masked half of the scores between the tokens of the slice.
         """
         count = max(1, len(query) // SCORE_BLOCK)
         mask = self._own_mask if attention_mask is None else Mask.GIVEN
@@ -229,9 +229,9 @@ class LocalAttention(DotProductAttention):
         *more: Any,
         **options: Any,
     ) -> torch.Tensor:
-        """Computes attention for ``query``, which contains the queries of a document's last tokens.
+        """Computes attention for the last tokens of a document, to which ``query`` belongs.
 
-        ``key`` and ``value`` contain the tokens of the document up to the last token of ``query``.
+        ``key`` and ``value`` belong to these tokens and all earlier tokens of the document.
         """
         pattern = None
         if self._parts > 1:
@@ -346,8 +346,8 @@ class LocalAttention(DotProductAttention):
 
     @property
     def _whole_scale(self) -> float:
-        # The second factor is not 1 if --apply-query-key-layer-scaling is set, because
-        # megatron-core then applies it in the softmax.
+        # If --apply-query-key-layer-scaling is set, the second factor differs from 1, because
+        # megatron-core then applies a part of the scaling in the softmax.
         return float(self.softmax_scale * (self.scale_mask_softmax.scale or 1.0))
 
     def _all_parts(self, tensor: torch.Tensor, group: Any) -> torch.Tensor:
@@ -376,7 +376,7 @@ class LocalAttention(DotProductAttention):
         Args:
             query: Queries ``[s, b, heads, width]``.
             key: Keys ``[keys, b, heads, width]``. If there are more keys than queries, the queries
-                belong to the last of these tokens.
+                belong to the same tokens as the last keys.
             value: Values, in the same layout as ``key``.
             mask: Additive mask, ``[queries, keys]`` for all samples or ``[b, 1, s, s]``, or
                 ``None`` for causal attention.
@@ -458,10 +458,10 @@ class LocalAttention(DotProductAttention):
 class _AttendToEarlier(torch.autograd.Function):
     """Computes attention of the last tokens of a sequence with torch's kernel for CPUs.
 
-    The kernel applies a causal mask only if the numbers of keys and queries are equal, and with an
-    explicit mask, it would also compute the masked scores. This class therefore runs the kernel
-    twice, once for the keys of earlier tokens and once for the keys of the last tokens. It combines
-    the two results using the log-sum-exp of their scores.
+    The kernel applies a causal mask only if there are as many keys as queries. With an explicit
+    mask, it would also compute the masked scores. This class therefore runs the kernel twice, once
+    for the keys of earlier tokens and once for the keys of the last tokens. It combines the two
+    results using the log-sum-exp of their scores.
     """
 
     @staticmethod

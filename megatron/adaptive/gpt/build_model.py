@@ -92,12 +92,13 @@ class KeyedInit:
 
     The initial weights are therefore the same no matter how the model is distributed over ranks.
     This class is used if megatron-core initializes whole matrices on the CPU and gives each rank
-    its part. A weight's random numbers depend on the number of its layer and its index in that
-    layer, or only on its index if it is outside of layers.
+    its part. The random numbers of a weight in a layer depend on the layer's number and on the
+    weight's index in the layer. Weights that belong to no layer have one common sequence of
+    indices.
 
     Args:
         seed: Seed of the run.
-        first_outside: Number of weights that are outside of layers in earlier chunks of the model.
+        first_outside: Number of weights on earlier stages that belong to no layer.
 
     Attributes:
         count: Number of weights initialized so far in the current layer.
@@ -110,7 +111,7 @@ class KeyedInit:
         self.count = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeyedInit:
-        return self  # Copies of a configuration share the object, because it counts the weights.
+        return self  # Copies of a configuration must share the count of initialized weights.
 
     def enter_layer(self, layer: int) -> None:
         """Sets the layer to which the weights initialized from now on belong."""
@@ -118,7 +119,7 @@ class KeyedInit:
         self.count = 0
 
     def leave_layer(self) -> None:
-        """Treats the weights that are initialized from now on as weights outside of layers."""
+        """Treats the weights initialized from now on as weights that belong to no layer."""
         self._layer = None
 
     @contextlib.contextmanager
@@ -201,8 +202,8 @@ class KeyedExperts(SequentialMLP):
     """Initializes this rank's experts with the same weights that they would have on a single rank.
 
     The class also prevents the linear layers of the experts from communicating, because the token
-    dispatcher does this already. Otherwise, megatron-core's layers would communicate if one rank
-    has all experts, and could not add a bias.
+    dispatcher already communicates. Without this change, megatron-core's layers would communicate
+    if one rank has all experts, and could not add a bias.
     """
 
     def __init__(
@@ -243,8 +244,8 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         # Disable fusions on a CPU, where megatron-core would spend half a minute in torch.compile.
-        # Disable fused gradient accumulation if apex's kernels are not installed, because some
-        # layers then reject it, such as the output layer of a model with Transformer Engine.
+        # Disable fused gradient accumulation if apex's kernels are not installed: without them,
+        # some layers, such as the output layer of a model with Transformer Engine, reject it.
         "bias_dropout_fusion": model.bias_dropout_fusion and accelerator.is_cuda,
         "gradient_accumulation_fusion": model.gradient_accumulation_fusion
         and fused
@@ -275,7 +276,7 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
 
 
 def core_settings(config: TrainerConfig, kind: type) -> dict[str, Any]:
-    """Returns the fields of a megatron-core class whose values in ``config`` are not the defaults.
+    """Returns the values in ``config`` for a megatron-core class, without those that are defaults.
 
     Args:
         config: Settings of the run, including settings for megatron-core.
@@ -398,7 +399,8 @@ def build_chunks(
     Returns:
         The wrapped chunks of this rank, sorted by chunk index.
     """
-    forget_balancing_losses()  # Stored losses may be from a model with fewer layers.
+    # Losses that megatron-core still stores may be from an earlier model with fewer layers.
+    forget_balancing_losses()
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     chunks = []
     for chunk in range(placement.num_chunks):
@@ -433,7 +435,7 @@ def wrap(
             **core_settings(config, DistributedDataParallelConfig),
             "overlap_grad_reduce": parallel.overlap_grad_reduce,
             "overlap_param_gather": parallel.overlap_param_gather,
-            # A single chunk gathers each bucket while it computes with the bucket before it.
+            # If there is a single chunk, each bucket is gathered while the previous one is in use.
             "align_param_gather": parallel.align_param_gather and len(chunks) > 1,
             "use_distributed_optimizer": parallel.use_distributed_optimizer,
             "grad_reduce_in_fp32": precision.accumulate_allreduce_grads_in_fp32,
@@ -465,7 +467,7 @@ def _build_chunk(
     predictions = _predictions(config, core, vp_stage)
     if core.use_cpu_initialization:
         learned = model.position_embedding_type == "learned_absolute"
-        # Count the weights that are outside of layers on earlier stages: the word embedding, the
+        # Count the weights on earlier stages that belong to no layer: the word embedding, the
         # position embedding and the projections of multi-token prediction.
         before = 0 if first or predictions else 1 + learned + (core.mtp_num_layers or 0)
         init = KeyedInit(config.run.seed, first_outside=before)
@@ -497,8 +499,8 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     if predictions and last and not first and not model.untie_embeddings_and_output_weights:
-        # The prediction layers on this stage have a copy of the embedding, which is also the output
-        # matrix, so the output layer needs no weight of its own.
+        # The multi-token prediction layers on this stage have a copy of the embedding. The output
+        # layer uses the same copy as its matrix, so it needs no weight of its own.
         built.output_layer.weight = None
     if model.scale_embeddings and (first or predictions):
         scale_output(built.embedding.word_embeddings, model.hidden_size**0.5, core.params_dtype)

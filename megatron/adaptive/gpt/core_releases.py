@@ -26,7 +26,7 @@ def part_of_context_rank(batch: dict[str, Any]) -> dict[str, Any]:
             where it is dimension 2.
     """
     split = utils.get_batch_on_this_cp_rank
-    # Pass the group, because since megatron-core 0.18 the default is the group of all ranks.
+    # Pass the group explicitly: since megatron-core 0.18, the default is the group of all ranks.
     options: dict[str, Any] = {"cp_group": parallel_state.get_context_parallel_group()}
     # Only megatron-core 0.18 has this argument.
     if "is_hybrid_cp" in inspect.signature(split).parameters:
@@ -109,8 +109,8 @@ def forget_balancing_losses() -> None:
 def _balancing_tracker() -> Any:
     """Returns megatron-core's global object that stores the load-balancing losses of experts.
 
-    The object is a dictionary in releases up to 0.17. Since 0.18 it has a class of its own, and the
-    old function returns only a copy as a dictionary and prints a warning.
+    The object is a dictionary in releases up to 0.17. Since 0.18 it has a class of its own, and
+    ``get_moe_layer_wise_logging_tracker`` prints a warning and returns only a dictionary copy.
     """
     make = getattr(moe_utils, "get_moe_metrics_tracker", None)
     return moe_utils.get_moe_layer_wise_logging_tracker() if make is None else make()

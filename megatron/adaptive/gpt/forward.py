@@ -53,7 +53,7 @@ TOKEN_NAME = "next token"
 def feed(
     microbatches: Sequence[Microbatch] | None, count: int, slices: SequenceSlices | None = None
 ) -> Iterator[Microbatch | None]:
-    """Yields the first ``count`` microbatches of ``microbatches``, or all slices of these.
+    """Yields the first ``count`` microbatches of ``microbatches``, or all of their slices.
 
     ``slices`` cuts microbatches into slices; if it is ``None``, whole microbatches are yielded. On
     a rank without data, ``microbatches`` is ``None``, and the function yields ``None`` for each
@@ -251,7 +251,7 @@ class DropoutKeys:
         self._spare = torch.Generator(device=self._generator.device)
 
     def attach(self, chunks: Iterable[torch.nn.Module]) -> None:
-        """Adds a hook to each layer of ``chunks`` that seeds the generators before the layer runs.
+        """Adds a hook to each layer of ``chunks``, which seeds the generators before the layer.
 
         Multi-token prediction layers also get this hook, which runs before their embedding lookup.
         The hook reads the step and the microbatch from the generators, which either :meth:`apply`

@@ -193,7 +193,8 @@ def _shared_settings(config: TrainerConfig) -> dict[str, str]:
 def _groups_of_default_backend() -> Iterator[None]:
     """Makes new process groups use the fake backend if the default group uses the fake backend.
 
-    Otherwise, the gloo groups that megatron-core also creates would wait for other processes.
+    megatron-core also creates gloo groups. If the default group uses the fake backend, these would
+    wait for other processes that do not exist.
     """
     new_group = dist.new_group
 

@@ -56,7 +56,10 @@ def bound_output(layer: torch.nn.Module, cap: float) -> None:
 
 
 def scale_output(layer: torch.nn.Module, factor: float, dtype: torch.dtype) -> None:
-    """Adds a hook to ``layer`` that multiplies its output by ``factor``, rounded to ``dtype``."""
+    """Adds a hook to ``layer`` that multiplies the output by ``factor``.
+
+    The factor is first rounded to ``dtype``.
+    """
     factor = float(torch.tensor(factor, dtype=dtype))
     layer.register_forward_hook(lambda _, inputs, output: output * factor)
 
@@ -107,8 +110,8 @@ class LocalLatentAttention(MLASelfAttention):
         """Returns the classes of projections and norms. Called only by megatron-core 0.19.
 
         If queries are not compressed, megatron-core 0.19 uses a class of Transformer Engine that
-        normalizes the input of the query projection. This method prevents that: as in other
-        releases of megatron-core, such queries are not normalized.
+        normalizes the input of the query projection. This method avoids that class, because other
+        releases of megatron-core do not normalize uncompressed queries.
         """
         if self.config.q_lora_rank is not None or not self.config.qk_layernorm:
             return super()._resolve_qk_norm_config(submodules)
@@ -124,8 +127,8 @@ class LocalLatentAttention(MLASelfAttention):
 
     def _gathered(self, _module: Any, _inputs: Any, output: Any) -> Any:
         whole = gather_from_tensor_model_parallel_region(output[0], group=self.tp_group)
-        # If sequences are split over ranks, split the result again. megatron-core later gathers the
-        # parts, and then sums the gradients.
+        # If sequences are split over ranks, split the result again. megatron-core gathers the parts
+        # later, and sums the gradients in the backward pass of that gathering.
         if self.config.sequence_parallel:
             return scatter_to_sequence_parallel_region(whole, group=self.tp_group), output[1]
         widths = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]

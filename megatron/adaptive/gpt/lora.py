@@ -1,12 +1,12 @@
 """Trains LoRA adapters for the frozen linear layers of megatron-core's GPT model.
 
 An adapter adds ``scale * B A x`` to the output of a layer with input ``x``. A layer of
-megatron-core may combine several layers of the Hugging Face model, such as query, key and value,
-which are called the parts of the layer. Each part has its own pair of matrices ``A`` and ``B``. Two
+megatron-core may combine several layers of the Hugging Face model, such as query, key and value.
+They are called the parts of the layer. Each part has its own pair of matrices ``A`` and ``B``. Two
 tensors store all pairs of a layer::
 
     a  [n * rank, in]   matrices A of n parts, stacked
-    b  [out, rank]      rows as in the layer's weight; a row uses only the rows of a of its part
+    b  [out, rank]      rows as in the layer's weight; each row uses only its part's rows of a
 
     column-parallel     x --a, whole--> z --gathered--> b, rows of this rank
     row-parallel        x --a, columns of this rank--> z --summed--> b, whole
@@ -50,8 +50,8 @@ from megatron.adaptive.engine.weight_gradient import LayerCall, LinearCall, defe
 MARK = ".lora."
 """Text that marks the names of adapters in checkpoints. No other name contains it."""
 _ROW_PARALLEL = ("linear_proj", "linear_fc2")
-# Maps (is row-parallel, has sequence parallelism) to the communication between the two matrices of
-# an adapter.
+# Communication between the two matrices of an adapter. The keys are pairs of booleans: whether the
+# layer is row-parallel, and whether sequence parallelism is used.
 _JOINS = {
     (False, False): copy_to_tensor_model_parallel_region,
     (False, True): gather_from_sequence_parallel_region,
@@ -102,8 +102,8 @@ class Adapter(Deferring, torch.nn.Module):
     Args:
         layer: Linear layer of megatron-core.
         name: Name of the linear layer within a transformer layer.
-        marks: Boolean for each part of the layer, such as query, key and value: whether the part
-            has an adapter.
+        marks: Booleans that mark the parts of the layer (such as query, key and value) that have an
+            adapter, one per part.
         config: Settings of the run.
         number: Number of the transformer layer, from 1.
     """
@@ -151,7 +151,7 @@ class Adapter(Deferring, torch.nn.Module):
         self.register_buffer("row_parts", row_parts, persistent=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Computes the term to add to the layer's output from the normalized input ``hidden``."""
+        """Returns the term to add to the layer's output. ``hidden`` is the normalized input."""
         if self.dropout and self.training:
             # Ranks with different columns of the input need different random numbers.
             is_divided = self.is_row and not self.is_split

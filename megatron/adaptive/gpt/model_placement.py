@@ -1,9 +1,9 @@
 """Places GPT layers on ranks in ways that megatron-core does not support.
 
-**Placements.** megatron-core places stages round-robin (loop). It derives the numbers of the
-layers, and from them the initial weights and the names in checkpoints, from the layout in its
-configuration. A V-shaped placement therefore only requires a different layout. The code that builds
-the model decides which stage is the first and which is the last.
+**Placements.** megatron-core places stages round-robin (loop). It numbers the layers according to
+the layout in its configuration. The initial weights and the names in checkpoints depend on these
+numbers. A V-shaped placement therefore only requires a different layout. The code that builds the
+model decides which stage is the first and which is the last.
 
 **Tied embeddings.** The first stage looks up tokens in the embedding, and the last stage uses the
 same weight as the output matrix. If these stages are on different ranks, megatron-core creates a
@@ -169,7 +169,7 @@ def layout_of(config: TrainerConfig) -> PlacedLayout:
 
 
 def embedding_ranks(config: TrainerConfig) -> Callable[[list[int]], list[int]]:
-    """Returns a function that selects the ranks of a pipeline that have a copy of the embedding.
+    """Returns a function that selects those ranks of a pipeline that need the embedding.
 
     ``config`` contains the settings of the run.
 
@@ -179,8 +179,8 @@ def embedding_ranks(config: TrainerConfig) -> Callable[[list[int]], list[int]]:
     placement = placement_of(config)
     stages = {0, placement.num_stages - 1}
     if config.mtp_stage is not None:
-        # If the output matrix is separate, exclude the last stage. Otherwise, megatron-core would
-        # add the gradient of this matrix to that of the embedding.
+        # If the output matrix is not tied to the embedding, exclude the last stage, so that
+        # megatron-core does not add the gradient of this matrix to that of the embedding.
         stages = {0, config.mtp_stage} | (
             set() if config.model.untie_embeddings_and_output_weights else stages
         )
@@ -249,9 +249,9 @@ def finalize_gradients(
     Args:
         chunks: Model chunks of this rank, in the data-parallel wrapper.
         num_tokens: Number of tokens in the loss on a rank of the last stage, and 0 on other ranks.
-            The gradients are divided by the sum of this value over all ranks, or not divided if it
-            is ``None``. megatron-core itself would use the value of the last pipeline rank, which
-            may not have the last stage.
+            The gradients are divided by the sum of this value over all ranks. With ``None``, they
+            are not divided. megatron-core itself would use the value of the last pipeline rank,
+            which may not have the last stage.
         pg_collection: Process groups, or ``None`` to use megatron-core's global groups.
         force_all_reduce: Whether to use all-reduce instead of reduce-scatter. Passed on to
             megatron-core.

@@ -8,8 +8,8 @@ ascending order, and the backward passes (B) in descending order::
     |   |   |   |          |   |   |   |
     k0  k1  k2  k3  keys   |   |   |   |
     +---+---+---+--------->|   |   |   |          F of a slice reads the keys of earlier slices;
-    g0  g1  g2  g3 <-------+---+---+---+          B adds to their gradients, and B of the slice
-                                                  itself passes the sum on to its layers
+    g0  g1  g2  g3 <-------+---+---+---+          B of a slice adds to the gradients of these keys,
+                                                  and B of the earlier slice uses the sums
 
 Each attention layer has one buffer for the keys and one for the values of a microbatch. A slice
 writes its keys and values to the buffers, and attends to all tokens in them up to its own last
@@ -24,8 +24,8 @@ Recomputing the forward pass of a layer writes the same keys and values again.
 **Windows.** In a layer with a sliding window of w tokens, a slice attends to at most w keys of
 earlier slices, so gradients are accumulated for only w tokens. In evaluation, and in a recomputed
 layer, only the last w keys of each slice are kept instead of a buffer. Evaluation drops these keys
-as soon as later slices no longer attend to them. Otherwise, a buffer is used: the backward passes
-need all keys anyway, and the buffer stores each key only once for all slices.
+as soon as later slices no longer attend to them. In all other cases, a buffer is used: the backward
+passes need all keys anyway, and the buffer stores each key only once for all slices.
 
 **Packed documents.** If a microbatch is a row of documents, only documents that extend over several
 slices have buffers. A slice attends to earlier slices only within the document in which it begins.
@@ -182,8 +182,8 @@ class LastKeysAndValues(KeysAndValues):
         super().__init__(like, 0)
         self._window = window
         self._forgets = forgets
-        # Maps the position of the first token of each part to the keys and values, in ascending
-        # order.
+        # Keys and values of each part, keyed by the position of the part's first token. The
+        # positions are in ascending order.
         self._parts: dict[int, list[torch.Tensor]] = {}
         self.bytes_per_token *= min(window, len(like[0])) / len(like[0])
 
@@ -251,8 +251,8 @@ class SequenceSlices:
         """Cuts the microbatches of a step, unless all microbatches are cut in the same way.
 
         Args:
-            contents: List for each microbatch: the number of token positions including padding,
-                followed by the number of tokens of each document.
+            contents: One list of numbers per microbatch: the number of token positions including
+                padding, followed by the number of tokens of each document.
         """
         if (rule := self._rule) is None:
             return
@@ -265,7 +265,7 @@ class SequenceSlices:
 
     @property
     def stride(self) -> int:
-        """Returns an upper limit of the slices per microbatch, which is the same on all ranks."""
+        """Returns the maximum number of slices per microbatch, which is equal on all ranks."""
         if isinstance(self.count, int) and (self._rule is None or not self._rule.varies):
             return self.count
         return self._most

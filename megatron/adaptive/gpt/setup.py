@@ -394,7 +394,7 @@ def make_loader(
 
 
 def data_workers(config: TrainerConfig, *, is_cuda: bool) -> int:
-    """Returns the number of worker processes that a rank starts to read data.
+    """Returns the number of worker processes that read data for a rank.
 
     Args:
         config: Settings of the run. ``--num-workers`` overrides the default.
@@ -485,7 +485,7 @@ def _connect_chunks(
     chunks: Sequence[torch.nn.Module],
     optimizer: Any,
 ) -> None:
-    """Sets functions of ``chunks`` and ``optimizer`` in megatron-core's configuration ``core``.
+    """Stores functions of ``chunks`` and ``optimizer`` in megatron-core's configuration ``core``.
 
     megatron-core's schedule and the executor call these functions to scale losses and to start or
     delay the communication of gradients and parameters. This function also enables megatron-core's

@@ -202,8 +202,8 @@ class Step:
     ) -> list[Any]:
         """Runs forward passes in evaluation mode, and returns the losses of each microbatch.
 
-        There are ``num_microbatches`` microbatches. ``forward`` is the forward step function, or
-        ``None`` for that of training.
+        There are ``num_microbatches`` microbatches. ``forward`` is the forward step function. If it
+        is ``None``, the forward step function of training is used.
         """
         run = self._run
         for chunk in run.chunks:
@@ -462,7 +462,7 @@ def params_norm(run: Run) -> float:
             # memory.
             for part in parameter.detach().flatten().split(_NORM_PART):
                 squares.append(torch.linalg.vector_norm(part, dtype=torch.float64) ** 2 / copies)
-    # The host waits for the device only in this copy.
+    # Copying the sum to the host is the only operation here for which the host waits.
     total = torch.stack(squares).sum().cpu()
     dist.all_reduce(total, group=run.job.control_group)
     norm: float = float(total) ** 0.5

@@ -144,7 +144,7 @@ def item_count(num_microbatches: int, num_slices: SliceCounts) -> int:
 
 
 def each_count(num_microbatches: int, num_slices: SliceCounts) -> tuple[int, ...]:
-    """Returns a tuple with the number of slices of each of ``num_microbatches`` microbatches.
+    """Returns the number of slices of each microbatch, as a tuple of length ``num_microbatches``.
 
     If ``num_slices`` is an integer, every microbatch has that many slices.
     """

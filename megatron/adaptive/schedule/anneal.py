@@ -46,9 +46,9 @@ from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.workload import Workload
 
 VISITS = 500_000_000
-"""Maximum number of end times of actions that all attempts may compute in total.
+"""Maximum number of action end times that all attempts together may compute.
 
-Computing them takes about a second.
+Computing this many end times takes about a second.
 """
 LEAST_ORDERS = 40_000
 """Minimum number of random changes to attempt.
@@ -80,8 +80,8 @@ class OrderGraph(NamedTuple):
         best: Copy of ``rows`` from the attempt with the shortest step so far.
         needs: For each action, the index of the action whose result is its input, or -1 if no input
             is needed.
-        gaps: For each action, the time in picoseconds from the end of the action in ``needs`` until
-            its result arrives.
+        gaps: For each action, the time in picoseconds from the end of the action in ``needs`` to
+            the arrival of that action's result.
         durations: Duration of each action in picoseconds.
         lanes: Integer ``kind * chunks + chunk`` of each action, which identifies its kind and
             chunk.
@@ -243,8 +243,8 @@ def anneal(o: OrderGraph, orders: int) -> int:
         chosen = (drawn >> 8) % count
         rank = o.ranks[o.path[chosen]]
         index = o.positions[o.path[chosen]]
-        # The path lists the last action first, so a block starts at a higher index of the path than
-        # it ends.
+        # The path lists the last action first, so the first action of a block has a higher index in
+        # the path than the last action of the block.
         edge = chosen
         while edge + 1 < count and o.ranks[o.path[edge + 1]] == rank:
             edge += 1
@@ -331,8 +331,8 @@ def _graph(schedule: Schedule, work: Workload, cap: float) -> OrderGraph:
     The index of an F or B is ``kind * cells + cell``, and the index of a W is ``2 * cells + cell *
     pieces + piece``. Here ``cell`` is ``stage * num_microbatches + microbatch``, and ``cells`` is
     the total number of cells. With slices, items replace microbatches (see ``rank_kernel``). A B of
-    the last stage needs only the F with the same index, because the first B of a microbatch belongs
-    to its last slice, whose F runs after all other slices.
+    the last stage needs only the F of the same cell. This also holds with slices: the first B of a
+    microbatch belongs to its last slice, whose F runs after all other slices.
     """
     placement = schedule.placement
     pieces = schedule.weight_pieces
@@ -388,9 +388,9 @@ def _graph(schedule: Schedule, work: Workload, cap: float) -> OrderGraph:
 
 
 def _gaps(work: Workload, ranks: Any, *, kind: int, way: int) -> Any:
-    """Returns the delay of each input in picoseconds, from the end of its producer to its arrival.
+    """Returns the delay of each input, from the end of the action that computes it to its arrival.
 
-    The result has one entry per stage and microbatch, flattened.
+    The result is in picoseconds, and has one entry per stage and microbatch, flattened.
 
     Args:
         work: Durations of all actions and messages in the step.

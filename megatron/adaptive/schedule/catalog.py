@@ -82,8 +82,8 @@ class Candidate:
             schedule.
         num_slices: Number of slices into which each microbatch is cut, or 1 for whole microbatches.
         frozen_stages: Number of leading pipeline stages through which no gradient flows. Built-in
-            run-time rules run no backward passes on these stages. Static schedules run these
-            backward passes, which compute nothing, to limit the number of outputs that wait for the
+            run-time rules run no backward passes on these stages. Static schedules still run these
+            backward passes. They compute nothing, but limit the number of outputs that wait for the
             next stage.
     """
 
@@ -119,7 +119,7 @@ class Candidate:
     def policies(
         self, num_microbatches: int, num_slices: SliceCounts | None = None
     ) -> tuple[Policy, ...]:
-        """Returns one policy per rank, which follows a static schedule or applies a run-time rule.
+        """Returns one policy per rank. Each follows a static schedule or applies a run-time rule.
 
         Args:
             num_microbatches: Number of microbatches per step.
@@ -167,8 +167,8 @@ class Candidate:
             codes = [hint_codes(order, chunks, pieces, slices) for order in hint.orders]
             return tuple(RulePolicy(name, rule, of_rank) for of_rank in codes)
         if name == "hinted":
-            # Frozen stages run no backward passes, but a schedule that ``hinted`` could follow
-            # assumes that each stage runs them. So ``adaptive`` chooses the actions instead.
+            # Frozen stages run no backward passes, but the schedules that ``hinted`` can follow
+            # contain backward passes of all stages. So ``adaptive`` chooses the actions instead.
             rule = schedule_spec("adaptive").function
         if name in ("adaptive", "hinted") and self.shares and self.cap is not None:
             frozen = self.skipped_stages
@@ -401,7 +401,7 @@ def make_policies(
     num_slices: int = 1,
     frozen_stages: int = 0,
 ) -> tuple[Policy, ...]:
-    """Returns one policy per rank, which follows a static schedule or applies a run-time rule.
+    """Returns one policy per rank. Each follows a static schedule or applies a run-time rule.
 
     Args:
         name: Name of the static schedule or run-time rule.
@@ -421,8 +421,8 @@ def make_policies(
             schedule.
         num_slices: Number of slices into which each microbatch is cut, or 1 for whole microbatches.
         frozen_stages: Number of leading pipeline stages through which no gradient flows. Built-in
-            run-time rules run no backward passes on these stages. Static schedules run these
-            backward passes, which compute nothing, to limit the number of outputs that wait for the
+            run-time rules run no backward passes on these stages. Static schedules still run these
+            backward passes. They compute nothing, but limit the number of outputs that wait for the
             next stage.
 
     Raises:

@@ -43,7 +43,7 @@ from megatron.adaptive.schedule.workload import StageProfile, draw
 
 STATIC = selectable_names(lambda spec: spec.is_auto_candidate)
 RULES = (("adaptive", True), ("adaptive", False), ("hinted", True))
-"""Names of the run-time rules to simulate, each with the ``Candidate.shares`` to use."""
+"""Names of the run-time rules to simulate, each with its value of ``Candidate.shares``."""
 DRAWS = 6
 """Number of simulated steps per candidate, each with different random durations."""
 _MANY = 20_000

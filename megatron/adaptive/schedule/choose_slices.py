@@ -100,8 +100,8 @@ def _rows(times: StageTimes) -> list[tuple[float, ...]]:
 def without_slices(profile: StageProfile, num_slices: int, slice_s: float) -> StageProfile:
     """Separates the cost of slicing from the stage times of a profile.
 
-    Returns a copy of ``profile`` with the times of whole microbatches, and the time that each slice
-    adds.
+    Returns a copy of ``profile`` that contains the times of whole microbatches, and separately the
+    time that each slice after the first adds.
 
     Args:
         profile: Profile measured with slices.

@@ -1,8 +1,8 @@
 """Predicts the time of each stage for a microbatch from numbers that describe its content.
 
-For example, one of these numbers is the number of elements in an entry of the batch (see
-``modules/content.py``). The predicted time of a microbatch on a stage is the sum of these numbers,
-each multiplied by a non-negative factor::
+Such a number is, for example, the size of an entry of the batch (see ``modules/content.py``). The
+predicted time of a microbatch on a stage is the sum of these numbers, each multiplied by a
+non-negative factor::
 
     stage 0 (images)   seconds = 3e-9 x patches
     stage 3 (text)     seconds = 2e-6 x tokens + 1e-10 x pairs of tokens
@@ -63,10 +63,10 @@ class StageFit:
     """Fits the cost of microbatches on one stage to their content.
 
     Args:
-        count: Length of the tuple of numbers that describes the content of a microbatch.
+        count: Number of values that describe the content of a microbatch.
 
     Attributes:
-        factors: Cost per unit of each number in that tuple.
+        factors: Factor of each of these values, which is the predicted cost per unit.
     """
 
     def __init__(self, count: int) -> None:
@@ -172,7 +172,7 @@ class ContentCosts:
 
     Attributes:
         stages: Fit of each stage to measured times.
-        count: Length of the tuple of numbers that describes the content of a microbatch.
+        count: Number of values that describe the content of a microbatch.
         num_sums: Length of the list that :meth:`measured` returns.
     """
 

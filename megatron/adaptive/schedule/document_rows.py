@@ -18,8 +18,7 @@ from megatron.adaptive.schedule.pack_documents import first_fit
 _LONGER = 4  # Rows cut into slices are at most 1/4 longer than the longest sample.
 _TRIES = 4  # Number of row lengths to try in addition to the shortest.
 _TOKEN_PER_PAIR = 12
-"""Number of pairs of tokens whose attention costs as much as one token, divided by the hidden size.
-"""
+"""Cost of a token, divided by the attention cost of a pair of tokens and by the hidden size."""
 
 
 @dataclass(frozen=True, kw_only=True)

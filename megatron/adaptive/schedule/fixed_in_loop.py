@@ -53,10 +53,10 @@ three.
 
 **interleaved-zb**: Interleaved 1F1B with separate weight gradients, as in ZB-H1. Forward and
 backward passes go through the chunks in groups as in interleaved 1F1B, but after only ``num_ranks -
-1 - r + (num_chunks - 1) * group_size`` warm-up forward passes. This is enough because no weight
-gradient delays a gradient on its way, so the gradient returns in half the time. On rank r, each W
-runs r backward passes after its B, so that no rank holds more memory than under ZB-H1. The example
-has two ranks, two chunks and one group of three microbatches::
+1 - r + (num_chunks - 1) * group_size`` warm-up forward passes. This is enough because no W delays a
+gradient on its way back through the ranks, so the gradient returns in half the time. On rank r,
+each W runs r backward passes after its B, so that no rank holds more memory than under ZB-H1. The
+example has two ranks, two chunks and one group of three microbatches::
 
   rank 0 | F0-0 F0-1 F0-2 F1-0 F1-1 B1-0 W1-0 F1-2 B1-1 W1-1 B1-2 W1-2 B0-0 W0-0 B0-1 W0-1 B0-2 W0-2
   rank 1 | F0-0 F0-1 F0-2 F1-0 B1-0 F1-1 B1-1 W1-0 F1-2 B1-2 W1-1 B0-0 W1-2 B0-1 W0-0 B0-2 W0-1 W0-2

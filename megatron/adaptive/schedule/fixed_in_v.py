@@ -32,8 +32,8 @@ B1-2 W1-2 B0-2 W0-2 B1-3 B0-3 W1-3 W0-3
 Rank r of p runs ``2 * (p - r - 1)`` warm-up forward passes of chunk 0, and alternates forward
 passes of both chunks r + 1 times. Then it runs ``p - r - 1`` rounds of B, W and F of chunk 1. The
 steady phase alternates two pairs: F of chunk 0 with B of chunk 1, and F of chunk 1 with B of chunk
-0. The B actions without a corresponding F come last. The W actions of the later half of these B
-actions run at the end of the step, so that gradients reach earlier stages sooner.
+0. The B actions without a corresponding F come last. For the later half of these, the W actions run
+at the end of the step, so that gradients reach earlier stages sooner.
 
 In the source, a backward pass of the steady phase includes its weight gradients. Here, W is a
 separate action after the pair, because weight gradients need no communication.
@@ -50,10 +50,11 @@ one slot.
 
 1. The building block defines the slots of F and B of microbatch 0 on each stage. From one rank to
    the next, F0 and B1 are 2 slots apart, and F1 and B0 are 1 slot apart, so that the activations of
-   chunk 0 and chunk 1 add up to the same amount on all ranks. Microbatch i does the same ``6 * i``
-   slots later. No two actions of a rank get the same slot.
-2. Squeeze and reorder: Before and after the steady state, each action moves to the earliest free
-   slot after its input in which the rank does not hold more than in the steady state.
+   chunk 0 and chunk 1 add up to the same amount on all ranks. The actions of microbatch i are ``6 *
+   i`` slots after those of microbatch 0. No two actions of a rank get the same slot.
+2. Squeeze and reorder: Before and after the steady state, each action moves to an earlier slot. It
+   moves to the first free slot after the arrival of its input, except that the rank must not hold
+   more microbatches in this slot than in the steady state.
 3. Weight gradients fill the free slots in FIFO order.
 
 Each of p ranks holds at most ``2 * ((p + 2) // 2)`` microbatches, each in one chunk. This takes the

@@ -6,11 +6,11 @@ one chunk takes ``1 / num_chunks``. The minimum cap is 1.
 The main rule (graded rule): A forward pass of chunk c may only start if one microbatch in every
 later chunk of the same rank still fits afterwards.
 
-This rule cannot deadlock. Proof: Suppose every rank waits. Take the deepest stage s that holds a
-microbatch whose forward pass ran and whose backward pass did not. If s is the last stage, that
+This rule cannot deadlock. Proof: Suppose every rank waits. Take the deepest stage s that has run
+the forward pass of a microbatch, but not yet its backward pass. If s is the last stage, that
 backward pass is ready. Otherwise the forward pass of stage s+1 has its input, so only the cap can
-block it. The rank of stage s+1 holds nothing at s+1 or deeper, only microbatches of earlier chunks.
-When the last forward pass of those chunks started, it left enough memory for one microbatch of
+block it. The rank of stage s+1 holds nothing at s+1 or deeper, only microbatches in earlier chunks.
+When the last forward pass of those chunks started, it left enough memory for one microbatch in
 every later chunk, including the chunk at s+1. So the forward pass of s+1 fits. If no stage holds
 anything, the first forward pass fits because the cap is at least 1. A flat cap, which only requires
 that the microbatch itself fits, does not keep this memory free:
@@ -39,10 +39,10 @@ first microbatch m whose backward passes are not complete there. m has begun on 
 If a slice of m has not run on some of these stages, the first such stage has its input. It does not
 wait, because later slices always start. So all slices of m have run on s. If s is the last stage, a
 backward pass is ready. Otherwise the first slice of m has its input on stage s+1, whose rank holds
-only slices of earlier chunks. Consider the first slice that started most recently in those chunks.
-It left enough memory for the rest of all begun microbatches, and for a microbatch at least as large
-as m in every later chunk. Slices that started since then used memory that was reserved for them. So
-the first slice of m fits.
+only slices in earlier chunks. Consider the most recent start of a microbatch's first slice in those
+chunks. It left enough memory for the remaining slices of all microbatches that had begun, and for a
+microbatch at least as large as m in every later chunk. Slices that started since then used memory
+that was reserved for them. So the first slice of m fits.
 
 **Chunk shares.** One chunk may use all of the memory that the cap allows while other chunks get
 nothing, because the first stages run ahead and their backward passes come much later. By Little's
@@ -62,8 +62,8 @@ count them, and a whole microbatch of a rank consists of its other chunks. Only 
 memory, while they wait until the next stage takes them. A frozen stage may have C waiting outputs,
 and always at least 2, so that the next stage does not have to wait for a message. This cannot
 deadlock: If a frozen stage must wait, the next stage already has an output to take. If the next
-stage is also frozen, it may be waiting for the stage behind it. The proof above shows that the
-first stage that is not frozen can take its input.
+stage is also frozen, it may be waiting for the stage after it. The proof above shows that the first
+stage that is not frozen can take its input.
 
 This module computes these limits. ``RankState`` counts the memory that a rank holds at run time.
 """
@@ -178,10 +178,10 @@ def default_cap(placement: Placement, num_microbatches: int, num_slices: float =
     Args:
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step, at least 1.
-        num_slices: Number of slices of each microbatch. A static order that holds the activations
-            of k whole microbatches holds those of k slices, plus the other slices of the microbatch
-            whose backward pass is next. With slices, the result is at least half of the memory that
-            the order needs with whole microbatches.
+        num_slices: Number of slices of each microbatch. If a static order holds k whole
+            microbatches, the same order with slices holds k slices, plus the other slices of the
+            microbatch whose backward pass is next. With slices, the result is at least half of the
+            memory that the order needs with whole microbatches.
     """
     chunks = placement.num_chunks
     if placement.num_ranks == 1:

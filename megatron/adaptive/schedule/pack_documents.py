@@ -46,8 +46,8 @@ def first_fit(lengths: Sequence[int], room: int, unit: int = 1, least: int = 1) 
     num_rows = -(-max(len(rows), least) // unit) * unit
     if num_rows > len(lengths):
         raise ConfigError(
-            f"a step needs at least {num_rows} samples, because the number of microbatches must "
-            f"be a multiple of {unit}, but got {len(lengths)}; increase --global-batch-size to "
+            f"this step has {len(lengths)} samples, but needs at least {num_rows}, because the "
+            f"number of microbatches must be a multiple of {unit}; increase --global-batch-size to "
             f"at least {num_rows}, in multiples of {unit}"
         )
     while len(rows) < num_rows:

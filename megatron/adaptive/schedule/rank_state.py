@@ -6,7 +6,7 @@ docstring of ``rank_kernel`` describes all entries. Its example is rank 1 of 2 i
 chunks; F0-0, F0-1 and F1-0 have finished, and B1-0 is running::
 
     numbers                                  method or property
-    IN_FLIGHT      1500000                   in_flight: 1.5 whole-rank microbatches
+    IN_FLIGHT      1500000                   in_flight: 1.5 microbatches in all chunks
     STARTED        4                         num_started
     FINISHED       3                         num_finished
     TOTAL          18                        num_actions
@@ -283,11 +283,11 @@ class RankState:
         return action.kind is not ActionKind.F or rank_kernel.fits(self.numbers, action.chunk)
 
     def acknowledged(self, action: Action) -> tuple[int, int] | None:
-        """Returns the rank and chunk of the frozen stage whose output ``action`` acknowledges.
+        """Returns the rank and chunk of the frozen stage that gets an acknowledgment of ``action``.
 
-        Returns ``None`` if ``action`` is not an F after a frozen stage. The last outputs of a
-        frozen stage are not acknowledged either, because the stage runs no later F that would wait
-        for them.
+        Returns ``None`` if ``action`` is not an F directly after a frozen stage. The result is also
+        ``None`` for the last outputs of the frozen stage, because that stage runs no later F that
+        would wait for an acknowledgment.
         """
         if action.kind is not ActionKind.F or not self._frozen_stages:
             return None
@@ -325,8 +325,9 @@ class RankState:
 
         The action is the F or B (``kind``) of ``chunk`` for ``microbatch``.
 
-        Inputs may arrive in any order, and earlier than they are needed. A frozen chunk has no B.
-        If an arrival is reported for its B, the next stage has acknowledged an output of the chunk.
+        Inputs may arrive in any order, and earlier than they are needed. A frozen chunk runs no B.
+        For such a chunk, an arrival with the kind B means that the next stage has acknowledged an
+        output of the chunk.
 
         Do not call this for forward passes of the first stage, whose input is the data, or for
         backward passes of the last stage, which start from the loss. If the neighbouring stage is

@@ -18,15 +18,16 @@ section 2.2.
 
 No backward pass follows the F of a frozen chunk (see ``rank_kernel``), so such an F, like a W, can
 run while the rank would otherwise wait. ``adaptive`` starts such an F only if no other F and no B
-can start, because other ranks wait for the results of the latter. Because the next stages need its
-output, the F of a frozen chunk has priority over W, unless an F needs the memory that a W frees.
+can start, because other ranks wait for the results of those actions. The F of a frozen chunk has
+priority over W, because the next stage needs the output of that F. The exception is a W that frees
+memory for which another F waits.
 
 ``hinted`` follows a static order (the hint), which is the best order within the limit on
 activations (``catalog.hint_for``). An action runs earlier than in the hint only if the rest of the
 hint then still fits within that limit. This condition does not come from a paper. ``hinted`` cannot
 deadlock, because the remaining actions can always run in the hint's order, whichever actions have
 already run. If microbatches differ in size, the hint does not bound the memory in bytes. Every
-forward pass must then also fit by the graded rule of ``memory_caps``. If no action of the hint can
+forward pass must then also obey the graded rule of ``memory_caps``. If no action of the hint can
 start, the rule of ``adaptive`` chooses.
 
 ``docs/reference/schedules.md`` explains ``adaptive`` and ``hinted`` step by step.

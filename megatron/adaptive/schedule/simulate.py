@@ -237,7 +237,7 @@ def run_states(
         policies: Policy of each rank.
         workload: Durations of all actions and messages in the step.
         widths: Number of ranks of each stage if stages have several ranks (see ``unequal_widths``).
-            The ``rank`` of each state is then the index of its stage.
+            In that case, ``state.rank`` is the index of the stage.
         compiled: Whether to run the loop as machine code (see ``simulate``).
     """
     placement = states[0].placement

@@ -90,9 +90,9 @@ class World(NamedTuple):
         steps: Number of communications of the action in each slot that have already started.
         due: End time of the most recently started communication of the action in each slot.
         indices: Index in ``codes`` of the action in each slot.
-        codes: Result with the codes of each rank's actions in execution order.
-        starts: Result with the start time of each action in ``codes``.
-        ends: Result with the end time of each action in ``codes``.
+        codes: Codes of each rank's actions in execution order, written by the simulation.
+        starts: Start time of each action in ``codes``, written by the simulation.
+        ends: End time of each action in ``codes``, written by the simulation.
     """
 
     states: list[list[int]]
@@ -312,8 +312,8 @@ def acknowledge(world: World, rank: int, stage: int, item: int, now: int) -> Non
     """Acknowledges that an F of ``stage`` uses an output of the previous, frozen stage.
 
     The output belongs to ``item``, and the current time is ``now``. This function does nothing if
-    the previous stage is not frozen. It also does nothing for the last outputs, for which the
-    frozen stage does not wait.
+    the previous stage is not frozen. It also does nothing for the last outputs, because no later F
+    of the frozen stage waits for their acknowledgment.
     """
     target = world.first_ranks[stage - 1]
     s = world.states[target]

@@ -15,8 +15,8 @@ A rank may therefore exchange messages with several ranks of a neighbouring stag
 microbatch to only one of these ranks. Every rank has one chunk.
 
 **Order of actions.** A rank orders its microbatches as in a pipeline of equal stages, except for
-the warm-up. In its warm-up, a replica runs enough forward passes for the ranks of the next stage to
-run their warm-up and one more forward pass each. ``docs/reference/schedules.md`` contains a
+the warm-up. The warm-up of a replica contains enough forward passes for each rank of the next stage
+to run its own warm-up and one more forward pass. ``docs/reference/schedules.md`` contains a
 drawing.
 
 1F1B cannot deadlock: The backward pass of microbatch m needs forward passes on every earlier stage,
@@ -93,7 +93,7 @@ class Widths:
 
     @property
     def round_size(self) -> int:
-        """Returns the smallest number of microbatches that each stage's replicas can share equally.
+        """Returns the smallest number of microbatches that every stage can divide equally.
 
         All replicas of a stage then process the same number of microbatches.
         """
@@ -117,7 +117,7 @@ class Widths:
             if 0 <= rank - self._firsts[stage] < size:
                 return stage, rank - self._firsts[stage]
         raise ScheduleError(
-            f"rank must be in the range of the widths {self}, counted from 0, got {rank}"
+            f"rank {rank} does not exist in a pipeline of widths {self}; ranks count from 0"
         )
 
     def ranks_of(self, stage: int) -> range:
@@ -181,8 +181,8 @@ class Widths:
     def warmup(self, stage: int) -> int:
         """Returns the number of warm-up forward passes that a replica of ``stage`` runs.
 
-        This number lets the ranks of the next stage run their warm-up and one more forward pass
-        each. If all widths are equal, the result is the number of following stages.
+        The number is large enough for each rank of the next stage to run its own warm-up and one
+        more forward pass. If all widths are equal, the result is the number of following stages.
         """
         warmup = 0
         for later in range(self.num_stages - 1, stage, -1):

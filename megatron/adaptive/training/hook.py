@@ -28,7 +28,7 @@ class Hook:
         """
 
     def after_step(self, step: TrainedStep) -> None:
-        """The training loop calls this method after each step, which ``step`` describes."""
+        """The training loop calls this method after each step. ``step`` is the step's result."""
 
     def at_end(self) -> None:
         """The training loop calls this method once at the end, unless there was an error."""

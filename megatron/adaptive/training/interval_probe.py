@@ -69,7 +69,8 @@ class IntervalProbe:
         self._count += 1
         locations = run.job.places
         hosts = [str(location["host"]) for location in locations]
-        # Use node names in an elastic job, because its nodes may share a machine and its host name.
+        # Prefer the node names of an elastic job: several of its nodes may run on one machine, and
+        # then have the same host name.
         nodes = run.job.gather(run.job.environment.node or hosts[run.job.rank])
         with run.tracing.host_span("probe"):
             probe = Probe(

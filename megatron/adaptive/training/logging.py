@@ -288,7 +288,7 @@ class TrainingLog:
         findings = values.get("findings")
         if self._curves is None or not isinstance(findings, list):
             return
-        # Set the gain of findings that are no longer reported to 0, because they have been fixed.
+        # Findings that are no longer reported have been fixed, so their gain becomes 0.
         gains = dict.fromkeys(self._gains, 0.0)
         entries = [finding for finding in findings if isinstance(finding, dict)]
         gains |= {f"gain/{entry['name']}": entry["gain"] for entry in entries}
@@ -350,9 +350,9 @@ class TrainingLog:
 
         ``now`` is the throughput of the iteration.
 
-        The values up to the number of NaN iterations have the same names, order, widths and
-        TensorBoard tags as in Megatron-LM's ``training_log``. Megatron-LM does not report the
-        values after it.
+        The first values, up to and including the number of NaN iterations, have the same names,
+        order, widths and TensorBoard tags as in Megatron-LM's ``training_log``. Megatron-LM does
+        not report the other values.
         """
         reports = self._reports
         mean = self._throughput(self._reports)

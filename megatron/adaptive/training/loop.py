@@ -135,7 +135,8 @@ class Trainer:
         slices: tuple[int, ...] = ()
         if live.config.slice_tokens is not None and run.slices is not None:
             run.slices.plan(lengths)
-            if live.config.constant_slices == 1:  # The number of slices varies between steps.
+            # The header of the trace contains the number of slices only if it never changes.
+            if live.config.constant_slices == 1:
                 slices = each_count(num_microbatches, run.slices.count)
         run.tracing.begin_iteration(
             iteration, num_microbatches, is_traced=is_traced, lengths=lengths, slices=slices
@@ -430,7 +431,7 @@ class Rebalancing(RunHook):
         times = self._live.step.times
         if self._repartitioner is not None:
             assert times is not None
-            # Layers must not move before the tuner decides, because it measures the current run.
+            # Layers must not move before the tuner decides: the tuner measures the current run.
             self._due = self._repartitioner.after_step(
                 times, step.num_microbatches, may_decide=self._tuner is None
             )

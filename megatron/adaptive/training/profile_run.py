@@ -113,8 +113,8 @@ class ProfileOptions:
         links: Whether to measure links between ranks and all-reduces.
         backend: Communication backend, ``nccl`` or ``gloo``, or ``None`` for the backend that
             training would use.
-        alone: Whether this process measures without the other ranks of the job. If so, the time of
-            collectives with these ranks is 0.
+        alone: Whether this process measures without the other ranks of the job. If so, collectives
+            with the other ranks count as 0 s.
     """
 
     name: str
@@ -231,7 +231,7 @@ def _measure_layers(
 
 
 def _medians(measured: dict[str, list[dict[str, Any]]], name: str) -> dict[str, float]:
-    """Returns the median of the measurement ``name`` over ranks, keyed by the name of their GPU."""
+    """Returns the median of the measurement ``name`` for each GPU type, keyed by the GPU's name."""
     values = {
         gpu: [sample[name] for sample in samples if name in sample]
         for gpu, samples in measured.items()
@@ -240,9 +240,10 @@ def _medians(measured: dict[str, list[dict[str, Any]]], name: str) -> dict[str, 
 
 
 def _rows(gpu: str, samples: Sequence[dict[str, Any]], *, alone: bool) -> Iterator[dict[str, Any]]:
-    """Yields the rows of the profile for the GPU type ``gpu``, with means over ``samples``.
+    """Yields the rows of the profile for the GPU type ``gpu``.
 
     There is one row for each combination of layer kind, tensor-parallel size and microbatch size.
+    The values in a row are means over all ``samples`` of its combination.
     If ``alone`` is true, the samples do not include tensor-parallel communication.
     """
     alike: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
@@ -255,7 +256,7 @@ def _rows(gpu: str, samples: Sequence[dict[str, Any]], *, alone: bool) -> Iterat
 
 
 def _widths(options: ProfileOptions, environment: Environment) -> list[int]:
-    """Returns the tensor-parallel sizes to measure, divisors of the number of ranks per node."""
+    """Returns the tensor-parallel sizes to measure. They divide the number of ranks per node."""
     local = environment.local_world_size
     world = environment.world_size
     if not options.widths:
@@ -403,8 +404,8 @@ def layer_sample(few: Figures, many: Figures) -> Figures:
         many: Measured values of a stage with :data:`MANY` layers.
 
     Returns:
-        Measurements of one layer, and ``launch_s``: the time in seconds that a forward pass takes
-        in addition to its layers, however many there are.
+        Measurements of one layer, and ``launch_s``: the part of a forward pass in seconds that does
+        not depend on the number of layers.
     """
     layer = {
         # Noise may make the difference too small, so enforce a minimum. The cost of a layer is

@@ -59,7 +59,7 @@ class TrialRequest:
             chooses actions at run time, their order is simulated with times proportional to these
             numbers.
         needed_bytes: Memory that the rank needs according to the planner, in bytes.
-        kinds: Kinds of layers to measure separately, after the rank.
+        kinds: Kinds of layers to measure separately, after the steps of the rank.
         last: Kind of the last layer.
     """
 
@@ -239,7 +239,10 @@ def _run_steps(job: Any, request: TrialRequest) -> TriedRank:
 
 
 def _measured_steps(run: Any, order: Sequence[Action]) -> _Samples:
-    """Runs all steps in ``order``, and returns the measurements of the steps after the warm-up."""
+    """Runs all steps, and returns the measurements of the steps after the warm-up.
+
+    Each step runs its actions in ``order``.
+    """
     from megatron.adaptive.gpt.setup import make_loader
     from megatron.adaptive.gpt.train_step import Step
 
