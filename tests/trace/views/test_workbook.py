@@ -324,7 +324,7 @@ def test_long_runs_are_thinned_out(
     write(write_run(2, 1, 1, iterations=7), tmp_path / "chart.xlsx")
     sheet = load_workbook(tmp_path / "chart.xlsx")["iterations"]
     assert [row[0] for row in sheet.iter_rows(min_row=3, values_only=True)] == [1, 4, 7]
-    assert "one iteration in 3 of 7" in sheet["A1"].value
+    assert "one in 3 of all 7 iterations" in sheet["A1"].value
     assert "the first 1 of 2 ranks" in sheet["A1"].value
 
 
