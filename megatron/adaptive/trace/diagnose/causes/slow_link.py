@@ -72,7 +72,8 @@ class SlowLink(Cause):
         return Remedy(
             (
                 finding.reason.remedy if finding.reason else check,
-                f"{more}, which hides the {finding.delay_text} from rank {source} to rank {target}",
+                f"{more}, which hides the delay of {finding.delay_text} from rank {source} to rank "
+                f"{target}",
             )
         )
 
