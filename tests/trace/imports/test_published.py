@@ -139,8 +139,8 @@ def test_clocks_that_are_minutes_apart_are_put_right(make_job: Job) -> None:
     table["start_ts"] = table["start_ts"] + np.where(table["rank"] == 3, 300.0, 0.0)
     run, right = (run_of_columns(t, Path("job")) for t in (table, make_job()))
     assert run.notes() == [
-        "clocks of ranks 3 are up to 300 s apart; the import assumes that their first steps "
-        "begin together"
+        "clocks of ranks 3 are off by up to 300 s; the import assumes that the first steps of all "
+        "ranks begin together"
     ]
     assert abs(run.ranks[3].table().start_ns - right.ranks[3].table().start_ns).max() < 1e9
 

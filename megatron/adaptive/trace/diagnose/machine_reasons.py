@@ -122,7 +122,7 @@ _WAITS = (
     # comes first.
     _Wait(
         THROTTLED,
-        "a quota on processor time on {host} takes {share:.0%} of a step",
+        "a quota on processor time stops this job on {host} for {share:.0%} of a step",
         "raise the quota on {host} (cpu.max of the control group, or the CPU limit of the pod)",
     ),
     _Wait(

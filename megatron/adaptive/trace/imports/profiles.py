@@ -226,7 +226,7 @@ def read_profiles(source: Path, pipeline: int | None = None) -> RunTrace | None:
         return None
     _check_same_job(source, files)
     cut = dict.fromkeys(rank_file.path.name for rank_file in files if rank_file.is_cut)
-    notes = [f"{name} is truncated; only the events before its end are used" for name in cut]
+    notes = [f"{name} is truncated; only the events that it still has are used" for name in cut]
     notes += [
         f"{rank_file.path.name}: {names.total()} events {reason} are left out: {_listed(names)}"
         for rank_file in files
@@ -252,7 +252,7 @@ def read_profiles(source: Path, pipeline: int | None = None) -> RunTrace | None:
     run = run_of_columns(table, source, world_size=world)
     unknown = sum((rank_file.unknown for rank_file in files), Counter[str]())
     if unknown:
-        notes.append(f"{len(unknown)} kinds of ranges are unknown: {_listed(unknown)}")
+        notes.append(f"ranges with {len(unknown)} unknown names are ignored: {_listed(unknown)}")
     return replace(run, caveats=(*run.caveats, *notes))
 
 
@@ -516,7 +516,7 @@ def _whole(value: Any, limit: int) -> int:
     """
     number = int(value) if len(str(value)) < 30 else limit + 1
     if not -1 <= number <= limit:
-        raise ValueError(f"{str(value)[:30]} is more than {limit}")
+        raise ValueError(f"{str(value)[:30]} is not between -1 and {limit}")
     return number
 
 

@@ -203,9 +203,9 @@ def _on_one_clock(rank: Ints, step: Ints, start_ts: Ints, duration: Ints) -> tup
     is_shifted = (ranks[nearest] == rank) & apart[nearest]
     moved = start_ts - np.where(is_shifted, shift[nearest], 0.0)
     return moved, [
-        f"clocks of ranks {describe_numbers(ranks[apart].tolist())} are up to "
-        f"{number_text(np.abs(shift).max() / 1e9)} s apart; the import assumes that their first "
-        "steps begin together"
+        f"clocks of ranks {describe_numbers(ranks[apart].tolist())} are off by up to "
+        f"{number_text(np.abs(shift).max() / 1e9)} s; the import assumes that the first steps of "
+        "all ranks begin together"
     ]
 
 

@@ -139,8 +139,8 @@ def write_html(
         title: Title of the browser window.
         package: Python package whose folder ``assets`` contains ``NAME.html``, ``NAME.css`` and the
             scripts.
-        name: ``NAME`` of the template. Its text ``{{blocks}}`` is replaced with the data and the
-            scripts.
+        name: Name of the template (``NAME``). In the template, ``{{blocks}}`` is replaced with the
+            data and the scripts.
         blocks: (ID, content) of each block of data. The content is written as JSON.
         scripts: File names of the scripts, in the order in which they run after plotly.js.
 

@@ -86,7 +86,7 @@ class SlowMember(Cause):
 
 
 class CongestedCollectives(Cause):
-    """Finds process groups whose transfers take longer than those of other groups or iterations."""
+    """Finds process groups whose transfers take longer than in other groups or iterations."""
 
     name = "congested collectives"
     order = 26

@@ -66,8 +66,8 @@ class SlowLink(Cause):
         more = (
             f"allow more microbatches in flight ({settings.more_in_flight})"
             if evidence.is_ordered_at_run_time
-            else "choose an order with more microbatches in flight "
-            f"({settings.at_run_time} or hinted, {settings.more_in_flight})"
+            else "choose a schedule with more microbatches in flight "
+            f"({settings.at_run_time} or hinted, with {settings.more_in_flight})"
         )
         return Remedy(
             (

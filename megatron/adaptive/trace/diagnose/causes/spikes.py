@@ -57,7 +57,7 @@ SPIKE_LEAST = math.log(1.4)
 """Minimum ratio of a spike's duration to the action's usual duration, as a logarithm."""
 
 SPIKE_SPREADS = 5.0
-"""Minimum difference between a spike's and the action's usual duration, in standard deviations."""
+"""Minimum difference between a spike's and a usual duration, in standard deviations."""
 
 SPIKE_FEWEST = 4
 """Minimum number of spikes to report. Fewer spikes may be random."""
