@@ -189,7 +189,7 @@ def test_of_more_actions_than_columns_the_first_are_drawn(
     sheet = load_workbook(tmp_path / "chart.xlsx")["order"]
     assert [text for text, *_ in chart_row(sheet, 3)] == [f"0-{i}" for i in range(30)]
     texts = [str(cell.value) for row in sheet.iter_rows() for cell in row]
-    assert any("the first 30% of the step" in text for text in texts)
+    assert any("only the first 30% fit" in text for text in texts)
 
 
 def test_bins_of_time_show_actions_waits_and_idle_time() -> None:
