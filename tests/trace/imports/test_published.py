@@ -97,7 +97,7 @@ def test_chunks_and_unnumbered_microbatches() -> None:
         ({"start_ts": np.nan}, "start_ts that are missing"),
         ({"stage": "first"}, "has a column with text"),
         ({"gmc": 7}, "gmc .the index of a chunk in the model. must equal mc"),
-        ({"optype": "sleep"}, "does not contain forward-compute"),
+        ({"optype": "sleep"}, "contains no forward-compute"),
     ],
 )
 def test_bad_tables_are_refused_by_name(
