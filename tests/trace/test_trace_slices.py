@@ -198,7 +198,7 @@ def test_slices_of_half_the_length_save_what_a_run_with_them_takes_less(
     assert answers.simulated_s == pytest.approx(answers.recorded_s, rel=0.01)
     assert not any("sequence-slices" in repair.flag for repair in answers.repairs)
     (repair,) = (r for r in answers.repairs if r.flag == "--slice-tokens 200")
-    assert repair.description == "slices of 200 tokens at no extra cost"
+    assert repair.description == "slices of 200 tokens, if they cost no extra time"
     short = what_if(unequal(tmp_path / "short", replace(run, tokens=200)))
     assert repair.step_s == pytest.approx(short.recorded_s.mean(), rel=0.02)
     assert repair.step_s < answers.recorded_s.mean()

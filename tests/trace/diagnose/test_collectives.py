@@ -46,7 +46,7 @@ def test_the_rank_is_named_for_which_its_group_waits(tmp_path: Path) -> None:
     assert causes(diagnosis) == [("slow collective member", (3,))]
     (finding,) = (f for f in diagnosis.findings if f.cause == "slow collective member")
     assert finding.delay_ms == pytest.approx(0.9 * NUMBER, rel=0.1)
-    assert "the tensor ranks wait 18 ms per step for rank 3 (stage 1, host" in finding.headline
+    assert "tensor-parallel ranks wait 18 ms per step for rank 3 (stage 1" in finding.headline
     assert finding.cost_fraction > 0
     assert (finding.period.kind, finding.against) == ("lasting", "peers")
 

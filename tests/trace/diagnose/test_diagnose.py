@@ -215,7 +215,7 @@ def test_uneven_stages_that_cost_almost_nothing_are_no_finding(say: Say) -> None
 @pytest.mark.parametrize(
     ("fault", "settings"),
     [
-        (Fault(kind="slow-rank", rank=1, factor=2.0), ["move segments, partition="]),
+        (Fault(kind="slow-rank", rank=1, factor=2.0), ["move segments with partition="]),
         (
             Fault(kind="slow-link", rank=1, to=2, seconds=0.02),
             ['schedule="adaptive"', "activation_cap"],

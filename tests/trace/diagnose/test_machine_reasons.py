@@ -132,7 +132,7 @@ def only(rank: int, **counts: float) -> Count:
         ({STEAL: 0.25}, "takes its processors away for 25%", "does not share its processors"),
         ({GPU_HOT: 0.3}, "the temperature of its GPU", "cooling"),
         ({GPU_POWER_LIMITED: 0.3}, "the power limit of its GPU", "nvidia-smi -pl"),
-        ({GPU_OTHERS: 2}, "2 other processes of host0 use its GPU", "stop the other processes"),
+        ({GPU_OTHERS: 2}, "2 other processes on host0 use the rank", "stop the other processes"),
         ({GPU_ERRORS: 1}, "has 1 uncorrectable errors per step", "exclude host0"),
         ({GPU_REPLAYS: 40}, "retransmits 40 PCIe packets per step", "PCIe link"),
         ({MEMORY_WAIT: 0.3, DISK_PAGES: 400}, "is short of memory", "free memory"),

@@ -88,7 +88,7 @@ def test_a_file_that_is_cut_off_is_used_as_far_as_it_goes(copied: Path) -> None:
     path = copied / "rank0.json.gz"
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
     run = read_profiles(copied)
-    assert "rank0.json.gz is truncated; only the events before its end are used" in run.notes()
+    assert "rank0.json.gz is truncated; only the events that it still has are used" in run.notes()
     assert run.ranks[0].iterations
 
 
@@ -97,7 +97,7 @@ def test_missing_ranks_and_clocks_apart_are_said(copied: Path) -> None:
     edit(copied / "rank1.json.gz", lambda text: text.replace(b'"baseTimeNanoseconds": 1', later))
     notes = read_profiles(copied).notes()
     assert len(notes) == 1
-    assert notes[0].startswith("clocks of ranks 1 are up to 8,000,000,000 s apart")
+    assert notes[0].startswith("clocks of ranks 1 are off by up to 8,000,000,000 s")
     (copied / "rank1.json.gz").unlink()
     assert any("no trace of ranks 1" in note for note in read_profiles(copied).notes())
 
@@ -124,7 +124,7 @@ def test_a_loop_without_names_is_advised(copied: Path, capsys: pytest.CaptureFix
     for path in copied.iterdir():
         edit(path, lambda text: text.replace(b"back_thing", b"backward_step"))
     assert import_run([str(copied), "--output", str(copied / "traces")]) == 0
-    assert "kinds of ranges are unknown: for_thing (24)" in capsys.readouterr().err
+    assert "unknown names are ignored: for_thing (24)" in capsys.readouterr().err
 
 
 def range_of(name: str, start_us: float, length_us: float, category: str, **more: Any) -> Any:
@@ -234,10 +234,10 @@ def test_spans_that_lack_something_are_said_or_refused(tmp_path: Path) -> None:
         spans_with(tmp_path / "other", lambda text: text.replace("grad_sync.finish", "new.thing"))
     )
     assert any(
-        "kinds of ranges are unknown: megatron.new.thing (6)" in note for note in loaded.notes()
+        "unknown names are ignored: megatron.new.thing (6)" in note for note in loaded.notes()
     )
     cut = load_run(spans_with(tmp_path / "cut", lambda text: text[: len(text) * 3 // 4]))
-    assert "spans.jsonl is truncated; only the events before its end are used" in cut.notes()
+    assert "spans.jsonl is truncated; only the events that it still has are used" in cut.notes()
     assert any("no trace of ranks 1" in note for note in cut.notes())
 
 

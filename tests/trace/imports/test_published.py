@@ -97,7 +97,7 @@ def test_chunks_and_unnumbered_microbatches() -> None:
         ({"start_ts": np.nan}, "start_ts that are missing"),
         ({"stage": "first"}, "has a column with text"),
         ({"gmc": 7}, "gmc .the index of a chunk in the model. must equal mc"),
-        ({"optype": "sleep"}, "does not contain forward-compute"),
+        ({"optype": "sleep"}, "contains no forward-compute"),
     ],
 )
 def test_bad_tables_are_refused_by_name(
@@ -139,8 +139,8 @@ def test_clocks_that_are_minutes_apart_are_put_right(make_job: Job) -> None:
     table["start_ts"] = table["start_ts"] + np.where(table["rank"] == 3, 300.0, 0.0)
     run, right = (run_of_columns(t, Path("job")) for t in (table, make_job()))
     assert run.notes() == [
-        "clocks of ranks 3 are up to 300 s apart; the import assumes that their first steps "
-        "begin together"
+        "clocks of ranks 3 are off by up to 300 s; the import assumes that the first steps of all "
+        "ranks begin together"
     ]
     assert abs(run.ranks[3].table().start_ns - right.ranks[3].table().start_ns).max() < 1e9
 

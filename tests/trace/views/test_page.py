@@ -172,7 +172,7 @@ def test_missing_ranks_are_rows_that_say_so(make: Make, tmp_path: Path) -> None:
     run = make(num_ranks=3, iterations=1)
     (run.origin / trace_file_name(1)).unlink()
     notes = write_page(read_run(run.origin), tmp_path / "a.html", [1])
-    assert notes == ["1 incomplete or very large steps are not simulated"]
+    assert notes == ["the ideal step is missing for 1 incomplete or large steps"]
     page = Page(tmp_path / "a.html")
     assert page.head["groups"][0]["rows"][1] == "stage 1: no trace"
     assert any("no trace of ranks 1" in note for note in page.head["notes"])

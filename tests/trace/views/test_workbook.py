@@ -189,7 +189,7 @@ def test_of_more_actions_than_columns_the_first_are_drawn(
     sheet = load_workbook(tmp_path / "chart.xlsx")["order"]
     assert [text for text, *_ in chart_row(sheet, 3)] == [f"0-{i}" for i in range(30)]
     texts = [str(cell.value) for row in sheet.iter_rows() for cell in row]
-    assert any("the first 30% of the step" in text for text in texts)
+    assert any("only the first 30% fit" in text for text in texts)
 
 
 def test_bins_of_time_show_actions_waits_and_idle_time() -> None:
@@ -324,7 +324,7 @@ def test_long_runs_are_thinned_out(
     write(write_run(2, 1, 1, iterations=7), tmp_path / "chart.xlsx")
     sheet = load_workbook(tmp_path / "chart.xlsx")["iterations"]
     assert [row[0] for row in sheet.iter_rows(min_row=3, values_only=True)] == [1, 4, 7]
-    assert "one iteration in 3 of 7" in sheet["A1"].value
+    assert "one in 3 of all 7 iterations" in sheet["A1"].value
     assert "the first 1 of 2 ranks" in sheet["A1"].value
 
 

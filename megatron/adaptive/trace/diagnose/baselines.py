@@ -5,9 +5,9 @@ statistical model combines all evidence. It considers the ratio of a rank's comp
 iteration to the rank's planned work. The logarithm of this ratio is modelled as the sum of
 
     a mean over all ranks  +  a deviation of the rank     (machines differ: ALIKE)
-                           +  a deviation of its stage    (the plan may be wrong; shared by peers)
+                           +  a deviation of its stage    (the plan may be wrong for all peers)
                            +  a deviation of its replica in the iteration
-                                                          (long microbatches; shared by stages)
+                                                          (long microbatches slow all stages)
                            +  noise                       (estimated from the run)
 
 A slow rank has a higher ratio in some or all iterations (a shift). The size of the shift and its

@@ -37,9 +37,9 @@ WORTH_MOVING = 0.03
 """Minimum fraction of the slowest rank's time that a suggested partition must save."""
 
 WORTH_REPORTING = 0.01
-"""Minimum fraction of the step time that a cause must cost to be reported if it is not a fault.
+"""Minimum fraction of the step time that a cause other than a fault must cost to be reported.
 
-Examples are uneven stages and overloaded experts. A faulty rank is reported even if it costs less.
+Uneven stages and overloaded experts are no faults. A faulty rank is reported even if it costs less.
 """
 
 
@@ -77,7 +77,7 @@ class Evidence:
 
     @property
     def settings(self) -> Advice:
-        """Settings of the program that wrote the trace, for remedies."""
+        """Settings that remedies can recommend to users of the program that wrote the trace."""
         return advice_for(self.measured.headers[0])
 
     def move_layers(self, finding: Finding) -> Remedy:
@@ -98,8 +98,8 @@ class Evidence:
         if gain < WORTH_MOVING:
             return Remedy()
         advice = (
-            f"move {settings.layers}, {settings.of_partition(format_partition(better))} instead of "
-            f"{format_partition(m.layers)}: the slowest rank takes {gain:.0%} less time"
+            f"move {settings.layers} with {settings.of_partition(format_partition(better))} "
+            f"instead of {format_partition(m.layers)}: the slowest rank takes {gain:.0%} less time"
         )
         return Remedy((advice,), better)
 
@@ -108,7 +108,7 @@ class Evidence:
 class RecordedSteps:
     """Contains the operations of recorded steps, with durations that a cause can change.
 
-    To compute the cost of a cause, the steps are simulated again with these changes. In the
+    To compute the cost of a cause, the steps are simulated again with the changed durations. In the
     simulation, a single worker represents all ranks of a tensor-parallel group. A finding about any
     rank of the group is therefore applied to this worker.
 

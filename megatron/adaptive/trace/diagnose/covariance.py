@@ -56,7 +56,7 @@ class Covariance:
         return Covariance(self.variances + factor * other.variances, (*self.shared, *scaled))
 
     def with_own(self, added: Floats) -> Covariance:
-        """Returns a copy of this covariance with ``added`` added to the variances of the ranks."""
+        """Returns a copy of this covariance with the ranks' variances increased by ``added``."""
         return replace(self, variances=self.variances + added)
 
     def inverse(self) -> InverseCovariance:

@@ -76,13 +76,13 @@ LOSES = 0.005
 """Minimum fraction of TCP segments that must be retransmitted for packet loss to be reported."""
 
 LOSES_OFTEN = 0.5
-"""Minimum number of retransmitted segments or port faults per iteration to report the loss."""
+"""Minimum number of retransmitted segments or of faults per iteration to report them."""
 
 FAULT_TIMES = 4.0
-"""Minimum ratio of a port's faults to those on other machines for them to be reported."""
+"""Minimum ratio of the faults of a port or GPU to the usual number of faults to report them."""
 
 SLOWER_PORT = 0.6
-"""Ratio of an interface's speed to the speed on other machines below which it is called slow."""
+"""Maximum ratio of a slow interface's speed to the usual speed on other machines."""
 
 OVER_TCP = ("gloo", "tcp")
 """Names of transports that use TCP even between ranks on the same machine."""
@@ -118,10 +118,11 @@ class _Wait:
 
 
 _WAITS = (
-    # If a quota stops a thread, the thread is also counted as waiting for a processor.
+    # A thread that is stopped by a quota is also counted as waiting for a processor, so the quota
+    # comes first.
     _Wait(
         THROTTLED,
-        "a quota on processor time on {host} takes {share:.0%} of a step",
+        "a quota on processor time stops this job on {host} for {share:.0%} of a step",
         "raise the quota on {host} (cpu.max of the control group, or the CPU limit of the pod)",
     ),
     _Wait(
@@ -160,7 +161,7 @@ _WAITS = (
 _PINNED = _Wait(
     PROCESSOR_WAIT,
     "waits for a processor take {share:.0%} of a step, because the rank may use fewer processors"
-    " than other ranks (on {host}: {processors})",
+    " than other ranks (number on {host}: {processors})",
     "let the rank use more processors (taskset, numactl, or --cpu-bind of srun)",
 )
 _CROWDED = _Wait(
@@ -323,7 +324,7 @@ def reading_reason(m: Measured, column: int, chosen: Ints) -> Reason | None:
             f"it reads {number_text(bytes_read / 1e6)} MB per step from a disk, and programs on "
             f"{host} wait for disks for {waiting:.0%} of the time"
         ),
-        remedy=f"read from a faster disk of {host}, or copy the data to its memory (/dev/shm)",
+        remedy=f"read from a faster disk, or copy the data to the memory of {host} (/dev/shm)",
     )
 
 
@@ -554,7 +555,7 @@ def _slow_gpu_clock(m: Measured, column: int, chosen: slice, factor: float) -> R
 
 
 def _shared_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
-    """Returns a reason if more outside processes use the GPU of a slow rank than other GPUs.
+    """Returns a reason if the GPU of a slow rank has more outside processes than other GPUs have.
 
     Otherwise returns ``None``. ``column`` is the index of the rank, and ``chosen`` contains the
     indices of the iterations to use.
@@ -567,7 +568,7 @@ def _shared_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
     host = m.headers[column].host
     return Reason(
         counter=GPU_OTHERS,
-        text=f"{count:.0f} other process{'es' * (count != 1)} of {host} use its GPU",
+        text=f"{count:.0f} other process{'es' * (count != 1)} on {host} use the rank's GPU",
         remedy=f"stop the other processes on the GPU of {host} (nvidia-smi)",
     )
 

@@ -73,10 +73,10 @@ class Measured:
         reads: ``[iterations, ranks]``, number of data reads.
         step_ns: ``[iterations]``, time in ns from the first to the last action in the slowest
             pipeline.
-        messages: Messages between ranks in the iterations, or in a sample of them if there are
-            many.
+        messages: Messages between ranks in the iterations, or in a sample of the iterations if
+            they have many spans.
         clock_error_ns: Maximum remaining error in ns between the clocks of two ranks.
-        experts: Markers with the load of the experts, keyed by iteration, for each rank.
+        experts: Records with the load of the experts, keyed by iteration, for each rank.
         machine: Values of each counter in ``machine_counters``, ``[iterations, ranks] float64``.
             NaN for iterations without counters.
         layer_rows: Times of the layers as in ``IterationStart``, for each rank and iteration. Empty
@@ -392,7 +392,7 @@ PASSED = 6
 """Minimum number of values in an interval that ends before the end of the series."""
 
 TO_THE_END = 0.85
-"""Fraction of the best score at which an interval that lasts to the end of the series is preferred.
+"""Minimum score to prefer an interval that lasts to the end, as a fraction of the best score.
 
 Such an interval is chosen even if another interval has a higher score.
 """

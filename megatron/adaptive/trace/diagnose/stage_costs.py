@@ -80,8 +80,8 @@ def split_costs(
     pure = pure if pure.any() else layers > 0
     usual = float(np.median(stage_ns[pure] / layers[pure]))
     # If a stage takes longer than its layers usually do, attribute the additional time to embedding
-    # and loss, but at most twice the time planned for them. If it takes even longer, the layers
-    # themselves are slow.
+    # and loss, but at most twice the time planned for them. If the stage takes even longer, its
+    # layers are slow.
     extra_ns = np.where(
         extra_work > 0, np.clip(stage_ns - layers * usual, 0, 2 * extra_work * usual), 0.0
     )

@@ -44,7 +44,7 @@ MOST_HEAD_BYTES = 64 << 20
 MOST_NS = 1 << 62
 """Largest plausible time in nanoseconds. A file with a larger time is damaged."""
 MOST_RANKS = 1 << 20
-"""Largest plausible number of ranks. A file with a larger number is damaged."""
+"""Largest plausible number of ranks. A file that states a larger one is damaged."""
 
 _COMPUTES = {
     "forward-compute": r"PP:(\d{1,9})F(\d{1,9})|forward[ _-]?(?:step|compute|pass|\d+)?"
@@ -116,8 +116,8 @@ class _Event:
     """Contains one operation of a rank, as read from the file. Unknown numbers are -1.
 
     Attributes:
-        kind: Kind of operation, as in a published table. For a message of unknown direction
-            (forward or backward), it is ``send`` or ``recv``, or ``both`` if it could be either.
+        kind: Kind of operation, as in a published table; or ``send``, ``recv`` or ``both`` (sent,
+            received, or possibly both) for a message that may be forward or backward.
         category: Category of the event (``cat`` in the file): range or kernel, on host or GPU.
         start: Start time in nanoseconds.
         length: Duration in nanoseconds.
@@ -179,7 +179,7 @@ class _RankFile:
     process: str = ""
 
     def leave_out(self, reason: str, name: str) -> None:
-        """Counts an event called ``name`` that is omitted because of ``reason``, for a note."""
+        """Counts an omitted event called ``name``. A note shows the counts of each ``reason``."""
         self.left_out.setdefault(reason, Counter())[printable(name)] += 1
 
 
@@ -226,7 +226,7 @@ def read_profiles(source: Path, pipeline: int | None = None) -> RunTrace | None:
         return None
     _check_same_job(source, files)
     cut = dict.fromkeys(rank_file.path.name for rank_file in files if rank_file.is_cut)
-    notes = [f"{name} is truncated; only the events before its end are used" for name in cut]
+    notes = [f"{name} is truncated; only the events that it still has are used" for name in cut]
     notes += [
         f"{rank_file.path.name}: {names.total()} events {reason} are left out: {_listed(names)}"
         for rank_file in files
@@ -237,7 +237,7 @@ def read_profiles(source: Path, pipeline: int | None = None) -> RunTrace | None:
     table: dict[str, Any] = dict(zip(OperationRow._fields, columns, strict=False))
     if not any(kind.endswith("-compute") for kind in table.get("optype", ())):
         advice = (
-            "put torch.profiler.record_function('forward_step') and ('backward_step') around them"
+            "wrap each pass in torch.profiler.record_function('forward_step') or ('backward_step')"
             if kineto
             else "run with MEGATRON_OTEL_SPAN_GROUPS=per_step,microbatch and "
             "MEGATRON_OTEL_RANK_STRATEGY=all_ranks"
@@ -252,7 +252,7 @@ def read_profiles(source: Path, pipeline: int | None = None) -> RunTrace | None:
     run = run_of_columns(table, source, world_size=world)
     unknown = sum((rank_file.unknown for rank_file in files), Counter[str]())
     if unknown:
-        notes.append(f"{len(unknown)} kinds of ranges are unknown: {_listed(unknown)}")
+        notes.append(f"ranges with {len(unknown)} unknown names are ignored: {_listed(unknown)}")
     return replace(run, caveats=(*run.caveats, *notes))
 
 
@@ -312,7 +312,7 @@ def _append(file: _RankFile, later: _RankFile) -> None:
 
 
 def _chunks(file: _RankFile, size: int = CHUNK_BYTES) -> Iterator[bytes]:
-    """Yields the file's decompressed bytes in parts, and sets ``is_cut`` if it is truncated."""
+    """Yields the file's decompressed bytes in parts, and sets ``is_cut`` for a truncated file."""
     unpack = zlib.decompressobj(31) if file.path.suffix == ".gz" else None
     try:
         with file.path.open("rb") as stream:
@@ -413,7 +413,7 @@ def _unix_ns(clock: str) -> int:
 
 
 def _objects(file: _RankFile) -> Iterator[bytes]:
-    """Yields the text of each JSON object in ``file``, which may take several lines."""
+    """Yields the text of each JSON object in ``file``. An object may take several lines."""
     held = b""
     parts: list[bytes] = []
     for chunk in _chunks(file):
@@ -474,7 +474,7 @@ def _read(path: Path) -> _RankFile:
 
 
 def _take_head(file: _RankFile, held: bytes) -> None:
-    """Reads the rank and the job's parallel sizes from the file's name and first bytes (``held``).
+    """Reads the rank, world size and groups from the file's name and its first bytes (``held``).
 
     Raises:
         TraceError: A value in the first bytes is impossible.
@@ -516,7 +516,7 @@ def _whole(value: Any, limit: int) -> int:
     """
     number = int(value) if len(str(value)) < 30 else limit + 1
     if not -1 <= number <= limit:
-        raise ValueError(f"{str(value)[:30]} is more than {limit}")
+        raise ValueError(f"{str(value)[:30]} is not between -1 and {limit}")
     return number
 
 
@@ -587,8 +587,8 @@ def _take_event(file: _RankFile, event: Mapping[str, Any]) -> None:
         int(rank) for rank in re.findall(r"\d{1,9}", str(arguments.get("Process Group Ranks", "")))
     ]
     root = min(group) if group else file.only_group
-    # NCCL uses the same kernel for sending, for receiving and for both, so the kernel's name does
-    # not contain the direction. The arguments of the event may contain it.
+    # NCCL uses the same kernel for sends, for receives and for both at once. The kernel's name does
+    # not distinguish them, but the event's arguments may.
     if kind == "both":
         kind = {"send": "send", "recv": "recv"}.get(
             str(arguments.get("Collective name", "")), "both"
@@ -728,7 +728,7 @@ def _set_steps(file: _RankFile, line: str, events: list[_Event], labels: list[_E
 
 
 def _unspanned(end: str, messages: list[_Event], computes: list[_Event]) -> list[_Event]:
-    """Returns the sends or receives (``end``) that have no span, because one call did both.
+    """Returns the sends or receives (``end``) that have no span because one call did both.
 
     Their times are estimated: the wait for an input begins at the end of the previous computation,
     and a result is sent at the end of the computation that produced it.
@@ -768,7 +768,7 @@ def _outermost(computes: list[_Event]) -> list[_Event]:
 def _messages(
     end: str, messages: list[_Event], labels: list[_Event], computes: list[_Event]
 ) -> list[_Event]:
-    """Returns the messages with the direction and number of the computation to which they belong.
+    """Returns the messages, with direction and number taken from the computation of each message.
 
     Without labels, a received message belongs to the next computation, and a sent message to the
     previous one. If an input arrives during the range of its computation, the start of the

@@ -136,8 +136,7 @@ def run_of_columns(columns: Mapping[str, Any], origin: Path, world_size: int = 0
     """Converts a table to the trace of a run.
 
     Args:
-        columns: Array or sequence of each column, keyed by the names in :data:`COLUMNS` and
-            :data:`OPTIONAL`.
+        columns: Values of each column, keyed by the names in :data:`COLUMNS` and :data:`OPTIONAL`.
         origin: Path of the table, for error messages.
         world_size: Minimum number of ranks in the job. If the table contains higher ranks, the
             number is increased.
@@ -187,9 +186,8 @@ def _on_one_clock(rank: Ints, step: Ints, start_ts: Ints, duration: Ints) -> tup
 
     Returns the aligned start times, and notes for the user.
 
-    A rank's clock seems to differ if its first step begins much earlier or later than the first
-    step of the lowest rank. The difference must be more than twice the median length of these
-    steps.
+    The clock of a rank seems to differ if its first step begins earlier or later than the first
+    step of the lowest rank, by more than twice the median length of all ranks' first steps.
     """
     rows = np.flatnonzero(step == step.min())
     ranks, index = np.unique(rank[rows], return_inverse=True)
@@ -205,9 +203,9 @@ def _on_one_clock(rank: Ints, step: Ints, start_ts: Ints, duration: Ints) -> tup
     is_shifted = (ranks[nearest] == rank) & apart[nearest]
     moved = start_ts - np.where(is_shifted, shift[nearest], 0.0)
     return moved, [
-        f"clocks of ranks {describe_numbers(ranks[apart].tolist())} are up to "
-        f"{number_text(np.abs(shift).max() / 1e9)} s apart; the import assumes that their first "
-        "steps begin together"
+        f"clocks of ranks {describe_numbers(ranks[apart].tolist())} are off by up to "
+        f"{number_text(np.abs(shift).max() / 1e9)} s; the import assumes that the first steps of "
+        "all ranks begin together"
     ]
 
 
@@ -285,7 +283,7 @@ class _Table:
         """
         computes = self._rows(*_COMPUTES)
         if not len(computes):
-            raise TraceError(f"{origin} does not contain forward-compute or backward-compute")
+            raise TraceError(f"{origin} contains no forward-compute or backward-compute operations")
         num_ranks = int(self._stage.max()) + 1
         num_chunks = int(self._chunk[computes].max(initial=0)) + 1
         placement = self._placement(origin, computes, num_ranks, num_chunks)
@@ -451,7 +449,7 @@ class _Table:
         return messages[partner >= 0], computes[partner[partner >= 0]]
 
     def _global(self, worker: Ints, pp_rank: Ints) -> Ints:
-        """Returns the global rank with ``pp_rank`` in each worker's pipeline, or -1 if missing."""
+        """Returns the global rank of each worker's pipeline rank ``pp_rank``, or -1 if missing."""
         index = find_rows(
             [self._pp_rank, self._dp_rank, self._tp_rank],
             [pp_rank, self._dp_rank[worker], self._tp_rank[worker]],

@@ -1,10 +1,10 @@
 """Writes a run as a self-contained ``.html`` page for the browser.
 
-The page contains plotly.js, its own scripts and the trace's spans (named time intervals), and loads
-no other files. The timeline has one row per rank with actions and waits, and arrows from sends to
-receives. The page can also show the ideal step, in which no rank is slower than the others, and the
-size of the activations in memory. A slider selects the iteration. To open quickly, the page of a
-large run contains only some iterations and replicas, and lists what is omitted.
+The page contains plotly.js, the package's scripts and the trace's spans (named time intervals), and
+loads no other files. The timeline has one row per rank with actions and waits, and arrows from
+sends to receives. The page can also show the size of the activations in memory, and the ideal step,
+in which no rank is slower than the others. A slider selects the iteration. To open quickly, the
+page of a large run contains only some iterations and replicas, and lists what is omitted.
 
 A page contains at most :data:`MAX_SPANS` spans. If the run has more, the page contains fewer
 iterations. If a single step has too many spans, its shortest spans are omitted. The page draws
@@ -139,8 +139,8 @@ def write_html(
         title: Title of the browser window.
         package: Python package whose folder ``assets`` contains ``NAME.html``, ``NAME.css`` and the
             scripts.
-        name: ``NAME`` of the template. Its text ``{{blocks}}`` is replaced with the data and the
-            scripts.
+        name: Name of the template (``NAME``). In the template, ``{{blocks}}`` is replaced with the
+            data and the scripts.
         blocks: (ID, content) of each block of data. The content is written as JSON.
         scripts: File names of the scripts, in the order in which they run after plotly.js.
 
@@ -231,7 +231,7 @@ def _blocks(
     if num_short:
         notes.append(f"the {num_short:,} shortest spans of large steps are not drawn")
     if num_unsimulated:
-        notes.append(f"{num_unsimulated} incomplete or very large steps are not simulated")
+        notes.append(f"the ideal step is missing for {num_unsimulated} incomplete or large steps")
 
 
 def _block(
@@ -308,7 +308,7 @@ MAX_ITERATIONS = 20
 SLOWEST = 4
 """Number of slowest iterations that a page always contains."""
 MAX_REPLICAS = 4
-"""Maximum number of replicas to show. If there are more, the first and the slowest are shown.
+"""Maximum number of replicas to show. If there are more, only the first and the slowest are shown.
 """
 
 
@@ -375,8 +375,8 @@ def _groups(
         )
     if len(tensor) > 1:
         notes.append(
-            f"the page shows only rank {tensor[0]} of every tensor-parallel group, "
-            f"without {describe_numbers(tensor[1:])}"
+            f"the page shows only rank {tensor[0]} of every tensor-parallel group, not ranks "
+            f"{describe_numbers(tensor[1:])}"
         )
     groups = []
     for replica in replicas:
@@ -408,11 +408,11 @@ def _replicas(figures: RunFigures, present: Sequence[int]) -> tuple[int, ...]:
 
 
 def encode(columns: Mapping[str, Ints], **head: Any) -> dict[str, Any]:
-    """Returns a block of data for the page, with compressed columns and values for JSON.
+    """Returns a block of data for the page: compressed columns, and other values.
 
     Args:
         columns: Columns of integers below 2^53, keyed by column name.
-        head: Other values that the block contains, keyed by name.
+        head: Other values of the block, keyed by name. The page receives them as JSON.
     """
     most = np.iinfo("int32").max
     typed = {

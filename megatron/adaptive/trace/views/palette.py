@@ -79,7 +79,7 @@ def cause_of(wait: Span) -> str:
 
 
 def fill_of(span: Span | None, num_chunks: int) -> str:
-    """Returns the fill colour of ``span``, or of idle time if it is ``None``, as ``RRGGBB``."""
+    """Returns the fill colour of ``span`` as ``RRGGBB``. ``None`` stands for idle time."""
     if span is None:
         return IDLE
     if span.action == "wait":

@@ -9,10 +9,10 @@ bytes, the microbatches in flight and the queued inputs. Times are in microsecon
 common clock, and the first span starts at 0.
 
 The format imposes some rules. Slices (drawn spans) of a thread must nest, so spans that overlap
-without nesting are put on additional threads with the same name. The end of a flow is attached to
-the slice that is open on its thread at that time, so each slice lasts at least one nanosecond and
-is written before its flow. Process and thread IDs must be above 0, because 0 denotes the idle
-process.
+without nesting are put on additional threads with the same name. A viewer attaches the end of a
+flow to the slice that is open on the same thread at that time. Therefore, each slice lasts at least
+one nanosecond and is written before its flow. Process and thread IDs must be above 0, because 0
+denotes the idle process.
 
 Source: "Trace Event Format" of the Chromium project.
 """
@@ -57,7 +57,7 @@ THREADS: dict[str, tuple[str, ...]] = {
 }
 """Kinds of spans on each thread. Viewers show the threads in this order."""
 LANES = 10_000
-"""Number of thread IDs that are reserved on each rank per entry of :data:`THREADS`."""
+"""Number of thread IDs that each rank reserves for each entry of :data:`THREADS`."""
 
 
 Event = dict[str, Any]
@@ -173,8 +173,8 @@ def _within_limit(
 ) -> tuple[list[int], list[int], list[str]]:
     """Returns the iterations and ranks to write, and notes on omitted iterations.
 
-    If there are more than :data:`MAX_SPANS` spans, omits iterations from the start. ``dp_rank`` is
-    the replica to write, or ``None`` for all replicas.
+    If there are more than :data:`MAX_SPANS` spans, omits the first iterations. ``dp_rank`` is the
+    replica to write, or ``None`` for all replicas.
     """
     for iteration in iterations:
         run.require_iteration(iteration)
@@ -195,8 +195,8 @@ def _within_limit(
         del chosen[0]
     if len(chosen) < asked:
         notes.append(
-            f"only the last {len(chosen)} of {asked} iterations are written, because together "
-            f"they have more than {MAX_SPANS:,} spans"
+            f"only the last {len(chosen)} of {asked} iterations are written, because all of them "
+            f"together have more than {MAX_SPANS:,} spans"
         )
     return chosen, ranks, notes
 
@@ -415,8 +415,8 @@ def _counters(rank: int, actions: Sequence[Span], origin_ns: int) -> Iterator[Ev
     times = _microseconds([action.start_ns - origin_ns for action in actions])
     for action, time in zip(actions, times, strict=True):
         if action.iteration != iteration:
-            # Restart the count from 0 in each iteration. If an iteration was interrupted, some of
-            # its forward passes have no backward pass.
+            # Restart the count from 0 in each iteration, because the forward passes of an
+            # interrupted iteration may have no backward passes.
             iteration = action.iteration
             in_flight = 0
         in_flight = max(0, in_flight + {"F": 1, "B": -1}.get(action.action, 0))
@@ -438,7 +438,7 @@ _PASSES = ("forward", "backward")
 
 
 def _layer_slices(trace: RankTrace, iterations: Sequence[int]) -> Iterator[Slice]:
-    """Yields the passes of a rank's layers whose start and end were recorded.
+    """Yields a rank's layer passes that have a recorded start and end.
 
     Args:
         trace: Trace of the rank.
@@ -461,7 +461,9 @@ def _layer_slices(trace: RankTrace, iterations: Sequence[int]) -> Iterator[Slice
 
 
 def _collective_slices(joined: Sequence[JoinedCollectives], rank: int) -> Iterator[Slice]:
-    """Yields a rank's collectives, with wait and transfer, if all members recorded their times.
+    """Yields slices for the collectives of a rank, and for the wait and transfer in each of them.
+
+    Only collectives are included whose times were recorded by all members of the group.
 
     Args:
         joined: Collectives of all groups, as returned by ``join_collectives``.
@@ -498,7 +500,7 @@ def _collective_slices(joined: Sequence[JoinedCollectives], rank: int) -> Iterat
 def _kernel_slices(
     run: RunTrace, rank: int, iterations: Sequence[int], spans: Sequence[Span], origin_ns: int
 ) -> Iterator[Slice]:
-    """Yields the kernels of a rank in ``iterations`` whose times were recorded.
+    """Yields the kernels that a rank recorded in ``iterations``.
 
     Args:
         run: Trace of the run.
@@ -513,8 +515,8 @@ def _kernel_slices(
         of_step = [span for span in spans if span.iteration == step.iteration]
         for kernel, action in zip(step.kept, actions_of(of_step, step.kept), strict=True):
             # The clocks of the profiler and of the actions differ by microseconds, so clip the
-            # kernels to the actions. Also clip them at time 0, because Perfetto drops events that
-            # start before.
+            # kernels to the actions. Also clip them at time 0, because Perfetto drops events with
+            # negative times.
             start_ns = max(kernel.start_ns, origin_ns)
             end_ns = kernel.end_ns if action is None else min(kernel.end_ns, action.end_ns)
             kind = OUTSIDE if action is None else action.action

@@ -42,14 +42,14 @@ MAX_WIDTH_IN = 22.0
 FORWARD_IN = 0.13
 """Desired width in inches of a short action.
 
-If necessary, the picture is made wider to reach this width, up to ``MAX_WIDTH_IN``.
+The picture is widened for it if necessary, up to ``MAX_WIDTH_IN``.
 """
 AROUND_IN = 1.5
 """Total height in inches of the parts above and below the rows of the picture."""
 ROW_IN_FEW = 0.62
 ROW_IN_MANY = 0.36
 MANY_ROWS = 8
-"""Maximum number of rows with the height ``ROW_IN_FEW``. If there are more, rows are lower."""
+"""Maximum number of rows with height ``ROW_IN_FEW``. More rows have height ``ROW_IN_MANY``."""
 MAX_ROWS_IN = 100.0
 """Maximum total height of the rows in inches. Viewers support at most 65,536 pixels."""
 BAR = 0.80
@@ -92,7 +92,7 @@ def write_picture(step: PipelineStep, path: str | os.PathLike[str]) -> None:
     causes = {cause_of(wait) for row in step.waits for wait in row if wait.duration_ns > long_ns}
     _draw_legend(figure, step.num_chunks, step.actions, causes)
     figure.draw_without_rendering()
-    # Do not compute the layout again, because all bars and texts below are within the axes.
+    # All bars and texts that are drawn from now on are within the axes, so keep the layout.
     figure.set_layout_engine("none")
     points = axes.get_window_extent().width / DPI * POINTS_PER_IN
     points_per_ns = points / max(step.step_ns, 1)
@@ -270,7 +270,7 @@ def write_comparison(steps: Sequence[tuple[str, SimResult]], path: str | os.Path
 
 
 MAX_HEAT_ROWS = 64
-"""Maximum number of ranks in a map of lost time. If there are more, the slowest are shown."""
+"""Maximum number of ranks in a map of lost time. If there are more, the map shows the slowest."""
 
 
 def write_heat(run: RunTrace, answers: WhatIf, path: str | os.PathLike[str]) -> None:

@@ -65,8 +65,8 @@ class View:
     Attributes:
         name: Name of the view on the command line.
         ending: End of the file name, such as ``.xlsx``. The file names of all views of a run only
-            differ in their endings. Empty if the view is printed instead of being written to a
-            file.
+            differ in their endings. The ending is empty if the view is printed instead of being
+            written to a file.
         summary: Short description of the view for help texts.
         function: Function that writes or returns the view (see :func:`trace_view`).
         is_own: Whether the view was defined by a user instead of this package.

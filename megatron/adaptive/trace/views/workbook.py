@@ -225,14 +225,14 @@ def _cells(row: Sequence[Span], unit_ns: int, least: int) -> Iterator[ChartCell]
 
 
 def add_order(workbook: Workbook, step: PipelineStep, title: str) -> None:
-    """Adds the sheet *order* to ``workbook``, which shows the actions of ``step`` in order.
+    """Adds the sheet *order*, which shows the actions of ``step`` in order, to ``workbook``.
 
     Columns beyond Excel's maximum number are omitted.
     """
     chart = lay_out(step)
-    about = "each cell shows chunk-microbatch, and its width is the time"
+    about = "each cell shows chunk-microbatch, with a width proportional to its time"
     if chart.num_columns > GRID_COLUMNS:
-        about += f"; the first {GRID_COLUMNS / chart.num_columns:.0%} of the step, all in *time*"
+        about += f"; only the first {GRID_COLUMNS / chart.num_columns:.0%} fit; see sheet *time*"
     sheet = workbook.create_sheet("order")
     last = _draw(sheet, step, chart, title, about, 1.4, 16)
     _patch(sheet, last, 0, IDLE, "idle (bubble)")
@@ -242,7 +242,7 @@ def _add_time(workbook: Workbook, step: PipelineStep, title: str) -> None:
     chart = fill_bins(step)
     sheet = workbook.create_sheet("time")
     unit = f"{chart.unit_ns / NS_PER_MS:g} ms"
-    about = f"each column covers {unit} and shows the action (chunk-microbatch) in its middle"
+    about = f"each column shows the action (chunk-microbatch) in the middle of its {unit}"
     last = _draw(sheet, step, chart, f"{title}; one column is {unit}", about, 0.9, 20)
     spans = [cell.span for row in chart.rows for cell in row if cell.span is not None]
     causes = {cause_of(span) for span in spans if span.action == "wait"}
@@ -396,7 +396,7 @@ def _add_iterations(workbook: Workbook, step: PipelineStep, figures: RunFigures)
     labels = [step.label(int(figures.pp_rank[rank])).split(" (")[0] for rank in ranks]
     text = "the parts of a step are means over all ranks"
     if stride > 1:
-        text += f"; one iteration in {stride} of {total}"
+        text += f"; the rows show one in {stride} of all {total} iterations"
     if len(ranks) < len(figures.ranks):
         text += f"; bubbles of the first {len(ranks)} of {len(figures.ranks)} ranks"
     sheet.append([text])
@@ -586,7 +586,7 @@ def _mean(values: Floats) -> float:
 
 
 def _plain(value: float) -> float | int | None:
-    """Returns the value of a cell: ``int`` if ``value`` is whole, or ``None`` if it is NaN."""
+    """Returns ``value`` as the content of a cell: ``int`` for a whole number, ``None`` for NaN."""
     number = float(value)
     if np.isnan(number):
         return None

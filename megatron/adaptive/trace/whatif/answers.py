@@ -75,7 +75,7 @@ WORTH = 0.002
 """Minimum fraction of the step time that a change must save to be listed."""
 SLICES = 8
 """Number of slices per microbatch in simulations of runs whose microbatches are not split."""
-SLICES_TEXT = f"sequences cut into {SLICES} slices at no extra cost"
+SLICES_TEXT = f"sequences cut into {SLICES} slices, if they cost no extra time"
 SLICES_FLAG = f"--sequence-slices {SLICES}"
 _EVEN = "stages of equal work"
 """Name of a change that is only listed if there are no better estimates for other partitions.
@@ -160,8 +160,8 @@ def what_if(run: RunTrace, iterations: Iterable[int] | None = None) -> WhatIf:
     if len(sample) < len(chosen):
         notes.append(
             f"only {len(sample):,} of {len(chosen):,} iterations, evenly spaced, are analyzed, "
-            f"because together they have more than {MOST_SPANS:,} spans; use --iterations to "
-            "choose others"
+            f"because all of them together have more than {MOST_SPANS:,} spans; use --iterations "
+            "to choose others"
         )
         chosen = sample.tolist()
     parts = []
@@ -363,7 +363,7 @@ class _Answers:
 
         The keys of the dict are (type, name) of the groups. Each set contains recorded durations
         for the operations of the group, and ideal durations for all other operations. The first two
-        entries are the recorded step (``simulated``) and the ideal step.
+        entries are the sets with all recorded durations (``simulated``) and all ideal durations.
         """
         where = self._where
         sets: dict[tuple[str, str], Durations] = {
@@ -435,8 +435,8 @@ class _Answers:
             np.add.at(total, cell, part.ops.duration_s[: part.ops.num_computes])
             np.add.at(number, cell, 1)
         self._cells: Floats = total / np.maximum(number, 1)
-        # If all ranks of a replica take longer, the reason is that its microbatches are long.
-        # Divide by this factor, so that only the speed of the ranks remains.
+        # If all ranks of a replica take longer, the replica's microbatches are long. Divide by the
+        # replica's factor, so that only the speeds of its ranks remain.
         cell_sum_s = self._cells.sum(axis=(1, 2))
         ratio = cell_sum_s / self._stage_sum_s()[self._where.pp_rank]
         replica_factor = np.ones(int(self._where.replica.max()) + 1)
@@ -488,7 +488,7 @@ class _Answers:
         return [link for link in worst if link >= 0 and late[link] > 0][:SHOWN]
 
     def _worst(self, group: str, count: int) -> list[int]:
-        """Returns all stages or replicas. If there are many, omits those that lose less time.
+        """Returns the indices of all stages or replicas, or of the slowest if there are many.
 
         Args:
             group: ``stage`` or ``replica``.
@@ -569,7 +569,7 @@ class _Answers:
         )
 
     def _partition(self, usual: Floats) -> tuple[str, Floats]:
-        """Returns the flag for equal stages, and the factor by which each rank's time changes.
+        """Returns the flag that equalizes the stages, and the factor by which ranks' times change.
 
         ``usual`` contains the usual computing time of each pipeline rank in seconds.
         """
@@ -618,8 +618,8 @@ class _Answers:
             return self._sliced(simulated)
         steps = np.concatenate([np.unique(part.ops.iteration) for part in self._parts]).tolist()
         by_length = [step for _, step in sorted(zip(simulated.tolist(), steps, strict=True))]
-        # Choose steps of different durations: sort the steps by duration, divide them into
-        # quarters, and use the middle step of each.
+        # Choose steps of different durations: sort the steps by duration, divide them into equal
+        # parts, and use the middle step of each part.
         count = steps_at_most(self._parts[-1].ops, REPLAYED)
         quantiles = (np.arange(count) + 0.5) * len(by_length) / count
         chosen = {by_length[int(index)] for index in quantiles} & set(times.steps)

@@ -377,7 +377,7 @@ def _inputs(actions: TraceTable, stage: Ints, where: Pipelines, owner: Ints) -> 
 def _transfers(
     table: TraceTable, worker: Ints, actions: TraceTable, owner: Ints, came: Ints, where: Pipelines
 ) -> tuple[Floats, Ints, bool]:
-    """Returns the transfer times of the messages with the inputs of the computations ``came``.
+    """Returns the transfer times of the messages that computations received as their inputs.
 
     If the arrival of a message was not recorded, its transfer time is assumed to be the median of
     the other messages in the same direction.
@@ -575,9 +575,9 @@ def build_graph(operations: Operations) -> Graph:
         stuck = np.flatnonzero(~is_known[1 : len(operations) + 1])
         first = stuck[np.argmin(operations.start_ns[stuck])]
         raise TraceError(
-            f"{operations.describe(int(first))} waits for another operation that waits for this "
-            "one, so the recorded order is impossible; check whether clocks differ, or two jobs "
-            "share a folder"
+            f"{operations.describe(int(first))} waits for another operation and vice versa, so the "
+            "recorded order is impossible; check whether clocks differ, or whether two jobs share "
+            "a folder"
         )
     order = np.argsort(level, kind="stable")
     node = np.empty(len(order), dtype=np.int32)
@@ -601,9 +601,9 @@ def ideal_steps(
     """Simulates ``iterations`` on ``ranks`` as if all work took the ideal time for its kind.
 
     Returns:
-        Computations of the ideal steps, in which no rank is slower than the others, by global rank.
-        Each ideal step begins when the recorded step began. ``None`` if operations are missing in
-        the trace or its order is impossible.
+        Computations of each rank in the ideal steps, keyed by global rank. In an ideal step, no
+        rank is slower than the others. Each ideal step begins when the recorded step began.
+        ``None`` if operations are missing, or if the recorded order is impossible.
     """
     try:
         ops = read_operations(run, pipelines_of(run, ranks), iterations)
@@ -648,8 +648,8 @@ def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
         same = segment[rows[1:]] == segment[rows[:-1]]
         pairs.append((rows[:-1][same], rows[1:][same]))
 
-    # If computations on a rank overlap, a computation depends on the last one that had finished
-    # when it started. This need not be the previous one.
+    # If computations on a rank overlap, each depends on the last one that had finished at its
+    # start, which need not be the previous one.
     span = ops.end_ns[computes] - ops.start_ns[computes]
     ended = ops.end_ns[computes] - (span * _ENDED).astype(np.int64)
     overlaps = (np.diff(rank[computes]) == 0) & (ops.start_ns[computes][1:] < ended[:-1])

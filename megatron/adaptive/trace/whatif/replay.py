@@ -54,7 +54,7 @@ MOST_PIPELINES = 256
 At least one step is simulated, even if it has more pipelines.
 """
 ALIKE = 0.1
-"""Maximum relative difference of simulated and recorded step time for a simulation to be used.
+"""Maximum relative difference between simulated and recorded step time to use a simulation.
 
 The simulation uses the recorded durations. The difference is larger if the run had a different
 limit on activation memory than the simulated rule, or if the trace's spans do not cover the whole
@@ -89,7 +89,7 @@ class OtherSchedule:
 
 @dataclass(frozen=True)
 class RecordedTimes:
-    """Contains the forward and backward times of each microbatch, if there is one stage per rank.
+    """Contains the forward and backward times of the microbatches of a run with one stage per rank.
 
     Attributes:
         steps: Maps each iteration to one array per replica, ``[2, stages, microbatches]``, with the
@@ -133,7 +133,8 @@ class RecordedTimes:
     def stage_s(self) -> Floats:
         """Usual time of F and B per stage in seconds, ``[2, stages]``.
 
-        The usual time is the median over replicas of the mean over steps and microbatches.
+        Each replica's times are averaged over steps and microbatches. The usual time is the median
+        of these means.
         """
         stage: Floats = np.median(self._means, axis=0)
         return stage

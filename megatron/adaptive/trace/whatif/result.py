@@ -12,7 +12,7 @@ from megatron.adaptive.trace.span_columns import Ints
 from megatron.adaptive.trace.whatif.operations import Floats, Pipelines
 
 SHOWN = 5
-"""Number of ranks, and of links, whose slowdown is computed: the slowest ones."""
+"""Maximum number of ranks, and of links, whose slowdown is computed. The slowest are chosen."""
 SLOW = 1.05
 """Minimum slowdown for which the report names causes and the share of each."""
 

@@ -4,9 +4,8 @@ The trace contains the lengths of all documents in a step, and the number of sli
 microbatch. A model is fitted to the recorded slices for each stage and kind of action. It has two
 parameters: the time per token, and the time per pair of tokens that attend to each other. To
 simulate a different slice length, the documents are packed again, and the fitted times are used.
-Splitting into slices is assumed to have no additional cost, because all recorded slices have the
-same number of tokens, and a fixed time per action cannot be distinguished from the time of the
-tokens.
+All recorded slices have the same number of tokens, so a fixed time per action cannot be
+distinguished from the time per token. Therefore, splitting is assumed to have no additional cost.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ def token_repairs(
         # A run with slices of this length would fail with the same error, so do not suggest the
         # length.
         with contextlib.suppress(ConfigError):
-            names = f"slices of {n} tokens at no extra cost", f"--slice-tokens {n}"
+            names = f"slices of {n} tokens, if they cost no extra time", f"--slice-tokens {n}"
             repairs[names] = whole_s - now_s + model.mean_s(n)
     return repairs
 
@@ -214,7 +213,7 @@ def _work(cuts: Sequence[Cut]) -> Floats:
 
 
 class _Model:
-    """Holds the times fitted to a run, and simulates its steps with slices of any length.
+    """Holds the times fitted to a run, and simulates the run's steps with slices of any length.
 
     Args:
         header: Trace header of any rank, with the rule to simulate.

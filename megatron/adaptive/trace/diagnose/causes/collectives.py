@@ -51,7 +51,7 @@ FEWEST_GROUPS = 2
 """Minimum number of other groups needed for a comparison."""
 
 _LEAST_LEFT = 0.1
-"""Minimum time that remains of an operation without the delay, as a fraction of its duration."""
+"""Minimum duration of an operation without the delay, as a fraction of its recorded duration."""
 
 
 class SlowMember(Cause):
@@ -73,7 +73,9 @@ class SlowMember(Cause):
 
     def describe(self, finding: Finding) -> str:
         group = finding.detail.partition(":")[0]
-        return f"the {group} ranks wait {finding.delay_text} per step for {finding.culprit}"
+        return (
+            f"other {group}-parallel ranks wait {finding.delay_text} per step for {finding.culprit}"
+        )
 
     def advise(self, finding: Finding, evidence: Evidence) -> Remedy:
         host = finding.hosts[0]
@@ -84,7 +86,7 @@ class SlowMember(Cause):
 
 
 class CongestedCollectives(Cause):
-    """Finds process groups whose transfers take longer than those of other groups or iterations."""
+    """Finds process groups whose transfers take longer than in other groups or iterations."""
 
     name = "congested collectives"
     order = 26
@@ -255,7 +257,7 @@ def _period(
         series_ns: ``[iterations]``, excess of each iteration's transfer time over the usual time in
             ns.
         least_ns: Minimum time in ns for a finding.
-        differ_ns: Standard deviation in ns of the usual time between groups of the same kind.
+        differ_ns: Standard deviation in ns of the usual times of groups of the same kind.
 
     Returns:
         Tuple of the numbers of the iterations, the additional time in ns, the additional time in

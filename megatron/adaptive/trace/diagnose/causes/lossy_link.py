@@ -40,7 +40,7 @@ RANDOMLY = 0.02
 """Maximum probability that delays and retransmissions coincide by chance on a reported link."""
 
 DRAWS = 1000
-"""Number of random permutations of the iterations from which this probability is estimated."""
+"""Number of random permutations of the iterations to estimate the probability of coincidence."""
 
 LINK_FEWEST = 20
 """Minimum number of messages needed to judge a link."""
@@ -122,7 +122,7 @@ def find_lossy_links(m: Measured) -> list[Finding]:
         confidence=chance(math.sqrt(len(worst.late_ns))),
         delay_ms=float(np.median(worst.late_ns)) / 1e6,
         counts={"late messages": len(worst.late_ns)},
-        detail=f"{len(worst.late_ns) / worst.count:.1%} of its messages",
+        detail=f"{len(worst.late_ns) / worst.count:.1%} of the link's messages",
     )
     return [replace(finding, reason=worst.reason)]
 

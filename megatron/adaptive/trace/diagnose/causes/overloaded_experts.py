@@ -52,8 +52,8 @@ class OverloadedExperts(Cause):
             (
                 "balance the router with a larger --moe-aux-loss-coeff, or with "
                 "--moe-router-enable-expert-bias and --moe-router-score-function sigmoid",
-                "limit the tokens of an expert (--moe-expert-capacity-factor 1.25), which drops "
-                "further tokens",
+                "limit the tokens of each expert (--moe-expert-capacity-factor 1.25), which drops "
+                "tokens above the limit",
             )
         )
 

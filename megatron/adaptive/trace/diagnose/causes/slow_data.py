@@ -37,7 +37,7 @@ class SlowData(Cause):
 
     def advise(self, finding: Finding, evidence: Evidence) -> Remedy:
         readers = evidence.settings.readers
-        advice = [f"read ahead with more processes ({readers}) or from a faster disk"]
+        advice = [f"read data with more processes ({readers}), or from a faster disk"]
         if finding.reason:
             advice.insert(0, finding.reason.remedy)
         return Remedy(tuple(advice))

@@ -41,8 +41,8 @@ MOST_SLOW = 0.25
 
 
 SLOWER_PASS = 1.15
-"""Minimum ratio of each pass (forward and backward) of a slow layer to that pass of other
-layers."""
+"""Minimum ratio of a slow layer's forward time and of its backward time to those of other layers.
+"""
 
 SLOWER_LAST = 2.0
 """Minimum ratio of the last layer's time to the time of other layers for the layer to be slow.
@@ -53,7 +53,7 @@ The last layer often does additional work. For other layers, the minimum ratio i
 ALIKE = 1.25
 """Ratio of the times of two slow layers below which they are assumed to be of the same kind.
 
-Layers of such a kind are not reported.
+Slow layers of the same kind are not reported.
 """
 
 FEWEST_SPACED = 3

@@ -66,13 +66,14 @@ class SlowLink(Cause):
         more = (
             f"allow more microbatches in flight ({settings.more_in_flight})"
             if evidence.is_ordered_at_run_time
-            else "choose an order with more microbatches in flight "
-            f"({settings.at_run_time} or hinted, {settings.more_in_flight})"
+            else "choose a schedule with more microbatches in flight "
+            f"({settings.at_run_time} or hinted, with {settings.more_in_flight})"
         )
         return Remedy(
             (
                 finding.reason.remedy if finding.reason else check,
-                f"{more}, which hides the {finding.delay_text} from rank {source} to rank {target}",
+                f"{more}, which hides the delay of {finding.delay_text} from rank {source} to rank "
+                f"{target}",
             )
         )
 

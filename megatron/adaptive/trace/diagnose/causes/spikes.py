@@ -43,11 +43,11 @@ class Spikes(Cause):
         search = f"look for other programs on {hosts}"
         if evidence.is_ordered_at_run_time:
             more = f"allow more microbatches in flight ({evidence.settings.more_in_flight})"
-            return Remedy((search, f"{more}, which fill such gaps"))
+            return Remedy((search, f"{more}, so that waiting ranks can run other actions"))
         return Remedy(
             (
-                f"choose the order at run time ({evidence.settings.at_run_time}), which fills "
-                "such gaps",
+                f"choose the order at run time ({evidence.settings.at_run_time}), so that waiting "
+                "ranks can run other actions",
                 search,
             )
         )
@@ -57,7 +57,7 @@ SPIKE_LEAST = math.log(1.4)
 """Minimum ratio of a spike's duration to the action's usual duration, as a logarithm."""
 
 SPIKE_SPREADS = 5.0
-"""Minimum difference between a spike's and the action's usual duration, in standard deviations."""
+"""Minimum difference between a spike's and a usual duration, in standard deviations."""
 
 SPIKE_FEWEST = 4
 """Minimum number of spikes to report. Fewer spikes may be random."""

@@ -16,4 +16,4 @@ def html(shown: ViewInput, path: Path) -> list[str]:
     from megatron.adaptive.trace.views.page import write_page
 
     notes = write_page(shown.run, path, shown.iterations, dp_rank=shown.dp_rank)
-    return ["page to zoom in", *notes]
+    return ["zoomable page", *notes]

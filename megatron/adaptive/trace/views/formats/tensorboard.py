@@ -63,8 +63,8 @@ def write_scalars(
     curves = {f"{tag}{run.bubble_note}": values for tag, values in _curves(figures)}
     is_recorded = figures.num_actions > 0
     header = next(iter(run.ranks.values())).header
-    # If the run has one clock, its times are monotonic and must be shifted to the time of day. If
-    # the run has several clocks, its times are already times of day.
+    # Times of a run with a single clock are monotonic, and must be shifted to the time of day. With
+    # several clocks, the reader of the trace has already converted all times to the time of day.
     is_monotonic = len(run.alignment.clocks) == 1
     lead_ns = header.unix_ns - header.monotonic_ns if is_monotonic else 0
     moments_s = (figures.step_start_ns.max(axis=1) + lead_ns) / 1e9
