@@ -1,8 +1,9 @@
 """Adds PEFT's low-rank adapters (LoRA, rsLoRA) to models on the ``meta`` device.
 
-PEFT creates an adapter's parameters on the device of the layer that it adapts. Parameters on the
-``meta`` device have no data, so each process initializes the adapters of its own stages. The
-initial values depend only on a seed and on the layer's name, not on the number of processes.
+PEFT creates the parameters of an adapter on the same device as the adapted layer. On the ``meta``
+device, parameters have no data. Each process therefore initializes the adapters of its own stages
+later. The initial values depend only on a seed and on the layer's name, not on the number of
+processes.
 """
 
 from __future__ import annotations

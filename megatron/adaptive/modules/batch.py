@@ -244,7 +244,7 @@ def check_num_items(num_items: Any, count: int) -> list[float] | None:
 
 
 def stretched(batch: Mapping[str, torch.Tensor], least: int) -> dict[str, torch.Tensor]:
-    """Returns ``batch`` extended to ``least`` samples by repeating its samples, if it has fewer."""
+    """Returns ``batch``, with its samples repeated if there are fewer than ``least`` samples."""
     count = len(next(iter(batch.values())))
     times = -(-least // count)
     if times <= 1:

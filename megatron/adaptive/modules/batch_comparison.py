@@ -255,8 +255,8 @@ class BatchComparison:
     """Compares the steps that ranks are about to run, and the batches of a replica's ranks.
 
     Unless microbatches are ordered or distributed by cost, ranks compare only the first few steps
-    and evaluations, and then one in every 64. All ranks compare the same calls, so a rank that
-    rejects its batch can notify all others.
+    and evaluations, and then one in every 64. All ranks take part in each comparison, in which a
+    rank can also notify the others that it rejects its batch.
 
     Args:
         mesh: Replica and pipeline position of this process, and its process groups.

@@ -1,7 +1,7 @@
 """Saves and loads checkpoints of a pipeline. Tensors are saved under their names in the model.
 
-The content of a checkpoint does not depend on the number of stages, ranks or replicas, so a
-pipeline with different numbers of them can load it. All replicas have the same parameters, so only
+The content of a checkpoint does not depend on the number of stages, ranks or replicas, which may
+therefore be different when the checkpoint is loaded. All replicas have the same parameters, so only
 the ranks of the first replica save them. Some buffers, such as the running means of batch
 normalization, may differ between replicas. Only the first replica's buffers are saved. In-memory
 snapshots contain the same state as checkpoints.
@@ -496,7 +496,7 @@ def _state_bytes(state: Mapping[str, Any]) -> bytes:
 def _read_state(
     reader: CheckpointReader, files: Collection[str], names: Collection[str]
 ) -> dict[str, Any]:
-    """Reads the saved states of the user's objects with these ``names``.
+    """Reads the saved states of the user's objects whose names are in ``names``.
 
     ``files`` contains the names of the files in the checkpoint that ``reader`` reads.
     """

@@ -117,7 +117,7 @@ class Content:
         return self._of_shapes({name: tensor.shape for name, tensor in microbatch.items()})
 
     def numbers_of(self, signature: Signature) -> Numbers:
-        """Returns the features that all microbatches with this ``signature`` have."""
+        """Returns the features of a microbatch with this ``signature``."""
         return self._of_shapes({name: shape for name, shape, _ in signature.entries})
 
     def _of_shapes(self, shapes: Mapping[str, torch.Size]) -> Numbers:
@@ -142,7 +142,7 @@ class ContentBalance:
         placement: Assignment of stages to ranks.
         partition: Number of segments in each stage.
         sample_work: Operation count of each segment, keyed by the signature of the microbatch.
-        group: Number of which each replica's number of microbatches must be a multiple.
+        group: Required divisor of each replica's number of microbatches.
         least: Minimum number of microbatches per replica.
 
     Attributes:
@@ -393,7 +393,8 @@ class ContentBalance:
             print(
                 f"for the microbatches of the last steps, the slowest stage of partition"
                 f" {partition_text(partition)} would take {100 * (1 - least / largest):.0f}% less"
-                f" time than that of {partition_text(self._partition)}; at the next start, pass"
+                f" time than the slowest stage of {partition_text(self._partition)}; to use the"
+                f" faster partition at the next start, pass"
                 f" partition={partition_text(partition)}, or weights=pipeline.segment_seconds",
                 flush=True,
             )

@@ -142,7 +142,7 @@ class StagePlan:
     Calls and tensors are identified by their indices on the tape (the recorded forward pass).
 
     Attributes:
-        calls: Indices of the stage's calls on the tape, in execution order.
+        calls: Tape indices of the stage's calls, in execution order.
         received: Tensors that the stage receives from the previous stage, in the order in which the
             message contains them.
         sent: Tensors that the stage sends to the next stage, in the order in which the message
@@ -152,7 +152,7 @@ class StagePlan:
         buffers: Names of the buffers that the stage uses.
         copied: Received tensors, inputs and constants that the stage copies because it changes them
             in place.
-        result: Index of the loss on the tape; ``None`` for all stages except the last.
+        result: Tape index of the loss; ``None`` for all stages except the last.
         segments: Indices of the stage's segments in the model.
     """
 
@@ -234,7 +234,7 @@ class LateCalls(NamedTuple):
 
 
 def late_calls(tape: Tape) -> LateCalls | None:
-    """Identifies calls with gradients that run before frozen segments but could run after them.
+    """Identifies calls that need gradients and could be moved behind the frozen segments.
 
     Returns ``None`` if there are no such calls.
 
@@ -531,9 +531,9 @@ class _Slicer:
         """Checks that no other stage reads a view of a tensor that a call changes in place.
 
         Args:
-            view: Index on the tape of the view, which shares memory with the changed tensor.
-            old: Index on the tape of the changed tensor before the change.
-            new: Index on the tape of the changed tensor after the change.
+            view: Tape index of the view, which shares memory with the changed tensor.
+            old: Tape index of the changed tensor before the change.
+            new: Tape index of the changed tensor after the change.
             number: Index of the call that changes the tensor.
             stage: Index of the stage that runs this call.
             readers: Indices of the calls that read the view.

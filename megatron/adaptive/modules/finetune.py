@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megatron.adaptive.modules.content import MicrobatchOrder
 
 _RECORD = "finetune.json"
-"""Name of the file in the tuned model's folder that contains the settings of the run."""
+"""Name of the file with the settings of the run, in the folder of the tuned model."""
 
 _WITHOUT_EFFECT = (
     "checkpoints",
@@ -47,7 +47,7 @@ _WITHOUT_EFFECT = (
 """Names of the settings that do not affect the tuned model."""
 
 _READ_LIMIT_S = 600.0
-"""Maximum time in seconds to wait for another process that encodes its part of the samples."""
+"""Maximum time in seconds to wait until another process has encoded its part of the samples."""
 
 
 class DivergedError(AdaptiveError):
@@ -169,7 +169,7 @@ class FineTuning:
         return bool(record == self.record(digest or record.get("samples")))
 
     def record(self, digest: str) -> dict[str, Any]:
-        """Returns the settings that determine the tuned model, to be saved in its folder.
+        """Returns the settings that determine the tuned model, for the file in the model's folder.
 
         Args:
             digest: Hash of the samples.

@@ -126,8 +126,9 @@ class FirstPartition:
         partition = result_within(limit_s, simulate, nothing)
         if not partition:
             print(
-                f"using the balanced partition {format_partition(start)}: simulating partitions "
-                f"that consider the frozen segments took longer than the limit of {limit_s:g} s",
+                f"using the balanced partition {format_partition(start)}: the model has frozen "
+                "segments, so other partitions may be faster, but simulating them took longer than "
+                f"the limit of {limit_s:g} s",
                 flush=True,
             )
         return partition or start

@@ -107,7 +107,7 @@ class ModuleSettings:
         self._ignored: set[tuple[str, str]] = set()
 
     def record(self, mode: Mode, record: Callable[[], Forwards]) -> Forwards:
-        """Records the model in ``mode`` with the function ``record``, and checks its settings.
+        """Calls ``record`` to record the model in ``mode``, and checks the model's settings.
 
         Attributes that the forward pass itself changes, such as counters, are ignored. If other
         attributes have changed since this object was created, the model is recorded again with the
@@ -157,7 +157,8 @@ def _makes(record: Callable[[], Forwards], tape: Tape, mode: Mode) -> bool:
 def _message(key: tuple[str, str], now: Settings, first: Settings) -> str:
     """Returns the error message for the changed attribute ``key``.
 
-    ``now`` contains the current settings, and ``first`` those when the pipeline was created.
+    ``now`` contains the current settings, and ``first`` contains those from the time when the
+    pipeline was created.
     """
     path = ".".join(filter(None, key))
     if key[1] in _HOOKS:

@@ -524,7 +524,7 @@ class Profiler(SampledModel):
             tape = self._recorded(batch, cache)
             return tape, self._measured_tape(tape, batch, device, split, enough_s)
         except torch.OutOfMemoryError:
-            pass  # Free memory only below, because the traceback still references tensors here.
+            pass  # Free memory after this block, because the traceback still references tensors.
         _accelerator.free_unused_memory(device)
         return None
 
@@ -752,7 +752,7 @@ def _node_names(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _widths(nodes: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Returns the possible numbers of replicas on one node in a plan, starting at 2.
+    """Returns the numbers of replicas, from 2 on, that a plan may place on one node.
 
     ``nodes`` describes the device, memory and machine of each rank.
     """

@@ -65,7 +65,8 @@ _PER_ELEMENT = 8.0
 """Cost per element of the result, in multiplications, of a call other than a matmul, convolution or
 attention.
 """
-# Position of the operand whose last dimension a matmul sums over, keyed by the function's name.
+# Argument position of the operand whose last dimension is summed over in a matmul, keyed by the
+# function's name.
 _PRODUCTS = {"linear": 0, "matmul": 0, "mm": 0, "bmm": 0, "grouped_mm": 0, "addmm": 1, "baddbmm": 1}
 
 
@@ -134,8 +135,8 @@ def record_examples(
         )
     whole = max(recorded, key=lambda signature: len(recorded[signature].training.cuts))
     if len(recorded) > 1:
-        # Record the microbatch with the most cut points again without may_miss, which raises an
-        # error if it does not call all cut points.
+        # Record the microbatch with the most cut points again, now without may_miss. This raises an
+        # error if the microbatch does not call all cut points.
         recorded[whole] = Forwards.of(model, first_of[whole], model.slicing, modes=modes)
     cuts = recorded[whole].training.cuts
     homes = homes_of([recorded[whole]])
@@ -179,7 +180,7 @@ def _with_modes(
 
 
 def evaluates_alike(model: SampledModel, example: Example, cache: RecordingCache) -> bool:
-    """Returns whether each segment needs in evaluation only tensors that it needs in training.
+    """Returns whether no segment needs additional tensors in evaluation, compared to training.
 
     This function records the microbatch in evaluation mode and compares the result with the
     recording in training mode. If no segment needs additional parameters, buffers, inputs or
@@ -208,8 +209,8 @@ def evaluates_alike(model: SampledModel, example: Example, cache: RecordingCache
             return False
         plans = slice_tape(tape, (1,) * tape.num_segments)
     except Exception:
-        # Because of this result, all ranks record evaluation mode when the pipeline starts, and
-        # then raise the error.
+        # Do not raise the error here. The result False makes all ranks record evaluation mode when
+        # the pipeline starts, and they then raise the error together.
         return False
     return all(
         set(plan.parameters) <= set(other.parameters)
@@ -643,7 +644,7 @@ class Recordings:
         return self._part
 
     def cut(self, partition: Sequence[int]) -> dict[Signature, list[CutForwards]]:
-        """Cuts all recordings into the stages of ``partition``, and returns them by signature.
+        """Cuts all recordings into the stages of ``partition``. The result is keyed by signature.
 
         Raises:
             ConfigError: If a recording cannot be cut into these stages.

@@ -338,7 +338,7 @@ class SampleFile:
             size = _next_size(size, sent_bytes)
 
     def _part(self, lines: Sequence[_Line], ranks: int) -> list[_Encoded]:
-        """Encodes ``lines`` on this process, and drops samples that exceed its size limit.
+        """Encodes ``lines`` on this process, and drops samples if their total size is too large.
 
         The size limit of an exchange is divided equally among the ``ranks`` processes.
         """
