@@ -62,7 +62,7 @@ def add_adapters(model: torch.nn.Module, config: Any, folder: Path) -> torch.nn.
     if start not in (True, "gaussian"):
         raise ConfigError(
             f"adapter has init_lora_weights={start!r}, but this initialization would need weights "
-            'that other processes hold; remove it, or set it to True or "gaussian"'
+            'that other processes hold; use init_lora_weights=True or "gaussian"'
         )
     defaults = peft.LoraConfig()
     for name, value in vars(config).items():
@@ -74,7 +74,7 @@ def add_adapters(model: torch.nn.Module, config: Any, folder: Path) -> torch.nn.
     config.base_model_name_or_path = str(folder)
     try:
         with warnings.catch_warnings():
-            # Ignore the warning that PEFT uses a deprecated attribute name of transformers.
+            # PEFT uses a deprecated attribute of the transformers library. Ignore its warning.
             warnings.simplefilter("ignore", FutureWarning)
             adapted: torch.nn.Module = peft.get_peft_model(model, config)
     except ValueError as error:

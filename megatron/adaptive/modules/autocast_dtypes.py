@@ -171,7 +171,7 @@ class RecordedAutocast:
 
 
 def _tensors_in(structure: Any) -> list[torch.Tensor]:
-    """Returns the tensors in ``structure``, which may be a nested container, in order."""
+    """Returns the tensors in ``structure`` in order. ``structure`` may be a nested container."""
     tensors: list[torch.Tensor] = []
 
     def collect(part: Any) -> Any:

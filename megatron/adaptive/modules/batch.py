@@ -275,8 +275,8 @@ def samples_in(batch: Any, argument: str) -> int:
             )
             raise ConfigError(
                 f"{argument}[{name!r}] is {entry_text}; each entry must be a tensor whose first "
-                "dimension is the samples; pass a value that is the same for all samples in "
-                f"arguments={{...}}"
+                f"dimension is the samples; use arguments={{...}} to pass a value that is the same "
+                "for all samples"
             )
         counts[name] = entry.shape[0]
     if len(set(counts.values())) != 1 or not all(counts.values()):

@@ -338,7 +338,7 @@ class BatchComparison:
         Args:
             declared: Description of the step on this rank.
             entries: Description of each entry of this rank's batch.
-            extra: Numbers to send to all ranks, equally many on every rank.
+            extra: Numbers to send to all ranks. All ranks must pass lists of the same length.
 
         Returns:
             The ``extra`` numbers of each rank, as one list per rank.

@@ -384,10 +384,10 @@ class Checkpointer:
     def _empty_states(
         self, saved_tensors: Mapping[str, SavedTensor], manifest: Mapping[str, Any]
     ) -> dict[str, dict[str, Any]]:
-        """Returns optimizer state for this rank, whose tensors are not yet read.
+        """Returns an optimizer state for this rank, with uninitialized tensors.
 
-        The tensors are uninitialized, and have the names, shapes and dtypes in ``saved_tensors``.
-        Values that are not tensors are taken from ``manifest``.
+        The tensors have the names, shapes and dtypes in ``saved_tensors``. Values that are not
+        tensors are taken from ``manifest``.
         """
         states: dict[str, dict[str, Any]] = {
             name: dict(manifest["states"].get(name, {})) for name in self._update.parameters

@@ -190,7 +190,7 @@ class ContentBalance:
         self._sums: list[float] = []
 
     def use(self, partition: Sequence[int]) -> None:
-        """Discards the measured costs, and estimates the costs of the stages of a new partition.
+        """Discards the measured costs, and estimates the stage costs of a new partition.
 
         All ranks must call this after the same step.
 

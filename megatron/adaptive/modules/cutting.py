@@ -9,8 +9,8 @@
     mask ──────────────────────────────> used      mask crosses both borders, through stage 1
 
 A border is the boundary between two stages. A tensor that is computed before a border and used
-after it is sent across the border in a message. Tensors that a few calls compute from inputs and
-buffers, such as positions and masks, are not sent. Instead, each stage that uses such a tensor
+after it is sent across the border in a message. Tensors such as positions and masks, which a few
+calls compute from inputs and buffers, are not sent. Instead, each stage that uses such a tensor
 computes it again, which is possible because every stage has the inputs of the batch.
 """
 

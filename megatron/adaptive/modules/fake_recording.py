@@ -39,8 +39,8 @@ from megatron.adaptive.modules.recorder import (
 )
 from megatron.adaptive.modules.tape import Call, Ref, Tape
 
-# Names of dropout rates among the parameters of torch operations. An operation with a dropout rate
-# of 0 draws no random numbers.
+# Names of the parameters with which torch operations receive a dropout rate. An operation with a
+# dropout rate of 0 draws no random numbers.
 _PROBABILITIES = ("dropout_p", "dropout")
 
 
@@ -139,8 +139,8 @@ class _Operations(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and _drops(func, args, kwargs):
             self.is_random = True
         if func is _GROUPED_MM and args[0].dtype != torch.bfloat16:
-            # torch's shape function accepts only bfloat16, although the CPU kernel accepts other
-            # dtypes.
+            # This operation accepts only bfloat16 on fakes, although its CPU kernel also accepts
+            # other dtypes.
             result = func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs)
             return result.to(args[0].dtype)
         return func(*args, **kwargs)

@@ -28,7 +28,8 @@ _HOOKS = (
     "_forward_hooks_always_called",
 )
 _ABSENT = object()
-# Maximum number of changed attributes to test in the search for one that affects the recording.
+# Maximum number of changed attributes to test in the search for an attribute that affects the
+# recording.
 _MOST_TRIED = 16
 
 Settings = dict[tuple[str, str], Any]

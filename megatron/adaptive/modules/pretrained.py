@@ -59,11 +59,12 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> Any:
             or requires Python code that is not trusted.
     """
     path = folder / CONFIG
-    document = read_json(path, "pass the folder of a model that transformers saved")
+    document = read_json(path, "pass the folder of a model saved by the transformers library")
     kind = document.get("model_type") if isinstance(document, dict) else None
     if not isinstance(kind, str):
         raise ConfigError(
-            f"{path} has no model_type; pass the folder of a model that transformers saved"
+            f"{path} has no model_type; pass the folder of a model saved by the transformers "
+            "library"
         )
     if document.get("quantization_config"):
         raise ConfigError(

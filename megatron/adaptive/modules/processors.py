@@ -88,12 +88,12 @@ def _reason(folder: Path, error: Exception) -> str:
 
     ``error`` is the error that ``transformers`` raised.
     """
-    # If the folder is missing, the error message of transformers refers to a server, although
-    # nothing is downloaded. Replace this message.
+    # Replace the error message of the transformers library for a missing folder, because it
+    # mentions a server, although nothing is downloaded.
     if not folder.is_dir():
         return "there is no such folder"
     # If the versions of torchvision and torch do not match, no image processor can be loaded, and
-    # the error message of transformers does not contain the cause.
+    # the error message of the transformers library does not contain the cause.
     if _has("torchvision"):
         try:
             importlib.import_module("torchvision")

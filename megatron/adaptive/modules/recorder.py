@@ -628,8 +628,8 @@ class CallRecorder(TorchFunctionMode):
                 raise ReadsValueError(
                     f"{where()} reads the values of a tensor ({name}), so later calls may differ "
                     "between microbatches; use operations on tensors there, keep cut points out "
-                    "of such control flow, add the batch entry that determines the values to "
-                    'decisive_entries, or set slicing="record" if the values are equal for all '
+                    "of branches on these values, add the batch entry that determines the values "
+                    'to decisive_entries, or set slicing="record" if the values are equal for all '
                     "microbatches"
                 )
 

@@ -99,13 +99,13 @@ _CONDITIONS = (
         ("trace_detail", "trace_interval", "trace_iterations", *_OF_KERNELS),
         lambda request: request.trace_dir is not None,
         "trace_dir",
-        "it only affects traces",
+        "this setting only affects traces",
     ),
     _Condition(
         _OF_KERNELS,
         lambda request: request.trace_detail == "kernels",
         "trace_detail='kernels'",
-        "it only affects the recording of kernels",
+        "this setting only affects the recording of kernels",
     ),
     _Condition(
         ("repartition_interval", "repartition_gain"),

@@ -314,7 +314,7 @@ class SampleFile:
             )
 
     def _first_pass(self, job: Job | None) -> Iterator[tuple[_Line, _Encoded]]:
-        """Yields all lines in order, each with its encoding by one process of the job.
+        """Yields all lines in order, each with the result of encoding it.
 
         The lines of a block are assigned to the processes round-robin. After each block, the
         processes exchange their results.
