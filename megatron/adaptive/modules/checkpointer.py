@@ -89,7 +89,7 @@ class Checkpointer:
         keep: int | None = None,
         state: Mapping[str, Any],
     ) -> Path | None:
-        """Writes a checkpoint and returns its folder, or ``None`` if it is still being written.
+        """Writes a checkpoint. Returns its folder, or ``None`` while files are still being written.
 
         Args:
             folder: Folder that contains the checkpoints of the run.

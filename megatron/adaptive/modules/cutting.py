@@ -143,10 +143,9 @@ class StagePlan:
 
     Attributes:
         calls: Tape indices of the stage's calls, in execution order.
-        received: Tensors that the stage receives from the previous stage, in the order in which the
-            message contains them.
-        sent: Tensors that the stage sends to the next stage, in the order in which the message
-            contains them.
+        received: Tensors that the stage receives from the previous stage, in the order of the
+            message.
+        sent: Tensors that the stage sends to the next stage, in the order of the message.
         inputs: Names of the batch entries that the stage uses.
         parameters: Names of the parameters that the stage uses.
         buffers: Names of the buffers that the stage uses.

@@ -2,13 +2,14 @@
 
 ::
 
-    rank 0   record 1   measure 1   record 4 and its evaluation ──> gather
+    rank 0   record 1   measure 1   record 4 (both modes) ────────> gather
     rank 1   record 4   measure 4 ────────────────────────────────> gather
     others   record 4, if each rank has processors of its own ────> gather
 
 In this example, the sizes are 1 and 4 samples. If rank 0 measured both sizes, all other ranks would
 wait for it. Ranks also record the forward pass with the largest size in advance, because the
-planner usually chooses this size.
+planner usually chooses this size. Rank 0 records training and evaluation mode, and the other ranks
+record only training mode.
 """
 
 from __future__ import annotations

@@ -312,8 +312,8 @@ def _save(settings: FineTuning, pipeline: Pipeline, processor: Any, samples: Sam
     ``settings`` contains the path of the output folder, and ``pipeline`` contains the trained
     model. A digest of ``samples`` is also saved in the folder.
 
-    The folder is renamed to its final name when it is complete. If a process fails before that, the
-    restarted job saves the model again.
+    The folder has a temporary name until all files are complete. If a process fails before then,
+    the restarted job saves the model again.
     """
     mesh, output = pipeline._mesh, settings.output
     unnamed = output.parent / f".{output.name}.tuned"

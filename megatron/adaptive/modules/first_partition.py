@@ -41,7 +41,7 @@ class FirstPartition:
     """Measures segments, and divides them among the pipeline's stages.
 
     Args:
-        orders: Object that determines the order in which ranks run their actions.
+        orders: Object that determines the order of the ranks' actions.
     """
 
     def __init__(self, orders: Orders) -> None:
@@ -148,7 +148,7 @@ def quickest_partition(
     Args:
         start: Number of segments in each stage, from which the search starts.
         times: Times of each segment for a microbatch, in seconds.
-        orders: Object that determines the order in which ranks run their actions.
+        orders: Object that determines the order of the ranks' actions.
         num_microbatches: Number of microbatches per step and replica.
         frozen_segments: Number of leading segments through which no gradient flows.
         together: Ranges of segments. All segments of a range must be in the same stage.

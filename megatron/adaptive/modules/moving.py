@@ -409,7 +409,7 @@ def _replace_parameters(
     parameters: Mapping[str, torch.nn.Parameter],
     received: Mapping[str, _Parcel],
 ) -> None:
-    """Removes the parameters that this rank no longer has, and adds those that it received.
+    """Removes parameters that this rank no longer has from the optimizer, and adds received ones.
 
     Args:
         optimizer: Optimizer of this rank, which is modified in place.

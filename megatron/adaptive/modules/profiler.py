@@ -2,7 +2,7 @@
 
 This module distributes the measurements over ranks and collects the results in a profile. The
 module ``segments`` measures the parts of the model between cut points, and ``profiling.links``
-measures messages between ranks and all-reduces.
+measures all-reduces, and messages between ranks.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Profiler(SampledModel):
         optimizer: Function that creates an optimizer from a list of parameters, to time an
             optimizer step; ``None`` uses AdamW.
         repeats: Number of repetitions of each measurement. The profile contains the median.
-        links: Whether to measure messages between processes and all-reduces.
+        links: Whether to measure all-reduces, and messages between processes.
         memory_limit_bytes: Maximum memory per process in bytes; ``None`` allows 90% of the device's
             free memory.
         time_limit_s: Time in seconds after which no larger microbatch size is measured.
@@ -155,7 +155,7 @@ class Profiler(SampledModel):
         is_quick: bool = False,
         recordings: RecordingCache | None = None,
     ) -> ModuleProfile:
-        """Does the same as :meth:`run` in a job that all processes have already joined.
+        """Does the same as :meth:`run`, but in a job that all processes have already joined.
 
         Args:
             job: Job that all ranks have joined.

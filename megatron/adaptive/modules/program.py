@@ -477,7 +477,7 @@ class ProgramStages(SplitStages):
         random: Object that seeds the random generator before each call that draws random numbers.
         held: Parameters and buffers of this rank, keyed by their names in the model.
         device: Device on which the stages run.
-        meters: Object that measures the activations of each chunk, for each microbatch.
+        meters: Objects that measure the activations of each chunk, one object per microbatch.
         stores: Queues of deferred weight-gradient work, one per chunk; ``None`` if the backward
             pass is not split.
         scale: Factor by which the loss is multiplied, such as the loss scale of fp16.

@@ -302,7 +302,7 @@ class CutForwards:
         """Cuts the recordings ``forwards`` into the stages of ``partition``.
 
         Raises:
-            ConfigError: If a stage changes a tensor in place that another stage also uses.
+            ConfigError: If a stage changes, in place, a tensor that another stage also uses.
         """
         plans = {mode: slice_tape(tape, partition) for mode, tape in forwards.tapes.items()}
         return cls(forwards=forwards, plans_by_mode=plans)
@@ -453,7 +453,7 @@ def work_by_action(tape: Tape) -> tuple[SegmentWork, ...]:
 
 
 def _work(tape: Tape, call: Call) -> SegmentWork:
-    """Returns the number of multiplications of ``call`` and, if it has one, its backward pass."""
+    """Returns the multiplication counts of ``call``, in the forward and in any backward pass."""
     forward = _forward_work(tape, call)
     if not any(tape.values[made].requires_grad for made, _ in call.outputs):
         return SegmentWork(forward=forward)

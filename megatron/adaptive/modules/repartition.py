@@ -13,8 +13,8 @@ proportion to their operation counts in these passes, summed over the trained mi
 example, the segments of an image encoder are expensive if microbatches contain many images. A
 segment through which no gradient flows gets no share of the backward time.
 
-To measure the gain of a move, the time of a step is divided by the operation count of the step,
-before and after the move, because the size of steps may change.
+The gain of a move is measured by the time of a step divided by the step's operation count, before
+and after the move, because the size of steps may change.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class SegmentBalancer:
         request: Settings of the pipeline.
         assembly: This rank's part of the model.
         mesh: Replica and pipeline position of this process, and its process groups.
-        orders: Object that determines the order in which the rank runs its actions.
+        orders: Object that determines the order of the rank's actions.
         balance: Object that predicts the costs of microbatches from their sizes.
     """
 

@@ -158,7 +158,7 @@ def _check_traced(request: PipelineSettings) -> None:
 
 
 def _check_effects(request: PipelineSettings) -> None:
-    """Checks that every setting in ``request`` that differs from its default has an effect.
+    """Checks that each setting in ``request`` has an effect, unless it has its default value.
 
     Raises:
         ConfigError: If a setting has no effect because another setting is missing.

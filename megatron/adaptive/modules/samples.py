@@ -56,7 +56,7 @@ _EXCHANGED_BYTES, _MOST_EXCHANGED_BYTES = 1 << 25, 1 << 28
 
 
 def num_learned(batch: Sequence[Microbatch]) -> list[float]:
-    """Returns the number of tokens in each microbatch of ``batch`` that the loss includes.
+    """Returns the number of tokens that the loss includes, for each microbatch of ``batch``.
 
     Pass the result to ``Pipeline.step`` as ``num_items``.
     """
@@ -270,7 +270,7 @@ class SampleFile:
             all the work.
 
     Attributes:
-        num_learned: Number of tokens of each sample that the loss includes.
+        num_learned: Number of tokens that the loss includes, for each sample.
         largest: Index of the sample with the most bytes.
         num_empty: Number of samples that were skipped because the loss would include none of their
             tokens.
