@@ -216,7 +216,7 @@ class ContentBalance:
 
     @property
     def seconds(self) -> list[dict[str, float]]:
-        """Returns the fitted seconds per unit of each feature, as one dict per stage.
+        """Returns the fitted time in seconds per unit of each feature, as one dict per stage.
 
         The keys are :attr:`Content.labels`. For example, the value for an element count is the time
         per element. The list is empty before the first fit.

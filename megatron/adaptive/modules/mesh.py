@@ -178,7 +178,7 @@ def make_mesh(job: Job, pipeline_size: int | None) -> Mesh:
     if parallel_state.model_parallel_is_initialized():
         raise ConfigError(
             "megatron-core's parallel state is already initialized; close the other Pipeline "
-            "first, or do not initialize it"
+            "first, or remove the call of initialize_model_parallel"
         )
     minutes = math.ceil(job.timeout.total_seconds() / 60)
     parallel_state.initialize_model_parallel(1, size, distributed_timeout_minutes=minutes)

@@ -169,6 +169,6 @@ def _message(key: tuple[str, str], now: Settings, first: Settings) -> str:
     else:
         change = f"{path} is {now[key]!r}, but was {first[key]!r}"
     return (
-        f"{change} when the Pipeline was created; because the Pipeline replays the recording made "
-        "then, undo the change, or create a new Pipeline after it"
+        f"{change} when the Pipeline was created; the Pipeline replays a recording of the earlier "
+        "model, so undo the change, or create a new Pipeline after it"
     )

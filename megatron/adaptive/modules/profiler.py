@@ -706,7 +706,7 @@ class ModuleProfile:
 
 
 def _layer_row(gpu: str, sample: SegmentSample, split: bool) -> dict[str, Any]:
-    """Returns the row of a profile file for the measured segment ``sample``.
+    """Returns the row for the measured segment ``sample`` in a profile file.
 
     ``gpu`` is the name of the device type. If ``split`` is true and the split backward pass was
     measured, the row contains its times. The row contains the key ``source`` only if the times were

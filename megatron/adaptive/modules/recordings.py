@@ -57,8 +57,8 @@ from megatron.adaptive.modules.recording import (
 from megatron.adaptive.modules.tape import Call, Ref, SegmentWork, Tape
 from megatron.adaptive.schedule.stage_placement import Placement, frozen_stages_of
 
-# Number of initial steps in which new signatures are expected. A later one is reported, because
-# recording the model delays the step.
+# Number of initial steps in which new signatures are expected. A new signature in a later step is
+# reported, because recording the model delays the step.
 _EARLY_STEPS = 20
 
 _PER_ELEMENT = 8.0

@@ -176,7 +176,7 @@ class SegmentBalancer:
         return self._mover.shared_weights(self.partition)
 
     def after_step(self, work: StepWork, times: RankTimes) -> Move | None:
-        """Records the times of a step, and decides at the end of each interval whether to move.
+        """Records the times of a step, and decides after each interval whether to move segments.
 
         Args:
             work: Microbatches of the step.
@@ -330,10 +330,10 @@ class SegmentBalancer:
 
 
 def _parts_of(works: Sequence[SegmentWork], *, splits: bool) -> tuple[Times, ...]:
-    """Returns each segment's fractions of the forward, backward and weight times of its stage.
+    """Returns each segment's fractions of its stage's forward, backward and weight-gradient times.
 
-    If a segment has no backward pass, for example in a frozen encoder, its fractions of the
-    backward and weight times are 0.
+    If a segment has no backward pass, for example in a frozen encoder, but other segments of the
+    stage have one, its fractions of the backward and weight-gradient times are 0.
 
     Args:
         works: Operation counts of the segments.
