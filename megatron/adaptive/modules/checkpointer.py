@@ -467,7 +467,7 @@ class PipelineState(SnapshotState):
 
 
 def _pieces(tensors: Mapping[str, torch.Tensor]) -> dict[Part, Piece]:
-    """Returns a checkpoint entry for each tensor, which contains the whole tensor."""
+    """Returns one checkpoint entry per tensor. Each entry contains a whole tensor."""
     return {
         (name, (0,) * tensor.dim()): Piece(
             tensor=tensor, size=list(tensor.shape), whole=list(tensor.shape)

@@ -64,11 +64,11 @@ class DealtList(list[Microbatch]):
     Args:
         batch: All microbatches of the step.
         numbers: Indices of this replica's microbatches in ``batch``, in ascending order.
-        digest: Digest of the whole batch and its distribution, which ranks compare.
+        digest: Digest of the whole batch and its distribution, for comparison between ranks.
 
     Attributes:
         numbers: Indices of this replica's microbatches in the whole batch, in ascending order.
-        digest: Digest of the whole batch and its distribution, which ranks compare.
+        digest: Digest of the whole batch and its distribution, for comparison between ranks.
         total: Number of microbatches in the whole batch.
     """
 

@@ -278,8 +278,8 @@ class Forwards:
         if slicing == "export":
             return cls._taken(forward, sample, export, "export", modes)
         if slicing == "record" and are_added(forward.model):
-            # ``record`` assumes that all values that the model reads are the same for all
-            # microbatches. Use _traced(), because it makes the model read fewer values.
+            # With ``record``, the values that the model reads must be the same for all microbatches.
+            # Use _traced(), with which the model reads fewer values.
             take = partial(_traced, make=make, freeze=True)
             return cls._taken(forward, sample, take, "record", modes)
         try:

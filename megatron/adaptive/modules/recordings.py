@@ -62,8 +62,8 @@ from megatron.adaptive.schedule.stage_placement import Placement, frozen_stages_
 _EARLY_STEPS = 20
 
 _PER_ELEMENT = 8.0
-"""Cost per element of the result, in multiplications, of a call other than a matmul, convolution or
-attention.
+"""Number of multiplications assumed per element of the result, for calls other than matmuls,
+convolutions and attention.
 """
 # Argument position of the operand whose last dimension is summed over in a matmul, keyed by the
 # function's name.

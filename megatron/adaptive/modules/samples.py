@@ -46,8 +46,8 @@ _PLACEHOLDERS = ("image_token", "video_token", "audio_token")
 # Keys of a message part under which common formats store the path of an image.
 _NAMES = ("image", "path", "url", "image_url")
 
-# Number of lines that each process encodes before the first exchange of results, and the maximum
-# number before any later exchange.
+# Number of lines that each process encodes before the first exchange of results, and maximum of
+# this number for later exchanges.
 _FIRST_LINES, _MOST_LINES = 1, 1024
 
 # Target and maximum size in bytes of all samples that the processes send in one exchange. The
@@ -352,7 +352,7 @@ class SampleFile:
         return part
 
     def _examined(self, line: _Line) -> _Encoded:
-        """Encodes a line, and drops the encoded sample if ``kept_bytes`` is already used up."""
+        """Encodes a line, and drops the encoded sample if the limit ``kept_bytes`` is reached."""
         try:
             sample = self._encode(line)
             content = _content(line, self._image_folder)
