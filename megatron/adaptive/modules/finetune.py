@@ -169,7 +169,9 @@ class FineTuning:
         return bool(record == self.record(digest or record.get("samples")))
 
     def record(self, digest: str) -> dict[str, Any]:
-        """Returns the settings that determine the tuned model, for the file in the model's folder.
+        """Returns the settings that determine the tuned model.
+
+        These settings are saved in the folder of the tuned model.
 
         Args:
             digest: Hash of the samples.

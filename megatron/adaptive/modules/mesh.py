@@ -171,7 +171,8 @@ def make_mesh(job: Job, pipeline_size: int | None) -> Mesh:
         pipeline_size: Number of ranks per pipeline; ``None`` puts all ranks into one pipeline.
 
     Raises:
-        ConfigError: If the number of ranks is not a multiple of ``pipeline_size``.
+        ConfigError: If the number of ranks is not a multiple of ``pipeline_size``, or
+            megatron-core's parallel state is already initialized.
     """
     world_size = dist.get_world_size()
     size = check_pipeline_size(world_size if pipeline_size is None else pipeline_size)

@@ -278,7 +278,7 @@ class Forwards:
         if slicing == "export":
             return cls._taken(forward, sample, export, "export", modes)
         if slicing == "record" and are_added(forward.model):
-            # With ``record``, the values that the model reads must be the same for all microbatches.
+            # Method ``record`` assumes that the model reads the same values in all microbatches.
             # Use _traced(), with which the model reads fewer values.
             take = partial(_traced, make=make, freeze=True)
             return cls._taken(forward, sample, take, "record", modes)
