@@ -109,7 +109,7 @@ def test_kernels_are_recorded_unless_another_profiler_runs(
             "trace_otlp http://...@h:4318 requires trace_dir",
         ),
         *(
-            ({name: value, "trace_dir": None}, f"{name}={value!r} requires trace_dir, because it")
+            ({name: value, "trace_dir": None}, f"{name}={value!r} requires trace_dir, because this")
             for name, value in (
                 ("trace_detail", "layers"),
                 ("trace_interval", 2),
@@ -120,7 +120,7 @@ def test_kernels_are_recorded_unless_another_profiler_runs(
         ),
         (
             {"profile_step_start": 1},
-            "profile_step_start=1 requires trace_detail='kernels', because it only affects",
+            "profile_step_start=1 requires trace_detail='kernels', because this setting",
         ),
         (
             {"profile_ranks": [0, 1], "trace_detail": "kernels"},

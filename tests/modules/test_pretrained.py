@@ -268,7 +268,7 @@ def test_a_model_that_peft_has_wrapped_trains_its_adapters(
 def test_only_models_of_transformers_are_saved(tmp_path: Path) -> None:
     with (
         Pipeline(Tower(), {"x": torch.ones(2, 16)}, micro_batch_size=1) as pipeline,
-        pytest.raises(AdaptiveError, match="requires a model of transformers, got a Tower"),
+        pytest.raises(AdaptiveError, match="requires a model of the transformers .*got a Tower"),
     ):
         pipeline.save_pretrained(tmp_path / "tower")
     pipeline.close()

@@ -1,8 +1,9 @@
 """Adds PEFT's low-rank adapters (LoRA, rsLoRA) to models on the ``meta`` device.
 
-PEFT creates an adapter's parameters on the device of the layer that it adapts. Parameters on the
-``meta`` device have no data, so each process initializes the adapters of its own stages. The
-initial values depend only on a seed and on the layer's name, not on the number of processes.
+PEFT creates the parameters of an adapter on the same device as the adapted layer. On the ``meta``
+device, parameters have no data. Each process therefore initializes the adapters of its own stages
+later. The initial values depend only on a seed and on the layer's name, not on the number of
+processes.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def add_adapters(model: torch.nn.Module, config: Any, folder: Path) -> torch.nn.
     if start not in (True, "gaussian"):
         raise ConfigError(
             f"adapter has init_lora_weights={start!r}, but this initialization would need weights "
-            'that other processes hold; remove it, or set it to True or "gaussian"'
+            'that other processes hold; use init_lora_weights=True or "gaussian"'
         )
     defaults = peft.LoraConfig()
     for name, value in vars(config).items():
@@ -73,7 +74,7 @@ def add_adapters(model: torch.nn.Module, config: Any, folder: Path) -> torch.nn.
     config.base_model_name_or_path = str(folder)
     try:
         with warnings.catch_warnings():
-            # Ignore the warning that PEFT uses a deprecated attribute name of transformers.
+            # PEFT uses a deprecated attribute of the transformers library. Ignore its warning.
             warnings.simplefilter("ignore", FutureWarning)
             adapted: torch.nn.Module = peft.get_peft_model(model, config)
     except ValueError as error:

@@ -288,7 +288,7 @@ def assemble(
         microbatches: Microbatches of the sample batch.
         mesh: Replica and pipeline position of this process, and its process groups.
         first_partition: Object that measures segments and divides them among the stages.
-        cache: Recordings of the model's forward pass that the planner has made.
+        cache: Recordings that the planner has already made of the model's forward pass.
 
     Raises:
         ConfigError: If the model cannot be cut into the requested stages.
@@ -348,15 +348,15 @@ def _record(
     """Records the model's forward passes for the sample batch.
 
     The model is recorded in training mode and in evaluation mode. If the model is on the ``meta``
-    device, only the first rank records evaluation mode at first, to check whether it affects the
-    partition. If it does not, all ranks record evaluation mode when the pipeline first evaluates a
-    batch.
+    device, only the first rank records evaluation mode at first, to check whether evaluation needs
+    a different partition. If not, all ranks record evaluation mode when the pipeline first
+    evaluates a batch.
 
     Args:
         request: Settings of the pipeline.
         microbatches: Microbatches of the sample batch, on the model's device.
         mesh: Replica and pipeline position of this process, and its process groups.
-        cache: Recordings of the model's forward pass that the planner has made.
+        cache: Recordings that the planner has already made of the model's forward pass.
     """
     if mesh.pipeline_size == 1 or not is_on_meta(request.model) or is_list(request.sample_batch):
         return record_examples(request, microbatches, cache)
@@ -489,8 +489,8 @@ class PartitionLayout:
         buffer_use: Ranks that use each buffer.
         uses: Pipeline positions of the ranks that use each parameter, keyed by the parameter's
             name; equal on all ranks.
-        shared: The part of ``uses`` with the parameters that several ranks use, with sorted
-            positions.
+        shared: Entries of ``uses`` for the parameters that several ranks use. The positions are
+            sorted.
         kept: Names of the parameters and buffers that this rank keeps.
     """
 
@@ -587,8 +587,8 @@ def _names_to_keep(
     stages = [placement.stage_of(pp_rank, chunk) for chunk in range(placement.num_chunks)]
     kept = {name for name, ranks in uses.items() if pp_rank in ranks}
     for cut in cut_examples:
-        # Every rank keeps the buffers whose values the model's Python code reads, because later
-        # recordings run the whole model on each rank.
+        # If Python code of the model reads the values of a buffer, every rank keeps this buffer,
+        # because later recordings run the whole model on each rank.
         for tape in cut.forwards.tapes.values():
             kept |= tape.read_buffers
         for stage in stages:

@@ -1,4 +1,4 @@
-"""Casts recorded tensors to the dtypes that autocast chooses on the device that runs the stages.
+"""Casts recorded tensors to the dtypes that they would have on the device of the stages.
 
 A model may be recorded on a CPU even if its stages run on GPUs. Autocast treats some operations
 differently on CPUs and GPUs. For example, ``layer_norm``, ``softmax`` and ``pow`` of bfloat16
@@ -77,8 +77,8 @@ class RecordedAutocast:
     def dtype(self, ambient: torch.dtype | None) -> torch.dtype | None:
         """Returns the current autocast dtype, or ``None`` if autocast is off.
 
-        If the model's code has changed autocast for only one of the two devices (that of the
-        recording and that of the stages), the changed dtype is returned.
+        The model may be recorded on one device while its stages run on another. If the model's code
+        has changed autocast for only one of the two devices, the changed dtype is returned.
 
         Args:
             ambient: Autocast dtype of the surrounding context; ``None`` if autocast is off there.
@@ -97,7 +97,7 @@ class RecordedAutocast:
         result: Any,
         ambient: torch.dtype | None,
     ) -> Any:
-        """Casts the result of a call to the dtypes that the call returns on the stages' device.
+        """Casts the result of a call to the dtypes that it would have on the stages' device.
 
         Args:
             run: Function that was called.
@@ -109,7 +109,8 @@ class RecordedAutocast:
         if len(self._types) == 1 or (dtype is None and ambient is None):
             return result
         tensors = _tensors_in(result)
-        # Skip arguments that the call returns, because they already have the right dtype.
+        # If the call returns one of its arguments, do not cast it, because it already has the right
+        # dtype.
         argument_ids = {id(tensor) for tensor in _tensors_in(arguments)}
         made = {id(tensor) for tensor in tensors if tensor.is_floating_point()} - argument_ids
         dtypes = self._dtypes(run, arguments, dtype) if made else []
@@ -170,7 +171,7 @@ class RecordedAutocast:
 
 
 def _tensors_in(structure: Any) -> list[torch.Tensor]:
-    """Returns the tensors in ``structure``, which may be a nested container, in order."""
+    """Returns the tensors in ``structure`` in order. ``structure`` may be a nested container."""
     tensors: list[torch.Tensor] = []
 
     def collect(part: Any) -> Any:

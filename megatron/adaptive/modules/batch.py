@@ -244,7 +244,7 @@ def check_num_items(num_items: Any, count: int) -> list[float] | None:
 
 
 def stretched(batch: Mapping[str, torch.Tensor], least: int) -> dict[str, torch.Tensor]:
-    """Returns ``batch`` extended to ``least`` samples by repeating its samples, if it has fewer."""
+    """Returns ``batch``, with its samples repeated if there are fewer than ``least`` samples."""
     count = len(next(iter(batch.values())))
     times = -(-least // count)
     if times <= 1:
@@ -275,8 +275,8 @@ def samples_in(batch: Any, argument: str) -> int:
             )
             raise ConfigError(
                 f"{argument}[{name!r}] is {entry_text}; each entry must be a tensor whose first "
-                "dimension is the samples; pass a value that is the same for all samples in "
-                f"arguments={{...}}"
+                f"dimension is the samples; use arguments={{...}} to pass a value that is the same "
+                "for all samples"
             )
         counts[name] = entry.shape[0]
     if len(set(counts.values())) != 1 or not all(counts.values()):

@@ -255,8 +255,8 @@ class BatchComparison:
     """Compares the steps that ranks are about to run, and the batches of a replica's ranks.
 
     Unless microbatches are ordered or distributed by cost, ranks compare only the first few steps
-    and evaluations, and then one in every 64. All ranks compare the same calls, so a rank that
-    rejects its batch can notify all others.
+    and evaluations, and then one in every 64. All ranks take part in each comparison, in which a
+    rank can also notify the others that it rejects its batch.
 
     Args:
         mesh: Replica and pipeline position of this process, and its process groups.
@@ -286,7 +286,7 @@ class BatchComparison:
         self._num_calls = {"training": 0, "evaluation": 0}
 
     def begin_call(self, *, is_training: bool) -> None:
-        """Decides whether ranks compare the call that begins. All ranks must call this.
+        """Decides whether ranks compare the next step or evaluation. All ranks must call this.
 
         Steps and evaluations are counted separately, because they usually use different data
         loaders.
@@ -338,7 +338,7 @@ class BatchComparison:
         Args:
             declared: Description of the step on this rank.
             entries: Description of each entry of this rank's batch.
-            extra: Numbers to send to all ranks, equally many on every rank.
+            extra: Numbers to send to all ranks. All ranks must pass lists of the same length.
 
         Returns:
             The ``extra`` numbers of each rank, as one list per rank.

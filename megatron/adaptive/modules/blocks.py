@@ -23,8 +23,8 @@ from torch import nn
 def repeated_blocks(model: nn.Module) -> dict[str, list[nn.Module]]:
     """Returns the lists of repeated blocks in ``model``, keyed by the name of the list.
 
-    A list of repeated blocks is a ``ModuleList`` or ``Sequential`` with at least two members that
-    have parameters and the same class. A list within a block is included only if the blocks differ
+    A list of repeated blocks is a ``ModuleList`` or ``Sequential`` with at least two members of the
+    same class that have parameters. A list within a block is included only if the blocks differ
     in size and the inner list contains most parameters of its block, as in some vision models with
     several resolutions. Lists of layers without submodules are included only if there are no other
     lists.

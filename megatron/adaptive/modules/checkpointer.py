@@ -1,7 +1,7 @@
 """Saves and loads checkpoints of a pipeline. Tensors are saved under their names in the model.
 
-The content of a checkpoint does not depend on the number of stages, ranks or replicas, so a
-pipeline with different numbers of them can load it. All replicas have the same parameters, so only
+The content of a checkpoint does not depend on the number of stages, ranks or replicas, which may
+therefore be different when the checkpoint is loaded. All replicas have the same parameters, so only
 the ranks of the first replica save them. Some buffers, such as the running means of batch
 normalization, may differ between replicas. Only the first replica's buffers are saved. In-memory
 snapshots contain the same state as checkpoints.
@@ -89,7 +89,7 @@ class Checkpointer:
         keep: int | None = None,
         state: Mapping[str, Any],
     ) -> Path | None:
-        """Writes a checkpoint and returns its folder, or ``None`` if it is still being written.
+        """Writes a checkpoint. Returns its folder, or ``None`` while files are still being written.
 
         Args:
             folder: Folder that contains the checkpoints of the run.
@@ -384,10 +384,10 @@ class Checkpointer:
     def _empty_states(
         self, saved_tensors: Mapping[str, SavedTensor], manifest: Mapping[str, Any]
     ) -> dict[str, dict[str, Any]]:
-        """Returns optimizer state for this rank, whose tensors are not yet read.
+        """Returns an optimizer state for this rank, with uninitialized tensors.
 
-        The tensors are uninitialized, and have the names, shapes and dtypes in ``saved_tensors``.
-        Values that are not tensors are taken from ``manifest``.
+        The tensors have the names, shapes and dtypes in ``saved_tensors``. Values that are not
+        tensors are taken from ``manifest``.
         """
         states: dict[str, dict[str, Any]] = {
             name: dict(manifest["states"].get(name, {})) for name in self._update.parameters
@@ -467,7 +467,7 @@ class PipelineState(SnapshotState):
 
 
 def _pieces(tensors: Mapping[str, torch.Tensor]) -> dict[Part, Piece]:
-    """Returns a checkpoint entry for each tensor, which contains the whole tensor."""
+    """Returns one checkpoint entry per tensor. Each entry contains a whole tensor."""
     return {
         (name, (0,) * tensor.dim()): Piece(
             tensor=tensor, size=list(tensor.shape), whole=list(tensor.shape)
@@ -496,7 +496,7 @@ def _state_bytes(state: Mapping[str, Any]) -> bytes:
 def _read_state(
     reader: CheckpointReader, files: Collection[str], names: Collection[str]
 ) -> dict[str, Any]:
-    """Reads the saved states of the user's objects with these ``names``.
+    """Reads the saved states of the user's objects whose names are in ``names``.
 
     ``files`` contains the names of the files in the checkpoint that ``reader`` reads.
     """

@@ -64,11 +64,11 @@ class DealtList(list[Microbatch]):
     Args:
         batch: All microbatches of the step.
         numbers: Indices of this replica's microbatches in ``batch``, in ascending order.
-        digest: Digest of the whole batch and its distribution, which ranks compare.
+        digest: Digest of the whole batch and its distribution, for comparison between ranks.
 
     Attributes:
         numbers: Indices of this replica's microbatches in the whole batch, in ascending order.
-        digest: Digest of the whole batch and its distribution, which ranks compare.
+        digest: Digest of the whole batch and its distribution, for comparison between ranks.
         total: Number of microbatches in the whole batch.
     """
 
@@ -117,7 +117,7 @@ class Content:
         return self._of_shapes({name: tensor.shape for name, tensor in microbatch.items()})
 
     def numbers_of(self, signature: Signature) -> Numbers:
-        """Returns the features that all microbatches with this ``signature`` have."""
+        """Returns the features of a microbatch with this ``signature``."""
         return self._of_shapes({name: shape for name, shape, _ in signature.entries})
 
     def _of_shapes(self, shapes: Mapping[str, torch.Size]) -> Numbers:
@@ -142,7 +142,7 @@ class ContentBalance:
         placement: Assignment of stages to ranks.
         partition: Number of segments in each stage.
         sample_work: Operation count of each segment, keyed by the signature of the microbatch.
-        group: Number of which each replica's number of microbatches must be a multiple.
+        group: Required divisor of each replica's number of microbatches.
         least: Minimum number of microbatches per replica.
 
     Attributes:
@@ -190,7 +190,7 @@ class ContentBalance:
         self._sums: list[float] = []
 
     def use(self, partition: Sequence[int]) -> None:
-        """Discards the measured costs, and estimates the costs of the stages of a new partition.
+        """Discards the measured costs, and estimates the stage costs of a new partition.
 
         All ranks must call this after the same step.
 
@@ -216,7 +216,7 @@ class ContentBalance:
 
     @property
     def seconds(self) -> list[dict[str, float]]:
-        """Returns the fitted seconds per unit of each feature, as one dict per stage.
+        """Returns the fitted time in seconds per unit of each feature, as one dict per stage.
 
         The keys are :attr:`Content.labels`. For example, the value for an element count is the time
         per element. The list is empty before the first fit.
@@ -393,7 +393,8 @@ class ContentBalance:
             print(
                 f"for the microbatches of the last steps, the slowest stage of partition"
                 f" {partition_text(partition)} would take {100 * (1 - least / largest):.0f}% less"
-                f" time than that of {partition_text(self._partition)}; at the next start, pass"
+                f" time than the slowest stage of {partition_text(self._partition)}; to use the"
+                f" faster partition at the next start, pass"
                 f" partition={partition_text(partition)}, or weights=pipeline.segment_seconds",
                 flush=True,
             )

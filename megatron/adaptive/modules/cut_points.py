@@ -32,7 +32,7 @@ def mark(tensors: Any, cut_point: int, passing: int) -> Any:
     Args:
         tensors: A tensor, or a nested structure of tuples, lists and dictionaries with tensors.
         cut_point: ``id()`` of the :class:`CutPoint` module.
-        passing: Number of calls of cut points in this process before this call.
+        passing: Number of cut-point calls in this process before this call.
     """
     # torch.export records only torch operations, so pass each tensor through a custom operation.
     if _is_exporting():

@@ -9,8 +9,8 @@
     mask ──────────────────────────────> used      mask crosses both borders, through stage 1
 
 A border is the boundary between two stages. A tensor that is computed before a border and used
-after it is sent across the border in a message. Tensors that a few calls compute from inputs and
-buffers, such as positions and masks, are not sent. Instead, each stage that uses such a tensor
+after it is sent across the border in a message. Tensors such as positions and masks, which a few
+calls compute from inputs and buffers, are not sent. Instead, each stage that uses such a tensor
 computes it again, which is possible because every stage has the inputs of the batch.
 """
 
@@ -142,17 +142,16 @@ class StagePlan:
     Calls and tensors are identified by their indices on the tape (the recorded forward pass).
 
     Attributes:
-        calls: Indices of the stage's calls on the tape, in execution order.
-        received: Tensors that the stage receives from the previous stage, in the order in which the
-            message contains them.
-        sent: Tensors that the stage sends to the next stage, in the order in which the message
-            contains them.
+        calls: Tape indices of the stage's calls, in execution order.
+        received: Tensors that the stage receives from the previous stage, in the order of the
+            message.
+        sent: Tensors that the stage sends to the next stage, in the order of the message.
         inputs: Names of the batch entries that the stage uses.
         parameters: Names of the parameters that the stage uses.
         buffers: Names of the buffers that the stage uses.
         copied: Received tensors, inputs and constants that the stage copies because it changes them
             in place.
-        result: Index of the loss on the tape; ``None`` for all stages except the last.
+        result: Tape index of the loss; ``None`` for all stages except the last.
         segments: Indices of the stage's segments in the model.
     """
 
@@ -234,7 +233,7 @@ class LateCalls(NamedTuple):
 
 
 def late_calls(tape: Tape) -> LateCalls | None:
-    """Identifies calls with gradients that run before frozen segments but could run after them.
+    """Identifies calls that need gradients and could be moved behind the frozen segments.
 
     Returns ``None`` if there are no such calls.
 
@@ -449,7 +448,7 @@ class _Slicer:
         return self._stage_of[self._tape.calls[value.made_by].segment]
 
     def _use(self, number: int, stage: int) -> frozenset[int] | set[int]:
-        """Notes that ``stage`` uses tensor ``number``, and returns the calls that recompute it.
+        """Notes that ``stage`` uses tensor ``number``, and returns the calls for recomputing it.
 
         A stage can repeat the calls of another stage to recompute a tensor instead of receiving it.
         The returned set is empty if ``stage`` receives the tensor, or computes it in its own calls.
@@ -531,9 +530,9 @@ class _Slicer:
         """Checks that no other stage reads a view of a tensor that a call changes in place.
 
         Args:
-            view: Index on the tape of the view, which shares memory with the changed tensor.
-            old: Index on the tape of the changed tensor before the change.
-            new: Index on the tape of the changed tensor after the change.
+            view: Tape index of the view, which shares memory with the changed tensor.
+            old: Tape index of the changed tensor before the change.
+            new: Tape index of the changed tensor after the change.
             number: Index of the call that changes the tensor.
             stage: Index of the stage that runs this call.
             readers: Indices of the calls that read the view.

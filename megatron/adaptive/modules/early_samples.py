@@ -2,13 +2,14 @@
 
 ::
 
-    rank 0   record 1   measure 1   record 4 and its evaluation ──> gather
+    rank 0   record 1   measure 1   record 4 (both modes) ────────> gather
     rank 1   record 4   measure 4 ────────────────────────────────> gather
     others   record 4, if each rank has processors of its own ────> gather
 
 In this example, the sizes are 1 and 4 samples. If rank 0 measured both sizes, all other ranks would
 wait for it. Ranks also record the forward pass with the largest size in advance, because the
-planner usually chooses this size.
+planner usually chooses this size. Rank 0 records training and evaluation mode, and the other ranks
+record only training mode.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ class EarlySamples:
 
 
 def node_processors() -> dict[str, Any]:
-    """Returns this rank's thread count and processors, as entries for ``nodes``.
+    """Returns this rank's thread count and processors.
 
-    :func:`measured_early` expects these entries in its argument ``nodes``.
+    :func:`measured_early` needs these two entries for each rank in its argument ``nodes``.
     """
     return {"threads": torch.get_num_threads(), "processors": sorted(os.sched_getaffinity(0))}
 
@@ -83,8 +84,8 @@ def is_cheap(tape: Tape, room_bytes: float) -> bool:
         tape: Forward pass of a model on the ``meta`` device, in training mode.
         room_bytes: Available memory, in bytes.
     """
-    # Segments that make the same calls are measured only once. Such segments have the same amount
-    # of work, so add each amount only once.
+    # Segments that make the same calls have equal amounts of work, and only one of them will be
+    # measured. Therefore, set() removes repeated amounts before they are summed.
     needed = sum(set(segment_work(tape)))
     return needed <= _MOST_WORK and _MEMORY_FACTOR * recorded_bytes(tape) <= room_bytes
 
@@ -147,10 +148,10 @@ def measured_early(
 
 
 def helpers_of(nodes: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """Returns a helper for the first rank of each device type, as a dict of first rank to helper.
+    """Returns a dict that maps the first rank of each device type to its helper.
 
-    The two ranks measure at the same time. A rank with a GPU has no helper, because GPUs measure
-    fast. A rank that would have to share processors with its helper has none either.
+    The two ranks measure at the same time. A rank with a GPU has no helper, because measurements on
+    a GPU are fast. A rank that would have to share processors with its helper has none either.
 
     Args:
         nodes: Type of device, memory and processors of each rank.

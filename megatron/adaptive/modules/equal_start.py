@@ -30,7 +30,7 @@ _FACTOR = 6364136223846793005
 
 @torch.no_grad()
 def equalize(held: Mapping[str, torch.Tensor], shared: Collection[str], mesh: Mesh) -> None:
-    """Replaces tensors that differ between processes by the tensors of the first process.
+    """Replaces tensors that differ between processes with the tensors of the first process.
 
     All ranks must call this. If no tensors differ, only checksums are sent.
 

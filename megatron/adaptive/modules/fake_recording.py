@@ -39,8 +39,8 @@ from megatron.adaptive.modules.recorder import (
 )
 from megatron.adaptive.modules.tape import Call, Ref, Tape
 
-# Names of dropout rates among the parameters of torch operations. An operation with a dropout rate
-# of 0 draws no random numbers.
+# Names of the parameters with which torch operations receive a dropout rate. An operation with a
+# dropout rate of 0 draws no random numbers.
 _PROBABILITIES = ("dropout_p", "dropout")
 
 
@@ -139,8 +139,8 @@ class _Operations(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and _drops(func, args, kwargs):
             self.is_random = True
         if func is _GROUPED_MM and args[0].dtype != torch.bfloat16:
-            # torch's shape function accepts only bfloat16, although the CPU kernel accepts other
-            # dtypes.
+            # This operation accepts only bfloat16 on fakes, although its CPU kernel also accepts
+            # other dtypes.
             result = func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs)
             return result.to(args[0].dtype)
         return func(*args, **kwargs)
@@ -227,9 +227,10 @@ class FakeRecorder(CallRecorder):
             return map_aggregate(result, self._fakes.fake_of)
 
     def _number_of(self, tensor: torch.Tensor) -> int:
-        """Returns the index of ``tensor`` on the tape, or -1 if it is unknown.
+        """Returns the tape index of ``tensor``, or -1 if the tensor is unknown.
 
-        A parameter or buffer of the model that is not on the tape yet is added to it.
+        If ``tensor`` is a parameter or buffer that the tape does not contain yet, this method adds
+        the tensor to the tape.
         """
         if id(tensor) not in self._numbers and id(tensor) in self._names:
             return self._source(tensor)
@@ -296,13 +297,13 @@ def values_on(
 
     Args:
         tape: Recorded part of the forward pass.
-        numbers: Indices on the tape of the tensors to compute.
+        numbers: Tape indices of the tensors to compute.
         sources: Real inputs and buffers. Each key is a pair of a kind (``input`` or ``buffer``) and
             a name.
 
     Returns:
-        Computed tensors, keyed by their indices on the tape, or ``None`` if a tensor depends on a
-            parameter or on random numbers.
+        Computed tensors, keyed by tape index, or ``None`` if a tensor depends on a parameter or on
+            random numbers.
     """
     calls = _calls_for(tape, numbers)
     if any(call.is_random for call in calls):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megatron.adaptive.modules.content import MicrobatchOrder
 
 _RECORD = "finetune.json"
-"""Name of the file in the tuned model's folder that contains the settings of the run."""
+"""Name of the file with the settings of the run, in the folder of the tuned model."""
 
 _WITHOUT_EFFECT = (
     "checkpoints",
@@ -47,7 +47,7 @@ _WITHOUT_EFFECT = (
 """Names of the settings that do not affect the tuned model."""
 
 _READ_LIMIT_S = 600.0
-"""Maximum time in seconds to wait for another process that encodes its part of the samples."""
+"""Maximum time in seconds to wait until another process has encoded its part of the samples."""
 
 
 class DivergedError(AdaptiveError):
@@ -169,7 +169,9 @@ class FineTuning:
         return bool(record == self.record(digest or record.get("samples")))
 
     def record(self, digest: str) -> dict[str, Any]:
-        """Returns the settings that determine the tuned model, to be saved in its folder.
+        """Returns the settings that determine the tuned model.
+
+        These settings are saved in the folder of the tuned model.
 
         Args:
             digest: Hash of the samples.
@@ -312,8 +314,8 @@ def _save(settings: FineTuning, pipeline: Pipeline, processor: Any, samples: Sam
     ``settings`` contains the path of the output folder, and ``pipeline`` contains the trained
     model. A digest of ``samples`` is also saved in the folder.
 
-    The folder is renamed to its final name when it is complete. If a process fails before that, the
-    restarted job saves the model again.
+    The folder has a temporary name until all files are complete. If a process fails before then,
+    the restarted job saves the model again.
     """
     mesh, output = pipeline._mesh, settings.output
     unnamed = output.parent / f".{output.name}.tuned"

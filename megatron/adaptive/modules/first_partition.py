@@ -41,7 +41,7 @@ class FirstPartition:
     """Measures segments, and divides them among the pipeline's stages.
 
     Args:
-        orders: Object that determines the order in which ranks run their actions.
+        orders: Object that determines the order of the ranks' actions.
     """
 
     def __init__(self, orders: Orders) -> None:
@@ -126,8 +126,9 @@ class FirstPartition:
         partition = result_within(limit_s, simulate, nothing)
         if not partition:
             print(
-                f"using the balanced partition {format_partition(start)}: simulating partitions "
-                f"that consider the frozen segments took longer than the limit of {limit_s:g} s",
+                f"using the balanced partition {format_partition(start)}: the model has frozen "
+                "segments, so other partitions may be faster, but simulating them took longer than "
+                f"the limit of {limit_s:g} s",
                 flush=True,
             )
         return partition or start
@@ -147,7 +148,7 @@ def quickest_partition(
     Args:
         start: Number of segments in each stage, from which the search starts.
         times: Times of each segment for a microbatch, in seconds.
-        orders: Object that determines the order in which ranks run their actions.
+        orders: Object that determines the order of the ranks' actions.
         num_microbatches: Number of microbatches per step and replica.
         frozen_segments: Number of leading segments through which no gradient flows.
         together: Ranges of segments. All segments of a range must be in the same stage.

@@ -171,14 +171,15 @@ def make_mesh(job: Job, pipeline_size: int | None) -> Mesh:
         pipeline_size: Number of ranks per pipeline; ``None`` puts all ranks into one pipeline.
 
     Raises:
-        ConfigError: If the number of ranks is not a multiple of ``pipeline_size``.
+        ConfigError: If the number of ranks is not a multiple of ``pipeline_size``, or
+            megatron-core's parallel state is already initialized.
     """
     world_size = dist.get_world_size()
     size = check_pipeline_size(world_size if pipeline_size is None else pipeline_size)
     if parallel_state.model_parallel_is_initialized():
         raise ConfigError(
             "megatron-core's parallel state is already initialized; close the other Pipeline "
-            "first, or do not initialize it"
+            "first, or remove the call of initialize_model_parallel"
         )
     minutes = math.ceil(job.timeout.total_seconds() / 60)
     parallel_state.initialize_model_parallel(1, size, distributed_timeout_minutes=minutes)

@@ -28,7 +28,8 @@ _HOOKS = (
     "_forward_hooks_always_called",
 )
 _ABSENT = object()
-# Maximum number of changed attributes to test in the search for one that affects the recording.
+# Maximum number of changed attributes to test in the search for an attribute that affects the
+# recording.
 _MOST_TRIED = 16
 
 Settings = dict[tuple[str, str], Any]
@@ -107,7 +108,7 @@ class ModuleSettings:
         self._ignored: set[tuple[str, str]] = set()
 
     def record(self, mode: Mode, record: Callable[[], Forwards]) -> Forwards:
-        """Records the model in ``mode`` with the function ``record``, and checks its settings.
+        """Calls ``record`` to record the model in ``mode``, and checks the model's settings.
 
         Attributes that the forward pass itself changes, such as counters, are ignored. If other
         attributes have changed since this object was created, the model is recorded again with the
@@ -157,7 +158,8 @@ def _makes(record: Callable[[], Forwards], tape: Tape, mode: Mode) -> bool:
 def _message(key: tuple[str, str], now: Settings, first: Settings) -> str:
     """Returns the error message for the changed attribute ``key``.
 
-    ``now`` contains the current settings, and ``first`` those when the pipeline was created.
+    ``now`` contains the current settings, and ``first`` contains those from the time when the
+    pipeline was created.
     """
     path = ".".join(filter(None, key))
     if key[1] in _HOOKS:
@@ -167,6 +169,6 @@ def _message(key: tuple[str, str], now: Settings, first: Settings) -> str:
     else:
         change = f"{path} is {now[key]!r}, but was {first[key]!r}"
     return (
-        f"{change} when the Pipeline was created; because the Pipeline replays the recording made "
-        "then, undo the change, or create a new Pipeline after it"
+        f"{change} when the Pipeline was created; the Pipeline replays a recording of the earlier "
+        "model, so undo the change, or create a new Pipeline after it"
     )

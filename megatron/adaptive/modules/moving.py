@@ -347,8 +347,8 @@ class SegmentMover:
         )
         self._grouped.update(new_sets)
         groups = mesh.groups_of(new_sets)
-        # close() destroys only the groups in this list. settle() has added the groups that existed
-        # at that time, so add the new groups here.
+        # Add the new groups to this list, because close() destroys only the groups that the list
+        # contains. The groups that existed at the start are already in the list.
         mesh.groups.extend(groups.values())
         self._update.use(parameters, layout.shared, groups)
         if self._update.optimizer is not None:
@@ -409,7 +409,7 @@ def _replace_parameters(
     parameters: Mapping[str, torch.nn.Parameter],
     received: Mapping[str, _Parcel],
 ) -> None:
-    """Removes parameters from the optimizer that this rank no longer has, and adds received ones.
+    """Removes parameters that this rank no longer has from the optimizer, and adds received ones.
 
     Args:
         optimizer: Optimizer of this rank, which is modified in place.

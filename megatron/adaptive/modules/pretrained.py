@@ -59,11 +59,12 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> Any:
             or requires Python code that is not trusted.
     """
     path = folder / CONFIG
-    document = read_json(path, "pass the folder of a model that transformers saved")
+    document = read_json(path, "pass the folder of a model saved by the transformers library")
     kind = document.get("model_type") if isinstance(document, dict) else None
     if not isinstance(kind, str):
         raise ConfigError(
-            f"{path} has no model_type; pass the folder of a model that transformers saved"
+            f"{path} has no model_type; pass the folder of a model saved by the transformers "
+            "library"
         )
     if document.get("quantization_config"):
         raise ConfigError(
@@ -179,9 +180,11 @@ class Conversion:
     """Describes how one or more tensors in the folder are converted to tensors of the model.
 
     Attributes:
-        target: Name of a tensor of the model, to which ``transformers`` maps the names in the
-            folder. If the conversion splits tensors, it is only one of the names in ``targets``.
-        sources: Name of each tensor in the folder, and the pattern that its name matches.
+        target: Name of a tensor of the model, to which ``transformers`` maps the names in
+            ``sources``. If the conversion splits tensors, ``target`` is only one of the names in
+            ``targets``.
+        sources: Names of the converted tensors in the folder, each with the pattern that it
+            matches.
         converter: Converter from ``transformers``; ``None`` if the tensor is only renamed.
         targets: Shapes of the resulting model tensors, keyed by name.
     """
@@ -293,8 +296,8 @@ class PretrainedWeights:
                 groups.setdefault(target, []).append((source, pattern))
             else:
                 self._extra.add(target)
-        # Keep only the rules that were used, because transformers applies the rules in this list in
-        # reverse when the model is saved.
+        # Keep only the rules that were used. When the model is saved, the transformers library
+        # applies all rules in this list in reverse.
         self._model._weight_conversions = [rule for rule in rules if rule.was_used()]
         for target, sources in groups.items():
             pattern = sources[0][1]

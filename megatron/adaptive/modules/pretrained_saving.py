@@ -76,8 +76,8 @@ def save_pretrained(
     base: Any = model.get_base_model() if is_adapted(model) else model
     if not isinstance(base, transformers_module().PreTrainedModel):
         raise ConfigError(
-            f"save_pretrained requires a model of transformers, got a {type(base).__name__}; use "
-            "save"
+            f"save_pretrained requires a model of the transformers library, got a "
+            f"{type(base).__name__}; use Pipeline.save for other models"
         )
     partial = folder.parent / f".{folder.name}.partial"
     mesh.on_first(lambda: _make(folder, partial))

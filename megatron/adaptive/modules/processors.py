@@ -31,7 +31,7 @@ _CORRECT = "save the processor to the folder again with its method save_pretrain
 class VideoSettings(dict[str, Any]):
     """Contains the settings of a video processor that cannot be created, and stands in for it."""
 
-    # Attributes that a processor of transformers reads from each of its parts.
+    # Attributes that processors of the transformers library read from each of their parts.
     _auto_class = None
     model_input_names: tuple[str, ...] = ()
 
@@ -43,7 +43,7 @@ class VideoSettings(dict[str, Any]):
 
 
 _FAILURES = (ImportError, OSError, RuntimeError, TypeError, ValueError, AttributeError, LookupError)
-"""Errors that transformers raises for folders with missing, damaged or unsupported files."""
+"""Errors that the transformers library raises if files are missing, damaged or unsupported."""
 
 
 def load_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:
@@ -88,12 +88,12 @@ def _reason(folder: Path, error: Exception) -> str:
 
     ``error`` is the error that ``transformers`` raised.
     """
-    # If the folder is missing, the error message of transformers refers to a server, although
-    # nothing is downloaded. Replace this message.
+    # Replace the error message of the transformers library for a missing folder, because it
+    # mentions a server, although nothing is downloaded.
     if not folder.is_dir():
         return "there is no such folder"
     # If the versions of torchvision and torch do not match, no image processor can be loaded, and
-    # the error message of transformers does not contain the cause.
+    # the error message of the transformers library does not contain the cause.
     if _has("torchvision"):
         try:
             importlib.import_module("torchvision")
@@ -130,7 +130,7 @@ def _without_videos(folder: Path, options: dict[str, Any]) -> Any:
                 super().check_argument_for_proper_class(argument_name, argument)
 
     made: Any = WithoutVideos
-    # Keep the class name, because it is written to processor_config.json.
+    # Keep the name of the original class, because the name is written to processor_config.json.
     made.__name__ = kind.__name__
     makers: dict[str, Callable[[], Any]] = {
         _VIDEO: lambda: VideoSettings(_video_settings(folder)),

@@ -2,7 +2,7 @@
 
 This module distributes the measurements over ranks and collects the results in a profile. The
 module ``segments`` measures the parts of the model between cut points, and ``profiling.links``
-measures messages between ranks and all-reduces.
+measures all-reduces, and messages between ranks.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Profiler(SampledModel):
         optimizer: Function that creates an optimizer from a list of parameters, to time an
             optimizer step; ``None`` uses AdamW.
         repeats: Number of repetitions of each measurement. The profile contains the median.
-        links: Whether to measure messages between processes and all-reduces.
+        links: Whether to measure all-reduces, and messages between processes.
         memory_limit_bytes: Maximum memory per process in bytes; ``None`` allows 90% of the device's
             free memory.
         time_limit_s: Time in seconds after which no larger microbatch size is measured.
@@ -155,7 +155,7 @@ class Profiler(SampledModel):
         is_quick: bool = False,
         recordings: RecordingCache | None = None,
     ) -> ModuleProfile:
-        """Does the same as :meth:`run` in a job that all processes have already joined.
+        """Does the same as :meth:`run`, but in a job that all processes have already joined.
 
         Args:
             job: Job that all ranks have joined.
@@ -524,7 +524,7 @@ class Profiler(SampledModel):
             tape = self._recorded(batch, cache)
             return tape, self._measured_tape(tape, batch, device, split, enough_s)
         except torch.OutOfMemoryError:
-            pass  # Free memory only below, because the traceback still references tensors here.
+            pass  # Free memory after this block, because the traceback still references tensors.
         _accelerator.free_unused_memory(device)
         return None
 
@@ -706,7 +706,7 @@ class ModuleProfile:
 
 
 def _layer_row(gpu: str, sample: SegmentSample, split: bool) -> dict[str, Any]:
-    """Returns the row of a profile file for the measured segment ``sample``.
+    """Returns the row for the measured segment ``sample`` in a profile file.
 
     ``gpu`` is the name of the device type. If ``split`` is true and the split backward pass was
     measured, the row contains its times. The row contains the key ``source`` only if the times were
@@ -752,7 +752,7 @@ def _node_names(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _widths(nodes: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Returns the possible numbers of replicas on one node in a plan, starting at 2.
+    """Returns the numbers of replicas, from 2 on, that a plan may place on one node.
 
     ``nodes`` describes the device, memory and machine of each rank.
     """

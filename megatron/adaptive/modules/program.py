@@ -57,7 +57,7 @@ class _Step:
     Args:
         call: Recorded call.
         number: Index of the call on the tape.
-        drops: Indices on the tape of the tensors that no later call needs.
+        drops: Tape indices of the tensors that no later call needs.
         tape: Recorded forward pass.
         device: Device on which the call runs.
     """
@@ -163,7 +163,7 @@ class _Part:
     Attributes:
         steps: Calls in execution order.
         segment: Index of the segment to which the calls belong.
-        recomputed: Object that recomputes the calls in the backward pass; ``None`` if nothing does.
+        recomputed: Object that recomputes the calls in the backward pass; ``None`` to keep results.
     """
 
     steps: Sequence[_Step]
@@ -252,7 +252,7 @@ class StageProgram:
         ]
 
     def _divide(self, steps: Sequence[_Step], recomputed: Sequence[range]) -> list[_Part]:
-        """Divides the calls ``steps`` into parts, each of which is recomputed as a whole or not.
+        """Divides the calls ``steps`` into parts that are recomputed as a whole or not at all.
 
         ``recomputed`` contains the ranges of calls to recompute, each of which becomes a part. All
         other calls are divided by segment.
@@ -389,7 +389,7 @@ class StageProgram:
         store: WeightGradientStore | None,
         env: dict[int, torch.Tensor],
     ) -> None:
-        """Runs the calls ``steps`` on the tensors in ``env``. See :meth:`forward` for the rest."""
+        """Runs the calls ``steps`` on ``env``. :meth:`forward` describes the other arguments."""
         calls = self._tape.calls
         ambient = self._tape.autocast
         for step in steps:
@@ -473,11 +473,11 @@ class ProgramStages(SplitStages):
 
     Attributes:
         programs: Programs of this rank's chunks (stages) for each microbatch.
-        microbatches: Batch entries of each microbatch that the programs use, keyed by name.
+        microbatches: Batch entries that the programs use, keyed by name, for each microbatch.
         random: Object that seeds the random generator before each call that draws random numbers.
         held: Parameters and buffers of this rank, keyed by their names in the model.
         device: Device on which the stages run.
-        meters: Object that measures the activations of each chunk, for each microbatch.
+        meters: Objects that measure the activations of each chunk, one object per microbatch.
         stores: Queues of deferred weight-gradient work, one per chunk; ``None`` if the backward
             pass is not split.
         scale: Factor by which the loss is multiplied, such as the loss scale of fp16.
@@ -630,7 +630,7 @@ class MessageLayout:
         return cls(tuple(parts), max(1, offset))
 
     def pack(self, tensors: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-        """Returns a message with ``tensors`` on ``device``. ``None`` stands for a tensor of zeros.
+        """Returns a message with ``tensors`` on ``device``. An item ``None`` is sent as zeros.
 
         Raises:
             ConfigError: If the shape or dtype of a tensor differs from the recording.
@@ -776,7 +776,7 @@ _DEFERRING: Mapping[Any, Callable[..., _Deferred]] = {
 
 
 def deferred_layer(call: Call, tape: Tape) -> _Deferred | None:
-    """Returns how to defer the weight gradient of ``call``, or ``None`` if that is impossible."""
+    """Returns ``call`` as a layer with a deferred weight gradient, or ``None`` if impossible."""
     make = _DEFERRING.get(call.function)
     if make is None or not call.with_grad or call.changes or len(call.outputs) != 1:
         return None

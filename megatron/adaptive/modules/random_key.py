@@ -12,7 +12,7 @@ from megatron.adaptive.accelerator import default_generator
 
 
 class RandomKey:
-    """Seeds random generators from the training run's seed and the step, microbatch and call.
+    """Seeds random generators from the seed of the training run, the step, microbatch and call.
 
     Therefore, random numbers do not depend on the schedule, the partition, or the distribution of
     microbatches over replicas. A call that runs again draws the same numbers. The generator of the
@@ -48,7 +48,7 @@ class RandomKey:
         self._numbers = numbers
 
     def apply(self, microbatch: int, call: int) -> None:
-        """Seeds the random generators for the call with index ``call`` of a microbatch."""
+        """Seeds the random generators before a call. ``call`` is the index of the call."""
         source = struct.pack("<qqqq", self.seed, self.step, self._numbers[microbatch], call)
         digest = hashlib.blake2b(source, digest_size=8).digest()
         for generator in self._generators:

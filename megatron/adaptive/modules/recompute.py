@@ -23,7 +23,7 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.tape import Call, Tape
 
 Recompute = Literal["all", "selective"] | Sequence[int] | None
-"""Calls to recompute: ``all``, ``selective`` (only attention), those of segments, or ``None``."""
+"""Calls to recompute: ``all``, ``selective`` (only attention), indices of segments, or ``None``."""
 
 _ATTENTION = frozenset(
     (
@@ -55,8 +55,8 @@ _PRODUCTS = frozenset(
         torch.ops.aten.baddbmm.default,
     )
 )
-# Functions whose names contain this text may change buffers, such as running means. They do not
-# increase the version of the tensor, so the recorder does not detect the change.
+# Functions whose names contain this text may change buffers, such as running means. The functions
+# do not increase the buffer's version counter, so the recorder does not detect the change.
 _CHANGES_SILENTLY = "norm"
 # Maximum number of calls between the softmax of an attention and each of its two matmuls.
 _NEAR = 12
@@ -177,7 +177,7 @@ def _outside_change(tape: Tape, calls: range) -> tuple[int, ...] | None:
 
 
 def changed_buffers(tape: Tape) -> set[int]:
-    """Returns the indices on the tape of the buffers that the forward pass may change."""
+    """Returns the tape indices of the buffers that the forward pass may change."""
     changed = {tape.values[old].storage for call in tape.calls for old, _ in call.changes}
     silently = {
         read
@@ -197,12 +197,11 @@ class RecomputedCalls:
     """Runs a range of calls, and recomputes them in the backward pass.
 
     Attributes:
-        fixed: Indices on the tape of the parameters, inputs, constants and buffers that the calls
-            read.
-        copied: Indices of the buffers in ``fixed`` that the forward pass changes.
-        inputs: Indices of the tensors from earlier calls and stages that the calls read.
-        results: Indices of the tensors that the calls compute and that later calls need.
-        drops: Indices of the tensors that the calls read and that no later call needs.
+        fixed: Tape indices of the parameters, inputs, constants and buffers that the calls read.
+        copied: Tape indices of the buffers in ``fixed`` that the forward pass changes.
+        inputs: Tape indices of the tensors that the calls read from earlier calls and stages.
+        results: Tape indices of the results that later calls need.
+        drops: Tape indices of the tensors that the calls read and that no later call needs.
     """
 
     fixed: tuple[int, ...]

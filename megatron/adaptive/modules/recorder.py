@@ -104,8 +104,8 @@ class _Captured(TorchFunctionMode):
     """Collects or replaces tensors that a function uses without receiving them as arguments.
 
     Args:
-        is_known: Function that returns whether to collect the tensor in its argument.
-        replaced: Replacement tensors, keyed by the ``id()`` of the tensor that they replace.
+        is_known: Function that is called with a tensor, and returns whether to collect the tensor.
+        replaced: Replacement tensors, keyed by the ``id()`` of the original tensors.
 
     Attributes:
         tensors: Collected tensors, keyed by their ``id()``.
@@ -157,14 +157,14 @@ class MappedFunction:
         self._captured = tuple(captured)
 
     def __call__(self, captured: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Runs the function, with the tensors that it captured replaced by ``captured``."""
+        """Runs the function with ``captured`` in place of the tensors that it captured before."""
         pairs = zip(self._captured, captured, strict=True)
         return self._call(_Captured(replaced={id(old): new for old, new in pairs}), args, kwargs)
 
     def captures(
         self, is_known: Callable[[torch.Tensor], bool], args: Any, kwargs: Any
     ) -> list[torch.Tensor]:
-        """Runs the function with ``args`` and ``kwargs``, and returns the tensors that it uses.
+        """Runs the function with ``args`` and ``kwargs``, and returns the tensors that it captures.
 
         Only tensors for which ``is_known`` returns ``True`` are included.
         """
@@ -265,8 +265,8 @@ def _refuse_side_effects(function: Any, args: Any, kwargs: Mapping[str, Any]) ->
         )
     if any(isinstance(part, torch.Generator) for part in (*args, *kwargs.values())):
         raise ConfigError(
-            f"{where()} draws random numbers from its own generator, so they would depend on "
-            "the order of microbatches; remove the generator, and pass a seed to Pipeline"
+            f"{where()} draws random numbers from its own generator, so the numbers would depend "
+            "on the order of microbatches; remove the generator, and pass a seed to Pipeline"
         )
 
 
@@ -481,7 +481,7 @@ class CallRecorder(TorchFunctionMode):
         Args:
             function: Function that was called.
             template: Arguments of the call, with a :class:`Ref` in place of each tensor.
-            reads: Indices on the tape of the tensors in the arguments.
+            reads: Tape indices of the tensors in the arguments.
             made: New tensors, each with its path (indices and keys) in the call's result.
             changed: Arguments that the call changed in place.
         """
@@ -524,7 +524,7 @@ class CallRecorder(TorchFunctionMode):
         )
 
     def _refer(self, reads: dict[int, None], argument: Any) -> Any:
-        """Replaces a tensor with a :class:`Ref`, and adds its index on the tape to ``reads``.
+        """Replaces a tensor with a :class:`Ref`, and adds the tensor's tape index to ``reads``.
 
         Returns any other ``argument`` unchanged.
         """
@@ -589,7 +589,7 @@ class CallRecorder(TorchFunctionMode):
     def _pass_cut(self, cut_point: int, passing: int) -> None:
         """Records that the forward pass reached the cut point whose ``id()`` is ``cut_point``.
 
-        ``passing`` is the number of calls of cut points in this process before this call.
+        ``passing`` is the number of cut-point calls in this process before this call.
         """
         # An exported module calls a cut point once for each of its tensors. Count only the first of
         # these calls.
@@ -628,8 +628,8 @@ class CallRecorder(TorchFunctionMode):
                 raise ReadsValueError(
                     f"{where()} reads the values of a tensor ({name}), so later calls may differ "
                     "between microbatches; use operations on tensors there, keep cut points out "
-                    "of such control flow, add the batch entry that determines the values to "
-                    'decisive_entries, or set slicing="record" if the values are equal for all '
+                    "of branches on these values, add the batch entry that determines the values "
+                    'to decisive_entries, or set slicing="record" if the values are equal for all '
                     "microbatches"
                 )
 

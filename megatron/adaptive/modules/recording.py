@@ -207,8 +207,8 @@ class Forwards:
         """Returns the forward pass recorded in evaluation mode."""
         return self.tapes["evaluation"]
 
-    # Disable inference mode, because the recorder detects changes by the version counters of
-    # tensors, which tensors do not have in inference mode.
+    # Disable inference mode. The recorder detects changes by version counters, which tensors do not
+    # have in inference mode.
     @classmethod
     @torch.inference_mode(mode=False)
     def of(
@@ -233,8 +233,8 @@ class Forwards:
                 values, ``auto`` exports it.
             may_miss: Whether the forward pass may skip cut points.
             way: Method by which the sample batch was recorded: ``record``, ``trace`` or ``export``.
-                ``auto`` tries this method first, because random numbers depend on the positions of
-                calls, which differ between methods.
+                If ``slicing`` is ``auto``, this method is tried first. Random numbers depend on the
+                positions of calls, which differ between methods.
             modes: Modes in which the model is recorded.
 
         Raises:
@@ -278,8 +278,8 @@ class Forwards:
         if slicing == "export":
             return cls._taken(forward, sample, export, "export", modes)
         if slicing == "record" and are_added(forward.model):
-            # ``record`` assumes that all values that the model reads are the same for all
-            # microbatches. Use _traced(), because it makes the model read fewer values.
+            # Method ``record`` assumes that the model reads the same values in all microbatches.
+            # Use _traced(), with which the model reads fewer values.
             take = partial(_traced, make=make, freeze=True)
             return cls._taken(forward, sample, take, "record", modes)
         try:
@@ -393,9 +393,9 @@ class RecordingCache:
     def training(self, model: SampledModel, microbatch: Mapping[str, torch.Tensor]) -> Forwards:
         """Records a model in training mode, and keeps the recording if possible.
 
-        A recording is not kept if some of its calls would have to be moved behind frozen segments.
-        It is also not kept if the model draws random numbers with Python or numpy, because the
-        pipeline detects this only if it records the model itself.
+        The pipeline must make some recordings itself, so these are not kept: recordings with calls
+        that will be moved behind frozen segments, and recordings of a model that draws random
+        numbers with Python or numpy. The pipeline detects such numbers only while it records.
 
         Args:
             model: Model with its settings for recording.

@@ -57,15 +57,16 @@ from megatron.adaptive.modules.recording import (
 from megatron.adaptive.modules.tape import Call, Ref, SegmentWork, Tape
 from megatron.adaptive.schedule.stage_placement import Placement, frozen_stages_of
 
-# Number of initial steps in which new signatures are expected. A later one is reported, because
-# recording the model delays the step.
+# Number of initial steps in which new signatures are expected. A new signature in a later step is
+# reported, because recording the model delays the step.
 _EARLY_STEPS = 20
 
 _PER_ELEMENT = 8.0
-"""Cost per element of the result, in multiplications, of a call other than a matmul, convolution or
-attention.
+"""Number of multiplications assumed per element of the result, for calls other than matmuls,
+convolutions and attention.
 """
-# Position of the operand whose last dimension a matmul sums over, keyed by the function's name.
+# Argument position of the operand whose last dimension is summed over in a matmul, keyed by the
+# function's name.
 _PRODUCTS = {"linear": 0, "matmul": 0, "mm": 0, "bmm": 0, "grouped_mm": 0, "addmm": 1, "baddbmm": 1}
 
 
@@ -134,8 +135,8 @@ def record_examples(
         )
     whole = max(recorded, key=lambda signature: len(recorded[signature].training.cuts))
     if len(recorded) > 1:
-        # Record the microbatch with the most cut points again without may_miss, which raises an
-        # error if it does not call all cut points.
+        # Record the microbatch with the most cut points again, now without may_miss. This raises an
+        # error if the microbatch does not call all cut points.
         recorded[whole] = Forwards.of(model, first_of[whole], model.slicing, modes=modes)
     cuts = recorded[whole].training.cuts
     homes = homes_of([recorded[whole]])
@@ -179,7 +180,7 @@ def _with_modes(
 
 
 def evaluates_alike(model: SampledModel, example: Example, cache: RecordingCache) -> bool:
-    """Returns whether each segment needs in evaluation only tensors that it needs in training.
+    """Returns whether no segment needs additional tensors in evaluation, compared to training.
 
     This function records the microbatch in evaluation mode and compares the result with the
     recording in training mode. If no segment needs additional parameters, buffers, inputs or
@@ -208,8 +209,8 @@ def evaluates_alike(model: SampledModel, example: Example, cache: RecordingCache
             return False
         plans = slice_tape(tape, (1,) * tape.num_segments)
     except Exception:
-        # Because of this result, all ranks record evaluation mode when the pipeline starts, and
-        # then raise the error.
+        # Do not raise the error here. The result False makes all ranks record evaluation mode when
+        # the pipeline starts, and they then raise the error together.
         return False
     return all(
         set(plan.parameters) <= set(other.parameters)
@@ -301,7 +302,7 @@ class CutForwards:
         """Cuts the recordings ``forwards`` into the stages of ``partition``.
 
         Raises:
-            ConfigError: If a stage changes a tensor in place that another stage also uses.
+            ConfigError: If a stage changes, in place, a tensor that another stage also uses.
         """
         plans = {mode: slice_tape(tape, partition) for mode, tape in forwards.tapes.items()}
         return cls(forwards=forwards, plans_by_mode=plans)
@@ -452,7 +453,7 @@ def work_by_action(tape: Tape) -> tuple[SegmentWork, ...]:
 
 
 def _work(tape: Tape, call: Call) -> SegmentWork:
-    """Returns the number of multiplications of ``call`` and, if it has one, its backward pass."""
+    """Returns the multiplication counts of ``call``, in the forward and in any backward pass."""
     forward = _forward_work(tape, call)
     if not any(tape.values[made].requires_grad for made, _ in call.outputs):
         return SegmentWork(forward=forward)
@@ -643,7 +644,7 @@ class Recordings:
         return self._part
 
     def cut(self, partition: Sequence[int]) -> dict[Signature, list[CutForwards]]:
-        """Cuts all recordings into the stages of ``partition``, and returns them by signature.
+        """Cuts all recordings into the stages of ``partition``. The result is keyed by signature.
 
         Raises:
             ConfigError: If a recording cannot be cut into these stages.

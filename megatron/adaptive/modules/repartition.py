@@ -13,8 +13,8 @@ proportion to their operation counts in these passes, summed over the trained mi
 example, the segments of an image encoder are expensive if microbatches contain many images. A
 segment through which no gradient flows gets no share of the backward time.
 
-To measure the gain of a move, the time of a step is divided by the operation count of the step,
-before and after the move, because the size of steps may change.
+The gain of a move is measured by the time of a step divided by the step's operation count, before
+and after the move, because the size of steps may change.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class SegmentBalancer:
         request: Settings of the pipeline.
         assembly: This rank's part of the model.
         mesh: Replica and pipeline position of this process, and its process groups.
-        orders: Object that determines the order in which the rank runs its actions.
+        orders: Object that determines the order of the rank's actions.
         balance: Object that predicts the costs of microbatches from their sizes.
     """
 
@@ -176,7 +176,7 @@ class SegmentBalancer:
         return self._mover.shared_weights(self.partition)
 
     def after_step(self, work: StepWork, times: RankTimes) -> Move | None:
-        """Records the times of a step, and decides at the end of each interval whether to move.
+        """Records the times of a step, and decides after each interval whether to move segments.
 
         Args:
             work: Microbatches of the step.
@@ -330,10 +330,10 @@ class SegmentBalancer:
 
 
 def _parts_of(works: Sequence[SegmentWork], *, splits: bool) -> tuple[Times, ...]:
-    """Returns each segment's fractions of the forward, backward and weight times of its stage.
+    """Returns each segment's fractions of its stage's forward, backward and weight-gradient times.
 
-    If a segment has no backward pass, for example in a frozen encoder, its fractions of the
-    backward and weight times are 0.
+    If a segment has no backward pass, for example in a frozen encoder, but other segments of the
+    stage have one, its fractions of the backward and weight-gradient times are 0.
 
     Args:
         works: Operation counts of the segments.

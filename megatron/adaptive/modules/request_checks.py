@@ -99,13 +99,13 @@ _CONDITIONS = (
         ("trace_detail", "trace_interval", "trace_iterations", *_OF_KERNELS),
         lambda request: request.trace_dir is not None,
         "trace_dir",
-        "it only affects traces",
+        "this setting only affects traces",
     ),
     _Condition(
         _OF_KERNELS,
         lambda request: request.trace_detail == "kernels",
         "trace_detail='kernels'",
-        "it only affects the recording of kernels",
+        "this setting only affects the recording of kernels",
     ),
     _Condition(
         ("repartition_interval", "repartition_gain"),
@@ -158,7 +158,7 @@ def _check_traced(request: PipelineSettings) -> None:
 
 
 def _check_effects(request: PipelineSettings) -> None:
-    """Checks that every setting in ``request`` that differs from its default has an effect.
+    """Checks that each setting in ``request`` has an effect, unless it has its default value.
 
     Raises:
         ConfigError: If a setting has no effect because another setting is missing.

@@ -46,8 +46,8 @@ _PLACEHOLDERS = ("image_token", "video_token", "audio_token")
 # Keys of a message part under which common formats store the path of an image.
 _NAMES = ("image", "path", "url", "image_url")
 
-# Number of lines that each process encodes before the first exchange of results, and the maximum
-# number before any later exchange.
+# Number of lines that each process encodes before the first exchange of results, and maximum of
+# this number for later exchanges.
 _FIRST_LINES, _MOST_LINES = 1, 1024
 
 # Target and maximum size in bytes of all samples that the processes send in one exchange. The
@@ -56,7 +56,7 @@ _EXCHANGED_BYTES, _MOST_EXCHANGED_BYTES = 1 << 25, 1 << 28
 
 
 def num_learned(batch: Sequence[Microbatch]) -> list[float]:
-    """Returns the number of tokens in each microbatch of ``batch`` that the loss includes.
+    """Returns the number of tokens that the loss includes, for each microbatch of ``batch``.
 
     Pass the result to ``Pipeline.step`` as ``num_items``.
     """
@@ -270,7 +270,7 @@ class SampleFile:
             all the work.
 
     Attributes:
-        num_learned: Number of tokens of each sample that the loss includes.
+        num_learned: Number of tokens that the loss includes, for each sample.
         largest: Index of the sample with the most bytes.
         num_empty: Number of samples that were skipped because the loss would include none of their
             tokens.
@@ -314,7 +314,7 @@ class SampleFile:
             )
 
     def _first_pass(self, job: Job | None) -> Iterator[tuple[_Line, _Encoded]]:
-        """Yields all lines in order, each with its encoding by one process of the job.
+        """Yields all lines in order, each with the result of encoding it.
 
         The lines of a block are assigned to the processes round-robin. After each block, the
         processes exchange their results.
@@ -338,7 +338,7 @@ class SampleFile:
             size = _next_size(size, sent_bytes)
 
     def _part(self, lines: Sequence[_Line], ranks: int) -> list[_Encoded]:
-        """Encodes ``lines`` on this process, and drops samples that exceed its size limit.
+        """Encodes ``lines`` on this process, and drops samples if their total size is too large.
 
         The size limit of an exchange is divided equally among the ``ranks`` processes.
         """
@@ -352,7 +352,7 @@ class SampleFile:
         return part
 
     def _examined(self, line: _Line) -> _Encoded:
-        """Encodes a line, and drops the encoded sample if ``kept_bytes`` is already used up."""
+        """Encodes a line, and drops the encoded sample if the limit ``kept_bytes`` is reached."""
         try:
             sample = self._encode(line)
             content = _content(line, self._image_folder)

@@ -11,8 +11,8 @@ them::
 ``profiling.action_timing`` times each segment as a
 :class:`~megatron.adaptive.modules.program.ProgramStages`, so the times include packing the
 messages. Parameters and buffers on the ``meta`` device get random values while their segment runs.
-If there are any, segments that make the same calls are measured only once. This module also checks
-that a recorded forward pass gives the same loss as the model.
+If the model has such tensors, segments that make the same calls are measured only once. This module
+also checks that a recorded forward pass gives the same loss as the model.
 """
 
 from __future__ import annotations
@@ -388,11 +388,11 @@ def _time(
 
 
 def tied_parameters(tape: Tape, tensors: Mapping[str, torch.Tensor]) -> tuple[int, tuple[int, ...]]:
-    """Returns the number of elements in shared parameters, and the first and last segment with one.
+    """Returns the number of elements in shared parameters, and the range of segments that use them.
 
-    A parameter is shared if several segments use it. If there is none, the tuple of segments is
-    empty. ``tape`` is the recorded forward pass, and ``tensors`` contains the parameters, keyed by
-    name.
+    A parameter is shared if several segments use it. The range consists of the first and the last
+    such segment, and is an empty tuple if no parameter is shared. ``tape`` is the recorded forward
+    pass, and ``tensors`` contains the parameters, keyed by name.
     """
     shared = {name: used for name, used in uses_of(tape).items() if len(used) > 1}
     ends = [end for segments in shared.values() for end in (min(segments), max(segments))]
@@ -405,8 +405,8 @@ def optimizer_seconds(
 ) -> float:
     """Returns the time of an optimizer step per parameter element, in seconds.
 
-    The measurement uses only parameters with the shapes of some of the model's parameters, because
-    a large model may not fit in memory.
+    The optimizer updates new parameters with the same shapes as some of the model's parameters. Not
+    all parameters are used, because a large model may not fit in memory.
 
     Args:
         model: Model whose parameter shapes are used. It is not changed.

@@ -148,8 +148,8 @@ def settle_sizes(request: PipelineSettings) -> SettledSizes:
 def _ordered(job: Job, order: JobOrder, request: PipelineSettings) -> PipelineSettings:
     """Returns ``request`` with the layout in ``order``, which an elastic job's launcher planned.
 
-    If the launcher planned it for a different model, the current model is measured and the program
-    exits.
+    If the launcher planned the layout for a different model, the current model is measured and the
+    program exits.
     """
     if is_list(request.sample_batch):
         raise ConfigError(
@@ -394,7 +394,7 @@ def _plan(module: MeasuredModule, request: PipelineSettings, profile: ModuleProf
 
 
 def _sizes_of(request: PipelineSettings, num_segments: int) -> tuple[int, ...]:
-    """Returns the pipeline sizes that have as many stages as the user's partition.
+    """Returns the pipeline sizes that give as many stages as the user's partition has.
 
     ``request`` contains the partition, and ``num_segments`` is the number of segments of the model.
     """

@@ -359,8 +359,8 @@ class Loop:
             )
         self._saved_at = self._pipeline.steps
         waited_s = time.perf_counter() - begin_s
-        # If the background thread completed the previous checkpoint during this save, report that
-        # checkpoint now, while _waited_s still contains the time that training waited for it.
+        # The previous checkpoint may have been completed during this save. Report it before
+        # _waited_s, the time that training waited for it, is replaced.
         self._report_completed()
         self._waited_s = waited_s
         if path is not None:

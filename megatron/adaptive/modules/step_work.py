@@ -275,8 +275,9 @@ class StepMaker:
             step: Index of the training step; -1 in an evaluation.
 
         Returns:
-            The microbatches, in the order in which the user passed them, and the checked numbers of
-                items. The attribute ``order`` contains the order in which to run the microbatches.
+            A :class:`StepWork` with the microbatches in the order in which the user passed them,
+                and the checked numbers of items. ``StepWork.order`` contains the order in which to
+                run the microbatches.
 
         Raises:
             ConfigError: If the batch is invalid.

@@ -19,7 +19,7 @@ from megatron.adaptive.modules.host_memory import MUTABLE
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Refers to a tensor by its index on the tape, and replaces it in recorded arguments."""
+    """Stands for a tensor in recorded arguments, and contains the tensor's index on the tape."""
 
     value: int
 
@@ -61,11 +61,11 @@ class Call:
         function: Function that was called.
         args: Positional arguments, with a :class:`Ref` in place of every tensor.
         kwargs: Keyword arguments, with a :class:`Ref` in place of every tensor.
-        reads: Indices on the tape of the tensors in the arguments.
-        outputs: Index on the tape of each new tensor, and its path (indices and keys) in the result
-            of the call.
-        changes: Indices on the tape of each argument that the call changed in place: the index
-            before the call, and the index after the call.
+        reads: Tape indices of the tensors in the arguments.
+        outputs: Tape index of each new tensor, and the tensor's path (indices and keys) in the
+            result of the call.
+        changes: Two tape indices for each argument that the call changed in place: the index before
+            the call, and the index after the call.
         segment: Index of the call's segment, which is the number of cut points reached before.
         is_random: Whether the call drew random numbers.
         with_grad: Whether gradients were enabled during the call.

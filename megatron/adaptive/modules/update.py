@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PARAMETER_NAMES = "param_names"
 PARAMETER_LISTS = frozenset({"params", PARAMETER_NAMES})
-"""Keys of an optimizer's parameter group whose values are lists with one item per parameter."""
+"""Keys in an optimizer's parameter group for lists that have one item per parameter."""
 _BUCKET_BYTES = 32 << 20
 _REMEDY = "use bf16, or a lower initial loss scale (initial_loss_scale of Pipeline.set_optimizer)"
 
@@ -246,9 +246,9 @@ class Update:
             if parameter.requires_grad != self._was_trained[name]:
                 raise ConfigError(
                     f"requires_grad of {name} is {parameter.requires_grad}, but was "
-                    f"{not parameter.requires_grad} when the Pipeline was created, which decided "
-                    "the messages between stages; undo the change, or create a new Pipeline after "
-                    "it"
+                    f"{not parameter.requires_grad} when the Pipeline was created, and the "
+                    "messages between stages depend on it; undo the change, or create a new "
+                    "Pipeline after it"
                 )
 
     def process_groups(self) -> dict[str, Any]:
@@ -289,7 +289,7 @@ class Update:
     def _drop_unused(
         self, trained: Sequence[torch.nn.Parameter], has_gradient: dict[int, bool]
     ) -> None:
-        """Sets ``grad`` to ``None`` again for parameters for which no rank computed a gradient.
+        """Resets ``grad`` to ``None`` for all parameters that received no gradient on any rank.
 
         All ranks must call this.
 
