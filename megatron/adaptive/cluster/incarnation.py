@@ -40,7 +40,7 @@ _TRACES = "--trace-dir"
 _MOST_MEASURED = 3
 _PATH_FLAGS = ("--save", "--load", "--progress-dir", _TRACES)
 # A run that starts from another run's checkpoint uses these flags. When a job resumes from its own
-# checkpoint, they are removed.
+# checkpoint, these flags are removed.
 _FIRST_ONLY = ("--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step")
 
 
