@@ -211,6 +211,6 @@ def test_a_plan_that_takes_too_long_is_done_without(
         assert layout is not None
         assert [name for name, _ in layout.places] == ["a"]
         assert said().endswith(
-            "] warning: machines left out: x: not listed in the cluster file of --plan-with\n"
+            "] warning: machines left out: x (not in the cluster file of --plan-with)\n"
         )
         chooser.close()  # Closing again must not fail.

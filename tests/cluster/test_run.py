@@ -140,7 +140,7 @@ def test_the_state_tells_parts_of_a_morph(
         1,
         [incarnation.number],
     )
-    assert "1 steps lost in 1 morphs" in render_state(read)
+    assert "1 steps lost in 1 layout changes" in render_state(read)
     assert "epochs under earlier managers: 1" in render_state(read)
 
 

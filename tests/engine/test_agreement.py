@@ -59,7 +59,7 @@ def test_who_lacks_an_input_is_named(board: str, start: Start) -> None:
     assert leader[0] == "DeadlineError"
     assert "rank 1 of the pipeline waited 0.5 s in step 0 for " in leader[1]
     assert "the input of F0-1 has not arrived on rank 1 (stage 1)" in leader[1]
-    assert "itself waits for input of F0-1 from rank 0 (stage 0)" in follower[1] or (
+    assert "was also waiting for input of F0-1 from rank 0 (stage 0)" in follower[1] or (
         board == "message" and follower[0] == "PeerLostError"
     )
     assert len(leader[1].splitlines()) == len(follower[1].splitlines()) == 1

@@ -257,7 +257,7 @@ def test_a_follower_without_decision_names_what_it_lacks() -> None:
     with pytest.raises(DeadlineError) as info:
         run_last(pipeline, 2, executor=executor)
     assert str(info.value) == (
-        "no message from rank 4 within 1 s; rank 1 of the pipeline, in step 0, itself waits for "
+        "no message from rank 4 within 1 s; in step 0, rank 1 of the pipeline was also waiting for "
         "input of F0-0 from rank 0 (stage 0)"
     )
     completions.put(PeerLostError("rank 10 is gone"))

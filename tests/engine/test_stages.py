@@ -192,7 +192,7 @@ def test_split_backwards_reduce_where_hooks_would_have(held: bool) -> None:
 def test_split_backwards_need_something_to_reduce_with() -> None:
     diary = Diary(explicit=False, chunks=1)
     diary.sync.hold()
-    with pytest.raises(ConfigError, match="chunk 0 is a Linear with a no_sync_func, but without"):
+    with pytest.raises(ConfigError, match="chunk 0 has a no_sync_func, but is a Linear without"):
         diary.last_weights(0)
 
 

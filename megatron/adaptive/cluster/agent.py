@@ -115,7 +115,7 @@ class Agent:
         loop = asyncio.get_running_loop()
         for number in _NOTICES:
             loop.add_signal_handler(number, self._notice, number)
-        loop.add_signal_handler(signal.SIGINT, lambda: None)  # The manager handles Ctrl-C.
+        loop.add_signal_handler(signal.SIGINT, lambda: None)  # Only the manager handles Ctrl-C.
         try:
             await self._serve(link)
         finally:
@@ -177,7 +177,7 @@ class Agent:
         # When a rank fails, torch prints a C++ stack trace on each of the other ranks. Hide these
         # traces.
         environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        if is_loopback(self._address):  # The job runs only on this machine.
+        if is_loopback(self._address):  # All nodes of the job are on this machine.
             environment |= loopback_variables(environment)
         module = "megatron.adaptive.cluster.rank_forkserver"
         forkserver = await asyncio.create_subprocess_exec(
@@ -249,7 +249,7 @@ class Agent:
         if message["ranks"] and program != "restore" and not unknown:
             self._end_checks()
         for rank in message["ranks"]:
-            if "number" in message:  # The manager waits for the exit status.
+            if "number" in message:  # The manager expects the exit status as a reply.
                 self._asked[rank["key"]] = message["number"]
             self._start_rank(rank, added, program, unknown)
 

@@ -79,8 +79,8 @@ SETTINGS = _specs(
         ),
         "OVERLAP_GRAD_REDUCE": (bool, "false", "reduce gradients during backward passes"),
         "SEQUENCE_PARALLEL": (bool, "false", "split the sequence outside matrix multiplications"),
-        "SEQUENCE_SLICES": (str, "", "slices into which each sequence is cut, or auto"),
-        "SLICE_TOKENS": (str, "", "tokens of each slice of packed documents, or auto"),
+        "SEQUENCE_SLICES": (str, "", "number of slices per sequence, or auto"),
+        "SLICE_TOKENS": (str, "", "number of tokens per slice of packed documents, or auto"),
         "ACTIVATION_CAP": (
             _Cap,
             "",
@@ -117,7 +117,11 @@ SETTINGS = _specs(
         "IFNAME": (str, "", "network interface; detected by default"),
         "MEETING_TIMEOUT_S": (Positive, "600", "seconds for which nodes wait for each other"),
         "SLURM_PARTITION": (str, "", "Slurm partition, or TYPE=PARTITION for each node type"),
-        "SLURM_GRES": (str, "gpu", "Slurm's name of the GPUs, or TYPE=GRES for each type, or none"),
+        "SLURM_GRES": (
+            str,
+            "gpu",
+            "Slurm GRES name of the GPUs, TYPE=GRES for each node type, or none",
+        ),
         "SLURM_TIME": (str, "", "time limit of the job, such as 2:00:00"),
         "SLURM_ACCOUNT": (str, "", "account to charge"),
         "SLURM_FLAGS": (str, "", "additional options of sbatch"),
@@ -263,7 +267,7 @@ class LaunchGroup:
 
     Attributes:
         kind: Name of the node type; empty if all nodes have the same type.
-        nodes: Number of nodes, or ``None`` if it is unknown before the nodes have connected.
+        nodes: Number of nodes, or ``None`` if it is known only after the nodes have connected.
         processes: Number of processes on each node, or ``None`` to start one process per GPU.
         partition: Slurm partition of the group; empty for Slurm's default partition.
         gres: Slurm generic resource (GRES) that stands for the GPUs; ``none`` to request no GPUs.
@@ -520,7 +524,7 @@ def _check_sizes(conf: LaunchConf) -> None:
         if copies is not None:
             raise ConfigError(
                 f"STAGE_DP_SIZES={values['STAGE_DP_SIZES']} and DP_SIZE={copies} cannot be "
-                "combined, because DP_SIZE is for stages of equal size; remove one of them"
+                "combined, because DP_SIZE sets one size for all stages; remove one of them"
             )
         return
     names = ["TENSOR_MP_SIZE", "PIPELINE_MP_SIZE"]
@@ -533,8 +537,8 @@ def _check_sizes(conf: LaunchConf) -> None:
         raise ConfigError(f"WORLD_SIZE={size} must be a multiple of {product}")
     if size and copies is not None and copies * model != size:
         raise ConfigError(
-            f"DP_SIZE={copies} must be {size // model}, because {product}, and the product of this "
-            f"and DP_SIZE must be WORLD_SIZE = {size}"
+            f"DP_SIZE={copies} must be {size // model}, which is WORLD_SIZE = {size} divided by "
+            f"{product}"
         )
 
 

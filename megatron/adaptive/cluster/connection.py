@@ -2,8 +2,8 @@
 
 Both sides prove that they know the job's secret, and each message is authenticated. A machine that
 loses power does not close its connections. A side that receives nothing for :data:`SILENCE_S`
-seconds therefore considers the other side lost. The time during which the receiving process was
-stopped is not counted.
+seconds therefore considers the other side lost. Time in which the receiving process itself was
+suspended does not count.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ SILENCE_S = 20.0
 PATIENCE_S = 60.0
 """Time in seconds without a message after which an agent on a listed machine exits.
 
-Listed machines are those in the machines file. The timeout is longer than :data:`SILENCE_S`,
-because no other manager can take over a job that has a machines file.
+Listed machines are those in the machines file. If a job has such a file, no other manager can take
+over the job, so the agent waits longer than :data:`SILENCE_S` for its manager.
 """
 
 
@@ -155,7 +155,7 @@ class Connection:
         try:
             payload = await result_within(reading, silence_s)
         except asyncio.CancelledError:
-            if reading.cancelled():  # :meth:`close` cancelled the read, but not this task.
+            if reading.cancelled():  # :meth:`close` cancelled only the read, not this task.
                 raise EOFError("this process closed the connection") from None
             raise
         self._reading = None
@@ -253,7 +253,7 @@ class Listener:
         task.add_done_callback(self._end)
 
     def _end(self, task: asyncio.Task[None]) -> None:
-        """Removes ``task``, and closes its socket if the task was cancelled before using it."""
+        """Removes ``task``. Closes the task's socket if the task was cancelled before using it."""
         sealed = self._tasks.pop(task)
         if sealed is not None:
             sealed.socket.close()

@@ -145,8 +145,8 @@ class FailedProbes:
         """Measures the node in ``failed`` repeatedly, until it passes or leaves the job."""
         name = failed.node
         while True:
-            # Double the wait before each measurement. Do not reset it when the node passes, because
-            # the node may fail in the job again.
+            # Double the wait before each measurement. Do not reset the wait when the node passes,
+            # because the node may fail in the job again.
             wait_s = self._waits_s.get(name, _FIRST_WAIT_S)
             self._waits_s[name] = min(2 * wait_s, _MOST_WAIT_S)
             await asyncio.sleep(wait_s)

@@ -39,8 +39,8 @@ _MODEL = "model.json"
 _TRACES = "--trace-dir"
 _MOST_MEASURED = 3
 _PATH_FLAGS = ("--save", "--load", "--progress-dir", _TRACES)
-# A run that starts from another run's checkpoint uses these flags. They are removed when a job
-# resumes from its own checkpoint.
+# A run that starts from another run's checkpoint uses these flags. When a job resumes from its own
+# checkpoint, these flags are removed.
 _FIRST_ONLY = ("--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step")
 
 
@@ -439,8 +439,8 @@ class RunningRanks:
             fault: Description of the failure.
             deadline_s: Time in seconds, on the manager's clock, by which the other ranks must exit.
             kill: Whether a signal from outside the job killed a rank. Such a signal replaces an
-                earlier failure as the cause, because ranks that lose a killed peer may fail before
-                the kill is reported.
+                earlier failure as the cause, because peers of the killed rank may fail before the
+                kill itself is reported.
             gone: Description of the node loss or departure that caused the failure, or empty. It is
                 recorded even after other failures, because ranks that cannot reach the node may
                 exit before the node is known to be lost.

@@ -154,7 +154,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text().strip()
     except OSError:
-        return ""  # A file exists even if its entry is unset. Reading it then fails.
+        return ""  # The kernel creates files for unset entries, but reading them fails.
 
 
 ENDED = "ended"

@@ -412,7 +412,7 @@ def render_state(state: Mapping[str, Any]) -> str:
     lines = [
         f"{state['status']}, {age_s:.0f} s ago; iteration {done} of {total or '?'}, last checkpoint"
         f" {state['checkpoint_iteration']}, {state['lost_steps']} steps lost in"
-        f" {max(0, trained - 1)} morphs",
+        f" {max(0, trained - 1)} layout changes",
         f"manager: process {state['manager']['pid']} on {state['manager']['host']}",
         "machines:",
     ]
@@ -433,8 +433,8 @@ def render_state(state: Mapping[str, Any]) -> str:
             + (f", from {entry['source']}" if entry.get("source", "") not in ("", "start") else "")
         )
         if entry.get("predicted_step_s") is not None:
-            seen = f", {entry['step_s']:.4g} s measured" if entry["step_s"] else ""
-            lines.append(f"      a step of {entry['predicted_step_s']:.4g} s predicted{seen}")
+            seen = f", measured {entry['step_s']:.4g} s" if entry["step_s"] else ""
+            lines.append(f"      predicted step time {entry['predicted_step_s']:.4g} s{seen}")
         parts = [f"{n} {entry['phases_s'][n]:.2f} s" for n in _PHASES if n in entry["phases_s"]]
         if parts:
             whole = entry["phases_s"].get("whole")

@@ -626,7 +626,7 @@ class PlannerChooser(Chooser):
                 then uses the machines of the cluster file.
 
         Returns:
-            Reason why the check was not completed, such as the timeout, or an empty string.
+            Reason why the check was not completed, such as a timeout, or an empty string.
 
         Raises:
             ConfigError: A file is invalid, or no plan is possible.
@@ -657,7 +657,7 @@ class PlannerChooser(Chooser):
             unknown: str = self._ask(within_s, _answer, self._given, "unknown", offers)
         except ConfigError as error:
             return None, str(error)
-        return layout, unknown and f"{unknown}: not listed in the cluster file of {PLAN_WITH}"
+        return layout, unknown and f"{unknown} (not in the cluster file of {PLAN_WITH})"
 
     def _ask(self, within_s: float, answer: Callable[..., Any], *arguments: Any) -> Any:
         pending = self._pool.apply_async(answer, arguments)
@@ -722,7 +722,7 @@ class PlannerChooser(Chooser):
 
 
 def _begin() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The manager handles Ctrl-C.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Only the manager handles Ctrl-C.
 
 
 _planning = functools.cache(Planning)

@@ -1,11 +1,11 @@
 """Chooses the layout of a job for the available nodes.
 
-Without ``--plan-with``, the layout uses as many processes as the batch size and the number of
-layers allow. Among these layouts, the rule chooses the smallest pipeline size that is at least the
-size on the command line. If there is none, the rule chooses the largest pipeline size. It avoids
-sizes below the one on the command line, because the model may not fit in memory with fewer stages.
-The global batch size never changes. Nodes known to be slow get fewer layers. With ``--plan-with``,
-the planner chooses the layout (see ``layout_planner``).
+Without ``--plan-with``, a simple rule chooses a layout with as many processes as the batch size and
+the number of layers allow. Among these layouts, the rule prefers the smallest pipeline size that is
+at least the size on the command line. If there is none, it prefers the largest pipeline size. Sizes
+below the one on the command line are avoided, because the model may not fit in memory with fewer
+stages. The global batch size never changes. Nodes known to be slow get fewer layers. With
+``--plan-with``, the planner chooses the layout (see ``layout_planner``).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """Describes how ranks share the model and the batch, including the matching trainer flags.
+    """Describes how ranks share the model and the batch, and contains the matching trainer flags.
 
     Attributes:
         tensor: Tensor-parallel size.
@@ -223,7 +223,7 @@ def _weighted_split(num_layers: int, weights: Sequence[float]) -> tuple[int, ...
 
     ``weights`` contains the time per layer of each stage. Each stage gets at least one layer. Each
     further layer is assigned to the stage that would take the shortest time with this layer. In
-    case of a tie, the stage that is farthest from both ends of the pipeline gets the layer.
+    case of a tie, the stage closest to the middle of the pipeline gets the layer.
     """
     count = len(weights)
     layers = [1] * count

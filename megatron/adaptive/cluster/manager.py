@@ -243,7 +243,7 @@ class Manager:
         expected = self._spec.nodes
         limit_s = self._spec.join_s
         if self._is_successor:
-            # Expect all nodes of the previous manager to join again, except the manager's own node.
+            # All nodes of the previous manager should join again, except the node on which it ran.
             expected = max(1, self._before_us - 1)
             limit_s = min(limit_s, _RETURN_S)
         until_s = self._clock.now_s() + limit_s
@@ -396,8 +396,8 @@ class Manager:
             if self._stop is not None:
                 self._ask_to_save(running, f"signal {self._stop.name}")
             if kind == "tick" and not running.stopping:
-                # The tick may have been queued before the current ranks started, so read again
-                # which of these ranks are slow.
+                # The event ``tick`` may have been queued before the current ranks started, so read
+                # again which of these ranks are slow.
                 now = self._progress.read(running.folder)
                 nodes = self._members.usable()
                 reason = await self._probes.handle(now.failed, running, nodes)
@@ -438,7 +438,7 @@ class Manager:
                     node.link.send("leave")
             return
         running.fault = running.fault or (
-            f"the ranks did not exit within {self._spec.stop_s:g} s after they were asked to "
+            f"the ranks did not exit within {self._spec.stop_s:g} s after the request to stop "
             f"({running.stopping})"
         )
         running.killed = True

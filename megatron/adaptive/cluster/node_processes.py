@@ -125,9 +125,9 @@ def check_trainer(conf: LaunchConf, world_size: int, run_dir: Path) -> None:
     """
     if conf["LOCAL_CHECKPOINT_DIR"] and not conf["CHECKPOINT_DIR"]:
         raise ConfigError(
-            f"LOCAL_CHECKPOINT_DIR={conf['LOCAL_CHECKPOINT_DIR']} requires CHECKPOINT_DIR, to "
-            "which these checkpoints are copied; set CHECKPOINT_DIR to a folder in storage that "
-            "all nodes share"
+            f"LOCAL_CHECKPOINT_DIR={conf['LOCAL_CHECKPOINT_DIR']} requires CHECKPOINT_DIR, "
+            "because local checkpoints are copied there; set CHECKPOINT_DIR to a folder in storage "
+            "that all nodes share"
         )
     try:
         parse(trainer_flags(conf, run_dir), world_size=world_size, last_wins=True)
@@ -260,7 +260,7 @@ def run_node(
     command = in_container(conf, node_command(conf, node, run_dir), run_dir)
     environment = _environment(conf, variables)
     hidden = _secret_values(environment)
-    # Child processes inherit this setting. Without it, SIGUSR1 would kill ranks that have not
+    # Child processes also ignore SIGUSR1. Otherwise, this signal would kill ranks that have not
     # installed their handlers yet.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     begin = f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} node {node.node_rank} starts\n".encode()

@@ -61,7 +61,7 @@ def main(descriptor: int) -> None:
     orders = socket.socket(fileno=descriptor)
     end_with_parent()  # Call this before the imports, because the agent may exit during them.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # The agent handles these signals.
+        signal.signal(number, signal.SIG_IGN)  # Only the agent handles these signals.
     _import()
     # Without this call, garbage collection in a rank would copy memory pages that ranks share.
     gc.freeze()
@@ -188,7 +188,7 @@ class _Forkserver:
             if key is None:
                 continue
             with contextlib.suppress(ProcessLookupError):
-                # A rank's data workers may outlive it, so kill the whole process group.
+                # A rank's data workers may outlive the rank, so kill the whole process group.
                 os.killpg(pid, signal.SIGKILL)
             self._send(ended=key, status=os.waitstatus_to_exitcode(status))
 

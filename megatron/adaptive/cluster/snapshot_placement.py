@@ -198,7 +198,9 @@ class JobSnapshots:
         return source, max(0, done - resumed)
 
     async def recover(self, limit_s: float) -> None:
-        """Writes the newest complete step in memory as a checkpoint, unless a newer one exists.
+        """Writes the newest complete step in memory as a checkpoint.
+
+        A step that is not newer than the last checkpoint is not written.
 
         Args:
             limit_s: Timeout in seconds for the nodes to write the checkpoint.

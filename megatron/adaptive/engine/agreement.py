@@ -51,7 +51,7 @@ from megatron.adaptive.transport.interface import Arrival, Completions, Item, La
 # number.
 _LOST = (1 << 63) - 1
 # The leader sends this number to announce that no new action starts while the current action
-# communicates. No action is encoded as this number, because there is no kind 3.
+# communicates. No action is encoded as this number, because kinds are numbered from 0 to 2.
 _NOTHING = 3 << 30
 _FOR_EVER_S = 1e8
 _CLOSE_S = 30.0
@@ -77,7 +77,7 @@ class Agreement:
         """Starts a step. All members of the group must call this method with the same arguments.
 
         Args:
-            step: Index of the step, in ascending order.
+            step: Index of the step, higher than in all earlier calls.
             is_static: Whether the policy follows a static order, which is known to all members.
         """
 
@@ -101,8 +101,8 @@ class Agreement:
 
         On a leader or a rank without a group, the result is ``None`` if no action can start; the
         rank must then wait for an input. On a follower, this method blocks until the leader has
-        chosen. The input of the chosen action is then in the follower's completion queue, but may
-        not be marked as arrived in ``state`` yet.
+        chosen. The input of the chosen action is then in the follower's completion queue, even if
+        it is not marked as arrived in ``state`` yet.
 
         Args:
             policy: Policy that chooses the action. Followers ignore it, except under a static
@@ -120,7 +120,7 @@ class Agreement:
         return policy.pick(state)
 
     def missing(self) -> str:
-        """Returns text that lists the inputs not yet received by all members, for error messages.
+        """Returns the inputs not yet received by all members, as text for error messages.
 
         The text also names the members on which each input is missing. It is empty if no input is
         missing.
@@ -142,7 +142,7 @@ class Leader(Agreement):
         reports: Channels from which this rank reads the followers' reports, keyed by the follower's
             global rank.
         completions: Queue of arrived inputs and notices, on which the executor waits.
-        describe: Function that returns the name of a global rank for error messages.
+        describe: Function that maps a global rank to its name in error messages.
     """
 
     def __init__(
@@ -300,7 +300,7 @@ class Follower(Agreement):
         message = self._decisions.next(timeout_s)
         if message is None:
             raise PeerLostError(
-                "the first rank of the decision group has exited while this rank waits for its "
+                "the first rank of the decision group has exited while this rank waits for the "
                 "next decision; the ranks ran different numbers of steps"
             )
         return None if message == _NOTHING else Action(*decode(message))
@@ -330,7 +330,7 @@ class Follower(Agreement):
 
     def _report(self, label: Label) -> None:
         with self._lock:
-            # Skip an input of a later step. The executor reports it when that step begins.
+            # Skip an input of a later step. The executor reports the input when that step begins.
             skip = self._has_ended or self._is_static or label.step != self._step
             if skip or label.action in self._reported:
                 return
@@ -373,7 +373,7 @@ def connect(
         rank: Global rank of this process.
         completions: Queue of this rank's arrived inputs.
         timeout_s: Maximum time in seconds for sending a report.
-        describe: Function that returns the name of a global rank for error messages.
+        describe: Function that maps a global rank to its name in error messages.
         module: C++ extension that provides the shared memory if all members are on one node,
             otherwise ``None``.
     """

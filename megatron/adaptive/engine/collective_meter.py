@@ -16,7 +16,7 @@ collectives on device tensors with device events.
 
 A rank counts all collectives of a step, but keeps the times of at most :data:`MOST_KEPT` per group.
 The choice depends only on the iteration and on the index of a collective, so all members keep the
-times of the same collectives. Over many steps, every collective is kept about equally often.
+times of the same collectives. Over many steps, each collective is chosen about equally often.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Writer:
         group: Gloo group of the members, which must not be used for anything else. Two members can
             have at most one channel in each direction.
         readers: Global ranks that read from this channel.
-        describe: Function that returns the name of a global rank for error messages.
+        describe: Function that maps a global rank to its name in error messages.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class Writer:
     ) -> None:
         self._group = group
         self._readers = [(describe(rank), dist.get_group_rank(group, rank)) for rank in readers]
-        # Call ``wait`` on each ``Work`` of gloo before releasing it, and keep its tensor alive
-        # until then.
+        # Keep each gloo ``Work`` object and its tensor alive until ``wait`` has been called on the
+        # object.
         self._sent: deque[tuple[str, Any, torch.Tensor]] = deque()
 
     def publish(self, value: int, timeout_s: float) -> None:
@@ -168,7 +168,7 @@ class _MemoryEnd:
     Args:
         log: Object of the C++ extension for this end of the channel.
         peers: Names of the ranks at the other end, for error messages.
-        describe: Function that returns the name of a global rank for error messages.
+        describe: Function that maps a global rank to its name in error messages.
     """
 
     def __init__(self, log: Any, peers: str, describe: Describe) -> None:
@@ -179,7 +179,8 @@ class _MemoryEnd:
     def _raise(self, lack: str, error: TransportError) -> NoReturn:
         """Raises ``error`` with the name of the rank that has aborted or does not respond.
 
-        If the deadline has passed, the message starts with ``lack``.
+        If the deadline has passed, the message starts with ``lack``, a text that says what did not
+        happen.
         """
         if isinstance(error, DeadlineError):
             raise DeadlineError(f"{lack} {self._peers}: {error}") from error
@@ -235,7 +236,7 @@ def make_channels(
         group: Gloo group of the members, which must not be used for anything else.
         members: Global ranks of the members, in ascending order.
         rank: Global rank of this process.
-        describe: Function that returns the name of a global rank for error messages.
+        describe: Function that maps a global rank to its name in error messages.
         module: C++ extension that provides the shared memory if all members are on one node,
             otherwise ``None``.
 

@@ -10,7 +10,7 @@ gradient computes it in B.
 Layers of Transformer Engine can delay their weight gradients themselves: B puts the tensors of a
 call into a ``wgrad_store``, and ``backward_dw()`` takes them out. A call uses the ``wgrad_store``
 that the layer has during the call's forward pass. If weight gradients are deferred, each call
-therefore gets a new one. Otherwise, it uses the one that the layer was built with.
+therefore gets a new store. Otherwise, the call uses the store that the layer was built with.
 
 The output layer computes its weight gradient in B, because W would otherwise keep the gradients of
 the logits. These gradients need far more memory than the tensors of any other layer, for example 1
@@ -266,11 +266,11 @@ class DelayedCall(LayerCall):
 def _discard_gradients(weights: Sequence[torch.nn.Parameter], store: WeightGradientStore) -> None:
     """Discards the gradients that B accumulates for the ``weights`` of a grouped layer.
 
-    Since Transformer Engine 2.8, B returns the memory into which W later writes the gradients, and
-    whose contents are arbitrary before W. In earlier releases, B returns no gradients. In both
-    cases, the hook of megatron-core's data-parallel wrapper needs a tensor, so all weights of the
-    same shape share one. Autograd adds to this tensor in place, so it must not be an expanded
-    tensor. At the end of B, ``store`` restores the gradients of earlier microbatches.
+    Since Transformer Engine 2.8, B returns the memory into which W later writes the gradients.
+    Before W, this memory has arbitrary contents. In earlier releases, B returns no gradients. In
+    both cases, the hook of megatron-core's data-parallel wrapper needs a tensor, so all weights of
+    the same shape share one tensor. Autograd adds to this tensor in place, so it must not be an
+    expanded tensor. At the end of B, ``store`` restores the gradients of earlier microbatches.
     """
     former = [weight.grad for weight in weights]
     shared: dict[tuple[torch.Size, torch.dtype, torch.device], torch.Tensor] = {}

@@ -80,8 +80,9 @@ class RunningDiagnosis:
     def begin_after(self, iteration: int) -> None:
         """Excludes all iterations up to and including ``iteration`` + 1 from later diagnoses.
 
-        Call this method when a new trace is started in the folder, for example after layers were
-        moved.
+        Call this method after ``iteration`` when a new trace is started in the folder, for example
+        because layers were moved. As at the start of the run, the first iteration of the new trace
+        is not diagnosed.
         """
         self._next = iteration + 2
         self._slow = {}

@@ -179,7 +179,7 @@ class Executor:
         clock: Clock that times actions on the device, or ``None`` for the clock of the host.
         recorder: Recorder that stores traced spans, or ``None`` if tracing is off.
         route: Function that takes a pipeline rank and a microbatch's index on this rank. It returns
-            the global rank at that pipeline rank, and the index of the same microbatch on it.
+            the global rank at that pipeline rank, and the same microbatch's index on that rank.
             ``None`` means that microbatches have the same index on all ranks, and that pipeline
             ranks equal global ranks.
     """
@@ -354,7 +354,7 @@ class Executor:
             action = waiting
             untaken = state.untaken(action)
             if untaken is not None:
-                # This rank waits until the next stage acknowledges one of its outputs.
+                # This rank waits until the next stage acknowledges an output of this rank.
                 source = self._placement.target_of(action.kind, self._pp_rank, action.chunk)
                 action = untaken
             elif action in self._inputs:
@@ -542,8 +542,8 @@ class Executor:
             self._drain(state)
             if isinstance(error, DeadlineError):
                 raise DeadlineError(
-                    f"{error}; rank {self._pp_rank} of the pipeline, in step {self._step}, itself "
-                    f"waits for {state.missing()}"
+                    f"{error}; in step {self._step}, rank {self._pp_rank} of the pipeline was also "
+                    f"waiting for {state.missing()}"
                 ) from error
             raise
         if log is not None:
@@ -694,7 +694,7 @@ class Executor:
         self._accept(item, state, is_awaited=True)
 
     def _next_item(self, transport: Transport, state: RankState, deadline_s: float) -> Item | None:
-        """Waits until the time ``deadline_s`` for a message, and returns ``None`` if none arrives.
+        """Waits for a message until the time ``deadline_s``. Returns ``None`` if none arrives.
 
         Raises:
             PeerLostError: A rank that must still send an input of this step has closed its channel.

@@ -82,7 +82,7 @@ class _Neighbourhood:
             numbers of ranks.
         peers: Global ranks with which this rank exchanges messages.
         route: Function that takes a pipeline rank and a microbatch's index on this rank. It returns
-            the global rank at that pipeline rank, and the index of the same microbatch on it.
+            the global rank at that pipeline rank, and the same microbatch's index on that rank.
     """
 
     members: list[int]

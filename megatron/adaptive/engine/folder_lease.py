@@ -5,15 +5,15 @@ The holder of the right regularly increments a counter (a heartbeat).
 ::
 
     <folder>/.lease/claim-3.json      the holder: host, process, job, time of the claim
-    <folder>/.lease/beat-3            a counter that rises every two seconds, "ended" at the end
+    <folder>/.lease/beat-3            a counter that rises every two seconds; "ended" after release
     <folder>/.lease/private-3.json    address and secret of a manager, readable by its user only
 
-A claim is created as a hard link to a complete file, which succeeds in only one process on any file
-system. A job that wants to take over watches the counter for some time, measured by its own clock,
-so the clocks of machines may differ. If the counter does not increase, the job removes the
-counter's file, which ends the right of the previous holder. If the previous holder was only
-suspended, it later notices that the file is missing. The holder checks this by opening the file,
-because NFS caches listings and attributes, but contacts the server on each open.
+A claim is created as a hard link to a complete file. On any file system, only one process can
+create a link with this name. A job that wants to take over watches the counter for some time,
+measured by its own clock, so the clocks of machines may differ. If the counter does not increase,
+the job removes the counter's file, which ends the right of the previous holder. If the previous
+holder was only suspended, it later notices that the file is missing. The holder checks this by
+opening the file, because NFS caches listings and attributes, but contacts the server on each open.
 
 A checkpoint is first written under a name that contains the claim's number, and published by
 renaming. A new holder first removes all files and folders whose names contain lower numbers. A
@@ -107,7 +107,7 @@ class Lease:
             job: ID of the job, or ``None`` if a manager (the program that starts elastic jobs)
                 claims the right.
             restarts: Number of restarts of the job so far, or ``None`` for a manager.
-            run: Name by which ranks recognize their manager, or ``None`` for a job.
+            run: Name by which ranks recognize their manager, or ``None`` if a job claims the right.
 
         Returns:
             Number of the claim.
@@ -305,7 +305,7 @@ class Lease:
             try:
                 os.link(draft, claim)
             except FileExistsError:
-                # A link count above 1 means that NFS created this link, but its reply was lost.
+                # A link count above 1 means that NFS created the link, although its reply was lost.
                 if draft.stat().st_nlink == 1:
                     return False
             except OSError as error:
@@ -363,8 +363,8 @@ class Lease:
                 return False
             time.sleep(_LOOK_S)
             now = _read(self._path("beat", number))
-            # A missing counter does not prove that the holder is alive, because a job that takes
-            # over also removes the file.
+            # A missing counter is not a sign of a living holder, because another job that takes
+            # over may have removed the file. In that case, continue to watch.
             if now not in ("", first):
                 return now != _ENDED
         return False
@@ -432,10 +432,11 @@ def _state(pid: int) -> tuple[str, str]:
 
 
 def _is_gone(owner: Mapping[str, Any]) -> bool:
-    """Returns whether the process that ``owner`` describes no longer holds the right.
+    """Returns whether the owner's right to write to the folder has ended.
 
-    The result is true if ``owner`` describes this process, or a process on this machine that has
-    exited.
+    The right has ended if the owner was a process on this machine that has exited. The result is
+    also true if the owner has the process ID of this process. The owner is then an exited process
+    with the same ID, or this process itself, which may replace its own claim.
     """
     here = _here()
     pid = owner.get("pid")

@@ -1,8 +1,8 @@
 """Records the operators and kernels of selected steps with torch.profiler.
 
-On a CPU, the outermost operators are recorded; on a GPU, the kernels and copies. The profiler also
-records a mark whose time is also measured with the trace's clock. The difference between the two
-times of the mark is used to convert the profiler's times to the trace's clock.
+On a CPU, the outermost operators are recorded; on a GPU, the kernels and copies. The times of some
+marks are measured both by the profiler and with the trace's clock. The difference between the two
+times of a mark is used to convert the profiler's times to the trace's clock.
 """
 
 from __future__ import annotations
@@ -141,9 +141,8 @@ class KernelRecorder:
         marks = [event.time_range.start for event in events if event.name == _MARK]
         if len(marks) < len(self._marks_ns):
             return
-        # The trace's clock is read shortly before the profiler records the mark. Of several marks,
-        # the one with the shortest delay between the two gives the most accurate offset between the
-        # clocks.
+        # The trace's clock is read shortly before the profiler records a mark. The mark with the
+        # shortest delay after this reading gives the most accurate offset between the clocks.
         pairs = zip(self._marks_ns, sorted(marks), strict=False)
         shift_ns = max(time_ns - round(mark_us * 1e3) for time_ns, mark_us in pairs)
         for event in events:

@@ -11,7 +11,7 @@ known::
 Weight gradients that a schedule computes later do not count as part of a layer's backward pass.
 Forward passes that are repeated during the backward pass (activation recomputation) are not counted
 either. If the model calls only parts of a layer, nothing is recorded for this layer. megatron-core
-does so when it overlaps exchanges of experts' tokens.
+calls parts of layers when it overlaps exchanges of experts' tokens.
 """
 
 from __future__ import annotations

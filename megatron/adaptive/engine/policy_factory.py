@@ -53,7 +53,7 @@ class Orders:
         slice_shares: Length of each slice into which sequences are cut, as a fraction of the
             sequence. The fractions must add up to 1. By default, sequences are not cut.
         beside: Whether an action of a training step may start while an action of another kind
-            exchanges tokens of experts.
+            exchanges tokens with experts on other ranks.
 
     Attributes:
         replay: Recorded orders of actions to follow in training steps, or ``None``. The caller must

@@ -12,7 +12,7 @@ logged, it writes at most two lines per second::
     {"probe": 1, "failed_nodes": [{"node": "c", "text": "rank 2 on ...", "limits": {...}}], ...}
     {"ended": "all iterations are done", "unix_ns": ...}                  when the run ends normally
 
-A number that is infinite or not a number is written as ``null``. While the disk is full, no lines
+Infinite and NaN values are written as ``null``. While the disk is full, no lines
 are written.
 """
 
@@ -29,7 +29,7 @@ from megatron.adaptive.trace.files import BestEffortFile, Outage
 from megatron.adaptive.trace.status_files import PROGRESS_NAME
 
 COMPLETE = "all iterations are done"
-"""Reason to write for the end of a run that has completed all of its iterations."""
+"""Reason that is written when a run ends because it has completed all of its iterations."""
 
 PERIOD_S = 0.5
 _MANY_SKIPPED = 0.1

@@ -83,7 +83,7 @@ def meet(environment: Environment, timeout: datetime.timedelta) -> Any:
 
 
 def no_rendezvous(environment: Environment, error: Exception) -> Exception:
-    """Converts an error in connecting the ranks to an error with a one-line message.
+    """Returns an error that explains in one line why the ranks could not connect.
 
     The message contains the address from ``environment``. Returns ``error`` unchanged if it has a
     different cause.
@@ -259,7 +259,7 @@ def _wait_for_all(store: Any, environment: Environment, end_s: float) -> None:
         names = ", ".join(map(str, missing[:_NAMED])) + (", ..." if len(missing) > _NAMED else "")
         raise MeetingError(
             f"{size - len(missing)} of {size} ranks connected within "
-            f"{time.monotonic() - begin_s:.0f} s, but not rank {names}; missing ranks may use "
-            "another MASTER_ADDR or MASTER_PORT, or start too late (to wait longer, raise "
-            "MEGATRON_ADAPTIVE_MEETING_S)"
+            f"{time.monotonic() - begin_s:.0f} s, but not rank {names}; use the same "
+            "MASTER_ADDR and MASTER_PORT on all ranks, or raise MEGATRON_ADAPTIVE_MEETING_S if "
+            "some ranks start late"
         )

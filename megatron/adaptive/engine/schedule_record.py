@@ -23,9 +23,9 @@ microbatches of each replica::
      "dealt": {"1": [[0, 3], [1, 2]]}
 
 If microbatches are cut into slices, ``slices`` in ``shape`` is the number of slices per microbatch.
-A run with a different number of slices can also replay the record. Each of its actions runs at the
-position of a recorded action. That is the recorded action of the slice that ends at the same
-position of the sequence or, if there is none, of the first slice that ends later. The replay cannot
+A run with a different number of slices can also replay the record. Each action of this run takes
+the place of a recorded action. Its slice and the recorded slice end at the same token or, if there
+is no such recorded slice, the recorded slice is the first that ends later. The replay cannot
 deadlock, because the recorded run executed the recorded actions in that order.
 """
 

@@ -100,8 +100,9 @@ class GradientSync:
     the reductions of all later chunks have started.
 
     If the first pipeline rank has only one chunk, nothing follows the last backward pass of this
-    chunk. Its reduction therefore overlaps with this pass even if there is a ``grad_sync_func``, as
-    in megatron-core. Other ranks use their ``grad_sync_func`` while they wait for earlier stages.
+    chunk. The reduction of the chunk's gradients therefore overlaps with this pass even if there is
+    a ``grad_sync_func``, as in megatron-core. Other ranks use their ``grad_sync_func`` while they
+    wait for earlier stages.
 
     Args:
         config: megatron-core's configuration of the chunks.
@@ -145,7 +146,7 @@ class GradientSync:
             self._reduce(chunk)
 
     def after_last_weights(self, chunk: int) -> None:
-        """Starts the reduction of the gradients of ``chunk`` after its last W has completed them.
+        """Starts to reduce the gradients of ``chunk`` after the chunk's last W.
 
         Reductions start in descending order of chunks. The reduction of this chunk may have to
         wait, or may be followed by the waiting reductions of earlier chunks. A chunk that only has
@@ -175,9 +176,9 @@ class GradientSync:
             start = getattr(self._chunks[chunk], "start_grad_sync", None)
             if start is None:
                 raise ConfigError(
-                    f"chunk {chunk} is a {type(self._chunks[chunk]).__name__} with a "
-                    "no_sync_func, but without start_grad_sync; set grad_sync_func to split its "
-                    "backward pass"
+                    f"chunk {chunk} has a no_sync_func, but is a "
+                    f"{type(self._chunks[chunk]).__name__} without start_grad_sync(); set "
+                    "grad_sync_func, or do not split backward passes"
                 )
             start()
 
@@ -366,7 +367,7 @@ class MegatronStages(SplitStages):
         return output
 
     def _model_input(self, received: torch.Tensor | None) -> torch.Tensor | None:
-        """Returns the input tensor of the chunk, whose gradient flows to ``received``.
+        """Returns the chunk's input tensor. The gradient of this tensor flows to ``received``.
 
         With ``distribute_saved_activations``, megatron-core replaces the data of the input that it
         saves with this rank's part, and restores the whole data before the backward pass. Hooks for
@@ -481,7 +482,7 @@ class ForwardBackward:
         slices: Object that cuts the sequences into the same number of slices as ``orders``, or
             ``None`` to run whole microbatches.
         span: Function that takes the kind of a span (here ``reduce``) and returns a context manager
-            that traces the span, or ``None`` if the caller traces the reduction.
+            that traces the span. If ``span`` is ``None``, the caller traces the reduction.
 
     Attributes:
         orders: Object that creates the policy and the state of this rank for each step.

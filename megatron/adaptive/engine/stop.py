@@ -10,7 +10,7 @@ result at the end of the next iteration, so that no rank waits for the all-reduc
 requested a stop, the training loop saves a checkpoint and stops the run. While a
 :class:`StopRequest` is open, it handles SIGTERM, SIGINT, SIGUSR1 and SIGHUP. If SIGHUP was ignored
 before, for example under ``nohup``, it stays ignored. If another rank fails, the liveness watcher
-stops this process without such an agreement.
+stops this process without waiting for an agreement.
 """
 
 from __future__ import annotations

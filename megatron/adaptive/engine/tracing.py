@@ -249,8 +249,8 @@ class Tracing:
     ) -> None:
         """Traces the device's work between two marks, if the current iteration is traced.
 
-        ``kind`` is the kind of the span, and ``chunk`` and ``microbatch`` are those to which it
-        belongs, or -1 if it belongs to no microbatch.
+        ``kind`` is the kind of the span. ``chunk`` and ``microbatch`` are those to which the span
+        belongs, or -1 if the span belongs to no microbatch.
 
         ``start`` and ``end`` are results of :meth:`mark`.
         """
@@ -276,7 +276,7 @@ class Tracing:
 
     @contextlib.contextmanager
     def host_span(self, kind: str) -> Iterator[None]:
-        """Returns a context manager that traces the host time spent in it as a span of ``kind``.
+        """Returns a context manager that traces its block, in host time, as a span of ``kind``.
 
         The context manager can also be used between two iterations.
         """
@@ -298,7 +298,7 @@ class Tracing:
         if self.recorder is None:
             return
         for last in self._unresolved[-1:]:
-            self._clock.wait(last.end)  # The last span ends after all earlier spans.
+            self._clock.wait(last.end)  # All earlier spans have ended when the last one ends.
         self._resolve()
         if self.collectives is not None:
             self.collectives.close()

@@ -54,7 +54,8 @@ class LayerCall:
     def output(self, inputs: torch.Tensor) -> torch.Tensor:
         """Returns the output of the layer for the input ``inputs``."""
         raise AssertionError(
-            f"{type(self).__name__} has no output(), because it runs its own forward()"
+            f"{type(self).__name__} does not implement output(), because the layer computes its "
+            "output in its own forward pass"
         )
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -288,7 +289,7 @@ def uneven_pieces(
 
 
 class WeightGradientStore:
-    """Keeps what a chunk's deferred weight gradients need, and computes these gradients later.
+    """Keeps the tensors for a chunk's deferred weight gradients, and computes the gradients later.
 
     Layers read :attr:`active` in their forward pass, and only defer weight gradients if it is true.
     A store must not be used by several threads at the same time. Autograd's device threads count as
@@ -360,7 +361,10 @@ class WeightGradientStore:
         return _Collecting(self)
 
     def _turn(self, item: int) -> int:
-        """Returns the position of ``item`` in the order of backward passes, or -1 for item -1."""
+        """Returns the position of ``item`` in the order of backward passes.
+
+        -1 stands for no item, and is returned unchanged.
+        """
         if item < 0:
             return -1
         return mirrored(item, self.num_slices)
@@ -417,8 +421,8 @@ class WeightGradientStore:
         sequence-parallel.
 
         Args:
-            microbatch: Index of the microbatch, in ascending order of calls. The backward pass of
-                the microbatch must have run.
+            microbatch: Index of the microbatch. The microbatch's backward pass must have run, and
+                microbatches must be passed in ascending order.
             piece: Index of the piece. Pieces must be computed in ascending order from 0.
             pieces: Number of pieces, which must be the same in all calls for a microbatch.
 
