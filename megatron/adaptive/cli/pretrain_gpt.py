@@ -226,9 +226,9 @@ def _model_flags(flags: Sequence[str]) -> list[str]:
 
 
 def _all_of(data: str, flags: Sequence[str], processes: int, folder: Path) -> list[str]:
-    """Returns the flags that make the trainer evaluate a whole text exactly once.
+    """Returns the flags that make the trainer evaluate a text exactly once.
 
-    The last tokens of the text are left out if they do not fill a batch.
+    The evaluation omits the last tokens of the text if they do not fill a batch.
 
     Args:
         data: Path of a file with JSON lines, or prefix of existing token files. JSON lines are

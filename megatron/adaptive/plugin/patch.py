@@ -107,7 +107,7 @@ class Seam:
 
         @functools.wraps(chosen)
         def step(**arguments: Any) -> Any:
-            # The program called uninstall() after it had obtained this function.
+            # The program may have called uninstall() since it obtained this function.
             if not self._in_force:
                 return chosen(**arguments)
             model = arguments["model"]
@@ -170,7 +170,7 @@ class Seam:
 
 
 def _run_by_megatron_core(chosen: StepFunction, settings: Settings) -> StepFunction | None:
-    """Returns megatron-core's step function if it has to run the step, otherwise ``None``.
+    """Returns megatron-core's step function, or ``None`` if the executor runs the step.
 
     Args:
         chosen: Step function that megatron-core has chosen.

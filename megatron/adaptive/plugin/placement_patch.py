@@ -11,8 +11,9 @@ while it is installed. The replacements only return different results if the pla
 
 In this drawing, E is the embedding and L is the loss. The first and the last stage are both on the
 *last* rank, because Megatron-LM reads losses and token counts on that rank, and writes its logs
-there. Only the first stage therefore moves to another rank. The engine counts positions from the
-last rank, so that the V begins at position 0, as everywhere in this package.
+there. The last stage therefore stays on its rank, and the first stage moves to that rank. The
+engine counts positions from the last rank, so that the V begins at position 0, as everywhere in
+this package.
 
 - Each stage has the same layers as in megatron-core's loop. :class:`PlacedLayout` determines the
   layer numbers and the names in checkpoints.
@@ -136,7 +137,8 @@ class Placed:
         In a V-shaped placement, the embedding groups contain the last rank, which has the first
         stage, in place of the first rank.
         """
-        renew_program()  # The program has imported all of its modules by now.
+        # The program has imported its modules by now, so replace CUDA functions in all of them.
+        renew_program()
         if self.is_v:
             bound = inspect.signature(original).bind(*args, **kwargs)
             for name in ("get_embedding_ranks", "get_position_embedding_ranks"):
