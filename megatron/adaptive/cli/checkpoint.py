@@ -229,7 +229,7 @@ def export_hf(argv: Sequence[str]) -> None:
 
 
 def _load_libraries() -> None:
-    """Prepares torch and megatron-core for use on this machine, even if it has no GPUs."""
+    """Prepares torch and megatron-core for use on this machine, even if the machine has no GPUs."""
     from megatron.adaptive import accelerator
 
     accelerator.install()

@@ -112,7 +112,7 @@ def _train(options: dict[str, Any], local_rank: int) -> int:
     All processes of a node detect the same errors in settings, files and gradients. Only the first
     process of the node reports them immediately, and the launcher then stops the other processes. A
     process that is still running after a few seconds also reports its error, because the first
-    process may not have detected it.
+    process may not have detected the error.
     """
     # Import this module only here, because it imports torch and transformers, which takes seconds.
     from megatron.adaptive.modules.finetune import DivergedError, FineTuning, fine_tune
@@ -125,8 +125,8 @@ def _train(options: dict[str, Any], local_rank: int) -> int:
         fine_tune(settings, processor, samples)
     except AdaptiveError as error:
         if local_rank and (not is_read or isinstance(error, DivergedError)):
-            # If this process exited now, the launcher might stop the first process before it has
-            # reported the error.
+            # If this process exited now, the launcher might stop the first process before the first
+            # process has reported the error.
             time.sleep(_REPORT_S)
         raise
     return 0

@@ -439,8 +439,8 @@ def _print(options: argparse.Namespace, inputs: PlanInputs, proposal: Proposal) 
     if proposal.refused:
         show(f"omitted plans that the trainer does not support: {proposal.refused[0]}")
     print(
-        f"\nlower bounds computed for {result.configurations:,} configurations, {result.timed:,} "
-        "pipelines timed"
+        f"\ncomputed lower bounds for {result.configurations:,} configurations, and step times for "
+        f"{result.timed:,} pipelines"
     )
     if result.gap > 0:
         print(f"a skipped plan could be faster by at most {result.gap:.1%}")

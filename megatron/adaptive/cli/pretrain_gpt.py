@@ -136,7 +136,7 @@ def _train(argv: Sequence[str]) -> int:
 
 
 def load_recipe(path: Path) -> Any:
-    """Reads the recipe file ``path``, and merges it with the recipe that its key ``base`` names."""
+    """Reads the recipe file ``path``, and merges it with the recipe named by the key ``base``."""
     content = read_file(path, "recipe")
     if not isinstance(content, dict) or "base" not in content:
         return content

@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     )
     add = parser.add_argument
     text = (
-        "ID of the job (the name of its log folder), or path of its log folder (default: newest "
+        "ID of the job (the name of its log folder), or path of the log folder (default: newest "
         "job)"
     )
     add("job", nargs="?", help=text)

@@ -113,8 +113,8 @@ def _simulate(
             candidate = _candidate(options, name, num_slices)
             if num_slices > 1:
                 # The schedule "hinted" orders actions by their relative durations. These durations
-                # depend on the fraction of attention, because attention has no weight gradients,
-                # and its backward pass takes twice as long as its forward pass.
+                # depend on the share of attention: attention has no weight gradients, and the
+                # backward pass of attention takes twice as long as its forward pass.
                 candidate = replace(candidate, pace=pace_of(profile, num_slices))
             outcomes.append(evaluate(candidate, options.microbatches, profile, seeds))
         except ScheduleError as error:

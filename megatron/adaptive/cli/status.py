@@ -310,7 +310,7 @@ class NodeStatus:
     """Summary of a node's log files.
 
     Attributes:
-        name: Name of the node. The names of its files begin with it.
+        name: Name of the node. The names of the node's files begin with this name.
         out: Last lines of the node's standard output.
         err: Last lines of the node's standard error.
         errors: Last distinct lines in both files that report an error.

@@ -75,7 +75,7 @@ class _Trial:
 
 
 def try_plan(options: argparse.Namespace) -> int:
-    """Runs a rank of the plan, prints its memory and times, and adds them to the plan file.
+    """Runs a rank of the plan, prints the rank's memory and times, and adds both to the plan file.
 
     Raises:
         ConfigError: An option or the plan file is not suitable for a trial, or the rank needs more

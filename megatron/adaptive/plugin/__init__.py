@@ -186,7 +186,7 @@ def _put(
 
     core_version.check(
         oldest=(0, 15),
-        remedy="use megatron-core 0.15 to 0.20 (tested most with 0.16.1), or remove install()",
+        remedy="use megatron-core 0.15 to 0.20 (tested most with 0.16.1), or do not call install()",
     )
     from megatron.adaptive.plugin import patch
 

@@ -1,7 +1,8 @@
 """Assigns the stages of an unmodified Megatron-LM to ranks with a V-shaped placement.
 
-A few functions of megatron-core return the position of a stage. The plugin replaces these functions
-while it is installed. The replacements only return different results if the placement is V-shaped::
+A few functions of megatron-core return the position of a stage. While the plugin is installed, it
+replaces these functions. The replacements only return different results if the placement is
+V-shaped::
 
     4 ranks, 2 chunks    megatron-core's loop    V
     rank 0               E: 0   4                   3   4
@@ -113,8 +114,8 @@ class Placed:
                 self.take_back()
                 raise SetupError(
                     f"megatron-core {megatron.core.__version__}: {owner.__name__} has no {name}, "
-                    "which is needed to place stages; use megatron-core 0.15 to 0.20, or remove "
-                    "install()"
+                    "which is needed to place stages; use megatron-core 0.15 to 0.20, or do not "
+                    "call install()"
                 )
             self._replaced.append((owner, name, original, standing_for(original, replacement)))
         for owner, name, original, replacement in self._replaced:

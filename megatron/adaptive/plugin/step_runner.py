@@ -320,7 +320,7 @@ class Engine:
             self._tuner = self._make_tuner(config, arguments)
 
     def _connect_first(self, config: Any, arguments: Mapping[str, Any]) -> None:
-        """Connects this rank to other ranks, and opens its trace.
+        """Connects this rank to other ranks, and opens the trace of this rank.
 
         All ranks must call this together.
         """
