@@ -224,5 +224,6 @@ def test_where_splitting_may_cost_more_than_it_gains() -> None:
     config = configuration()
     layer = TELinear(2, 2, config=config, bias=True, skip_bias_add=True)
     assert why(config, Chunk(layer=layer)) == (
-        "layers of Transformer Engine may keep gathered inputs"
+        "with separate weight gradients, layers of Transformer Engine may keep gathered inputs "
+        "in memory"
     )

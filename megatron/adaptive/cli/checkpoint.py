@@ -188,10 +188,12 @@ def import_hf(argv: Sequence[str]) -> None:
 
 
 def export_hf(argv: Sequence[str]) -> None:
-    """Converts a checkpoint to a Hugging Face folder that ``transformers`` can load."""
+    """Converts a checkpoint to a Hugging Face folder that the transformers library can load."""
     parser = CommandParser(
         prog=f"{PROGRAM} hf export",
-        description="Convert a checkpoint to a Hugging Face folder, for transformers or vLLM.",
+        description=(
+            "Convert a checkpoint to a Hugging Face folder, for the transformers library or vLLM."
+        ),
     )
     parser.add_argument("checkpoints", metavar="CKPT", help="folder of --save")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to create")
@@ -227,7 +229,7 @@ def export_hf(argv: Sequence[str]) -> None:
 
 
 def _load_libraries() -> None:
-    """Prepares torch and megatron-core for use on this machine, even if it has no GPUs."""
+    """Prepares torch and megatron-core for use on this machine, even if the machine has no GPUs."""
     from megatron.adaptive import accelerator
 
     accelerator.install()

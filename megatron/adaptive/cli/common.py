@@ -62,8 +62,8 @@ def open_streams() -> None:
     """Opens ``/dev/null`` for each standard stream that was closed when the process started.
 
     Otherwise, Python would set a closed stream to ``None``, and the next file that is opened might
-    get the stream's file descriptor, such as 2. Libraries would then write error messages to this
-    file.
+    get the stream's file descriptor, such as 2. Libraries would then write error messages into
+    that file.
     """
     for number, (name, flags) in enumerate(_STREAMS.items()):
         try:

@@ -118,8 +118,8 @@ _SIZES = (
     "num_virtual_stages_per_pipeline_rank",
 )
 """Names of the trainer's settings that define the layout of the ranks to probe."""
-# Public secret that is used by default. The check does not start programs or change anything, so
-# users need not copy a real secret between nodes.
+# Secret that nodes use by default. It may be public, because the check does not start programs or
+# change anything. Users therefore need not copy a secret between nodes.
 _KNOWN_TO_ALL = "megatron.adaptive doctor"
 _OPEN = "open the ports between the nodes; gloo and NCCL use any port above 1023"
 _TORCH = (
@@ -165,7 +165,7 @@ def check_node(port: int) -> list[Check]:
 
 
 def node_report() -> dict[str, Any]:
-    """Returns an entry for this node in a cluster file, based on the output of installed tools."""
+    """Returns this node's entry for a cluster file, based on the output of installed tools."""
     texts = []
     for command in (["nvidia-smi", "-q"], ["nvidia-smi", "topo", "-m"]):
         try:
@@ -205,9 +205,11 @@ def _software() -> Iterator[Check]:
     if available:
         yield _check("CUDA", f"{count} GPUs, CUDA {built}")
         missing = why_no_gpu_use()
-        text = "the monitor can measure it"
+        text = "the monitor can measure GPU use"
         mend = "run pip install -r requirements-gpu.txt, and check nvidia-smi" if missing else ""
-        yield _check("GPU use", f"the monitor cannot measure it: {missing}" if mend else text, mend)
+        yield _check(
+            "GPU use", f"the monitor cannot measure GPU use: {missing}" if mend else text, mend
+        )
     elif built is None:
         text = "this torch is built without CUDA"
         yield _check("CUDA", text, "to use GPUs, install torch with CUDA support")
@@ -333,7 +335,7 @@ async def answer_peers(port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -
     heard: asyncio.Queue[Check] = asyncio.Queue()
 
     async def attend(link: Connection) -> None:
-        """Tries to connect back to the peer of ``link``, and replies with the result and time."""
+        """Tries to connect back to the peer of ``link``. Replies with the result and the time."""
         message = await link.receive(_CONNECT_S)
         if message is None or type(back := message.get("back")) is not int or not 0 < back < 65536:
             return await link.close()  # The peer is not a ``doctor`` process.
@@ -418,7 +420,7 @@ async def _try_way(address: str, port: int, secret: str) -> list[Check]:
         ),
         _check(
             "from that node",
-            why or "that node can connect to this node",
+            why or "the other node can connect to this node",
             _OPEN if why else "",
             is_error=True,
         ),
@@ -431,8 +433,8 @@ def _add_probe_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "probe of a job, before training",
         "Measures ranks, links and groups of ranks, and compares them with each other and with "
-        "the GPU's data sheet. Start it on all nodes in the same way as training, with job "
-        "launch or torchrun.",
+        "the GPU's data sheet. Start the probe on all nodes in the same way as training, with "
+        "job launch or torchrun.",
     )
     add = group.add_argument
     text = "probe all ranks; the exit status is 1 if any rank is an outlier"
@@ -446,7 +448,9 @@ def _add_probe_arguments(parser: argparse.ArgumentParser) -> None:
         if spec.dest in _SIZES:
             settings = spec.options()
             if spec.dest == _PIPELINE:
-                settings["help"] = f"{spec.help_text} (default: all ranks if no size is set, or 1)"
+                settings["help"] = (
+                    f"{spec.help_text} (default: all ranks if no other size is set, otherwise 1)"
+                )
             group.add_argument(*spec.names, **settings)
     transport = parser.add_argument_group("transport of the probe, as in training")
     for spec in fields_of(TransportConfig):

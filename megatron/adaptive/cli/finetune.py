@@ -15,7 +15,7 @@ from megatron.adaptive.config.environment import Environment, JobOrder
 from megatron.adaptive.errors import AdaptiveError, ConfigError
 
 _REPORT_S = 10.0
-"""Time in seconds for which a node's other processes wait for the first to report an error."""
+"""Time in seconds that a node's other processes give the first process to report an error."""
 
 _DESCRIPTION = """\
 Fine-tunes a Hugging Face transformers model in several processes: all weights, or LoRA adapters.
@@ -49,7 +49,7 @@ def _parser() -> CommandParser:
     text = "pipeline schedule; see docs/schedules.md (adaptive)"
     add("--schedule", default="adaptive", metavar="NAME", help=text)
     types = ("float32", "bfloat16", "float16")
-    text = "dtype of the parameters; default: the folder's; float32 for a whole float16 model"
+    text = "dtype of the parameters; default: as saved, but float32 to train a whole float16 model"
     add("--dtype", choices=types, help=text)
     text = "use autocast; parameters keep their dtype"
     add("--mixed-precision", choices=("bf16", "fp16"), help=text)
@@ -61,7 +61,7 @@ def _parser() -> CommandParser:
     text = "auto: move layers between processes if this makes steps faster (off)"
     add("--repartition", choices=moves, default="off", help=text)
     orders = ("given", "work", "time")
-    text = "order of samples in a step; work and time put cheap samples first and last (given)"
+    text = "order of samples in a step; work and time run cheap samples first and last (given)"
     add("--order", choices=orders, default="given", help=text)
     add("--trace-dir", **folder, help="folder for traces, for `trace` and `job top`")
     details = ("actions", "layers", "collectives", "kernels")
@@ -112,7 +112,7 @@ def _train(options: dict[str, Any], local_rank: int) -> int:
     All processes of a node detect the same errors in settings, files and gradients. Only the first
     process of the node reports them immediately, and the launcher then stops the other processes. A
     process that is still running after a few seconds also reports its error, because the first
-    process may not have detected it.
+    process may not have detected the error.
     """
     # Import this module only here, because it imports torch and transformers, which takes seconds.
     from megatron.adaptive.modules.finetune import DivergedError, FineTuning, fine_tune
@@ -125,8 +125,8 @@ def _train(options: dict[str, Any], local_rank: int) -> int:
         fine_tune(settings, processor, samples)
     except AdaptiveError as error:
         if local_rank and (not is_read or isinstance(error, DivergedError)):
-            # If this process exited now, the launcher might stop the first process before it has
-            # reported the error.
+            # If this process exited now, the launcher might stop the first process before the first
+            # process has reported the error.
             time.sleep(_REPORT_S)
         raise
     return 0

@@ -163,8 +163,8 @@ def _read_options(argv: Sequence[str]) -> Any:
     except ValueError as error:
         reason = "not a number" if text in str(error) else str(error).rstrip(".")
         raise ConfigError(
-            "--nproc-per-node must be a number of processes, or cpu or gpu for one process on "
-            f"each, got {text} ({reason})"
+            "--nproc-per-node must be a number of processes, cpu for one process per CPU core, or "
+            f"gpu for one process per GPU, got {text} ({reason})"
         ) from None
     if not 1 <= number <= _MAX_PROCESSES:
         raise ConfigError(f"--nproc-per-node must be from 1 to {_MAX_PROCESSES}, got {text}")

@@ -102,8 +102,9 @@ usage: {PROGRAM} job node master [CONF.SH] [OPTIONS]
        {PROGRAM} job node slurm SETTINGS FOLDER
 
 Runs one node of a job. run_master.sh starts the master: the first node, which waits for the others
-and then trains. run_worker.sh starts a worker, which waits for the master. Slurm's script calls
-slurm. job node master --help and job node worker --help describe their options."""
+and then trains. run_worker.sh starts a worker, which waits for the master. The batch script of a
+Slurm job calls job node slurm. job node master --help and job node worker --help describe the
+options."""
 
 
 def _parser(role: str, description: str) -> CommandParser:
@@ -174,13 +175,14 @@ def _print_instructions(address: str, port: int, logs: Path, generated_secret: s
         _say(f"set {SECRET_VARIABLE} on the other nodes to the same value as on this node")
     elif sys.stderr.isatty():
         _say(
-            f"if they do not share the folder {logs}, run: {SECRET_VARIABLE}={generated_secret} "
-            f"{start}"
+            f"on nodes that do not share the folder {logs}, run: "
+            f"{SECRET_VARIABLE}={generated_secret} {start}"
         )
     else:
         _say(
-            f"if the nodes do not share {logs}, set {SECRET_VARIABLE} on the other nodes to "
-            f"the secret in {logs / _MASTER_FILE}, or set it on all nodes, including this node"
+            f"on nodes that do not share {logs}, set {SECRET_VARIABLE} to the secret in "
+            f"{logs / _MASTER_FILE}; or set {SECRET_VARIABLE} to your own secret on all nodes, "
+            "including this one, and start again"
         )
 
 
@@ -215,7 +217,7 @@ def _worker(argv: Sequence[str]) -> int:
     parser = _parser("worker", "Join a run that run_master.sh starts on another node.")
     text = "the master's log folder, if it is shared between nodes (logs)"
     parser.add_argument("--log-dir", type=Path, default=WORK_FOLDER / "logs", help=text)
-    text = f"value for this node, which the master cannot set: {', '.join(_NODE_SETTINGS)}"
+    text = f"set a variable of this node ({', '.join(_NODE_SETTINGS)}); the master cannot set it"
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", dest="changes", help=text
     )
@@ -279,8 +281,8 @@ def _settings(answered: dict[str, str], overrides: Mapping[str, str]) -> dict[st
     if container != "none" and "CONTAINER" not in overrides:
         raise ConfigError(
             f"the master runs in CONTAINER={container}, but nodes do not accept programs from "
-            f"another node; run run_worker.sh --set CONTAINER={container} --set IMAGE=..., or "
-            "CONTAINER=none"
+            f"another node; run run_worker.sh --set CONTAINER={container} --set IMAGE=..., or run "
+            "it with --set CONTAINER=none"
         )
     return kept
 
@@ -303,8 +305,8 @@ def _slurm(argv: Sequence[str]) -> int:
     elif is_loopback(address) and len(conf.processes or ()) > 1:
         raise SetupError(
             f"MASTER_ADDR={head} is {address} on {socket.gethostname()}, which other nodes "
-            "cannot reach; remove the name from this line of /etc/hosts, or set MASTER_ADDR in "
-            "conf.sh"
+            f"cannot reach; remove {head} from the line of {address} in /etc/hosts, or set "
+            "MASTER_ADDR in conf.sh"
         )
     address_of_node = own_address(conf["IFNAME"], None if rank == 0 else address)
     node = NodePlace(
@@ -340,7 +342,7 @@ class _Hello:
 
     @classmethod
     def read(cls, message: Mapping[str, Any]) -> _Hello:
-        """Parses ``message``, the hello message of a different node.
+        """Parses ``message``, the hello message of another node.
 
         Raises ``ValueError`` if the message is malformed.
         """
@@ -713,8 +715,8 @@ def _say_missing(secrets: Iterable[str]) -> None:
     if missing := [name for name in secrets if name not in os.environ]:
         _say(
             f"warning: conf.sh sets {', '.join(missing)}, but secrets are neither stored nor "
-            "sent to other nodes; set them in this node's environment (on Slurm, without "
-            "--export)"
+            "sent to other nodes; set them in this node's environment, or on Slurm remove --export "
+            "from SLURM_FLAGS, so that sbatch exports them to all nodes"
         )
 
 

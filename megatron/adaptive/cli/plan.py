@@ -197,14 +197,15 @@ def _discover(files: Sequence[Path]) -> int:
     if not sources:
         raise ConfigError(
             "--discover found neither scontrol nor nvidia-smi; run doctor --json on each node, "
-            "and pass the resulting files"
+            "and pass files with its output to --discover"
         )
     document, assumed = describe_cluster(sources)
     make_cluster(document, "--discover", {})
     show(json.dumps(document, indent=2))
     for text in assumed:
         show(
-            f"assumed: {text}; correct this value if it is wrong, or measure it with profile",
+            f"assumed: {text}; correct this value if it is wrong, or measure it with the profile "
+            "command",
             file=sys.stderr,
         )
     return 0
@@ -250,8 +251,8 @@ def _parser(*, required: bool) -> argparse.ArgumentParser:
     add("--export", choices=EXPORTS, help="only print the best plan in another program's format")
     add("--compare", type=Path, nargs="+", metavar="PLAN.json", help="only compare plan files")
     text = (
-        "only print a cluster file, based on Slurm and nvidia-smi, or on their and doctor's "
-        "output in files"
+        "only print a cluster file, based on the output of scontrol and nvidia-smi, or on files "
+        "with the output of these tools or of doctor"
     )
     add("--discover", type=Path, nargs="*", metavar="FILE", help=text)
     text = "only compare predictions with traced runs, as plan validate does"
@@ -294,11 +295,11 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         ),
     ):
         add(f"--{name}", metavar="1,2", help=text)
-    text = "tokens of each slice of packed documents, or auto; needs --document-lengths"
+    text = "tokens per slice of packed documents, or auto; requires --document-lengths"
     add("--slice-tokens", metavar="1024,2048", help=text)
     add("--partition", metavar="8-8-8", help="layers of each stage")
     add("--recompute", metavar="none,full", help=f"from {', '.join(RECOMPUTE)}")
-    text = f"{','.join(SCHEDULES)}; 1f1b,interleaved with --attention fused"
+    text = f"default: {','.join(SCHEDULES)}, or 1f1b,interleaved if --attention is fused"
     add("--schedules", metavar="A,B", help=text)
     switch: dict[str, Any] = {"choices": ("both", "on", "off"), "default": "both"}
     add("--distributed-optimizer", **switch, help="%(default)s")
@@ -424,7 +425,7 @@ def _print(options: argparse.Namespace, inputs: PlanInputs, proposal: Proposal) 
     size = model.parameters
     amount = f"{size / 1e9:.3g} B" if size >= 1e9 else f"{size / 1e6:.3g} M"
     most = "up to " if inputs.documents is not None else ""
-    # If a model's list of layers does not contain the number of tokens, the number is 1.
+    # The number of tokens is 1 if the model is a list of layers that does not specify it.
     length = f" of {most}{model.tokens_per_sample:,} tokens" * (model.tokens_per_sample > 1)
     types = model.precision.name + " and fp8" * model.precision.fp8
     show(
@@ -438,8 +439,8 @@ def _print(options: argparse.Namespace, inputs: PlanInputs, proposal: Proposal) 
     if proposal.refused:
         show(f"omitted plans that the trainer does not support: {proposal.refused[0]}")
     print(
-        f"\nlower bounds computed for {result.configurations:,} configurations, {result.timed:,} "
-        "pipelines timed"
+        f"\ncomputed lower bounds for {result.configurations:,} configurations, and step times for "
+        f"{result.timed:,} pipelines"
     )
     if result.gap > 0:
         print(f"a skipped plan could be faster by at most {result.gap:.1%}")

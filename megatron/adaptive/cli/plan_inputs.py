@@ -90,7 +90,7 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> N
     add("--memory-margin", type=share, default=MEMORY_MARGIN, metavar="X", help=text)
     group = parser.add_argument_group("calibration")
     runs: dict[str, Any] = {"type": Path, "action": "append", "default": []}
-    text = "fit layers and links to the traces of a run of this model; may be repeated"
+    text = "fit the times of layers and links to traces of a run of this model; may be repeated"
     group.add_argument("--calibrate", **runs, metavar="TRACE_DIR", help=text)
     add_host_argument(parser)
 
@@ -199,7 +199,7 @@ def measured_kinds(model: Model, spreads: Sequence[int]) -> tuple[str, ...]:
 
 
 def add_host_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds the option for the node type of a host in a traced run to ``parser``."""
+    """Adds to ``parser`` the option that sets the node type of a host in a traced run."""
     text = "node type of a host in these runs; required if the cluster has several node types"
     hosts: dict[str, Any] = {"action": "append", "default": [], "metavar": "HOST=TYPE"}
     parser.add_argument("--calibrate-host", **hosts, help=text)
@@ -332,8 +332,8 @@ def read_lengths(text: str, most: int) -> tuple[Lengths, int]:
         most: Maximum length of a document in tokens. The trainer truncates longer documents.
 
     Returns:
-        Number of tokens that the trainer predicts in each document, and an upper bound of this
-        number for all documents in the data.
+        Two values: the number of tokens that the trainer predicts in each document, and an upper
+        bound of these numbers.
 
     Raises:
         ConfigError: The text does not have one of the possible forms, or a length is invalid.

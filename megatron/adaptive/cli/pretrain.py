@@ -45,13 +45,13 @@ def main(argv: Sequence[str]) -> int:
     """Trains a GPT model with Megatron-LM's flags, as one of torchrun's processes."""
     is_missing = importlib.util.find_spec("megatron.training") is None
     if {"-h", "--help"} & set(argv):
-        print(_USAGE, end="\n\n", flush=True)  # If installed, Megatron-LM adds its own help.
+        print(_USAGE, end="\n\n", flush=True)  # Megatron-LM, if it is installed, adds its own help.
         if is_missing:
             print(_lacking())
             return 0
     if is_missing:
         raise SetupError(_lacking())
-    if not hasattr(typing, "override"):  # Python before 3.12 has no such function.
+    if not hasattr(typing, "override"):  # Python before 3.12 has no typing.override.
         vars(typing)["override"] = importlib.import_module("typing_extensions").override
     from megatron.adaptive import accelerator, plugin
 
@@ -93,7 +93,7 @@ def _pretrain() -> None:
         "model_type": ModelType.encoder_or_decoder,
         "forward_step_func": forward_step,
     }
-    # Versions up to 0.17 do not have this function.
+    # megatron-core up to 0.17 does not have this function.
     if not hasattr(arguments, "parse_and_validate_args"):
         training.pretrain(
             **pretrain_arguments, model_provider=model, extra_args_provider=add_arguments

@@ -136,7 +136,7 @@ def _train(argv: Sequence[str]) -> int:
 
 
 def load_recipe(path: Path) -> Any:
-    """Reads the recipe file ``path``, and merges it with the recipe that its key ``base`` names."""
+    """Reads the recipe file ``path``, and merges it with the recipe named by the key ``base``."""
     content = read_file(path, "recipe")
     if not isinstance(content, dict) or "base" not in content:
         return content
@@ -226,9 +226,9 @@ def _model_flags(flags: Sequence[str]) -> list[str]:
 
 
 def _all_of(data: str, flags: Sequence[str], processes: int, folder: Path) -> list[str]:
-    """Returns the flags that make the trainer evaluate a whole text exactly once.
+    """Returns the flags that make the trainer evaluate a text exactly once.
 
-    The last tokens of the text are left out if they do not fill a batch.
+    The evaluation omits the last tokens of the text if they do not fill a batch.
 
     Args:
         data: Path of a file with JSON lines, or prefix of existing token files. JSON lines are

@@ -46,7 +46,8 @@ def main(argv: Sequence[str]) -> int:
     )
     add = parser.add_argument
     text = (
-        "ID of the job, which is the name of its log folder, or this folder (default: newest job)"
+        "ID of the job (the name of its log folder), or path of the log folder (default: newest "
+        "job)"
     )
     add("job", nargs="?", help=text)
     add("--log-dir", type=Path, help="LOG_DIR of conf.sh (logs)")
@@ -136,7 +137,7 @@ def gather(job: str, logs: Path) -> dict[str, Any]:
 
 
 def _node_of_each_rank(folder: Path, names: Sequence[str], processes: Sequence[int]) -> list[str]:
-    """Returns the name of the node on which each rank ran most recently, ordered by rank.
+    """Returns the names of the nodes on which the ranks ran most recently, ordered by rank.
 
     ``folder`` contains the output of the nodes ``names``. ``processes`` contains the number of
     processes of each node, ordered by node rank.

@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_reactions(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags for reactions to slow nodes and to failed probes to ``parser``."""
+    """Adds to ``parser`` the flags that set the reactions to slow nodes and to failed probes."""
     add = parser.add_argument
     add(
         "--on-straggler",
@@ -272,8 +272,9 @@ def _on_straggler(wished: Policy | None, schedule: ScheduleConfig) -> Policy:
     if wished in ("replan", "exclude") and not is_diagnosed:
         problem = "--diagnose-interval 0" if schedule.trace_dir is not None else "no --trace-dir"
         raise ConfigError(
-            f"--on-straggler {wished} cannot detect slow nodes with {problem}, because it reads "
-            "traces; add --trace-dir DIR and a positive --diagnose-interval to the trainer's flags"
+            f"--on-straggler {wished} cannot detect slow nodes with {problem}, because slow nodes "
+            "are detected from traces; add --trace-dir DIR and a positive --diagnose-interval to "
+            "the trainer's flags"
         )
     return wished or ("replan" if is_diagnosed else "ignore")
 
@@ -290,7 +291,7 @@ def _check_probes(wished: ProbePolicy, interval: int) -> None:
 def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitStack) -> Chooser:
     """Creates and returns the object that chooses the layouts of a job.
 
-    The exit stack ``stack`` closes the object if it runs a planner.
+    If the object runs a planner, the exit stack ``stack`` closes the object.
     """
     from megatron.adaptive.cluster.incarnation import model_file
     from megatron.adaptive.cluster.job_state_file import say
@@ -311,5 +312,5 @@ def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitS
     chooser = PlannerChooser(*arguments, unequal=options.unequal, model=model)
     stack.enter_context(contextlib.closing(chooser))
     if model is None and (late := chooser.check(spec.machines)):
-        say(f"warning: the planner found no plan ({late}); layouts may be chosen without it")
+        say(f"warning: the planner found no plan ({late}); a simple rule may choose layouts")
     return chooser

@@ -310,7 +310,7 @@ def _resume_command(
         options: Options of this program.
         trainer_flags: Options of the trainer.
         stopped: Whether the run was stopped before its last iteration. Otherwise, the command
-            trains for ``N`` iterations, which the user must choose.
+            contains ``N`` in place of a number of iterations, which the user must choose.
     """
     arguments = ["bash", "run_single.sh"] if IS_CHECKOUT else shlex.split(f"{PROGRAM} train single")
     for name, (default, _) in _SIZES.items():

@@ -56,7 +56,10 @@ def main(argv: Sequence[str]) -> int:
     seeds = range(options.seed, options.seed + (options.draws if spread else 1))
     _check_work(options, len(seeds))
     outcomes, refused = _simulate(options, profile, list(seeds))
-    draws = f"{len(seeds)} draw{'s' * (len(seeds) > 1)} each; peak in microbatches of a whole rank"
+    draws = (
+        f"{len(seeds)} draw{'s' * (len(seeds) > 1)} each; peak: activations on a rank, where 1 is "
+        "one microbatch in all chunks of the rank"
+    )
     if max(options.sequence_slices) > 1:
         counts = " or ".join(map(str, options.sequence_slices))
         draws += (
@@ -110,8 +113,8 @@ def _simulate(
             candidate = _candidate(options, name, num_slices)
             if num_slices > 1:
                 # The schedule "hinted" orders actions by their relative durations. These durations
-                # depend on the fraction of attention, because attention has no weight gradients,
-                # and its backward pass takes twice as long as its forward pass.
+                # depend on the share of attention: attention has no weight gradients, and the
+                # backward pass of attention takes twice as long as its forward pass.
                 candidate = replace(candidate, pace=pace_of(profile, num_slices))
             outcomes.append(evaluate(candidate, options.microbatches, profile, seeds))
         except ScheduleError as error:
@@ -192,7 +195,7 @@ def _parser() -> argparse.ArgumentParser:
         "--weight-pieces",
         type=pieces,
         metavar="N",
-        help="number of parts of each weight gradient, or 0 for a whole backward pass",
+        help="number of parts of each weight gradient, or 0 to keep it in the backward pass",
     )
     text = "order in which stages are assigned to ranks; v requires 2 chunks"
     add("--placement", choices=("loop", "v"), help=text)
@@ -202,7 +205,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--draws", type=count, default=20, help=text)
     add("--seed", type=number(int, 0, 2**53), default=0, help="seed of the first draw")
     add("--chart", type=Path, metavar="FILE.png", help="also draw the steps as an image")
-    add("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    add("--json", type=Path, metavar="FILE", help="also write the results to this file")
     return parser
 
 

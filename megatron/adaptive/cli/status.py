@@ -189,7 +189,7 @@ def _differences(
 
 
 def _kind(line: str) -> str:
-    """Returns ``error`` or ``warning`` if ``line`` reports such a message, otherwise ``""``."""
+    """Returns ``error`` or ``warning`` if ``line`` reports an error or a warning, or ``""``."""
     return "error" if _ERROR.search(line) else "warning" if _WARNING.search(line) else ""
 
 
@@ -310,7 +310,7 @@ class NodeStatus:
     """Summary of a node's log files.
 
     Attributes:
-        name: Name of the node. The names of its files begin with it.
+        name: Name of the node. The names of the node's files begin with this name.
         out: Last lines of the node's standard output.
         err: Last lines of the node's standard error.
         errors: Last distinct lines in both files that report an error.

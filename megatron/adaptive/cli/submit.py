@@ -258,7 +258,7 @@ def _srun(conf: LaunchConf) -> list[str]:
 
 
 def settings_text(conf: LaunchConf) -> str:
-    """Returns the settings for the nodes of a job as JSON, with only the names of secrets."""
+    """Returns the settings for a job's nodes as JSON, with names but no values of secrets."""
     settings = {"conf": conf.texts(), "folder": str(conf.folder), "secrets": [*conf.secrets]}
     return json.dumps(settings, indent=2) + "\n"
 

@@ -327,7 +327,7 @@ def _now(rank: LiveRank, chunks: int) -> Text:
 
 
 def _bar(rank: LiveRank) -> Text:
-    """Draws the step of a rank as a bar of computation, waits by cause, and remaining time."""
+    """Draws the step of a rank as a bar of computation, waits by cause, and other time."""
     text = Text()
     if rank.busy is None:
         return text
@@ -340,7 +340,7 @@ def _bar(rank: LiveRank) -> Text:
 
 
 def _waits(waits: Mapping[str, float]) -> Text:
-    """Returns the main cause of waits, and the fraction of the step spent in waits of this cause.
+    """Returns the cause of the longest waits, and the fraction of the step spent in these waits.
 
     ``waits`` contains the fraction of the step for each cause.
     """

@@ -353,8 +353,8 @@ def _parser(prog: str, description: str, *, by_shape: bool = False) -> argparse.
         help_text = "folder of the run or its traces folder (default: the newest run)"
         parser.add_argument("run_dir", nargs="?", type=Path, metavar="DIR", help=help_text)
     several = (
-        "iterations that figures and curves cover, or a single iteration; the last complete "
-        "iteration is shown (default: all complete iterations)"
+        "range of iterations for figures and curves, or a single iteration; a view of one "
+        "iteration shows the last complete one (default: all complete iterations)"
     )
     parser.add_argument("--iterations", "--iteration", type=_range, metavar="A-B", help=several)
     return parser
@@ -364,7 +364,8 @@ def _add_output_arguments(parser: argparse.ArgumentParser, formats: str, report:
     """Adds the flags that choose a replica, the file formats and the paths of the results."""
     add = parser.add_argument
     replica = (
-        "data-parallel replica to show (default: 0; all replicas in the page and for Perfetto)"
+        "data-parallel replica to show (default: all replicas in the page and for Perfetto, "
+        "replica 0 elsewhere)"
     )
     add("--dp-rank", type=number(int, 0, 1_000_000), metavar="D", help=replica)
     folder = "folder for trace_pipeline_<p>_model_chunks_<c>.* (default: current directory)"

@@ -5,7 +5,7 @@
     python -m megatron.adaptive trace export runs/latest --otlp spans.jsonl
     python -m megatron.adaptive trace export runs/latest --otlp http://127.0.0.1:4318
 
-A file has one request per line, in the format of the file exporter of OpenTelemetry's collector. A
+A file has one request per line, in the format that OpenTelemetry's file exporter writes. A
 collector receives the same requests over HTTP. The spans of steps, forward passes, backward passes,
 messages and the optimizer have the same names as in Megatron-LM. The span of a step is the parent
 of all spans in the step, and all steps of a rank belong to one trace.

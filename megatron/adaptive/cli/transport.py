@@ -1,12 +1,12 @@
-"""Implements ``transport``, which checks which transports connect two nodes or processes.
+"""Implements ``transport``, which finds the transports that connect two nodes or processes.
 
 ::
 
     python -m megatron.adaptive transport --check          checks two processes on this machine
     torchrun ... -m megatron.adaptive transport --check    checks all processes of a job
 
-Each transport is tried between two ranks for about two seconds. A table shows whether the transport
-works, its latency and bandwidth, or the reason why it does not work.
+Each transport is tried between two ranks for about two seconds. A table shows the latency and
+bandwidth of each transport, or the reason why the transport does not work.
 """
 
 from __future__ import annotations

@@ -46,14 +46,14 @@ _ERROR = "error: "
 
 @dataclass(frozen=True, kw_only=True)
 class _Trial:
-    """Rank to try, and the plan to which the rank belongs.
+    """Describes the rank to run, and the plan to which the rank belongs.
 
     Attributes:
         path: Path of the plan file.
         content: Content of the plan file.
         flags: Flags of the trainer that correspond to the plan.
         model: Model of the plan.
-        rank: Global rank to try.
+        rank: Global rank of the process to run.
         world_size: Number of ranks in the plan.
     """
 
@@ -66,7 +66,7 @@ class _Trial:
 
     @property
     def pp_rank(self) -> int:
-        """Returns the pipeline rank of the rank to try.
+        """Returns the pipeline rank that corresponds to the global rank ``rank``.
 
         The pipeline is the outermost axis of the mesh.
         """
@@ -75,7 +75,7 @@ class _Trial:
 
 
 def try_plan(options: argparse.Namespace) -> int:
-    """Runs a rank of the plan, prints its memory and times, and adds them to the plan file.
+    """Runs a rank of the plan, prints the rank's memory and times, and adds both to the plan file.
 
     Raises:
         ConfigError: An option or the plan file is not suitable for a trial, or the rank needs more
@@ -286,7 +286,7 @@ def _run_launcher(command: Sequence[str], errors: Path) -> int:
 
 
 def _table(trial: _Trial, tried: TriedRank, step_s: float, *, has_links: bool) -> str:
-    """Returns a table of the planned and the measured values of the rank as text."""
+    """Returns a text table of the rank's planned and measured values."""
     prediction = trial.content.get("prediction", {})
     memories = prediction.get("memory_bytes", [])
     planned_memory = f"{memories[trial.pp_rank] / 1e9:.2f} GB" if memories else "-"

@@ -79,7 +79,7 @@ def _table(errors: Mapping[str, float]) -> list[str]:
         "",
         "errors: relative to the measured time; rank correlation: between the predicted and the",
         "measured order; place of best: place of the fastest run in the predicted order; regret:",
-        "how much slower than the fastest run the run that was predicted to be fastest is",
+        "how much slower the run with the shortest predicted time is than the fastest run",
     ]
 
 
@@ -216,15 +216,16 @@ def _gpus(run: TracedRun, cluster: Cluster) -> dict[int, tuple[int, int]]:
             if not free:
                 raise ConfigError(
                     f"{run.trace.origin}: the run had more hosts of type {name} than the cluster "
-                    f"file (no node is left for {host}); pass the cluster on which the run was "
-                    "executed"
+                    f"file contains, so no node is left for {host}; pass the file of the cluster "
+                    "on which the run was executed"
                 )
             nodes[host] = free[0]
         gpu = used.get(host, 0)
         if gpu >= cluster.nodes[nodes[host]].gpus:
             raise ConfigError(
                 f"{run.trace.origin}: host {host} had more ranks than the {gpu} GPUs of its type "
-                f"{run.hosts[host].name}; pass the cluster on which the run was executed"
+                f"{run.hosts[host].name}; pass the file of the cluster on which the run was "
+                "executed"
             )
         used[host] = gpu + 1
         places[rank] = (nodes[host], gpu)

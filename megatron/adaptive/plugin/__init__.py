@@ -59,7 +59,8 @@ def install(
     This function must be called on every rank before the first step. On a machine without CUDA, it
     must also be called before megatron-core is imported. Flags of :func:`add_arguments` on the
     command line override the arguments. A second call with the same settings does nothing. A second
-    call with other settings changes them, but only before the first step.
+    call with other settings replaces the earlier settings if no step has run yet, and raises an
+    error otherwise.
 
     If ``model`` is given, the settings apply only to this model, in a process that trains several
     models. Flags do not override these settings, and a second call with other settings for the same
@@ -173,8 +174,9 @@ def _put(
         model: Model to which the settings apply, or ``None`` for all models.
         caller: Global variables of the module that calls :func:`install`.
     """
-    # Keep the order of these imports: megatron-core needs a device (or a substitute) when it is
-    # imported, and the engine must only be imported after megatron-core has passed the check.
+    # Keep the order of these imports. megatron-core needs a device, or a substitute for CUDA, when
+    # it is imported. The rest of the engine must be imported after the check of megatron-core's
+    # version.
     from megatron.adaptive import accelerator, without_cuda
 
     accelerator.install()
@@ -184,7 +186,7 @@ def _put(
 
     core_version.check(
         oldest=(0, 15),
-        remedy="use megatron-core 0.15 to 0.20 (tested most with 0.16.1), or remove install()",
+        remedy="use megatron-core 0.15 to 0.20 (tested most with 0.16.1), or do not call install()",
     )
     from megatron.adaptive.plugin import patch
 

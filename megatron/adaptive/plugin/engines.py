@@ -105,7 +105,7 @@ class Engines:
     def engine_of(
         self, model: Model, shared: Settings, traced: Callable[..., Any] | None
     ) -> Engine:
-        """Returns the engine of ``model``, which is created in the first step of the model.
+        """Returns the engine of ``model``. Creates it in the model's first step.
 
         Args:
             model: Chunks of the model, as the caller passes them to the schedule.

@@ -8,7 +8,7 @@ a GPT, and restored after the part has been built::
     outside of layers       seed, "outside"         output layer
       └─ embedding          seed, "embedding"
       └─ layer n            seed, "layer n"         n counts the layers of all ranks
-      └─ prediction n       seed, "mtp n"           multi-token prediction, with its layer
+      └─ prediction n       seed, "mtp n"           multi-token prediction and the layer in it
 
 As in megatron-core, ranks of a tensor-parallel or expert-parallel group draw different numbers for
 weights that are split among them, and equal numbers for all other weights.

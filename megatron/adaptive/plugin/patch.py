@@ -1,10 +1,11 @@
 """Replaces megatron-core's ``get_forward_backward_func``, so that steps run on the executor.
 
-megatron-core defines this function in ``pipeline_parallel.schedules`` and exports it from its
-package, and modules of Megatron-LM import it by name. In all these modules, the plugin replaces the
-function with a single object, which contains all of the plugin's state. Uninstalling the plugin
-restores the function. :mod:`~megatron.adaptive.plugin.placement_patch` replaces the functions that
-return the position of a stage.
+megatron-core defines this function in ``pipeline_parallel.schedules``, and exports the function
+from the package ``pipeline_parallel``. Modules of Megatron-LM import the function by name. In all
+these modules, the plugin replaces the function with a single object, which contains all of the
+plugin's state. Uninstalling the plugin restores the function.
+:mod:`~megatron.adaptive.plugin.placement_patch` replaces the functions that return the position of
+a stage.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class Seam:
 
         @functools.wraps(chosen)
         def step(**arguments: Any) -> Any:
-            # The program called uninstall() after it had obtained this function.
+            # The program may have called uninstall() since it obtained this function.
             if not self._in_force:
                 return chosen(**arguments)
             model = arguments["model"]
@@ -170,7 +171,7 @@ class Seam:
 
 
 def _run_by_megatron_core(chosen: StepFunction, settings: Settings) -> StepFunction | None:
-    """Returns megatron-core's step function if it has to run the step, otherwise ``None``.
+    """Returns megatron-core's step function, or ``None`` if the executor runs the step.
 
     Args:
         chosen: Step function that megatron-core has chosen.

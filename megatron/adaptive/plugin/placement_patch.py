@@ -1,7 +1,8 @@
 """Assigns the stages of an unmodified Megatron-LM to ranks with a V-shaped placement.
 
-A few functions of megatron-core return the position of a stage. The plugin replaces these functions
-while it is installed. The replacements only return different results if the placement is V-shaped::
+A few functions of megatron-core return the position of a stage. While the plugin is installed, it
+replaces these functions. The replacements only return different results if the placement is
+V-shaped::
 
     4 ranks, 2 chunks    megatron-core's loop    V
     rank 0               E: 0   4                   3   4
@@ -11,8 +12,9 @@ while it is installed. The replacements only return different results if the pla
 
 In this drawing, E is the embedding and L is the loss. The first and the last stage are both on the
 *last* rank, because Megatron-LM reads losses and token counts on that rank, and writes its logs
-there. Only the first stage therefore moves to another rank. The engine counts positions from the
-last rank, so that the V begins at position 0, as everywhere in this package.
+there. The last stage therefore stays on its rank, and the first stage moves to that rank. The
+engine counts positions from the last rank, so that the V begins at position 0, as everywhere in
+this package.
 
 - Each stage has the same layers as in megatron-core's loop. :class:`PlacedLayout` determines the
   layer numbers and the names in checkpoints.
@@ -112,8 +114,8 @@ class Placed:
                 self.take_back()
                 raise SetupError(
                     f"megatron-core {megatron.core.__version__}: {owner.__name__} has no {name}, "
-                    "which is needed to place stages; use megatron-core 0.15 to 0.20, or remove "
-                    "install()"
+                    "which is needed to place stages; use megatron-core 0.15 to 0.20, or do not "
+                    "call install()"
                 )
             self._replaced.append((owner, name, original, standing_for(original, replacement)))
         for owner, name, original, replacement in self._replaced:
@@ -136,7 +138,8 @@ class Placed:
         In a V-shaped placement, the embedding groups contain the last rank, which has the first
         stage, in place of the first rank.
         """
-        renew_program()  # The program has imported all of its modules by now.
+        # The program has imported its modules by now, so replace CUDA functions in all of them.
+        renew_program()
         if self.is_v:
             bound = inspect.signature(original).bind(*args, **kwargs)
             for name in ("get_embedding_ranks", "get_position_embedding_ranks"):

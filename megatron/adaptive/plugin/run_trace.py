@@ -119,7 +119,7 @@ class StepTrace:
 
         Args:
             iteration: Index of the step in Megatron-LM's log. If Megatron-LM repeats a step, the
-                next index is used in the trace.
+                trace contains the repetition as a step with the next index.
             arguments: Arguments of megatron-core's function that runs a step.
         """
         iteration = max(iteration, self._done + 1)

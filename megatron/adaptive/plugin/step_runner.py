@@ -223,8 +223,8 @@ class Engine:
     def _begin_training_step(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Counts the step, and wraps ``arguments`` to seed dropout and to trace data reads."""
         current = getattr(megatron_arguments(), "curr_iteration", None)
-        # Use Megatron-LM's iteration if there is one, because Megatron-LM may repeat a step to
-        # check that the results are the same.
+        # Use Megatron-LM's iteration number if there is one. Megatron-LM may repeat a step to check
+        # that the results are the same, so dropout must have the same seed in the repetition.
         self._iteration = (self._iteration if current is None else current) + 1
         if self._dropout is not None:
             keyed = self._dropout.keyed(
@@ -320,7 +320,7 @@ class Engine:
             self._tuner = self._make_tuner(config, arguments)
 
     def _connect_first(self, config: Any, arguments: Mapping[str, Any]) -> None:
-        """Connects this rank to other ranks, and opens its trace.
+        """Connects this rank to other ranks, and opens the trace of this rank.
 
         All ranks must call this together.
         """
@@ -348,7 +348,7 @@ class Engine:
         self._watch.begin(self._job, settings)
 
     def _evidence(self) -> dict[str, Any]:
-        """Returns what this rank is doing, for a report if the job hangs.
+        """Returns what this rank is doing, for the report about a job that hangs.
 
         The thread of the hang detector calls this method.
         """
@@ -358,8 +358,7 @@ class Engine:
         elif isinstance(self._forward_backward, OutsideTrace):
             activity |= self._forward_backward.snapshot()
         # A program with its own training loop may pause between steps, for example to generate
-        # samples. Megatron-LM's training loop counts iterations in its arguments, and does not
-        # pause.
+        # samples. Megatron-LM's own training loop, which sets ``curr_iteration``, does not pause.
         may_pause = getattr(megatron_arguments(), "curr_iteration", None) is None
         return {
             "doing": "",
@@ -384,7 +383,7 @@ class Engine:
             work=work,
             pp_rank=orders.pp_rank,
             model_groups=self._groups,
-            # megatron-core's schedule sends its messages itself.
+            # megatron-core's own schedules send messages without a transport of this package.
             transport="" if self._traced is not None else self._settings.channels.forced or "",
             collector=self._settings.trace_otlp,
         )
@@ -500,9 +499,9 @@ class Engine:
             places=self._job.places,
             payload_shape=self._payload_shape(config, arguments),
             payload_dtype=torch.float32 if dtype is None else dtype,
-            # A caller may change the shape of tensors in any step, even on a single replica. Ranks
-            # could not agree to reconnect in such a step, so the channels accept all shapes from
-            # the start.
+            # A caller may change the shape of tensors in any step, and on only one of the replicas.
+            # In such a step, ranks could not agree to reconnect. The channels therefore accept all
+            # shapes from the start.
             payload_varies=True,
             timeout_s=self._settings.timeout_s,
             tracing=None if self._trace is None else self._trace.tracing,

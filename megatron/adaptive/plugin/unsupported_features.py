@@ -1,8 +1,7 @@
 """Rejects features of Megatron-LM that the engine does not support, before the first step.
 
-megatron-core's own loop does more than run forward and backward passes. Each check rejects a
-feature of that loop that the engine does not support, or a model that depends on the order in which
-that loop runs the passes.
+megatron-core's own loop does more than run forward and backward passes. Each check rejects an
+unsupported feature of that loop, or a model that depends on the loop's order of passes.
 """
 
 from __future__ import annotations
@@ -134,8 +133,8 @@ def check_model(
 def _check_groups(config: Any, settings: Settings, groups: ModelGroups) -> None:
     """Raises an error if the caller's process groups do not match the placement or the model.
 
-    In a V-shaped placement, the caller's groups would have no effect, because the functions that
-    replace megatron-core's functions use the groups of ``parallel_state``.
+    In a V-shaped placement, the caller's groups would have no effect, because the plugin's
+    replacements for megatron-core's functions use the groups of ``parallel_state``.
     """
     if not groups.is_of_parallel_state and settings.kind == "v":
         raise ConfigError(
@@ -166,7 +165,7 @@ def _check_fp8(config: Any, settings: Settings, groups: ModelGroups) -> None:
         raise ConfigError(
             f"the model's fp8_recipe=delayed does not support schedule {settings.schedule} with "
             f"{replicas} data-parallel replicas, because each forward pass communicates with the "
-            "other replicas, which may run a different order; use another recipe, "
+            "other replicas, which may run passes in a different order; use another recipe, "
             "tp_only_amax_red, or a schedule with a fixed order, such as 1f1b"
         )
 
@@ -221,5 +220,8 @@ def why_not_by_default(
     if reason is not None:
         return reason
     if delays_by_itself(chunks):
-        return "layers of Transformer Engine may keep gathered inputs"
+        return (
+            "with separate weight gradients, layers of Transformer Engine may keep gathered inputs "
+            "in memory"
+        )
     return None
