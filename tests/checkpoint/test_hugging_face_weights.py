@@ -437,7 +437,7 @@ def test_folders_that_are_not_whole_are_refused(
         ("llama", {"attention_bias": True}, "attention_bias True requests a bias of the output"),
         ("llama", {"mlp_bias": True}, "mlp_bias True requests"),
         ("llama", {"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a number, got '1e-5'"),
-        ("llama", {"rope_parameters": [1]}, "config.json: a value does not have the type that"),
+        ("llama", {"rope_parameters": [1]}, "config.json: a value has another type than in files"),
         (
             "mistral",
             {"sliding_window": "x"},

@@ -189,7 +189,7 @@ def test_models(chunk: Any, line: str) -> None:
         (
             1,
             {"schedule": "varuna"},
-            "--pipeline-schedule varuna requires --recompute-granularity full .it",
+            "--pipeline-schedule varuna requires --recompute-granularity full ",
         ),
     ],
 )
