@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from benchmarks.long_documents import (
     INTERLEAVED,
     SLICED,
@@ -17,6 +19,7 @@ from benchmarks.long_documents import (
 from megatron.adaptive.schedule.choose_by_simulation import evaluate
 
 
+@pytest.mark.long
 def test_orders_keep_their_memory_and_simulated_goals_are_met() -> None:
     by_name = candidates(4, 4)
     assert set(by_name) == {WHOLE, SLICED}

@@ -149,6 +149,7 @@ def test_unknown_subcommand_names_the_nearest() -> None:
     assert "did you mean job launch" in said
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_missing_vocabulary_is_said_once_by_two_ranks(tmp_path: Path) -> None:
     flags = SMALL.replace("--mock-data --vocab-size 100", f"--data-path {tmp_path}/corpus")

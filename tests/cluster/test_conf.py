@@ -48,11 +48,11 @@ def test_the_template_is_sound_and_names_every_variable() -> None:
 def test_bash_computes_and_helpers_are_free(write: Write) -> None:
     path = write(
         "gpus=2\nNNODES=3\nNPROC_PER_NODE=$((gpus))\nWORLD_SIZE=$((NNODES * NPROC_PER_NODE))\n"
-        "export NCCL_DEBUG=INFO\nLOG_DIR='here and there'\n"
+        "export NCCL_DEBUG=INFO\nWANDB_MODE=offline\nLOG_DIR='here and there'\n"
     )
     conf = load_conf(path)
     assert conf.processes == (2, 2, 2)
-    assert conf.environment == {"NCCL_DEBUG": "INFO"}
+    assert conf.environment == {"NCCL_DEBUG": "INFO", "WANDB_MODE": "offline"}
     assert conf.path("LOG_DIR") == path.parent / "here and there"
 
 

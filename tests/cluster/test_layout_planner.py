@@ -155,7 +155,12 @@ def test_what_would_change_losses_stays(tmp_path: Path) -> None:
             "--partition cannot be combined with --plan-with",
         ),
         ({"fast": "abcd"}, ("--plan", "x"), "x: No such file or directory; pass a plan file"),
-        ({"fast": "abcd"}, ("--hidden-size", "8192"), r"does not fit on .* on fast needs"),
+        pytest.param(
+            {"fast": "abcd"},
+            ("--hidden-size", "8192"),
+            r"does not fit on .* on fast needs",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_refused_before_anything_starts(
@@ -184,6 +189,7 @@ def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
             Planning(paths, MODEL)
 
 
+@pytest.mark.long
 def test_a_plan_that_takes_too_long_is_done_without(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

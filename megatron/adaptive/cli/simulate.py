@@ -197,7 +197,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="number of parts of each weight gradient, or 0 to keep it in the backward pass",
     )
-    text = "order in which stages are assigned to ranks; v requires 2 chunks"
+    text = (
+        "order in which stages are assigned to ranks, for schedules that support both; v requires "
+        "2 chunks"
+    )
     add("--placement", choices=("loop", "v"), help=text)
     out = parser.add_argument_group("output")
     add = out.add_argument

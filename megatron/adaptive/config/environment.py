@@ -34,6 +34,8 @@ _EVERYWHERE = (
     "OMP_",
     "MKL_",
     "HF_",
+    "WANDB_",
+    "MLFLOW_",
     "TIKTOKEN_",
     "TORCH_",
     "TORCHELASTIC_",

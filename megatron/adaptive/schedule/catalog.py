@@ -222,8 +222,8 @@ def make_candidate(
         num_ranks: Number of ranks of the pipeline.
         num_chunks: Number of chunks per rank, ignored if the schedule has a fixed number of chunks.
         num_microbatches: Number of microbatches per step.
-        placement_kind: ``loop`` or ``v`` for a run-time rule, or ``None`` for the default of
-            ``placement_for``.
+        placement_kind: ``loop`` or ``v``, or ``None`` for the default of ``placement_for``. Ignored
+            by static schedules that do not support this placement.
         cap: Limit on activations under a run-time rule, or ``None`` for
             ``memory_caps.default_cap``. The unit is the activation memory of one microbatch in all
             chunks of the rank.
@@ -235,13 +235,14 @@ def make_candidate(
         ScheduleError: The name is unknown, or the schedule does not support the pipeline.
     """
     placement = placement_for(name, num_ranks, num_chunks)
+    supports_kind = is_rule(name) or placement_kind in _spec_of(name).placements
+    if placement_kind is not None and supports_kind:
+        placement = replace(placement, kind=placement_kind)
     if not is_rule(name):
         splits = int(splits_backward(name))
         return Candidate(
             name=name, placement=placement, weight_pieces=splits, num_slices=num_slices
         )
-    if placement_kind is not None:
-        placement = Placement(num_ranks=num_ranks, num_chunks=num_chunks, kind=placement_kind)
     return Candidate(
         name=name,
         placement=placement,
