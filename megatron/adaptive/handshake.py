@@ -477,7 +477,7 @@ class Gate:
                 try:
                     connection, peer = await self._next_visitor()
                 except ConnectionError:
-                    continue  # The visitor has closed the connection in the meantime.
+                    continue  # The peer closed the connection before it was accepted.
                 except OSError:  # The usual cause is that too many files are open.
                     self._make_room()
                     await asyncio.sleep(0.01)

@@ -211,7 +211,7 @@ class CheckpointSaver:
         """Waits for the previous checkpoint. Returns whether any rank failed to write it.
 
         Args:
-            step: Step of the next checkpoint, for the warning.
+            step: Step of the next checkpoint, which is named in the warning about a failure.
         """
         try:
             self.finish()

@@ -429,7 +429,7 @@ async def _try_way(address: str, port: int, secret: str) -> list[Check]:
 
 
 def _add_probe_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of ``--probe`` to ``parser``, the parser of ``doctor``."""
+    """Adds ``--probe`` and the flags that belong to it to ``parser``, the parser of ``doctor``."""
     group = parser.add_argument_group(
         "probe of a job, before training",
         "Measures ranks, links and groups of ranks, and compares them with each other and with "

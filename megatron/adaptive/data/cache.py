@@ -156,7 +156,7 @@ def _check_sum(stream: Any, name: str, size: int) -> None:
     while left:
         count = stream.readinto(piece[:left])
         if not count:
-            raise ValueError(f"the file is truncated: {left} bytes are missing before its checksum")
+            raise ValueError(f"the file is truncated: at least {left} bytes are missing")
         checksum.update(piece[:count])
         left -= count
     if stream.read() != _MARK + checksum.digest():

@@ -429,7 +429,10 @@ def _parse(content: Mapping[str, Any], source: str) -> ScheduleRecord:
     shape = record.shape
     for name in ("ranks", "chunks", "weight_pieces", "replicas"):
         if not _is_count(getattr(shape, name)):
-            raise ValueError(f'"{name}" must be a count, but "{name}" is {getattr(shape, name)!r}')
+            raise ValueError(
+                f'"{name}" must be an integer of at least 0, but "{name}" is '
+                f"{getattr(shape, name)!r}"
+            )
     if not _is_count(shape.slices) or shape.slices == 0:
         raise ValueError(f'"slices" must be at least 1, but "slices" is {shape.slices!r}')
     orders = [tuple(order) for order in content["orders"]]

@@ -386,8 +386,8 @@ def embedding_s(places: tuple[StagePlace, ...], inputs: PlanInputs, tp: int) -> 
     names = {inputs.cluster.nodes[first.node].link_name for first, _ in pairs}
     measured = [inputs.profile.all_reduce.get((name, 2)) for name in names]
     if not leaving and None not in measured:
-        # Use the measured time of an all-reduce if possible. An all-reduce may take longer than
-        # messages between stages, because messages use a different transport.
+        # Use the time that was measured for an all-reduce. The bandwidth of messages between stages
+        # would not predict it well, because an all-reduce uses a different transport.
         sharing = max(sharing for _, sharing in segments)
         return max(curve.seconds(size, sharing) for curve in measured if curve is not None)
     return max(all_reduce_s(link, size, 2, sharing) for link, sharing in segments)

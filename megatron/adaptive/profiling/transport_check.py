@@ -131,7 +131,7 @@ class TransportCheck:
             gathered = gather(result)
         except RuntimeError as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise TransportError(f"the check lost a rank: {reason}") from error
+            raise TransportError(f"a rank failed during the check: {reason}") from error
         errors = [of_rank["error"] for of_rank in gathered if "error" in of_rank]
         if errors:
             raise TransportError(errors[0])

@@ -191,7 +191,7 @@ class Workload:
 
     @property
     def num_microbatches(self) -> int:
-        """Returns the number of microbatches in the step, regardless of their numbers of slices."""
+        """Returns the number of microbatches in the step. Slices are not counted separately."""
         if not isinstance(self.num_slices, int):
             return len(self.num_slices)
         items: int = self.durations_ps.shape[2]

@@ -86,8 +86,8 @@ def content_answers(run: RunTrace, parts: Sequence[Operations]) -> ContentAnswer
     """
     header = next(iter(run.ranks.values())).header
     if len(header.layers) != parts[0].where.num_stages or sum(header.layers) > _MOST_SEGMENTS:
-        # Remove the partition if it is unknown or too large, so that no other partitions are
-        # simulated.
+        # Other partitions cannot be simulated if the current partition is unknown or has too many
+        # segments. An empty partition means that none are simulated.
         header = replace(header, layers=())
     steps: list[list[RecordedStep]] = []
     error = 0.0

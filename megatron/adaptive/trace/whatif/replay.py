@@ -411,7 +411,7 @@ class RuleReplay:
         return recorded
 
     def _last(self) -> Ints:
-        """Returns the numbers of the iterations to simulate, the last ones of the run."""
+        """Returns the indices of the last iterations of the run, which are the ones to simulate."""
         iterations: Ints = np.unique(self._ops.iteration)[-steps_at_most(self._ops, RULE_STEPS) :]
         return iterations
 
