@@ -183,7 +183,7 @@ def test_measurements_of_another_device_are_left_out_by_name(
         ({"degrees": {"pipeline": 2}}, [], "degrees.data is missing"),
         ({"stages": [{"tensor": [1, 1]}, {"tensor": [1]}]}, [], "equal data-parallel sizes"),
         ({"partition": [1, 2]}, [], "layers 1-2 add up to 3"),
-        ({"tried": {"ranks": [{"rank": 0}]}}, [], "run plan --try again"),
+        ({"tried": {"ranks": [{"rank": 0}]}}, [], 'run "plan --try" again'),
     ],
 )
 def test_bad_input_is_one_line(

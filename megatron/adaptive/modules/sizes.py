@@ -42,7 +42,7 @@ from megatron.adaptive.planner.measured_module import MeasuredModule, measured_c
 from megatron.adaptive.schedule.catalog import is_rule, placement_for, splits_backward
 from megatron.adaptive.schedule.stage_placement import Placement
 
-# Number of parts into which each weight-gradient action is divided under a run-time scheduling rule.
+# Number of parts into which each weight-gradient action is divided under a run-time rule.
 _PIECES = 4
 
 

@@ -84,7 +84,8 @@ def tried_ranks(content: Mapping[str, Any], where: str) -> dict[int, TriedRank]:
         if set(row) != names:
             raise ConfigError(
                 f"{where}: each entry of tried.ranks must have exactly the keys"
-                f" {', '.join(sorted(names))}; remove the entry 'tried', and run \"plan --try\" again"
+                f" {', '.join(sorted(names))}; remove the entry 'tried', and run"
+                ' "plan --try" again'
             )
     return {row["rank"]: TriedRank(**row) for row in rows}
 

@@ -192,8 +192,8 @@ class CostFit:
                     best = explained
                     by_part = dict(zip(chosen, solution, strict=True))
                     parts = tuple(by_part.get(n, 0.0) / sizes[n] for n in range(3))
-        # Scale the parts so that costs keep their unit. Otherwise, the seconds per unit of cost that
-        # are measured from now on could not be compared with earlier ones.
+        # Scale the parts so that costs keep their unit. Otherwise, the seconds per unit of cost
+        # that are measured from now on could not be compared with earlier ones.
         unit = self.cost(totals) / (sum(p * t for p, t in zip(parts, totals, strict=True)) or 1.0)
         self.parts = tuple(unit * part for part in parts)
 
