@@ -519,9 +519,8 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
         raise ConfigError(f"{kind} requires {' and '.join(config.missing)}; add this flag")
     if config.tiktoken_special_tokens is not None and kind != "TikTokenizer":
         raise ConfigError(
-            f"--tiktoken-special-tokens requires --tokenizer-type TikTokenizer, got {kind}, "
-            "which reads special tokens from its files; remove the flag, or add the tokens to the "
-            "files"
+            f"--tiktoken-special-tokens requires --tokenizer-type TikTokenizer, got {kind}; remove "
+            "the flag, or add the tokens to the files of the tokenizer if it has any"
         )
     built: Tokenizer
     if kind == "NullTokenizer":
