@@ -109,15 +109,16 @@ class CompetingRank(TrainingRank):
             # Only one rank has losses, so the sum over all ranks gives every rank the losses.
             dist.all_reduce(losses, group=group)
             gradients = [
-                parameter.main_grad.double().cpu()  # type: ignore[attr-defined]
+                parameter.main_grad.clone()  # type: ignore[attr-defined]
                 for chunk in self.chunks
                 for parameter in chunk.parameters()
             ]
             expected = expected or [losses, *gradients]
             squares = torch.zeros(2, dtype=torch.float64)
             for gradient, reference in zip(gradients, expected[1:], strict=True):
-                difference = (gradient - reference).square().sum()
-                squares += torch.stack([difference, reference.square().sum()])
+                reference = reference.double()
+                difference = (gradient.double() - reference).square().sum()
+                squares += torch.stack([difference, reference.square().sum()]).cpu()
             dist.all_reduce(squares, group=group)
             differences[name] = {
                 "loss": float(((losses - expected[0]) / expected[0]).abs().max()),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.adaptive import accelerator, device_collectives
 from megatron.adaptive.device_collectives import TREATMENTS
 from megatron.adaptive.errors import SetupError
-from tests.device_tensor import DeviceTensor
+from tests.device_tensor import DeviceTensor, on_device, values
 from tests.multiprocess.launch import ROOT, torchrun
 
 WORKER = ROOT / "tests" / "device_collectives_worker.py"
@@ -39,6 +39,56 @@ def test_gloo_itself_refuses_a_coalesced_reduction() -> None:
     refuse = getattr(refuse, "__wrapped__", refuse)
     with pytest.raises(RuntimeError, match="unsupported device type cuda"):
         refuse(dist.group.WORLD, [DeviceTensor(torch.ones(2))])
+
+
+@pytest.fixture
+def _without_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installs the replacements over methods that fail, and restores the methods at the end."""
+
+    def fail(*_: object) -> None:
+        pytest.fail("a group with a single rank called gloo")
+
+    for name in TREATMENTS:
+        if "barrier" not in name and hasattr(dist.ProcessGroup, name):
+            monkeypatch.setattr(dist.ProcessGroup, name, fail)
+    device_collectives.install()
+
+
+@pytest.mark.usefixtures("_group", "_without_gloo")
+def test_a_group_with_a_single_rank_does_not_call_gloo() -> None:
+    def tensors(*values_of: list[float]) -> list[torch.Tensor]:
+        return [on_device(torch.tensor(row)) for row in values_of]
+
+    (ones, twos, zeros) = tensors([1.0, 1.0], [2.0, 2.0], [0.0, 0.0])
+    for operation in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX):
+        dist.all_reduce(ones, op=operation)
+    work = dist.all_reduce(ones, async_op=True)
+    assert work is not None
+    assert work.wait()
+    assert work.is_completed()
+    # dist.broadcast asks CUDA for the capability of the GPU.
+    dist.group.WORLD.broadcast([ones], dist.BroadcastOptions()).wait()
+    dist.reduce(ones, dst=0)
+    with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
+        dist.all_reduce(ones)
+        dist.all_reduce(twos)
+    manager.wait()
+    assert (values(ones), values(twos)) == ([1.0, 1.0], [2.0, 2.0])
+    dist.all_gather_into_tensor(zeros, twos)
+    assert values(zeros) == [2.0, 2.0]
+    dist.reduce_scatter_tensor(zeros, ones)
+    assert values(zeros) == [1.0, 1.0]
+    (gathered,) = tensors([[0.0, 0.0]])
+    dist.all_gather([gathered], twos.reshape(1, 2))
+    assert values(gathered) == [[2.0, 2.0]]
+    dist.reduce_scatter(zeros, [twos])
+    assert values(zeros) == [2.0, 2.0]
+    others = tensors([0.0], [0.0])
+    with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
+        for output, value in zip(others, tensors([3.0], [4.0]), strict=True):
+            dist.all_gather_into_tensor(output, value)
+    manager.wait()
+    assert [values(each) for each in others] == [[3.0], [4.0]]
 
 
 def test_every_method_of_a_process_group_that_takes_tensors_has_a_treatment() -> None:

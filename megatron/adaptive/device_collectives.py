@@ -4,7 +4,7 @@ Ranks that share a GPU communicate over gloo, because NCCL does not support two 
 gloo's collectives handle GPU tensors in one of three ways. Some copy GPU tensors through host
 memory, which works. Others reject GPU tensors. The rest treat the addresses of GPU tensors as host
 addresses, and send wrong data. :data:`TREATMENTS` lists all collectives, and :func:`install`
-replaces those that do not work.
+replaces those that do not work. In a group with a single rank, collectives skip gloo.
 
 The replaced functions are methods of ``torch.distributed.ProcessGroup``. All functions of
 ``torch.distributed`` call these methods, so the replacement works regardless of how megatron-core
@@ -163,6 +163,37 @@ def _receive_on_host(
     return _Receive(original(group, host, *where, **named), host, list(tensors))
 
 
+def _keep(*_: Any) -> None:
+    """Does nothing, because the sum or the broadcast of a single rank's tensor is this tensor."""
+
+
+def _copy_all(outputs: Any, inputs: Any, *_: Any) -> None:
+    """Copies each tensor in ``inputs`` to the corresponding tensor in ``outputs``.
+
+    The arguments are either two tensors with equally many elements, or two lists. The elements of a
+    list are tensors, or lists with one tensor per rank, of which there is only one here.
+    """
+    for output, source in zip(_tensors([outputs]), _tensors([inputs]), strict=True):
+        output.copy_(source.reshape(output.shape))
+
+
+_ALONE: Mapping[str, Callable[..., None]] = {
+    **dict.fromkeys(("allreduce", "allreduce_coalesced", "broadcast", "reduce"), _keep),
+    **dict.fromkeys(("allgather", "allgather_coalesced", "_allgather_base"), _copy_all),
+    **dict.fromkeys(("all_gather_single", "all_gather_single_coalesced"), _copy_all),
+    **dict.fromkeys(("allgather_into_tensor_coalesced", "reduce_scatter"), _copy_all),
+    **dict.fromkeys(("_reduce_scatter_base", "reduce_scatter_single"), _copy_all),
+    "reduce_scatter_tensor_coalesced": _copy_all,
+    "reduce_scatter_single_coalesced": _copy_all,
+}
+"""Functions that replace methods of a gloo process group with a single rank, keyed by method.
+
+megatron-core calls collectives even for groups with a single rank. NCCL does almost nothing for
+such groups, but gloo copies GPU tensors to the host and back, and blocks the calling thread until
+the GPU has finished all earlier work.
+"""
+
+
 def _with_settings(single: Any, options: Any = None) -> Any:
     """Copies the settings of ``options`` to ``single``, and returns ``single``.
 
@@ -217,30 +248,40 @@ TREATMENTS: Mapping[str, Callable[..., Any] | None] = {
 }
 """Functions that replace methods of a gloo process group for GPU tensors, keyed by method.
 
-``None`` means that the method works and is not replaced. The list contains the methods of
-``ProcessGroupGloo.cpp`` in torch 2.6 to 2.11, and the additional names that torch 2.13 has for some
-of them.
+``None`` means that the method works and is not replaced, except in groups with a single rank. The
+list contains the methods of ``ProcessGroupGloo.cpp`` in torch 2.6 to 2.11, and the additional names
+that torch 2.13 has for some of them.
 """
 
 
 def install() -> None:
-    """Replaces the process group methods that do not work with GPU tensors over gloo.
+    """Replaces the process group methods that do not work, or are slow, with GPU tensors over gloo.
 
     The change applies to the whole process. CPU tensors and groups of other backends are not
     affected. A second call does nothing.
     """
     for name, treatment in TREATMENTS.items():
+        alone = _ALONE.get(name)
         original = getattr(dist.ProcessGroup, name, None)
-        if treatment is None or original is None or hasattr(original, "__wrapped__"):
+        is_kept = treatment is None and alone is None
+        if is_kept or original is None or hasattr(original, "__wrapped__"):
             continue
-        setattr(dist.ProcessGroup, name, _treated(original, treatment))
+        setattr(dist.ProcessGroup, name, _treated(original, treatment, alone))
 
 
-def _treated(original: _Method, treatment: Callable[..., Any]) -> _Method:
+def _treated(
+    original: _Method, treatment: Callable[..., Any] | None, alone: Callable[..., None] | None
+) -> _Method:
     @functools.wraps(original)
     def call(group: Any, *arguments: Any, **named: Any) -> Any:
         gpu_tensor = next((tensor for tensor in _tensors(arguments) if tensor.is_cuda), None)
         if gpu_tensor is None or group._get_backend(gpu_tensor.device).name() != "gloo":
+            return original(group, *arguments, **named)
+        if alone is not None and group.size() == 1:
+            with torch.no_grad():
+                alone(*arguments)
+            return _AllWorks([])
+        if treatment is None:
             return original(group, *arguments, **named)
         # Some replacements copy into the caller's tensors, which may be leaves that require a
         # gradient. As in torch's own collectives, these copies are not part of the autograd graph.

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from megatron.adaptive.config.attention import AttentionCase, Kernel, Mask, kernel_for, shares_keys
+from megatron.adaptive.config.attention import (
+    AttentionCase,
+    Kernel,
+    Mask,
+    allows_cudnn,
+    kernel_for,
+    shares_keys,
+)
 
 # Each line describes a case and the kernel that is selected. The last word says whether heads of
 # queries share keys, or keys must be repeated.
@@ -97,3 +104,20 @@ def test_what_one_asks_for_never_needs_more_than_the_default() -> None:
         if kernel_for(case) is not Kernel.SCORES:
             assert kernel_for(replace(case, backend="fused")) is kernel_for(case)
         assert kernel_for(replace(case, backend="unfused")) is Kernel.SCORES
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"dropout": 0.1}, False),
+        ({"has_mask": True}, False),
+        ({"is_varied": True}, False),
+        ({"is_threaded": True}, False),
+    ],
+)
+def test_cudnn_is_used_only_where_its_faults_do_not_occur(
+    changes: dict[str, Any], expected: bool
+) -> None:
+    usual = {"dropout": 0.0, "has_mask": False, "is_varied": False, "is_threaded": False}
+    assert allows_cudnn(**{**usual, **changes}) is expected

@@ -23,7 +23,7 @@ from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Installed  # noqa: E402
 from megatron.adaptive.errors import ConfigError  # noqa: E402
 from megatron.adaptive.gpt import local_layers  # noqa: E402
-from megatron.adaptive.gpt.build_model import KeyedInit, fuse_adam, transformer_config  # noqa: E402
+from megatron.adaptive.gpt.build_model import KeyedInit, transformer_config  # noqa: E402
 from megatron.adaptive.gpt.forward import HalfPrecisionChunk  # noqa: E402
 
 from .conftest import SMALL  # noqa: E402
@@ -246,28 +246,3 @@ def test_outputs_are_freed_only_where_sends_keep_them(
         # If two messages between the same ranks were sent in a batch, gloo would confuse them.
         assert not core.batch_p2p_comm
         assert core.overlap_p2p_comm
-
-
-def test_torchs_adam_updates_a_gpus_parameters_in_one_kernel() -> None:
-    def optimizer(is_gpu: bool) -> torch.optim.AdamW:
-        parameter = torch.nn.Parameter(torch.linspace(-1, 1, 8))
-        made = torch.optim.AdamW([parameter], lr=0.1)
-        if is_gpu:
-            parameter = type("OnGpu", (), {"is_cuda": True, "is_floating_point": lambda _: True})()
-            usual, made.param_groups[0]["params"] = made.param_groups[0]["params"], [parameter]
-            fuse_adam(made)
-            made.param_groups[0]["params"] = usual
-        else:
-            fuse_adam(made)
-        return made
-
-    fused, usual = optimizer(True), optimizer(False)
-    assert fused.param_groups[0]["fused"] is True
-    assert not fused.param_groups[0]["foreach"]
-    assert not usual.param_groups[0]["fused"]
-    for each in (fused, usual):
-        (parameter,) = each.param_groups[0]["params"]
-        for step in range(3):
-            parameter.grad = torch.full_like(parameter, 0.5 + step)
-            each.step()
-    torch.testing.assert_close(*(each.param_groups[0]["params"][0] for each in (fused, usual)))

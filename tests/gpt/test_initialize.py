@@ -92,3 +92,23 @@ def test_the_seed_sets_every_generator(seed: int) -> None:
         end_job()
     assert seen[0] == seen[1]
     assert not set(seen[0]) & set(seen[2])
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", False),  # The default dropout rate is 0.1.
+        ("--attention-dropout 0", True),
+        ("--attention-dropout 0 --variable-seq-lengths", False),
+        ("--attention-dropout 0 --reset-attention-mask", False),
+        ("--attention-dropout 0 --window-size 4,0", False),
+    ],
+)
+def test_a_job_uses_cudnn_for_attention_only_if_it_is_suitable(flags: str, expected: bool) -> None:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        join(flags)
+        assert torch.backends.cuda.cudnn_sdp_enabled() is expected
+    finally:
+        end_job()
+        torch.backends.cuda.enable_cudnn_sdp(before)

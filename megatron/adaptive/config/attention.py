@@ -22,6 +22,16 @@ Only the packed kernel supports sliding windows and rows of several documents. U
 does not pad head widths, so the widths must meet the conditions of both flash and efficient. No
 kernel supports attention sinks or bounded scores (soft-capping).
 
+On GPUs with compute capability 9 or 10, recent torch releases use cuDNN instead of the flash and
+efficient kernels, where possible. cuDNN is faster if all calls have the same shape, but has three
+faults. :func:`allows_cudnn` returns whether a run avoids them:
+
+- Some of its kernels round the dropout rate to a multiple of 1/16. torch 2.11 does not check this
+  (`pull request 174245 <https://github.com/pytorch/pytorch/pull/174245>`_).
+- With a mask, gradients may be NaN (`issue 196678
+  <https://github.com/pytorch/pytorch/issues/196678>`_).
+- Each thread spends several hundred milliseconds on the first call with a new shape.
+
 Source: ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``, ``sdp_utils_cpp.cpp`` and
 ``torch/nn/attention/varlen.py`` of PyTorch.
 """
@@ -136,6 +146,19 @@ def kernel_for(case: AttentionCase) -> Kernel:
     if case.mask is Mask.CAUSAL:
         return Kernel.CAUSAL if is_flash or is_efficient else Kernel.SCORES
     return Kernel.MASKED if is_efficient else Kernel.SCORES
+
+
+def allows_cudnn(*, dropout: float, has_mask: bool, is_varied: bool, is_threaded: bool) -> bool:
+    """Returns whether torch may compute the attention of a run with cuDNN.
+
+    Args:
+        dropout: Dropout rate of the attention probabilities.
+        has_mask: Whether attention may need a mask tensor, for example because a rank holds only
+            a part of each sequence.
+        is_varied: Whether the lengths of sequences or documents vary.
+        is_threaded: Whether attention also runs in threads that end with the step.
+    """
+    return dropout == 0 and not (has_mask or is_varied or is_threaded)
 
 
 def shares_keys(case: AttentionCase) -> bool:

@@ -82,6 +82,7 @@ from megatron.adaptive.gpt.model_placement import (
     sum_gradients,
     widths_of,
 )
+from megatron.adaptive.gpt.optimizer_kernels import fuse_adam
 from megatron.adaptive.planner.model_file import trainer_shape
 from megatron.adaptive.planner.transformer_layers import build_model
 from megatron.adaptive.schedule.stage_placement import Placement
@@ -593,24 +594,6 @@ def build_optimizer(config: TrainerConfig, chunks: Sequence[torch.nn.Module]) ->
     for leaf in getattr(optimizer, "chained_optimizers", [optimizer]):
         fuse_adam(leaf.optimizer)
     return optimizer
-
-
-def fuse_adam(inner: Any) -> None:
-    """Enables the fused kernel of torch's Adam if all parameters are on a GPU.
-
-    megatron-core uses torch's Adam if neither Transformer Engine nor apex is installed, but does
-    not enable the fused kernel.
-
-    Args:
-        inner: Torch optimizer inside an optimizer of megatron-core, before its first step.
-            Optimizers other than Adam are not changed.
-    """
-    if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
-        return
-    parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
-    if all(parameter.is_cuda and parameter.is_floating_point() for parameter in parameters):
-        for group in (inner.defaults, *inner.param_groups):
-            group.update(fused=True, foreach=False)
 
 
 def build_scheduler(config: TrainerConfig, optimizer: Any, train_samples: int) -> Any:

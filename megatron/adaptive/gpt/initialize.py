@@ -21,6 +21,7 @@ from megatron.core.rerun_state_machine import (
 )
 
 from megatron.adaptive.accelerator import Accelerator, agree_on_sharing
+from megatron.adaptive.config.attention import allows_cudnn
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.trainer import TrainerConfig, groups
@@ -122,6 +123,7 @@ def _joined(
     timeout: datetime.timedelta,
 ) -> TrainingJob:
     """Creates the remaining process groups of a job. All ranks must call this."""
+    choose_attention(config)
     before = process_groups()
     set_up_mesh(config)
     mesh_groups = [group for group in process_groups() if group not in before]
@@ -140,6 +142,22 @@ def _joined(
         places=gather_places(),
         timeout=timeout,
     )
+
+
+def choose_attention(config: TrainerConfig) -> None:
+    """Excludes cuDNN from torch's attention kernels if it is not suitable for the run.
+
+    The setting applies to the whole process, including autograd's threads.
+    """
+    is_suitable = allows_cudnn(
+        dropout=config.model.attention_dropout,
+        has_mask=config.data.reset_attention_mask
+        or config.parallel.context_parallel_size > 1
+        or config.core.window_size is not None,
+        is_varied=config.data.variable_seq_lengths,
+        is_threaded=config.schedule.overlap_moe_expert_parallel_comm,
+    )
+    torch.backends.cuda.enable_cudnn_sdp(is_suitable)
 
 
 _COMPARED_GROUPS = (

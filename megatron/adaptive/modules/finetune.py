@@ -272,6 +272,9 @@ def fine_tune(settings: FineTuning, processor: Any, samples: SampleFile) -> None
     """
     is_elastic = Environment.read().job is not None
     dtype = settings.parameter_dtype()
+    # Samples have different lengths, and models may pass masks. config/attention.py explains why
+    # cuDNN is not suitable for either.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     with Pipeline.from_pretrained(
         settings.model,
         _alike(samples, settings.batch_size) if is_elastic else samples.kinds,
