@@ -11,6 +11,7 @@ import pytest
 
 from megatron.adaptive import extension
 from megatron.adaptive.cli.transport import Outcome, _print
+from megatron.adaptive.config.transport_specs import BUILT_IN
 
 from ..multiprocess.launch import forking_every, free_port
 
@@ -45,7 +46,7 @@ def test_alone_it_tries_two_processes_of_this_machine() -> None:
     status, out, err = run(f"{FAST} --json")
     assert status == 0, err
     outcomes: dict[str, Any] = {outcome["transport"]: outcome for outcome in json.loads(out)}
-    assert list(outcomes) == ["shm", "rdma", "tcp", "gloo", "nccl"]
+    assert set(outcomes) == {"shm", "rdma", "tcp", "gloo", "nccl"} | BUILT_IN.keys()
     assert [name for name, outcome in outcomes.items() if outcome["chosen"]] == ["shm"]
     for name in ("shm", "tcp", "gloo"):
         assert outcomes[name]["works"], outcomes[name]

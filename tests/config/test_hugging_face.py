@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.adaptive.config.arguments import flag_words, parse
-from megatron.adaptive.config.families.registry import built_in_families
+from megatron.adaptive.config.families.registry import _DIFFERENCES, built_in_families
 from megatron.adaptive.config.families.weight_names import OUTER
 from megatron.adaptive.config.flag_checks import warning_about_effects
 from megatron.adaptive.config.hugging_face import load_config
@@ -305,3 +305,7 @@ def test_of_several_contradictions_the_first_of_the_folder_is_named(tmp_path: Pa
         ConfigError, match="--encoder-num-layers 3 contradicts the value 4 .*--load-hf"
     ):
         parse([*run, *wrong, "--load-hf", str(tmp_path)], world_size=1)
+
+
+def test_a_supported_family_is_not_among_those_that_lack_something() -> None:
+    assert _DIFFERENCES.keys().isdisjoint(built_in_families())

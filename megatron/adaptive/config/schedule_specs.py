@@ -46,7 +46,8 @@ class ScheduleSpec:
     Attributes:
         name: Name of the schedule on the command line.
         position: Position of the schedule in the list of this package's schedules. If several
-            schedules are equally fast, the one with the lowest position is chosen.
+            schedules are equally fast, the one with the lowest position is chosen. Positions are
+            spaced by 10 to leave room for new schedules.
         function: Function that implements the schedule.
         kind: ``fixed`` if the order of actions is known before the step, or ``rule`` if each rank
             chooses its next action at run time. The schedules ``auto``, ``file`` and ``megatron``

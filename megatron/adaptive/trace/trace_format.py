@@ -135,8 +135,8 @@ REASONS = (
   immediately. ``found``: the receiver noticed the arrival only later. ``posted``: the receiver
   noticed the arrival immediately, but the transfer could not begin before the receiver waited for
   the message.
-- For an action: the rule by which the run-time scheduling policy chose the action. The names are
-  defined in ``schedule.policy``.
+- For an action: why the run-time rule chose the action, such as ``deepest`` if the action is on the
+  deepest chunk. Each rule in ``schedule/runtime_rules.py`` declares its reasons.
 - For a collective: the name of the collective. The ``peer`` of the span is the lowest rank of the
   process group, or -1 if only this rank's part was recorded.
 - For the kind ``optimizer``: ``gc`` if Python's garbage collector ran.
