@@ -153,6 +153,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("paths", nargs="*", type=Path, help="list the places in these paths only")
     options = parser.parse_args()
+    for path in options.paths:
+        if not path.is_dir() and path.suffix != ".py":
+            parser.error(f"{path} is neither a Python file nor a folder; pass one of these")
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["words"]
     roots = options.paths or [ROOT / path for path in settings["paths"]]
     files = [file for root in roots for file in ([root] if root.is_file() else root.rglob("*.py"))]
