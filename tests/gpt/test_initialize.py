@@ -106,6 +106,7 @@ def test_the_seed_sets_every_generator(seed: int) -> None:
 )
 def test_a_job_uses_cudnn_for_attention_only_if_it_is_suitable(flags: str, expected: bool) -> None:
     before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
     try:
         join(flags)
         assert torch.backends.cuda.cudnn_sdp_enabled() is expected

@@ -157,7 +157,8 @@ def choose_attention(config: TrainerConfig) -> None:
         is_varied=config.data.variable_seq_lengths,
         is_threaded=config.schedule.overlap_moe_expert_parallel_comm,
     )
-    torch.backends.cuda.enable_cudnn_sdp(is_suitable)
+    if not is_suitable:
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 _COMPARED_GROUPS = (
