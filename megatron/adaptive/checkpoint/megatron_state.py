@@ -63,7 +63,7 @@ RNG = "rng_state"
 _EXPERTS = "experts"
 _SCALARS = "scalars"
 
-# Flags that error messages mention for each scheduler setting in a checkpoint.
+# Flags that set each value of a checkpoint's learning-rate scheduler, as named in error messages.
 _SCHEDULE_FLAGS = {
     "max_lr": "--lr",
     "min_lr": "--min-lr",

@@ -161,7 +161,7 @@ class SnapshotFile:
         return slots
 
     def keep_sum(self, slot: int) -> None:
-        """Computes and stores a checksum of the data in ``slot`` that are sent to another node."""
+        """Computes and stores a checksum of the part of ``slot`` that is sent to another node."""
         step = self._marks(slot)[1]
         offset = self._marks_offset(slot) + _MARKS.size
         _SENT.pack_into(self.memory, offset, step, self._sum(slot))

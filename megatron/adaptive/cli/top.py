@@ -327,7 +327,7 @@ def _now(rank: LiveRank, chunks: int) -> Text:
 
 
 def _bar(rank: LiveRank) -> Text:
-    """Draws the step of a rank as a bar of computation, waits by cause, and other time."""
+    """Draws a bar with the parts of a rank's step: computation, waits by cause, and other time."""
     text = Text()
     if rank.busy is None:
         return text

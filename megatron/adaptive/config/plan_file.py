@@ -113,7 +113,7 @@ def run_flags(values: Mapping[str, Any]) -> list[str]:
 
 
 def world_size_of(content: Mapping[str, Any]) -> int | None:
-    """Returns the number of processes that a plan needs, or ``None`` if it does not specify it."""
+    """Returns the number of processes that a plan needs, or ``None`` if it is not specified."""
     degrees = content.get("degrees", {})
     if "stages" in content:
         return sum(len(stage["tensor"]) for stage in content["stages"])

@@ -34,6 +34,7 @@ from megatron.adaptive.gpt.model_placement import (
     set_up_unequal_mesh,
     widths_of,
 )
+from megatron.adaptive.gpt.optimizer_kernels import use_foreach_kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +124,9 @@ def _joined(
     timeout: datetime.timedelta,
 ) -> TrainingJob:
     """Creates the remaining process groups of a job. All ranks must call this."""
-    choose_attention(config)
+    _choose_attention(config)
+    if accelerator.is_cuda:
+        use_foreach_kernels()
     before = process_groups()
     set_up_mesh(config)
     mesh_groups = [group for group in process_groups() if group not in before]
@@ -144,7 +147,7 @@ def _joined(
     )
 
 
-def choose_attention(config: TrainerConfig) -> None:
+def _choose_attention(config: TrainerConfig) -> None:
     """Excludes cuDNN from torch's attention kernels if it is not suitable for the run.
 
     The setting applies to the whole process, including autograd's threads.

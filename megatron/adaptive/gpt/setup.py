@@ -46,7 +46,6 @@ from megatron.adaptive.gpt.build_model import (
 )
 from megatron.adaptive.gpt.initialize import TrainingJob
 from megatron.adaptive.gpt.model_placement import finalize_gradients, placement_of, widths_of
-from megatron.adaptive.gpt.optimizer_kernels import use_foreach_kernels
 from megatron.adaptive.gpt.sequence_slices import SequenceSlices
 from megatron.adaptive.planner.model_file import trainer_shape
 from megatron.adaptive.planner.transformer_layers import build_model
@@ -229,8 +228,6 @@ def build_run(job: TrainingJob, kept: KeptParts | None = None) -> Run:
     core = transformer_config(config, job.accelerator)
     chunks = build_chunks(config, core, job.accelerator, placement, rows)
     optimizer = build_optimizer(config, chunks)
-    if job.accelerator.is_cuda:
-        use_foreach_kernels()
     scheduler = build_scheduler(config, optimizer, samples.train_samples)
     _connect_chunks(config, core, chunks, optimizer)
     tracing = _start_trace(job, placement, chunks, rows)

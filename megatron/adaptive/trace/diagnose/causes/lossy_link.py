@@ -40,7 +40,10 @@ RANDOMLY = 0.02
 """Maximum probability that delays and retransmissions coincide by chance on a reported link."""
 
 DRAWS = 1000
-"""Number of random permutations of the iterations to estimate the probability of coincidence."""
+"""Number of random orders of the iterations that are compared with the real order.
+
+The comparison estimates the probability that delays and retransmissions coincide by chance.
+"""
 
 LINK_FEWEST = 20
 """Minimum number of messages needed to judge a link."""
