@@ -103,6 +103,18 @@ def test_options_reach_the_script_and_what_follows_two_dashes_the_trainer(
     assert started.options == [*MOVES_LAYERS, "--train-iters", "7", "--", "--resume"]
 
 
+@pytest.mark.parametrize("flag", ["--pipeline-schedule ", "--pipeline-schedule="])
+@pytest.mark.parametrize(
+    ("schedule", "named"), [("zb-v", "zb-v"), ("own.orders:Mine", "own.orders-Mine")]
+)
+def test_the_folder_is_named_after_the_schedule_of_the_trainers_options(
+    flag: str, schedule: str, named: str, run: Run, tmp_path: Path
+) -> None:
+    assert run(*f"--model_chunks 2 -- {flag}{schedule}".split()) == 0
+    (name,) = runs_in(tmp_path)
+    assert name.endswith(f"-{named}-p2-c2-t1-d1")
+
+
 def test_another_number_of_layers_is_cut_by_the_trainer(run: Run, tmp_path: Path) -> None:
     assert run(*"--pipeline_parallel 3 -- --num-layers 9".split()) == 0
     options = Started(tmp_path / "runs" / "latest" / "started").options

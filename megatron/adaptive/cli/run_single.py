@@ -9,6 +9,7 @@ import argparse
 import datetime
 import itertools
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -84,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
     if status:
         return status  # ``make_corpus`` has already printed the reason.
     previous = _latest(runs)
-    run_dir = _run_dir(runs, options)
+    run_dir = _run_dir(runs, options, trainer_flags)
     defaults = _default_flags(options, trainer_flags)
     if options.resume:
         defaults += ["--load", str(_checkpoints(run_dir, trainer_flags))]
@@ -173,18 +174,21 @@ def _default_flags(options: argparse.Namespace, trainer_flags: Sequence[str]) ->
     return flags
 
 
-def _run_dir(runs: Path, options: argparse.Namespace) -> Path:
+def _run_dir(runs: Path, options: argparse.Namespace, trainer_flags: Sequence[str]) -> Path:
     """Returns the folder of the run. With ``--resume``, this is the folder of the latest run.
 
     Without ``--resume``, creates a new folder in ``runs``, and makes the link ``latest`` point to
-    this folder.
+    this folder. The name of the folder contains the schedule and the sizes of the run.
     """
     latest = runs / "latest"
     if options.resume:
         return latest.resolve()
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    # The schedule may also be a user's own, such as package.module:name.
+    schedule = last_value(trainer_flags, "--pipeline-schedule") or options.schedule
+    schedule = re.sub(r"[^\w.-]", "-", schedule)
     name = (
-        f"{stamp}-{options.schedule}-p{options.pipeline_parallel}-c{options.model_chunks}"
+        f"{stamp}-{schedule}-p{options.pipeline_parallel}-c{options.model_chunks}"
         f"-t{options.tensor_parallel}-d{options.data_parallel}"
     )
     try:
