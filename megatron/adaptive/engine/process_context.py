@@ -103,9 +103,9 @@ def lost_peer(error: BaseException, rank: int) -> PeerLostError | None:
     while cause is not None:
         if (reason := _broken_connection(cause)) is not None:
             return PeerLostError(
-                f"rank {rank} lost its connection with another rank ({reason}), which exited, "
-                "hangs or cannot be reached; the job cannot continue without that rank; restart "
-                "the job from the last checkpoint"
+                f"rank {rank} lost its connection with another rank ({reason}), which exited "
+                "(because of an error, or after fewer steps), hangs or cannot be reached; the job "
+                "cannot continue without that rank; restart the job from the last checkpoint"
             )
         cause = cause.__cause__
     return None
