@@ -7,6 +7,7 @@ defined in :mod:`~megatron.adaptive.without_cuda`.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import dataclasses
@@ -563,3 +564,13 @@ def quiet_imports() -> Iterator[None]:
             yield
         finally:
             logger.setLevel(level)
+
+
+def freeze_imports() -> None:
+    """Excludes all current objects, such as imported modules, from later garbage collections.
+
+    The exclusion ends at exit. Otherwise, triton 3.9 and newer would print a list of objects that
+    are not freed.
+    """
+    gc.freeze()
+    atexit.register(gc.unfreeze)

@@ -9,7 +9,6 @@ import argparse
 import datetime
 import itertools
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -186,7 +185,7 @@ def _run_dir(runs: Path, options: argparse.Namespace, trainer_flags: Sequence[st
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     # The schedule may also be a user's own, such as package.module:name.
     schedule = last_value(trainer_flags, "--pipeline-schedule") or options.schedule
-    schedule = re.sub(r"[^\w.-]", "-", schedule)
+    schedule = schedule.replace(":", "-").replace("/", "-")
     name = (
         f"{stamp}-{schedule}-p{options.pipeline_parallel}-c{options.model_chunks}"
         f"-t{options.tensor_parallel}-d{options.data_parallel}"

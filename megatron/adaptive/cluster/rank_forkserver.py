@@ -66,7 +66,8 @@ def main(descriptor: int) -> None:
     # Without this call, garbage collection in a rank would copy memory pages that ranks share.
     gc.freeze()
     _Forkserver(orders).serve()
-    gc.unfreeze()  # At exit, triton 3.9 and newer print a list of its objects that were not freed.
+    # Otherwise, triton 3.9 and newer would print a list of objects that are not freed at exit.
+    gc.unfreeze()
 
 
 def _import() -> None:

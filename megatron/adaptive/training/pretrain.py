@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import errno
-import gc
 import logging as python_logging
 import os
 import re
@@ -206,9 +204,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
     from megatron.adaptive.training.logging import TrainingLog, startup_line
     from megatron.adaptive.training.loop import Trainer, TrainingRun
 
-    gc.freeze()  # Later garbage collections skip the imported objects, which are never freed.
-    # At exit, triton 3.9 and newer print a list of its objects that were not freed.
-    atexit.register(gc.unfreeze)
+    device.freeze_imports()
     config = job.config
     with StopRequest(config.run.exit_duration_in_mins) as stop:
         if job.is_first:

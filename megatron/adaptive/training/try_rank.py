@@ -11,9 +11,7 @@ because every input is available immediately. The planner adds the waiting times
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import gc
 import importlib
 import itertools
 import statistics
@@ -211,8 +209,8 @@ def _run_steps(job: Any, request: TrialRequest) -> TriedRank:
 
     # Import the training loop, because its code also takes memory on a real rank.
     importlib.import_module("megatron.adaptive.training.loop")
-    gc.freeze()  # Affects when memory is freed. The trainer makes the same call.
-    atexit.register(gc.unfreeze)
+    # The trainer makes the same call, which affects when memory is freed.
+    device.freeze_imports()
     accelerator = job.accelerator
     context_bytes = process_bytes(accelerator) if accelerator.is_cuda else 0
     require_room(job.config, accelerator)
