@@ -43,7 +43,8 @@ def share_gloo_device() -> None:
         # If the fork server itself was forked in this way, it has already replaced the method.
         return
 
-    def connect(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    # torch 2.15 passes additional options, all with their default values.
+    def connect(self: Any, store: Any, rank: int, size: int, timeout: timedelta, **_: Any) -> None:
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
         if not devices:
             devices.append(
