@@ -134,6 +134,16 @@ def _coalesced_lists() -> None:
     ]
 
 
+def _gathered_into_one() -> None:
+    """Checks that one rank gathers the tensors of all ranks into one tensor, if torch can do so."""
+    rank = dist.get_rank()
+    part, whole = on_device(torch.full((2,), rank + 1.0)), on_device(torch.zeros(4))
+    for name in ("gather_single", "gather_into_tensor"):
+        if hasattr(dist, name):
+            getattr(dist, name)(part, whole if rank == 1 else None, dst=1)
+            assert values(whole) == ([1.0, 1.0, 2.0, 2.0] if rank == 1 else [0.0] * 4)
+
+
 def _from_anybody() -> None:
     """Checks that a receive from any source returns the rank of the sender."""
     tensor = on_device(torch.tensor([7.0]))
@@ -150,6 +160,7 @@ def _from_anybody() -> None:
 CASES: tuple[Callable[[], None], ...] = (
     _unequal_parts,
     _coalesced_lists,
+    _gathered_into_one,
     _from_anybody,
     partial(_pipeline, batched=False),
     partial(_pipeline, batched=True),

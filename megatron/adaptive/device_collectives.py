@@ -102,6 +102,15 @@ def _gather_one_by_one(
     return _AllWorks([group._allgather_base(whole, part, *options) for whole, part in pairs])
 
 
+def _gather_as_list(
+    group: Any, _: _Method, output: torch.Tensor, part: torch.Tensor, options: Any
+) -> Any:
+    """Gathers tensors into one tensor of the root rank, with the collective that fills a list."""
+    is_root = options.rootRank == group.rank()
+    parts = [list(output.view(group.size(), *part.shape))] if is_root else []
+    return group.gather(parts, [part], options)
+
+
 def _gather_lists_one_by_one(
     group: Any,
     _: _Method,
@@ -185,6 +194,7 @@ _ALONE: Mapping[str, Callable[..., None]] = {
     **dict.fromkeys(("_reduce_scatter_base", "reduce_scatter_single"), _copy_all),
     "reduce_scatter_tensor_coalesced": _copy_all,
     "reduce_scatter_single_coalesced": _copy_all,
+    **dict.fromkeys(("gather_single", "gather_into_tensor"), _copy_all),
 }
 """Functions that replace methods of a gloo process group with a single rank, keyed by method.
 
@@ -222,6 +232,9 @@ TREATMENTS: Mapping[str, Callable[..., Any] | None] = {
     "alltoall": None,
     "alltoall_base": None,
     "all_to_all_single": None,
+    # torch 2.15 adds these methods. Gather into a list instead, as for the method gather above.
+    "gather_single": _gather_as_list,
+    "gather_into_tensor": _gather_as_list,
     # gloo itself copies the tensors of these methods, but only if all parts have the same size.
     "allgather": _gather_unequal,
     "_allgather_base": None,
@@ -249,8 +262,8 @@ TREATMENTS: Mapping[str, Callable[..., Any] | None] = {
 """Functions that replace methods of a gloo process group for GPU tensors, keyed by method.
 
 ``None`` means that the method works and is not replaced, except in groups with a single rank. The
-list contains the methods of ``ProcessGroupGloo.cpp`` in torch 2.6 to 2.11, and the additional names
-that torch 2.13 has for some of them.
+list contains the methods of ``ProcessGroupGloo.cpp`` in torch 2.6 to 2.11, additional names that
+torch 2.13 has for some of them, and the methods that torch 2.15 adds.
 """
 
 

@@ -60,10 +60,11 @@ def _ids(tokenizer: HuggingFaceTokenizer, conversation: Given) -> Masked | None:
     return None
 
 
-RELEASE = "5.23"
+RELEASE = "5.24"
 """First release of ``transformers`` with which all conversations of these tests can be compared.
 
-Earlier releases differ in details. For example, they write missing content as the text ``None``.
+Earlier releases differ in details. For example, if an answer ends with a character of several
+tokens, they mark only the first of these tokens.
 """
 
 

@@ -212,8 +212,9 @@ def test_csv_of_split_backwards_in_a_v(tmp_path: Path) -> None:
 
 def test_csv_with_communication_and_overlap(tmp_path: Path) -> None:
     text = (
-        "0UNSHARD,0F0,0SEND_F0,(0F1;0B0)OVERLAP_F_B,0RECV_B0,0B1,0REDUCE_GRAD,0RESHARD\n"
-        "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1\n"
+        "0UNSHARD,0F0,0SEND_F0,(0F1;0B0)OVERLAP_F_B,0WAIT_SEND_F0,0RECV_B0,0B1,0REDUCE_GRAD,"
+        "0WAIT_REDUCE_GRAD,0RESHARD\n"
+        "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1WAIT_SEND_B0\n"
     )
     schedule = loaded(tmp_path, text, ".csv")
     assert schedule.orders == make_schedule("1f1b", Placement(num_ranks=2, num_chunks=1), 2).orders

@@ -72,12 +72,10 @@ class Written:
     Attributes:
         text: Whole text of the conversation, as the template renders it.
         spans: Taught parts of ``text``, on which the loss is computed.
-        are_marked: Whether the template itself marks the taught parts with ``{% generation %}``.
     """
 
     text: str
     spans: Sequence[Span]
-    are_marked: bool
 
 
 class ChatTemplate:
@@ -110,7 +108,7 @@ class ChatTemplate:
             renderer = _Renderer(template, self._tokens, conversation)
             if _MARKED.search(template):
                 text, spans = renderer.render_marked()
-                return Written(text=text, spans=spans, are_marked=True)
+                return Written(text=text, spans=spans)
             text = renderer.render(renderer.messages)
         except _refusals() as error:
             raise DataError(
@@ -122,7 +120,7 @@ class ChatTemplate:
             for number, message in enumerate(renderer.messages)
             if message.get("role") == TAUGHT_ROLE
         ]
-        return Written(text=text, spans=spans, are_marked=False)
+        return Written(text=text, spans=spans)
 
     def _answer(self, renderer: _Renderer, number: int, text: str) -> Span:
         span = renderer.answer(number, text)

@@ -39,7 +39,7 @@ _ROLES = ("system", "user", "assistant")  # These roles are allowed if there is 
 _TEMPLATE_TOKENS = tuple(
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
-_CHAT_VERSION = 2
+_CHAT_VERSION = 3
 """Version of the code that selects the tokens on which the loss is computed.
 
 The version is part of the cache key of tokenized conversations. Increase the version whenever that
@@ -294,7 +294,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         encoding = self._encoder.encode(written.text, add_special_tokens=False)
         taught = [False] * len(encoding.ids)
         for start, stop in written.spans:
-            _teach(taught, encoding, start, stop, are_marked=written.are_marked)
+            _teach(taught, encoding, start, stop)
         return list(encoding.ids), taught
 
     def _find_templates(self) -> dict[str, str]:
@@ -572,21 +572,20 @@ def need_package(name: str, flag: str, extra: str) -> Any:
         ) from None
 
 
-def _teach(taught: list[bool], encoding: Any, start: int, stop: int, *, are_marked: bool) -> None:
+def _teach(taught: list[bool], encoding: Any, start: int, stop: int) -> None:
     """Marks the tokens of a range of characters as taught: the loss is computed on these tokens.
+
+    A token that lies only partly in the range is taught too. If a character consists of several
+    tokens, all of them are taught.
 
     Args:
         taught: Whether the loss is computed on each token. The list is changed in place.
         encoding: Tokens of the text with their offsets, from the ``tokenizers`` library.
         start: Offset of the first taught character in the text.
         stop: Offset after the last taught character.
-        are_marked: Whether the chat template marks the taught text. In this case, if the last
-            character consists of several tokens, only the first of these tokens is taught, as with
-            the option ``return_assistant_tokens_mask`` of the ``transformers`` library.
     """
     if start == stop:
         return
-    last = encoding.char_to_token(stop - 1) if are_marked else None
     for number, (begin, end) in enumerate(encoding.offsets):
-        if begin < stop and end > start and (last is None or number <= last):
+        if begin < stop and end > start:
             taught[number] = True

@@ -54,7 +54,9 @@ _MOST_UNLISTED = 10_000
 
 _ACTION = re.compile(r"([FBW])(\d{1,6})-(\d{1,6})(?:\.(\d{1,6})|(\+))?", re.ASCII)
 _CELL = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})", re.ASCII)
-_SKIPPED = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d*|UNSHARD|RESHARD|REDUCE_GRAD)", re.ASCII)
+_SKIPPED = re.compile(
+    r"\d+(?:(?:(?:WAIT_)?SEND|RECV)_[FB]\d*|UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD)", re.ASCII
+)
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
