@@ -59,12 +59,15 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _HEAP_KEPT_BYTES = 1 << 30
 MAPPED_FROM_BYTES = 32 << 20
-"""Size in bytes from which CPU tensors are mapped outside the heap. glibc allows at most 32 MiB."""
+"""Minimum size in bytes of a CPU tensor that malloc maps outside the heap.
+
+This is the largest value that glibc allows.
+"""
 
 _ANCHOR_FOR_NS = 1_000_000_000
 """Time in nanoseconds after which :class:`CudaClock` replaces its reference event (the anchor)."""
 _MOST_DRIFT_NS = 2_000_000
-"""Largest plausible drift of the device's clock, in nanoseconds, during the use of one anchor."""
+"""Largest plausible drift of the device's clock, in nanoseconds, relative to one anchor."""
 _NO_DELAY_NS = 1 << 62
 
 # Value of the flag cudaHostRegisterPortable, which locks pages for all CUDA contexts of the

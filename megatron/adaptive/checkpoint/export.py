@@ -262,7 +262,7 @@ def _plain(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]:
 
 
 def _merged(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]:
-    """Returns the tensors to export for ``exported``, with adapters merged into the weights.
+    """Merges the adapters of ``exported`` into its weights.
 
     Returns:
         Dtype and shape of each tensor, and a function that reads a tensor by name.

@@ -433,10 +433,7 @@ class StepFolders:
         return {}
 
     def _track(self, step: int) -> None:
-        """Records ``step`` as the latest step.
-
-        Called before an earlier checkpoint of the same step is removed.
-        """
+        """Records ``step`` as the latest step. The base class records nothing."""
 
     def _name(self, step: int) -> str:
         return f"{self._prefix}{step:0{self._digits}d}"

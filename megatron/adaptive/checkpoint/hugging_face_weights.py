@@ -148,13 +148,13 @@ class _Run(NamedTuple):
 
 
 class RowRegion(NamedTuple):
-    """Part of a region of a core tensor, and the position of its values in a Hugging Face tensor.
+    """Describes which rows and columns of a Hugging Face tensor to read, and where to store them.
 
     Attributes:
-        rows: Run of consecutive rows of the core tensor that contains the part.
+        rows: Rows of the core tensor that come from this Hugging Face tensor.
         row: Index of the first row to read in the Hugging Face tensor.
         column: Index of the first column to read in the Hugging Face tensor.
-        target: Tensor into which the part is read, a view of the region's memory.
+        target: Tensor into which the values are read.
     """
 
     rows: RowRun

@@ -410,7 +410,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        # Objects of this module record which rank wrote which data. A reader does not need them.
+        # Objects from this module only record which rank wrote which data, so do not create them.
         if module == _PLANS:
             return UnreadObject
         if not is_dtype and name not in _KNOWN.get(module, ()):

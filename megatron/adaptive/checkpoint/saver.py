@@ -239,8 +239,8 @@ class CheckpointSaver:
         """Writes ``state`` to ``folder`` as the checkpoint of ``step``. All ranks must call this.
 
         Only the newest ``keep`` checkpoints are kept, or all if ``keep`` is ``None``. ``message``
-        is the text of the error to raise on failure, in which ``{}`` stands for the cause. Returns
-        the path of the checkpoint, or ``None`` if it is only on local disks.
+        is the error message, with ``{}`` in place of the cause. Returns the path of the checkpoint,
+        or ``None`` if it is only on local disks.
         """
         local = self.local
         if (

@@ -54,21 +54,21 @@ ALIGN = 64
 _PAGE = 4096
 # Size of the file's JSON header (head) and size of a slot, in bytes.
 _LENGTHS = struct.Struct("<QQ")
-# Start of a slot (its marks): the step, stored when a write begins; the same step, stored when the
-# write ends; and the size of the non-tensor state in bytes.
+# Three numbers (marks) at the start of a slot: the step, stored when a write begins; the same step,
+# stored when the write ends; and the size of the non-tensor state in bytes.
 _MARKS = struct.Struct("<QQQ")
-# Step and checksum, stored after the marks. The checksum covers the bytes that are sent to the
-# buddy node for this step.
+# Step and checksum, stored after the marks. The checksum covers the part of the snapshot that is
+# sent to another node.
 _SENT = struct.Struct("<QQ")
 _MARKS_BYTES = ALIGN
-_STEP_S = 30.0  # Maximum time in seconds for a buddy node to receive a message.
-_RUN_S = 30.0  # Maximum time in seconds until the buddy node's agent has started its ranks.
+_STEP_S = 30.0  # Maximum time in seconds for another node to receive a message.
+_RUN_S = 30.0  # Maximum time in seconds until the agents of both nodes prepare the same run.
 _AGAIN_S = 0.5
 _MESSAGE = 1 << 16
 _MOST_HEAD = 1 << 28
-# Header of a message to the buddy node: step, slot, and size of the non-tensor state in bytes.
+# Header of a message to another node: step, slot, and size of the non-tensor state in bytes.
 _FRAME = struct.Struct("<QQQ")
-_KEPT = struct.Struct("<Q")  # Reply of the buddy node: the step that it has stored.
+_KEPT = struct.Struct("<Q")  # Reply of the other node: the step that it has stored.
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -377,9 +377,10 @@ class SnapshotKeeper:
     def _serve_rank(
         self, connection: socket.socket, about: Mapping[str, Any], file: SnapshotFile
     ) -> None:
-        """Sends each snapshot in ``file`` to the buddy node, and confirms each step to the rank.
+        """Sends a rank's snapshots to the buddy node, and reports each stored step to the rank.
 
-        ``about`` describes the rank that writes ``file``, and ``connection`` leads to this rank.
+        The rank writes its snapshots to ``file``. ``about`` describes the rank, and ``connection``
+        is the connection to it.
         """
         store = _Store.of(about, "own", file)
         with self._changed:
@@ -430,9 +431,9 @@ class SnapshotKeeper:
             step, slot, extra_bytes = _FRAME.unpack(sealed.receive(_FRAME.size))
             if extra_bytes > file.head["extra_bytes"] or slot >= SLOTS:
                 raise ValueError(
-                    f"the snapshot of step {step} is sent for slot {slot} with {extra_bytes} bytes "
-                    "of non-tensor state, but the limits are "
-                    f"{SLOTS - 1} and {file.head['extra_bytes']}"
+                    f"the snapshot of step {step} is for slot {slot} and has {extra_bytes} bytes "
+                    f"of non-tensor state, but the last slot is {SLOTS - 1} and the maximum size "
+                    f"is {file.head['extra_bytes']} bytes"
                 )
             sealed.socket.settimeout(_STEP_S)
             file.begin(slot, step)

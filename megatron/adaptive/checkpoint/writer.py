@@ -54,7 +54,7 @@ METADATA = ".metadata"
 COMMON, PICKLED_COMMON = "common.values", "common.pt"
 """Names of the files with the values that all trainer ranks share: as plain values, and pickled."""
 _LARGE_BYTES = 1 << 16
-"""Size in bytes from which a piece that ``torch.save`` passes to the stream is written immediately.
+"""Minimum size in bytes of a piece from ``torch.save`` that is written immediately.
 
 Smaller pieces are collected and written together.
 """
@@ -265,7 +265,7 @@ class ShardWriter:
 
 
 def indices_of(entries: Sequence[Entry]) -> dict[str, bytes]:
-    """Returns the contents of the index files of torch and of this program, keyed by file name."""
+    """Returns the contents of both index files, torch's and this program's, keyed by file name."""
     return {METADATA: _torch_index(entries), INDEX: _plain_index(entries)}
 
 

@@ -110,7 +110,7 @@ options."""
 def _parser(role: str, description: str) -> CommandParser:
     parser = CommandParser(prog=f"run_{role}.sh", description=description)
     add = parser.add_argument
-    add("--master-addr", help="address of the first node (default: detected; MASTER_ADDR)")
+    add("--master-addr", help="address of the first node (MASTER_ADDR; detected by default)")
     text = "port of the first node (29500; MASTER_PORT)"
     add("--master-port", type=number(int, 1, 65535, "port"), help=text)
     text = "network interface (default: the interface used to reach the other nodes; IFNAME)"
@@ -382,7 +382,10 @@ class _Waiting:
 
 
 def _number_nodes(conf: LaunchConf, hellos: Sequence[_Hello]) -> list[tuple[int, int]]:
-    """Returns each node's rank and number of processes, in the order of ``hellos``."""
+    """Returns the rank and number of processes of each node, in the order of ``hellos``.
+
+    ``hellos`` contains the messages in which the nodes describe themselves.
+    """
     planned = conf.processes
     free = [rank for rank in range(len(hellos)) if rank not in _wanted(hellos)]
     places = []

@@ -298,7 +298,7 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     text = "tokens per slice of packed documents, or auto; requires --document-lengths"
     add("--slice-tokens", metavar="1024,2048", help=text)
     add("--partition", metavar="8-8-8", help="layers of each stage")
-    add("--recompute", metavar="none,full", help=f"from {', '.join(RECOMPUTE)}")
+    add("--recompute", metavar="none,full", help=f"any of {', '.join(RECOMPUTE)}")
     text = f"default: {','.join(SCHEDULES)}, or 1f1b,interleaved if --attention is fused"
     add("--schedules", metavar="A,B", help=text)
     switch: dict[str, Any] = {"choices": ("both", "on", "off"), "default": "both"}

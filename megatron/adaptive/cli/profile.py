@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _fit_runs(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns a profile fitted to traced runs, merged with an existing profile at ``--output``."""
+    """Fits a profile to traced runs, and merges it with the profile at ``--output``, if any."""
     if not options.model or options.cluster is None:
         raise ConfigError(
             "--from-run requires --model and --cluster, which describe the runs; add both"
@@ -152,7 +152,7 @@ def _measure(options: argparse.Namespace, environment: Environment) -> dict[str,
     spreads = parse_counts("--expert-parallel-size", options.expert_parallel_size)
     if unknown_spreads := set(spreads) - set(model.expert_ranks):
         raise ConfigError(
-            "--expert-parallel-size must be from"
+            "--expert-parallel-size must be one of"
             f" {', '.join(map(str, model.expert_ranks))} for {model.name}, got"
             f" {min(unknown_spreads)}"
         )

@@ -195,7 +195,8 @@ def _parser() -> argparse.ArgumentParser:
         "--weight-pieces",
         type=pieces,
         metavar="N",
-        help="number of parts of each weight gradient, or 0 to keep it in the backward pass",
+        help="maximum number of parts of a weight gradient; 0 computes weight gradients in the "
+        "backward pass",
     )
     text = (
         "order in which stages are assigned to ranks, for schedules that support both; v requires "

@@ -290,7 +290,8 @@ def _show(
         argv: Arguments of the command line.
         formats: Default of ``--format``: comma-separated names of file formats, or ``all``.
         report: Whether to print a report on how the run spent its time.
-        events: View to write for the shown replica in addition to ``formats``, or ``None``.
+        events: View (format) in which to also write the events of the replica in the report, or
+            ``None``.
     """
     _add_output_arguments(parser, formats, report)
     arguments = parser.parse_args(argv)

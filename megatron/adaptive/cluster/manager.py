@@ -420,7 +420,7 @@ class Manager:
         if not ended_well(status):
             node = self._members.nodes[event.node]
             rank = event.message["key"].partition("/")[2]
-            # If the node is about to be taken away, do not count the exit of its rank as a failure.
+            # The exit of a rank on a node that is leaving the job does not count as a failure.
             gone = node.why if node.status == "leaving" else ""
             fault = f"rank {rank} on {node.name} {how_ended(status)}"
             kill = status in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV, -signal.SIGBUS)

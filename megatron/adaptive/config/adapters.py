@@ -82,9 +82,9 @@ def _typed_flag(name: str, argv: Sequence[str]) -> str:
 def linear_names(config: TrainerConfig) -> dict[str, list[str]]:
     """Maps each linear layer of megatron-core to the names of its counterparts in ``transformers``.
 
-    A linear layer of megatron-core may combine several linear layers of ``transformers``. It stacks
-    the rows of their matrices. Without ``--load-hf``, the names are those of Llama, or those of
-    DeepSeek if the model has latent attention.
+    A linear layer of megatron-core may combine several linear layers of ``transformers`` by
+    stacking the rows of their matrices. Without ``--load-hf``, the names are those of Llama, or
+    those of DeepSeek if the model has latent attention.
     """
     family = base_of(config).family
     absent = ["q_proj"] if config.core.q_lora_rank is not None else ["q_down_proj", "q_up_proj"]
@@ -143,7 +143,7 @@ class Base:
 
 
 def base_of(config: TrainerConfig) -> Base:
-    """Returns the base model for which a run with the settings ``config`` trains adapters."""
+    """Returns the base model of the adapters that a run with the settings ``config`` trains."""
     settings = config.checkpoint
     is_latent = config.core.multi_latent_attention
     family = base_family(settings.load_hf, settings.hf_family, is_latent=is_latent)

@@ -1,8 +1,8 @@
 """Finds flags that have no effect on a run, because they belong to a feature that is off.
 
-The table below uses the notation of :mod:`~megatron.adaptive.config.flag_rules`. It has no rules
-for flags that ``flag_checks.py`` rejects if their feature is off, for flags whose effect depends on
-the hardware, or for settings that the trainer itself changes.
+The table below uses the notation of :mod:`~megatron.adaptive.config.flag_rules`. It omits flags
+that ``flag_checks.py`` rejects if their feature is off, flags whose effect depends on the hardware,
+and settings that the trainer itself changes.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ _STATES = "layers that keep a state instead of attention"
 _FUSED = "a different order of queries, keys and values in one matrix"
 _UNROTATED = "layers without rotation"
 _MULTIPLIED = "scale factors of embeddings, residuals and logits"
-# Features of unsupported models that no supported family has and that config.json does not show.
+# Features of unsupported models, keyed by model type, for error messages. No supported family has
+# these features, and config.json does not show them.
 _DIFFERENCES: Mapping[str, str] = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "jamba", "rwkv", "bamba"), _STATES),
     **dict.fromkeys(("internlm2", "baichuan", "qwen", "chatglm"), _FUSED),
