@@ -205,9 +205,9 @@ class CudaClock:
     too coarse to time a kernel after some minutes. Therefore, about once a second, a mark becomes
     the new anchor.
 
-    The clocks of device and host drift apart. The device passes some marks immediately after the
-    host has recorded them, but never earlier. The smallest of these delays during the last second
-    is therefore an estimate of the drift.
+    The clocks of device and host drift apart. The device never passes a mark before the host has
+    recorded it, but passes some marks immediately afterwards. The smallest delay of a mark during
+    the last second is therefore an estimate of the drift.
     """
 
     def __init__(self) -> None:
@@ -236,8 +236,8 @@ class CudaClock:
         time_ns = self._anchor_ns + passed_ns
         self._least_delay_ns = min(self._least_delay_ns, time_ns - mark.host_ns)
         if passed_ns > _ANCHOR_FOR_NS:
-            # Drift cannot explain a larger delay. Instead, the device was never idle, and every
-            # mark had to wait for earlier work.
+            # A delay of _MOST_DRIFT_NS or more is not caused by drift. The device was never idle,
+            # and every mark had to wait for earlier work.
             if abs(self._least_delay_ns) < _MOST_DRIFT_NS:
                 time_ns -= self._least_delay_ns
             self._anchor = mark.event

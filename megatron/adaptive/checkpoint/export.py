@@ -65,7 +65,7 @@ _About = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 
 
 class _Exported(NamedTuple):
-    """Opened checkpoint, and the configuration of its model."""
+    """Holds an open checkpoint and the configuration of its model."""
 
     path: Path
     reader: CheckpointReader

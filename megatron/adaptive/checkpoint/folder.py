@@ -458,7 +458,7 @@ Manifest = Mapping[str, Any]
 
 
 class CheckpointFolder(StepFolders):
-    """Folder of the trainer's checkpoints.
+    """Checkpoint folder of the trainer.
 
     Args:
         path: Path of the folder. The folder need not exist.
@@ -645,7 +645,7 @@ class CheckpointFolder(StepFolders):
 
 
 class PipelineFolder(StepFolders):
-    """Folder of the checkpoints of a ``Pipeline``.
+    """Checkpoint folder of a ``Pipeline``.
 
     Args:
         path: Path of the folder. The folder need not exist.

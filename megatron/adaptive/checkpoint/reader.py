@@ -37,7 +37,7 @@ from megatron.adaptive.config.input_files import parse_json
 from megatron.adaptive.errors import DamagedCheckpointError
 
 _Result = TypeVar("_Result")
-# The pickle ``.metadata`` may refer to these classes and functions, keyed by module.
+# Classes and functions that are allowed in the pickle ``.metadata``, keyed by module.
 _KNOWN = {
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),

@@ -131,7 +131,7 @@ class CheckpointSaver:
     def reading(
         self, path: Path, step: int, save_id: str, files: Mapping[str, int], sums: Mapping[str, str]
     ) -> Iterator[CheckpointReader]:
-        """Yields a reader of a checkpoint, and then verifies the blocks without tensor data.
+        """Yields a reader of a checkpoint. Then verifies the file blocks that contain no tensors.
 
         Args:
             path: Path of the checkpoint.

@@ -417,7 +417,7 @@ class SnapshotKeeper:
                 return
         if not 0 < about["head_bytes"] <= _MOST_HEAD:
             raise ValueError(
-                f"a header has {about['head_bytes']} bytes instead of 1 to {_MOST_HEAD}"
+                f"the header has {about['head_bytes']} bytes, but 1 to {_MOST_HEAD} are allowed"
             )
         head = bytearray(about["head_bytes"])
         sealed.receive_memory(memoryview(head))

@@ -496,7 +496,7 @@ class SnapshotPlan:
 
 
 def _within_slot(size: int) -> int:
-    """Returns the number of bytes, including padding, that ``size`` bytes take up in a slot."""
+    """Returns ``size`` in bytes, rounded up to the alignment of tensors in a slot."""
     return -(-size // ALIGN) * ALIGN
 
 

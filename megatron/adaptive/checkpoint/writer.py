@@ -452,7 +452,7 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def overlay(memory: Any, offset: int, dtype: torch.dtype, size: Sequence[int]) -> torch.Tensor:
-    """Returns a tensor of ``dtype`` and ``size`` that shares ``memory`` from byte ``offset`` on."""
+    """Returns a tensor of ``dtype`` and ``size`` in ``memory``, beginning at byte ``offset``."""
     if not (count := math.prod(size)):
         return torch.empty(size, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(size)

@@ -63,12 +63,12 @@ def main(argv: Sequence[str]) -> int:
         ),
     )
     add = parser.add_argument
-    add("--master-addr", help="address of one of the two nodes")
+    add("--master-addr", help="address of one of two nodes whose connection to check")
     add(
         "--master-port",
         type=number(int, 1, 65535, "port"),
         default=29500,
-        help="port on that node (29500)",
+        help="port on the node with the address --master-addr (29500)",
     )
     wait_s = number(float, 0, 1e9)
     add("--timeout", type=wait_s, default=60.0, help="seconds to wait for the other node (60)")
@@ -441,7 +441,7 @@ def _add_probe_arguments(parser: argparse.ArgumentParser) -> None:
     add("--probe", action="store_true", help=text)
     text = "number of processes to start if there is no launcher; default: one per GPU, or 2"
     add("--processes", type=number(int, 1, 4096), help=text)
-    add("--save", type=Path, metavar="DIR", help="also measure this checkpoint folder")
+    add("--save", type=Path, metavar="DIR", help="also measure the speed of this checkpoint folder")
     text = f"seconds per measurement of a rank ({_PROBE_S:g})"
     add("--seconds", type=number(float, 0.001, 60), default=_PROBE_S, help=text)
     for spec in fields_of(ParallelConfig):

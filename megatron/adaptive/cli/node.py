@@ -127,7 +127,11 @@ def _parser(role: str, description: str) -> CommandParser:
 def _master(argv: Sequence[str]) -> int:
     parser = _parser("master", "Start a run on this node, and wait for the run's other nodes.")
     parser.add_argument(
-        "conf", nargs="?", type=Path, default=WORK_FOLDER / "conf.sh", help="(conf.sh)"
+        "conf",
+        nargs="?",
+        type=Path,
+        default=WORK_FOLDER / "conf.sh",
+        help="settings file of the run (conf.sh)",
     )
     parser.add_argument("--plan", type=Path, help="plan file to use instead of the one in conf.sh")
     parser.add_argument("--nnodes", type=count, help="number of nodes, instead of NNODES")
@@ -289,7 +293,7 @@ def _settings(answered: dict[str, str], overrides: Mapping[str, str]) -> dict[st
 
 def _slurm(argv: Sequence[str]) -> int:
     parser = CommandParser(prog=f"{PROGRAM} job node slurm")
-    parser.add_argument("conf", type=Path, help="settings that job submit wrote")
+    parser.add_argument("conf", type=Path, help='settings file that "job submit" wrote')
     parser.add_argument("run_dir", type=Path, help="folder of the job's logs")
     options = parser.parse_args(argv)
     answer = read_json(options.conf, "pass the settings file that job submit wrote")
@@ -694,7 +698,8 @@ def _new_job(logs: Path) -> str:
             (logs / f"{name}{suffix}").mkdir()
             return f"{name}{suffix}"
     raise ConfigError(
-        f"a hundred jobs with LOG_DIR={logs} started at the same time; change LOG_DIR"
+        f"LOG_DIR={logs} already contains folders of 99 jobs with the same start time and process "
+        "ID as this job; choose another LOG_DIR"
     )
 
 

@@ -302,8 +302,8 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     text = f"default: {','.join(SCHEDULES)}, or 1f1b,interleaved if --attention is fused"
     add("--schedules", metavar="A,B", help=text)
     switch: dict[str, Any] = {"choices": ("both", "on", "off"), "default": "both"}
-    add("--distributed-optimizer", **switch, help="%(default)s")
-    add("--overlap-grad-reduce", action="store_true", help="assume that the run uses this flag")
+    add("--distributed-optimizer", **switch, help="shard the optimizer state (%(default)s)")
+    add("--overlap-grad-reduce", action="store_true", help="plan runs that use this flag")
     text = "used if tp is above 1 (%(default)s)"
     add("--sequence-parallel", nargs="?", const="on", **switch, help=text)
     add("--all-nodes", action="store_true", help="use all nodes")

@@ -214,7 +214,7 @@ def datasets(num_samples: Sequence[int | None], vp_stage: int | None = None) -> 
 
 
 def _cached_datasets() -> Any:
-    """Returns the module whose data sets verify shuffling indices and rebuild damaged indices."""
+    """Returns the module with datasets that verify cached indices and rebuild damaged ones."""
     return importlib.import_module("megatron.adaptive.data.datasets")
 
 

@@ -82,9 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--cut-points", type=Path, metavar="FILE", help=text)
     text = "fit the model's profile to traced runs"
     add("--from-run", type=Path, nargs="+", metavar="DIR", help=text)
-    add("--cluster", type=Path, metavar="FILE", help="cluster file for the runs of --from-run")
+    add("--cluster", type=Path, metavar="FILE", help="cluster on which the runs of --from-run ran")
     add_host_argument(parser)
-    add("--name", help="name of the model of --cut-points; default: the file's name")
+    add("--name", help="name of the model, with --cut-points; default: the name of the file")
     group = parser.add_argument_group("measurement")
     add = group.add_argument
     text = "precision; default: bf16 on a GPU, fp32 on a CPU"
@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "type of this node; default: the name of its GPU"
     add("--node-type", default="", metavar="NAME", help=text)
     add("--no-links", action="store_true", help="do not measure links and all-reduces")
-    add("--distributed-backend", choices=("nccl", "gloo"), help="backend, as in training")
+    add("--distributed-backend", choices=("nccl", "gloo"), help="the trainer's flag of this name")
     return parser
 
 

@@ -683,7 +683,7 @@ def _length_lines(lengths: Lengths) -> list[str]:
 
 
 def _table(ranks: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> list[list[str]]:
-    """Returns the cells of a table with one row per rank. The first row contains the headings.
+    """Returns the cells of a table: a row of headings, and one row per rank.
 
     The table has a column for each kind of action in ``kinds``.
     """

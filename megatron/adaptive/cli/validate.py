@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "recomputation in the runs (%(default)s)"
     add("--recompute", choices=RECOMPUTE, default="none", help=text)
     for name in ("distributed-optimizer", "overlap-grad-reduce", "sequence-parallel"):
-        add(f"--{name}", action="store_true", help="whether the runs used this flag")
+        add(f"--{name}", action="store_true", help="set if the runs used this flag")
     return parser
 
 

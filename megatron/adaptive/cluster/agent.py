@@ -1,6 +1,6 @@
 """Runs one node of a job: connects to the manager, and starts and signals the node's ranks.
 
-A signal (SIGTERM or SIGUSR1) announces that the node will be taken away. The agent then notifies
+A signal (SIGTERM or SIGUSR1) announces that the node will be removed. The agent then notifies
 the manager, which makes the ranks save a checkpoint, starts the next layout without this node, and
 releases the agent. If the agent exits or loses its connection to the manager, it kills the node's
 ranks, because the manager can no longer stop them.

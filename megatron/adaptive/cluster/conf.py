@@ -207,7 +207,7 @@ _ARRAY = "\001array"
 def read_variables(path: Path) -> dict[str, str]:
     """Runs the file ``path`` in bash, and returns the variables that it sets.
 
-    The working directory is the folder of the file. The file inherits only a few environment
+    The working directory is the folder of the file. bash inherits only a few environment
     variables, such as ``PATH``.
 
     Args:

@@ -5,7 +5,7 @@ starts the next incarnation, or the job ends::
 
     wait for nodes -> choose a layout -> start ranks -> watch ──┬─ all iterations done: end
          ^                                                      ├─ error in the program: end
-         │            SIGUSR1 to the ranks, which save <──── node joins or will be taken away
+         │            SIGUSR1 to the ranks, which save <──── node joins or will be removed
          └──────────────── from the last complete checkpoint <──┴─ node or rank lost
 
 A new layout changes how the ranks divide the model and the batch. It changes neither the global
@@ -15,7 +15,7 @@ layout can resume from the newest complete checkpoint.
 If nodes join by themselves, each node runs a :class:`Participant`. One of the nodes is the
 manager::
 
-    claim the job ── free ──> manage it until its end, or until this node is taken away
+    claim the job ── free ──> manage it until its end, or until this node is removed
        ^     └────── taken ──> join the manager ── released by the manager ──> end
        └────────────────────────── manager lost <┘
 """
@@ -702,10 +702,10 @@ class Participant:
         self._notice: signal.Signals | None = None
 
     async def run(self) -> int:
-        """Takes part in the job until the job ends or this node is taken away.
+        """Takes part in the job until the job ends or this node is removed from it.
 
         Returns:
-            Exit status of the job, or :data:`EXIT_LEFT` if this node was taken away.
+            Exit status of the job, or :data:`EXIT_LEFT` if this node was removed.
 
         Raises:
             SetupError: The manager could not be reached within ``join_s`` seconds, no layout fits,

@@ -42,7 +42,7 @@ _KEYS = ("slots", "name")
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Line of the machines file.
+    """Machine that the machines file lists.
 
     Attributes:
         name: Name of the node, which is unique within the file.
@@ -286,7 +286,8 @@ class Membership:
             OSError: No port is available.
         """
         allow_files(_NODES_AT_MOST)
-        # The default child watcher of asyncio would start a thread for each child process.
+        # Watch child processes through file descriptors. Before Python 3.12, asyncio by default
+        # starts a thread for each child process instead.
         if sys.version_info < (3, 12):
             watcher = asyncio.PidfdChildWatcher()
             watcher.attach_loop(asyncio.get_running_loop())
@@ -297,7 +298,7 @@ class Membership:
             self._start_agent(machine)
 
     def leaving(self, names: Iterable[str]) -> Node | None:
-        """Returns the first node in ``names`` that is about to be taken away, or ``None``."""
+        """Returns the first node in ``names`` that is leaving the job, or ``None``."""
         nodes = (self.nodes[name] for name in names)
         return next((node for node in nodes if node.status == "leaving"), None)
 

@@ -131,7 +131,7 @@ def adapted_parts(config: TrainerConfig) -> dict[str, tuple[bool, ...]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """The model for which adapters are trained (the base model).
+    """Base model of the adapters.
 
     Attributes:
         family: Model family. The adapters use its module names in ``transformers``.

@@ -161,7 +161,7 @@ def effect_notes(specs: Mapping[str, FieldSpec]) -> dict[str, str]:
 
 
 def add_note(spec: FieldSpec, notes: Mapping[str, str]) -> FieldSpec:
-    """Returns a copy of ``spec`` whose help text ends with its note, if there is one."""
+    """Appends the note for ``spec`` in ``notes``, if any, to its help text, and returns a copy."""
     if spec.dest not in notes:
         return spec
     return dataclasses.replace(spec, detail=f"{spec.detail or spec.help_text} {notes[spec.dest]}")
