@@ -251,7 +251,10 @@ class CudaClock:
         return is_passed
 
     def wait(self, mark: CudaMark) -> None:
-        """Sleeps until the device has completed all work before ``mark``. Other threads may run."""
+        """Sleeps until the device has completed all work before ``mark``.
+
+        Meanwhile, other threads may run.
+        """
         mark.event.synchronize()
 
 

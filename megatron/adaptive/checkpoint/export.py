@@ -239,7 +239,7 @@ def export_folder(
 
 
 def _plain(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]:
-    """Returns the tensors to export for ``exported``, a model that has no adapters.
+    """Prepares the export of ``exported``, a model that has no adapters.
 
     Returns:
         Dtype and shape of each tensor, and a function that reads a tensor by name.

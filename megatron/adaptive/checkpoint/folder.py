@@ -94,8 +94,8 @@ class StepFolders:
     manifest_name: ClassVar[str]
     _prefix: ClassVar[str] = "iter_"  # Prefix of the names of all subfolders.
     _digits: ClassVar[int] = 7  # Minimum number of digits in the names of subfolders.
-    # First entries of each manifest: the format's name, if it has one, and its current version,
-    # which is the newest that can be read.
+    # First entries of each manifest: the name of the format (if it has a name) and the version that
+    # this program writes. Newer versions cannot be read.
     _form: ClassVar[Mapping[str, Any]] = {}
     _needed = frozenset({"files"})  # Entries that each manifest must have.
     _schema: ClassVar[str] = "manifest"  # Name of the JSON schema for manifests.

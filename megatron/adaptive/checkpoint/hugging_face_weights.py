@@ -511,7 +511,7 @@ class HuggingFaceReader:
         return target
 
     def _match(self, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> dict[str, str]:
-        """Checks that ``folder`` has the tensors in ``shapes``, and returns their names there.
+        """Checks that ``folder`` has the tensors in ``shapes``, and returns their names in it.
 
         ``shapes`` maps the Hugging Face name of each tensor to its expected shape. The result maps
         each of these names to the tensor's name in the folder, which may lack a prefix.
@@ -581,7 +581,7 @@ class HuggingFaceReader:
 
 
 def meet(tensor: CoreTensor, offset: Sequence[int], target: torch.Tensor) -> Iterator[RowRegion]:
-    """Divides a region of a core tensor into parts that each come from a single source tensor.
+    """Divides a region of a core tensor into parts, each from a single Hugging Face tensor.
 
     Rows of the region that are vocabulary padding are set to zero.
 

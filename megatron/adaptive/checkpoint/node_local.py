@@ -673,6 +673,6 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _some(pieces: Iterator[None]) -> bool:
-    """Iterates over ``pieces`` for about a second. Returns False if the iterator is exhausted."""
+    """Copies some of the ``pieces`` for about a second. Returns False if no pieces are left."""
     until_s = time.monotonic() + _ROUND_S
     return any(time.monotonic() >= until_s for _ in pieces)

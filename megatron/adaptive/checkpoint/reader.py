@@ -263,7 +263,7 @@ class CheckpointReader:
     def _fill(
         self, part: SavedPart, dtype: torch.dtype, start: Sequence[int], region: torch.Tensor
     ) -> None:
-        """Reads values of the saved ``part``, from the index ``start`` on, into ``region``.
+        """Fills ``region`` with values of the saved ``part``, beginning at the index ``start``.
 
         ``dtype`` is the type in which the part was saved.
         """

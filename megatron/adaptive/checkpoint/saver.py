@@ -347,7 +347,7 @@ class _HostCopy:
 
 
 def _room_for(tensors: Sequence[torch.Tensor], gpu: torch.device | None) -> list[torch.Tensor]:
-    """Allocates one block of host memory, and returns tensors in it for copies of ``tensors``.
+    """Allocates one block of host memory for copies of ``tensors``, and returns the empty copies.
 
     The memory is pinned for the device ``gpu``, unless ``gpu`` is ``None``.
     """

@@ -457,10 +457,11 @@ class SnapshotKeeper:
             return True
 
     def _count(self, store: _Store) -> None:
-        """Counts a new snapshot in ``store``. At the second one, discards the rank's older files.
+        """Counts a new snapshot in ``store``. After two snapshots, discards the rank's older files.
 
         A rank creates a new file if the number or the shapes of its tensors have changed, for
-        example because stages have moved to another rank.
+        example because stages have moved to another rank. Older files are no longer needed once
+        both slots of the new file contain a snapshot.
         """
         store.taken += 1
         if store.taken != 2:
@@ -479,12 +480,12 @@ class SnapshotKeeper:
 
 
 class _Stream:
-    """Sends the snapshots of one rank to the buddy node over a connection."""
+    """Sends the snapshots of one rank to another node, the buddy."""
 
     def __init__(self, buddy: Buddy, secret: str, store: _Store) -> None:
         self._file = store.file
         address = buddy.address, buddy.port
-        # The buddy node may not be ready for this run yet, so is_early lets dial() retry.
+        # The other node may not be ready for this run yet, so let dial() retry (is_early).
         self._sealed = dial(address, secret, _PURPOSE, _RUN_S, is_early=True)
         self._sealed.socket.settimeout(_STEP_S)
         head = store.file.raw_head
@@ -492,7 +493,7 @@ class _Stream:
         self._sealed.send_memory(memoryview(head))
 
     def send(self, step: int, slot: int) -> None:
-        """Sends the snapshot of ``step`` in ``slot``, and waits for the buddy node's reply."""
+        """Sends the snapshot of ``step`` in ``slot``, and waits for the other node's reply."""
         extra = self._file.extra(slot)
         self._sealed.send(_FRAME.pack(step, slot, len(extra)))
         self._sealed.send_memory(extra, self._file.sent(slot))

@@ -76,9 +76,9 @@ def write(order: Mapping[str, Any]) -> None:
     for part, file in files:
         slot = file.steps().get(order["step"])
         if slot is None:
-            raise CheckpointError(f"the copy of rank {part['rank']} is lost")
+            raise CheckpointError(f"the copy of the state of rank {part['rank']} is lost")
         if not file.is_whole(slot):
-            raise CheckpointError(f"the copy of rank {part['rank']} is damaged")
+            raise CheckpointError(f"the copy of the state of rank {part['rank']} is damaged")
         lines.append(parse_json(_extra(file, slot)[0], strict=False))
         needed = [entry for entry in file.head["entries"] if entry["need"] in part["needs"]]
         for entry in needed:

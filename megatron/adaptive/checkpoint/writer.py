@@ -94,7 +94,10 @@ class Place(NamedTuple):
 
 
 Heads = dict[tuple[torch.dtype, torch.Size], int]
-"""Number of bytes that ``torch.save`` writes before a tensor's raw bytes, by dtype and shape."""
+"""Number of bytes before a tensor's raw bytes in the output of ``torch.save``.
+
+The keys are the dtype and the shape of the tensor.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

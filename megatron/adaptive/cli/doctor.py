@@ -325,7 +325,7 @@ def _ignore(text: str) -> None:
 
 
 async def answer_peers(port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -> list[Check]:
-    """Waits until another node has checked its connection to this node, and returns the results.
+    """Waits until another node has checked its connection to this node. Returns the results.
 
     Args:
         port: Port on which to listen.

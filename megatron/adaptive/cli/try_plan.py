@@ -120,7 +120,7 @@ def try_plan(options: argparse.Namespace) -> int:
 
 
 def _read(options: argparse.Namespace) -> _Trial:
-    """Reads the plan, checks that the rank in ``options`` can be tried, and returns the trial."""
+    """Reads the plan, and checks that the rank in ``options`` can run alone on this machine."""
     path: Path = options.try_
     content = load_plan(path)
     flags = plan_flags(content, str(path))
