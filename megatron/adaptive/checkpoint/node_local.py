@@ -420,7 +420,7 @@ def hold(
         remedy: Advice to append to the error message if the folder cannot be written. If empty, the
             OSError is raised unchanged, so that the caller can add advice.
         has_local: Whether checkpoints are first written to local disks. In this case, a failure to
-            write to shared storage is not an error, because it may become available later.
+            write to shared storage is not an error, because the storage may work again later.
 
     Raises:
         CheckpointError: If another job has reserved the folder, or the folder cannot be written.

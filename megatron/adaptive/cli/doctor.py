@@ -206,7 +206,7 @@ def _software() -> Iterator[Check]:
         yield _check("CUDA", f"{count} GPUs, CUDA {built}")
         missing = why_no_gpu_use()
         text = "the monitor can measure GPU use"
-        mend = "run pip install -r requirements-gpu.txt, and check nvidia-smi" if missing else ""
+        mend = 'run "pip install -r requirements-gpu.txt", and check nvidia-smi' if missing else ""
         yield _check(
             "GPU use", f"the monitor cannot measure GPU use: {missing}" if mend else text, mend
         )
@@ -222,7 +222,7 @@ def _software() -> Iterator[Check]:
 def _core() -> Check:
     version = core_version()
     if version is None:
-        mend = "run pip install megatron-core, or add a Megatron-LM checkout to PYTHONPATH"
+        mend = 'run "pip install megatron-core", or add a Megatron-LM checkout to PYTHONPATH'
         return _check("megatron-core", "not installed", mend, is_error=True)
     mend = (
         "keep only one of them: remove the checkout from PYTHONPATH, or run pip uninstall "

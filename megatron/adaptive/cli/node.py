@@ -285,8 +285,8 @@ def _settings(answered: dict[str, str], overrides: Mapping[str, str]) -> dict[st
     if container != "none" and "CONTAINER" not in overrides:
         raise ConfigError(
             f"the master runs in CONTAINER={container}, but nodes do not accept programs from "
-            f"another node; run run_worker.sh --set CONTAINER={container} --set IMAGE=..., or run "
-            "it with --set CONTAINER=none"
+            f"another node; start run_worker.sh with --set CONTAINER={container} and --set "
+            "IMAGE=..., or with --set CONTAINER=none"
         )
     return kept
 
@@ -302,7 +302,9 @@ def _slurm(argv: Sequence[str]) -> int:
     rank = _environment_number("SLURM_PROCID")
     head = os.environ.get("MASTER_ADDR", "")
     if rank is None or not head:
-        raise SetupError("job node slurm must be started by srun, in a script from job submit")
+        raise SetupError(
+            '"job node slurm" must be started by srun, in a script that "job submit" wrote'
+        )
     address = resolve(head)
     if rank == 0 and is_loopback(address):
         address = own_address(conf["IFNAME"])
@@ -417,7 +419,7 @@ def _number_nodes(conf: LaunchConf, hellos: Sequence[_Hello]) -> list[tuple[int,
         if count < 1:
             raise ConfigError(
                 f"NPROC_PER_NODE is not set, and node {rank} ({hello.host}) has no GPU; set "
-                "DEVICE=cpu, or find the reason with python -m megatron.adaptive doctor"
+                'DEVICE=cpu, or find the reason with "python -m megatron.adaptive doctor"'
             )
         places.append((rank, count))
     return places
@@ -529,7 +531,7 @@ async def _wait_for(
             names = ", ".join(hello.host for hello in connected.values())
             raise SetupError(
                 f"only {count} joined within {limit_s:g} s (workers: {names or 'none'}); "
-                "run bash run_worker.sh on the other nodes with this node's address, open "
+                'run "bash run_worker.sh" on the other nodes with this node\'s address, open '
                 f"port {port} in the firewall, or set NNODES={len(connected) + 1}"
             )
         waiting.say(f"{count} have joined")
@@ -570,7 +572,7 @@ async def _join_master(
         waiting.say(f"waiting for the master ({why})")
         await asyncio.sleep(_RETRY_S)
     raise SetupError(
-        f"the master was not reached within {limit_s:g} s ({why}); run bash run_master.sh on the "
+        f'the master was not reached within {limit_s:g} s ({why}); run "bash run_master.sh" on the '
         "first node, pass its address as --master-addr, and check the firewall between the nodes"
     )
 

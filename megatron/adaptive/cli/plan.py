@@ -196,7 +196,7 @@ def _discover(files: Sequence[Path]) -> int:
     ]
     if not sources:
         raise ConfigError(
-            "--discover found neither scontrol nor nvidia-smi; run doctor --json on each node, "
+            '--discover found neither scontrol nor nvidia-smi; run "doctor --json" on each node, '
             "and pass files with its output to --discover"
         )
     document, assumed = describe_cluster(sources)
@@ -443,7 +443,7 @@ def _print(options: argparse.Namespace, inputs: PlanInputs, proposal: Proposal) 
         f"{result.timed:,} pipelines"
     )
     if result.gap > 0:
-        print(f"a skipped plan could be faster by at most {result.gap:.1%}")
+        print(f"no skipped plan can be faster by more than {result.gap:.1%}")
     measured = {gpu for _, gpu, _, _ in inputs.profile.layers}
     guessed = dict.fromkeys(node.gpu for node in cluster.types if node.gpu not in measured)
     if guessed:

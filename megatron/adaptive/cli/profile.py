@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="FILE.json", help="path of the profile")
-    add("--model", metavar="MODEL", help="model name, list of arguments, or file; see plan --help")
+    add("--model", metavar="MODEL", help='model name, arguments, or file; see "plan --help"')
     add("--merge", type=Path, nargs="+", metavar="FILE", help="merge profiles of the same model")
     text = "CSV or JSON file with costs of the pieces of a plain module"
     add("--cut-points", type=Path, metavar="FILE", help=text)
@@ -146,7 +146,7 @@ def _measure(options: argparse.Namespace, environment: Environment) -> dict[str,
     model = read_model(options.model, options.precision, default=default, attention=attention)
     if not model.arguments:
         raise ConfigError(
-            f"--model {options.model}: profile only measures GPT and Llama models; measure the "
+            f'--model {options.model}: "profile" only measures GPT and Llama models; measure the '
             "pieces of this model yourself, and pass their times with --cut-points"
         )
     spreads = parse_counts("--expert-parallel-size", options.expert_parallel_size)

@@ -126,7 +126,7 @@ def _read(options: argparse.Namespace) -> _Trial:
     flags = plan_flags(content, str(path))
     if "stages" in content:
         raise ConfigError(
-            f"{path}: --try requires stages with equal data-parallel sizes; run plan without "
+            f"{path}: --try requires stages with equal data-parallel sizes; make the plan without "
             "--unequal"
         )
     if "slice_tokens" in content:

@@ -122,7 +122,7 @@ def _find_runs(folder: Path) -> dict[str, Path]:
     if not traces_by_run:
         raise ConfigError(
             f"{folder}: neither the folder nor its subfolders contain traces; to compare "
-            "published runs, use studies/planner.py --data"
+            'published runs, use "studies/planner.py --data"'
         )
     return traces_by_run
 

@@ -375,7 +375,7 @@ def read_state(checkpoints: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(
             f"--status {checkpoints}: {path}: {error.strerror}; pass the checkpoint folder of a "
-            "job that python -m megatron.adaptive train elastic started"
+            'job that "python -m megatron.adaptive train elastic" started'
         ) from None
     except ValueError as error:
         raise ConfigError(f"--status {checkpoints}: {path} is damaged ({error})") from None

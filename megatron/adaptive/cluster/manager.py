@@ -243,7 +243,7 @@ class Manager:
         expected = self._spec.nodes
         limit_s = self._spec.join_s
         if self._is_successor:
-            # All nodes of the previous manager should join again, except the node on which it ran.
+            # All nodes should join again, except the node on which the previous manager ran.
             expected = max(1, self._before_us - 1)
             limit_s = min(limit_s, _RETURN_S)
         until_s = self._clock.now_s() + limit_s
@@ -627,7 +627,7 @@ class Manager:
         """Prevents ranks that still run in an earlier layout from saving checkpoints.
 
         Returns:
-            Whether this manager still holds the job's lease.
+            Whether this manager still holds the job's lease, the right to manage the job.
         """
         # If the disk is full, the ranks report the error when they save.
         with contextlib.suppress(OSError):

@@ -408,8 +408,8 @@ def check_files(conf: LaunchConf) -> None:
             path = Path(f"{conf.path('DATA')}{ending}")
             if not path.is_file():
                 raise ConfigError(
-                    f"DATA={conf['DATA']}: {path} does not exist; create it with python -m "
-                    "megatron.adaptive data preprocess, or set DATA=mock"
+                    f"DATA={conf['DATA']}: {path} does not exist; create it with "
+                    '"python -m megatron.adaptive data preprocess", or set DATA=mock'
                 )
     image = conf["IMAGE"] or ""
     is_file = {"apptainer": "://" not in image, "pyxis": image.startswith(("/", "./"))}.get(

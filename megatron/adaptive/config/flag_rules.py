@@ -165,8 +165,8 @@ class GivenFlags:
     def conditions(self, table: str) -> dict[str, list[str]]:
         """Returns the flags without which a setting has no effect, keyed by the setting's name.
 
-        Conditions that concern only single values of a setting are not included. A flag that must
-        be absent is preceded by the word ``no``.
+        Conditions for only some values of a setting are not included. The word ``no`` precedes a
+        flag that must be absent.
 
         Args:
             table: Rules with the verb ``acts with``.

@@ -194,8 +194,8 @@ def family_of(config: Mapping[str, Any], where: str, hf_family: str | None = Non
     raise ConfigError(
         f"{where}: model_type {name!r} is unknown; the nearest is {nearest}, which "
         f"{_lacks(config, name, nearest)}. Known types are {', '.join(supported_types())}. To "
-        "plan a model of another type, specify its sizes as `layers` of a model file (see plan "
-        "--schema model)"
+        'plan a model of another type, specify its sizes as `layers` of a model file (see "plan '
+        '--schema model")'
     )
 
 
