@@ -125,11 +125,11 @@ class StepFolders:
         return dict(sorted((int(match[1]), folder) for match, folder in matches if match))
 
     def latest(self) -> int | None:
-        """Returns the step from which to resume, or ``None`` if no subfolder is complete."""
+        """Returns the step to resume from, or ``None`` if no subfolder is complete."""
         return max(self.steps(), default=None)
 
     def named(self) -> list[int]:
-        """Returns the steps that have a subfolder, even if incomplete, in ascending order."""
+        """Returns the steps that have a complete or incomplete subfolder, in ascending order."""
         names = (folder.name for folder in self.path.glob(f"{self._prefix}*"))
         return sorted(int(match[1]) for name in names if (match := self._complete.fullmatch(name)))
 
@@ -472,7 +472,7 @@ class CheckpointFolder(StepFolders):
     )
 
     def latest(self) -> int | None:
-        """Returns the iteration from which to resume, or ``None`` if there is no checkpoint.
+        """Returns the iteration to resume from, or ``None`` if there is no checkpoint.
 
         The result is the complete checkpoint that was written last. The tracker may name an earlier
         checkpoint, because a run may stop between renaming a checkpoint and updating the tracker.

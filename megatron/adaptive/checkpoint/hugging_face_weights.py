@@ -97,7 +97,7 @@ class ModuleSize(NamedTuple):
             as the matrices for queries, keys and values.
         columns: Number of columns of the weight; 0 for a vector.
         has_bias: Whether the module has a bias.
-        groups: Number of equal parts into which each block is divided. The parts are interleaved:
+        groups: Number of equal parts of each block. The parts of different blocks are interleaved:
             the first part of each block comes first, then the second part of each block, and so on.
         experts: Number of experts that have such a module; 0 if the module is not part of an
             expert.
@@ -486,7 +486,7 @@ class HuggingFaceReader:
         Args:
             name: Name of the core tensor.
             offset: Index of the region's first element along each axis of the core tensor.
-            target: Tensor with the shape of the region, to which the values are written.
+            target: Destination tensor, with the shape of the region.
         """
         with torch.no_grad():
             for rows, row, column, region in meet(self.tensors[name], offset, target):

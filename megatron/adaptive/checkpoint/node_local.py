@@ -83,7 +83,7 @@ class LocalDisk:
         shared: Folder of checkpoints in shared storage.
         done: Queue of (step, path) pairs of checkpoints that have become complete in shared
             storage.
-        resumed: Step from which the run resumed. Later steps on the local disk are outdated,
+        resumed: Step that the run resumed from. Later steps on the local disk are outdated,
             because the run repeats these steps. The first save removes them.
     """
 

@@ -100,12 +100,12 @@ class SavedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class WantedPart:
-    """Region of a tensor to read, and the memory into which it is read.
+    """Region of a tensor to read, and the memory to read it into.
 
     Attributes:
         name: Name of the tensor.
         offset: Index of the region's first element along each axis of the whole tensor.
-        target: Tensor with the shape of the region, to which the values are written.
+        target: Destination tensor, with the shape of the region.
         may_exceed: Whether the region may extend beyond the saved tensor. Elements of the region
             outside of the saved tensor are not changed.
     """
@@ -265,7 +265,7 @@ class CheckpointReader:
     ) -> None:
         """Fills ``region`` with values of the saved ``part``, beginning at the index ``start``.
 
-        ``dtype`` is the type in which the part was saved.
+        ``dtype`` is the type of the saved values.
         """
         if part.pickled is not None:
             data = self._bytes(part.file, part.begin, part.pickled)

@@ -273,7 +273,7 @@ class SnapshotKeeper:
 
         Args:
             run: Identifier of the next start of the ranks, which is the same on all nodes.
-            secret: Secret with which the keepers of a job authenticate each other.
+            secret: Secret that the keepers of a job use to authenticate each other.
             buddy: Node that also stores this node's snapshots, or ``None`` if there is no such
                 node.
         """

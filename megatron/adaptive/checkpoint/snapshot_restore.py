@@ -53,8 +53,8 @@ def write(order: Mapping[str, Any]) -> None:
             ``is_pipeline`` states whether the job trains a ``Pipeline``. ``step`` is the step of
             the snapshots. ``lease`` is the number of the job's lease, which gives it the right to
             write to the folder, or 0 if there is no lease. ``index`` is the index of this node.
-            ``has_common`` states whether this node also writes the files that are not per node,
-            of which a checkpoint has only one copy. ``parts``
+            ``has_common`` states whether this node also writes the files that exist once per
+            checkpoint instead of once per node. ``parts``
             lists the snapshot files, each with its path (``file``) and the indices of the sets of
             tensors to write from it (``needs``).
 

@@ -312,7 +312,7 @@ class Snapshots(NoSnapshots):
         socket.send_fds(self._socket, [json.dumps(message).encode()], [self._file.descriptor])
 
     def _place(self, tensors: list[torch.Tensor], entries: list[dict[str, Any]]) -> None:
-        """Creates the tensors into which ``tensors`` are copied, in both slots of the file.
+        """Creates tensors for the copies of ``tensors``, in both slots of the file.
 
         ``entries`` contains the position of each tensor within a slot.
         """
@@ -417,8 +417,8 @@ def make_snapshots(
 
     Args:
         job: Rank, process groups and environment of this process.
-        state: Function that creates the object through which this rank's state is accessed. It is
-            only called if snapshots are turned on.
+        state: Function that creates the object that provides this rank's state. It is only called
+            if snapshots are turned on.
         report: Function that writes a status line to the progress file.
         say: Function that writes a line to the user's log.
     """
@@ -438,7 +438,7 @@ class RankParts:
             a machine with several nodes.
         buddy: Name of the node that also stores this node's snapshots, or ``None`` if there is no
             such node.
-        machine: Name of the machine on which the node runs.
+        machine: Name of the node's machine.
         available_bytes: Free memory of the machine in bytes.
         extra_bytes: Maximum size of a step's non-tensor state, in bytes.
         parts: Size in bytes of each part of the state that this rank has, keyed by part.

@@ -142,7 +142,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class TakenState:
-    """State of a rank at a step, in the form in which a checkpoint stores it.
+    """State of a rank at a step, in the form that a checkpoint stores.
 
     Attributes:
         pieces: Parts of tensors. If several ranks have the same part, the first of these ranks
@@ -448,7 +448,7 @@ def _nothing() -> bytes:
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns ``tensor`` in host memory, copied if its storage contains other data."""
+    """Returns ``tensor`` in host memory. Copies it if its storage also contains other data."""
     tensor = tensor.detach().cpu().contiguous()
     whole = tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if whole else tensor.clone()

@@ -328,14 +328,17 @@ async def answer_peers(port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -
     """Waits until another node has checked its connection to this node. Returns the results.
 
     Args:
-        port: Port on which to listen.
+        port: Port to listen on.
         limit_s: Timeout in seconds.
         secret: Secret that the other node must know.
     """
     heard: asyncio.Queue[Check] = asyncio.Queue()
 
     async def attend(link: Connection) -> None:
-        """Tries to connect back to the peer of ``link``. Replies with the result and the time."""
+        """Tries to connect back to the peer of ``link``.
+
+        Replies with the result and the current time.
+        """
         message = await link.receive(_CONNECT_S)
         if message is None or type(back := message.get("back")) is not int or not 0 < back < 65536:
             return await link.close()  # The peer is not a ``doctor`` process.
@@ -369,11 +372,11 @@ async def answer_peers(port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -
 
 
 def check_way(address: str, port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -> list[Check]:
-    """Checks the connection to a node on which ``doctor`` also runs, and returns the results.
+    """Checks the connection to a node that also runs ``doctor``, and returns the results.
 
     Args:
         address: Address of the other node.
-        port: Port on which ``doctor`` listens on the other node.
+        port: Port of ``doctor`` on the other node.
         limit_s: Timeout in seconds. Failed attempts are repeated until the timeout, because
             ``doctor`` may be started later on the other node.
         secret: Secret that both nodes must know.

@@ -15,7 +15,7 @@ from megatron.adaptive.config.environment import Environment, JobOrder
 from megatron.adaptive.errors import AdaptiveError, ConfigError
 
 _REPORT_S = 10.0
-"""Time in seconds for which the other processes of a node let the first process report an error."""
+"""Time in seconds that the other processes of a node wait before they report an error."""
 
 _DESCRIPTION = """\
 Fine-tunes a Hugging Face transformers model in several processes: all weights, or LoRA adapters.

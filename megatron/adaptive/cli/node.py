@@ -453,8 +453,8 @@ async def _gather(
         conf: Configuration of the launch, which sets the number of nodes.
         own_hello: Description of this node.
         secret: Secret of the run, which the workers must know.
-        host: Address on which to listen, or empty for all addresses of this node.
-        port: Port on which to listen. It is free again after the function has returned.
+        host: Address to listen on, or empty for all addresses of this node.
+        port: Port to listen on. It is free again after the function has returned.
 
     Returns:
         This node's rank, the reply to the workers, and the address at which the workers reached

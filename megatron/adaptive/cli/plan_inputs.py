@@ -96,7 +96,7 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> N
 
 
 def read_inputs(options: argparse.Namespace) -> PlanInputs:
-    """Reads model, cluster and profile, and warns on stderr about unused measurements of links.
+    """Reads model, cluster and profile, and warns on stderr about unused link measurements.
 
     Raises:
         ConfigError: A file is missing or invalid, or the files contradict each other.

@@ -46,7 +46,7 @@ _ERROR = "error: "
 
 @dataclass(frozen=True, kw_only=True)
 class _Trial:
-    """Describes the rank to run, and the plan to which the rank belongs.
+    """Describes the rank to run, and its plan.
 
     Attributes:
         path: Path of the plan file.

@@ -44,8 +44,8 @@ class Agent:
     Args:
         name: Name of the node, unique in the job.
         address: Address of the manager.
-        port: Port on which the manager listens.
-        secret: Secret with which agents and the manager authenticate each other.
+        port: Port that the manager listens on.
+        secret: Secret that agents and the manager use to authenticate each other.
         work: Script and arguments of this node's ranks. The node refuses to run any other script.
         slots: Number of processes on this node, or ``None`` for one per GPU.
         keeper: Object that stores snapshots of the training state, or ``None`` to create a keeper

@@ -285,7 +285,7 @@ class LaunchConf:
     """Validated configuration for starting a job.
 
     Attributes:
-        folder: Folder of ``conf.sh``, to which paths are relative.
+        folder: Folder of ``conf.sh``, the base of relative paths.
         values: Values of the variables in ``SETTINGS``, keyed by name. The value of an unset
             variable is ``None``.
         groups: Groups of nodes of the same type, ordered by rank.

@@ -765,7 +765,7 @@ class Participant:
     async def _over(self, notice: signal.Signals | None) -> None:
         """Ends this node's role as manager or agent, and cancels all other tasks.
 
-        From now on, this object handles the signals.
+        Afterwards, this object handles the signals.
         """
         self._listen()
         self._notice = self._notice or notice

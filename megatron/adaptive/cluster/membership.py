@@ -181,7 +181,7 @@ class Event(NamedTuple):
         kind: Name of the event: ``joined``, ``ready``, ``failed``, ``notice``, ``removed``,
             ``lost``, ``ended``, ``passed`` (a node that failed a probe earlier is fast enough now),
             ``stop`` or ``tick``.
-        node: Name of the node to which the event belongs; empty for ``stop`` and ``tick``.
+        node: Name of the event's node; empty for ``stop`` and ``tick``.
         message: Message from the node's agent, or a dictionary with the same structure.
     """
 
@@ -239,7 +239,7 @@ class Membership:
         machines: Path of the machines file, or ``None`` if nodes join by themselves.
         own_machine: Machine of the manager if nodes join by themselves, otherwise ``None``.
         address: Address at which other machines can reach this machine, or ``None`` to detect it.
-        secret: Secret with which agents and the manager authenticate each other.
+        secret: Secret that agents and the manager use to authenticate each other.
         work: Script and arguments of the ranks. They are sent to the agents started by this
             process.
     """

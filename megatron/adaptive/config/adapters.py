@@ -43,7 +43,7 @@ _LONGEST_PATTERN = 1000
 # This pattern matches nested repetitions such as (a*)*. They are rejected, because matching them
 # may take exponential time.
 _ENDLESS = re.compile(r"[*+}][^()]*\)[*+{]")
-# Values of init_lora_weights for which PEFT leaves the base model's weights unchanged.
+# PEFT leaves the base model's weights unchanged for these values of init_lora_weights.
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 
 
@@ -179,7 +179,7 @@ def adapter_settings(folder: Path, base: Base) -> Settings:
 
     Args:
         folder: Folder written by PEFT's ``save_pretrained``.
-        base: Base model for which the adapters were trained.
+        base: Base model of the adapters.
 
     Raises:
         ConfigError: The folder does not contain adapters, or this trainer does not support them.
@@ -213,7 +213,7 @@ def _targets(modules: Any, base: Base, where: str) -> list[str]:
     Args:
         modules: Value of ``target_modules``. This is a list of names, ``all-linear``, or a regular
             expression that must match the full name of a module.
-        base: Base model for which the adapters were trained.
+        base: Base model of the adapters.
         where: Path of the file, shown in error messages.
 
     Raises:

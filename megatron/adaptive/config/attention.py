@@ -91,7 +91,7 @@ class AttentionCase:
         backend: Value of ``--attention-backend``.
         device: Type of the device, ``cuda`` or ``cpu``.
         dtype: Name of the data type of the queries, such as ``bfloat16``.
-        mask: Set of tokens to which a token may attend.
+        mask: Set of tokens that a token may attend to.
         is_packed: Whether a row consists of several documents, and no mask tensor separates them.
         query_width: Number of channels per head in queries and keys.
         value_width: Number of channels per head in values.

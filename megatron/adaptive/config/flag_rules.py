@@ -16,9 +16,9 @@ Each term on the left is checked against each term on the right. The term ``name
 setting ``name`` does not have its default value. The term ``name=a,b`` is true if the setting has
 one of these values, ``name!=a,b`` is true if it has none of them, and ``name>1`` is true if its
 value is larger. On the left, ``+`` joins terms that must all be true, and ``*`` multiplies settings
-whose product must divide the setting on the right. On the right, ``/`` joins terms of which at
-least one must be true. Rules about unknown settings are skipped, so that programs with different
-settings can share a table.
+whose product must divide the setting on the right. On the right, ``/`` joins alternatives: at least
+one of these terms must be true. Rules about unknown settings are skipped, so that programs with
+different settings can share a table.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Converts the ``config.json`` of a Hugging Face model to settings of the trainer.
 
-The model's family (``config/families``) defines which keys the file has. The planner also accepts
+The model's family (``config/families``) defines the keys of the file. The planner also accepts
 models that the trainer cannot build. The trainer uses :func:`load_config`, which rejects such
 models.
 """

@@ -90,7 +90,7 @@ def supported_types() -> list[str]:
 
 
 def find_family(model_type: Any, hf_family: str | None = None) -> Family | None:
-    """Returns the family to which ``model_type`` belongs, or ``None`` if there is none.
+    """Returns the family of ``model_type``, or ``None`` if there is none.
 
     Args:
         model_type: Value of ``model_type`` in ``config.json``.
