@@ -212,9 +212,9 @@ class Buddy:
     """Node that also stores this node's snapshots.
 
     Attributes:
-        name: Name of the buddy node.
-        address: Host name or IP address of the buddy node.
-        port: TCP port of the keeper on the buddy node.
+        name: Name of that node.
+        address: Host name or IP address of that node.
+        port: TCP port of the keeper on that node.
     """
 
     name: str
@@ -377,7 +377,7 @@ class SnapshotKeeper:
     def _serve_rank(
         self, connection: socket.socket, about: Mapping[str, Any], file: SnapshotFile
     ) -> None:
-        """Sends a rank's snapshots to the buddy node, and reports each stored step to the rank.
+        """Sends a rank's snapshots to another node, and reports each stored step to the rank.
 
         The rank writes its snapshots to ``file``. ``about`` describes the rank, and ``connection``
         is the connection to it.

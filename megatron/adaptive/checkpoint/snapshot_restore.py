@@ -54,9 +54,8 @@ def write(order: Mapping[str, Any]) -> None:
             the snapshots. ``lease`` is the number of the job's lease, which gives it the right to
             write to the folder, or 0 if there is no lease. ``index`` is the index of this node.
             ``has_common`` states whether this node also writes the files that exist once per
-            checkpoint instead of once per node. ``parts``
-            lists the snapshot files, each with its path (``file``) and the indices of the sets of
-            tensors to write from it (``needs``).
+            checkpoint instead of once per node. ``parts`` lists the snapshot files, each with its
+            path (``file``) and the indices of the sets of tensors to write from it (``needs``).
 
     Raises:
         CheckpointError: If a snapshot is missing or damaged.

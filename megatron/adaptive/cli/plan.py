@@ -160,8 +160,7 @@ def _check_modes(names: Sequence[str], values_of: Mapping[str, Sequence[str]]) -
         if name in values_of:
             text = " ".join([name, *values_of[name]])
             raise ConfigError(
-                f"{text} requires --try, the plan file of the rank to run; add --try PLAN.json, or "
-                f"remove {name}"
+                f"{text} requires --try and a plan file; add --try PLAN.json, or remove {name}"
             )
     for other, ignored in _UNUSED_BESIDE.items():
         if other in values_of:

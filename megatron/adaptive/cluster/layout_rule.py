@@ -253,7 +253,7 @@ def parse_requested(arguments: Sequence[str]) -> TrainerConfig:
     if _SIZES in flags_in(flags):
         raise ConfigError(
             f"{_SIZES} cannot be used in a job that changes its layout, because the job chooses "
-            "the ranks of its stages; remove it, or pass --unequal"
+            "the ranks of its stages; remove it, or use --unequal instead"
         )
     first: ConfigError | None = None
     for replicas in (1, *range(2, 9)):
