@@ -402,7 +402,7 @@ def _start(subcommand: Subcommand, arguments: Sequence[str]) -> int | None:
         if str(error.name).startswith("megatron.adaptive"):
             raise
         raise SetupError(
-            f"{subcommand.name} requires the package {error.name}; run pip install {error.name}"
+            f'"{subcommand.name}" requires the package {error.name}; run "pip install {error.name}"'
         ) from None
     status: int | None = getattr(program, function)(arguments)
     return status

@@ -60,12 +60,15 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _HEAP_KEPT_BYTES = 1 << 30
 MAPPED_FROM_BYTES = 32 << 20
-"""Size in bytes from which CPU tensors are mapped outside the heap. glibc allows at most 32 MiB."""
+"""Minimum size in bytes of a CPU tensor that malloc maps outside the heap.
+
+This is the largest value that glibc allows.
+"""
 
 _ANCHOR_FOR_NS = 1_000_000_000
 """Time in nanoseconds after which :class:`CudaClock` replaces its reference event (the anchor)."""
 _MOST_DRIFT_NS = 2_000_000
-"""Largest plausible drift of the device's clock, in nanoseconds, during the use of one anchor."""
+"""Largest plausible drift of the device's clock, in nanoseconds, relative to one anchor."""
 _NO_DELAY_NS = 1 << 62
 
 # Value of the flag cudaHostRegisterPortable, which locks pages for all CUDA contexts of the
@@ -203,9 +206,9 @@ class CudaClock:
     too coarse to time a kernel after some minutes. Therefore, about once a second, a mark becomes
     the new anchor.
 
-    The clocks of device and host drift apart. The device passes some marks immediately after the
-    host has recorded them, but never earlier. The smallest of these delays during the last second
-    is therefore an estimate of the drift.
+    The clocks of device and host drift apart. The device never passes a mark before the host has
+    recorded it, but passes some marks immediately afterwards. The smallest delay of a mark during
+    the last second is therefore an estimate of the drift.
     """
 
     def __init__(self) -> None:
@@ -234,8 +237,8 @@ class CudaClock:
         time_ns = self._anchor_ns + passed_ns
         self._least_delay_ns = min(self._least_delay_ns, time_ns - mark.host_ns)
         if passed_ns > _ANCHOR_FOR_NS:
-            # Drift cannot explain a larger delay. Instead, the device was never idle, and every
-            # mark had to wait for earlier work.
+            # A delay of _MOST_DRIFT_NS or more is not caused by drift. The device was never idle,
+            # and every mark had to wait for earlier work.
             if abs(self._least_delay_ns) < _MOST_DRIFT_NS:
                 time_ns -= self._least_delay_ns
             self._anchor = mark.event
@@ -249,7 +252,10 @@ class CudaClock:
         return is_passed
 
     def wait(self, mark: CudaMark) -> None:
-        """Sleeps until the device has completed all work before ``mark``. Other threads may run."""
+        """Sleeps until the device has completed all work before ``mark``.
+
+        Meanwhile, other threads may run.
+        """
         mark.event.synchronize()
 
 

@@ -143,7 +143,7 @@ class CheckedFile:
         """Fills the buffer ``into`` with bytes of the file, starting at ``offset``.
 
         Raises:
-            DamagedCheckpointError: If these bytes are damaged in all copies.
+            DamagedCheckpointError: If these bytes are damaged in every copy of the file.
         """
         if offset < 0 or offset + len(into) > self.size:
             raise DamagedCheckpointError(
@@ -166,7 +166,7 @@ class CheckedFile:
         """Returns a view of block ``number``, which is valid until the next block is read.
 
         Raises:
-            DamagedCheckpointError: If the block is damaged in all copies.
+            DamagedCheckpointError: If the block is damaged in every copy of the file.
         """
         if self._buffer is None:
             self._buffer = memoryview(bytearray(min(BLOCK_BYTES, self.size)))
@@ -266,8 +266,8 @@ def find_damage(
     Args:
         folder: Folder of the files.
         files: Size in bytes of each file, keyed by name.
-        blocks: Concatenated checksums of the blocks of each file, keyed by name. Files of earlier
-            versions have no checksums, so only their sizes are compared.
+        blocks: Concatenated checksums of the blocks of each file, keyed by name. Only the sizes of
+            files without checksums are compared. Earlier versions wrote no checksums.
         report: Function that is called with a line of text for each damaged file.
     """
     for name, size in files.items():

@@ -65,7 +65,7 @@ _About = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 
 
 class _Exported(NamedTuple):
-    """Opened checkpoint, and the configuration of its model."""
+    """Holds an open checkpoint and the configuration of its model."""
 
     path: Path
     reader: CheckpointReader
@@ -239,7 +239,7 @@ def export_folder(
 
 
 def _plain(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]:
-    """Returns the tensors to export for ``exported``, a model that has no adapters.
+    """Prepares the export of ``exported``, a model that has no adapters.
 
     Returns:
         Dtype and shape of each tensor, and a function that reads a tensor by name.
@@ -262,7 +262,7 @@ def _plain(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]:
 
 
 def _merged(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]:
-    """Returns the tensors to export for ``exported``, with adapters merged into the weights.
+    """Merges the adapters of ``exported`` into its weights.
 
     Returns:
         Dtype and shape of each tensor, and a function that reads a tensor by name.

@@ -94,8 +94,8 @@ class StepFolders:
     manifest_name: ClassVar[str]
     _prefix: ClassVar[str] = "iter_"  # Prefix of the names of all subfolders.
     _digits: ClassVar[int] = 7  # Minimum number of digits in the names of subfolders.
-    # First entries of each manifest: the format's name, if it has one, and its current version,
-    # which is the newest that can be read.
+    # First entries of each manifest: the name of the format (if it has a name) and the version that
+    # this program writes. Newer versions cannot be read.
     _form: ClassVar[Mapping[str, Any]] = {}
     _needed = frozenset({"files"})  # Entries that each manifest must have.
     _schema: ClassVar[str] = "manifest"  # Name of the JSON schema for manifests.
@@ -125,11 +125,11 @@ class StepFolders:
         return dict(sorted((int(match[1]), folder) for match, folder in matches if match))
 
     def latest(self) -> int | None:
-        """Returns the step from which to resume, or ``None`` if no subfolder is complete."""
+        """Returns the step to resume from, or ``None`` if no subfolder is complete."""
         return max(self.steps(), default=None)
 
     def named(self) -> list[int]:
-        """Returns the steps that have a subfolder, even if incomplete, in ascending order."""
+        """Returns the steps that have a complete or incomplete subfolder, in ascending order."""
         names = (folder.name for folder in self.path.glob(f"{self._prefix}*"))
         return sorted(int(match[1]) for name in names if (match := self._complete.fullmatch(name)))
 
@@ -433,10 +433,7 @@ class StepFolders:
         return {}
 
     def _track(self, step: int) -> None:
-        """Records ``step`` as the latest step.
-
-        Called before an earlier checkpoint of the same step is removed.
-        """
+        """Records ``step`` as the latest step. The base class records nothing."""
 
     def _name(self, step: int) -> str:
         return f"{self._prefix}{step:0{self._digits}d}"
@@ -461,7 +458,7 @@ Manifest = Mapping[str, Any]
 
 
 class CheckpointFolder(StepFolders):
-    """Folder of the trainer's checkpoints.
+    """Checkpoint folder of the trainer.
 
     Args:
         path: Path of the folder. The folder need not exist.
@@ -475,7 +472,7 @@ class CheckpointFolder(StepFolders):
     )
 
     def latest(self) -> int | None:
-        """Returns the iteration from which to resume, or ``None`` if there is no checkpoint.
+        """Returns the iteration to resume from, or ``None`` if there is no checkpoint.
 
         The result is the complete checkpoint that was written last. The tracker may name an earlier
         checkpoint, because a run may stop between renaming a checkpoint and updating the tracker.
@@ -648,7 +645,7 @@ class CheckpointFolder(StepFolders):
 
 
 class PipelineFolder(StepFolders):
-    """Folder of the checkpoints of a ``Pipeline``.
+    """Checkpoint folder of a ``Pipeline``.
 
     Args:
         path: Path of the folder. The folder need not exist.

@@ -97,7 +97,7 @@ class ModuleSize(NamedTuple):
             as the matrices for queries, keys and values.
         columns: Number of columns of the weight; 0 for a vector.
         has_bias: Whether the module has a bias.
-        groups: Number of equal parts into which each block is divided. The parts are interleaved:
+        groups: Number of equal parts of each block. The parts of different blocks are interleaved:
             the first part of each block comes first, then the second part of each block, and so on.
         experts: Number of experts that have such a module; 0 if the module is not part of an
             expert.
@@ -148,13 +148,13 @@ class _Run(NamedTuple):
 
 
 class RowRegion(NamedTuple):
-    """Part of a region of a core tensor, and the position of its values in a Hugging Face tensor.
+    """Describes which rows and columns of a Hugging Face tensor to read, and where to store them.
 
     Attributes:
-        rows: Run of consecutive rows of the core tensor that contains the part.
+        rows: Rows of the core tensor that come from this Hugging Face tensor.
         row: Index of the first row to read in the Hugging Face tensor.
         column: Index of the first column to read in the Hugging Face tensor.
-        target: Tensor into which the part is read, a view of the region's memory.
+        target: Tensor into which the values are read.
     """
 
     rows: RowRun
@@ -486,7 +486,7 @@ class HuggingFaceReader:
         Args:
             name: Name of the core tensor.
             offset: Index of the region's first element along each axis of the core tensor.
-            target: Tensor with the shape of the region, to which the values are written.
+            target: Destination tensor, with the shape of the region.
         """
         with torch.no_grad():
             for rows, row, column, region in meet(self.tensors[name], offset, target):
@@ -511,7 +511,7 @@ class HuggingFaceReader:
         return target
 
     def _match(self, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> dict[str, str]:
-        """Checks that ``folder`` has the tensors in ``shapes``, and returns their names there.
+        """Checks that ``folder`` has the tensors in ``shapes``, and returns their names in it.
 
         ``shapes`` maps the Hugging Face name of each tensor to its expected shape. The result maps
         each of these names to the tensor's name in the folder, which may lack a prefix.
@@ -581,7 +581,7 @@ class HuggingFaceReader:
 
 
 def meet(tensor: CoreTensor, offset: Sequence[int], target: torch.Tensor) -> Iterator[RowRegion]:
-    """Divides a region of a core tensor into parts that each come from a single source tensor.
+    """Divides a region of a core tensor into parts, each from a single Hugging Face tensor.
 
     Rows of the region that are vocabulary padding are set to zero.
 

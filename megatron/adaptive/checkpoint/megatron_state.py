@@ -63,7 +63,8 @@ RNG = "rng_state"
 _EXPERTS = "experts"
 _SCALARS = "scalars"
 
-# Flags that set each value of a checkpoint's learning-rate scheduler, as named in error messages.
+# Names for the values of the learning-rate scheduler in error messages, mostly the flags that set
+# them.
 _SCHEDULE_FLAGS = {
     "max_lr": "--lr",
     "min_lr": "--min-lr",
@@ -140,7 +141,7 @@ def with_own_storage(loaded: dict[str, Any]) -> dict[str, Any]:
 
     If a rank has two tensors with the same name, such as the copies of a tied embedding,
     megatron-core's parallel load returns the same memory for both tensors. Without separate memory,
-    the optimizer would update both tensors twice. The state is changed in place.
+    the optimizer would update both tensors twice. ``loaded`` is changed in place.
     """
     seen: set[int] = set()
 
@@ -411,7 +412,7 @@ def require_same_groups(optimizer: Any, saved: Mapping[str, Any], name: str) -> 
         second = saved.get(_SCALARS, {})
         parts.append(second.get("optimizer", second).get("param_groups", ()))
     else:
-        leaves = leaves[:1]  # The saved groups of experts are never read.
+        leaves = leaves[:1]  # The saved parameter groups of the experts are never read.
     before = sum(map(len, parts))
     now = sum(len(leaf.optimizer.param_groups) for leaf in leaves)
     if before != now:
@@ -436,7 +437,7 @@ def _has_muon(optimizer: Any) -> bool:
 
 
 def _second(optimizer: Any) -> str:
-    """Returns the key under which the state of the second optimizer in ``optimizer`` is saved."""
+    """Returns the key under which the state of the run's second optimizer is saved."""
     return _SCALARS if _has_muon(optimizer) else _EXPERTS
 
 

@@ -83,7 +83,7 @@ class LocalDisk:
         shared: Folder of checkpoints in shared storage.
         done: Queue of (step, path) pairs of checkpoints that have become complete in shared
             storage.
-        resumed: Step from which the run resumed. Later steps on the local disk are outdated,
+        resumed: Step that the run resumed from. Later steps on the local disk are outdated,
             because the run repeats these steps. The first save removes them.
     """
 
@@ -420,7 +420,7 @@ def hold(
         remedy: Advice to append to the error message if the folder cannot be written. If empty, the
             OSError is raised unchanged, so that the caller can add advice.
         has_local: Whether checkpoints are first written to local disks. In this case, a failure to
-            write to shared storage is not an error, because it may become available later.
+            write to shared storage is not an error, because the storage may work again later.
 
     Raises:
         CheckpointError: If another job has reserved the folder, or the folder cannot be written.
@@ -673,6 +673,6 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _some(pieces: Iterator[None]) -> bool:
-    """Iterates over ``pieces`` for about a second. Returns False if the iterator is exhausted."""
+    """Copies some of the ``pieces`` for about a second. Returns False if no pieces are left."""
     until_s = time.monotonic() + _ROUND_S
     return any(time.monotonic() >= until_s for _ in pieces)

@@ -37,7 +37,7 @@ from megatron.adaptive.config.input_files import parse_json
 from megatron.adaptive.errors import DamagedCheckpointError
 
 _Result = TypeVar("_Result")
-# The pickle ``.metadata`` may refer to these classes and functions, keyed by module.
+# Classes and functions that are allowed in the pickle ``.metadata``, keyed by module.
 _KNOWN = {
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
@@ -100,12 +100,12 @@ class SavedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class WantedPart:
-    """Region of a tensor to read, and the memory into which it is read.
+    """Region of a tensor to read, and the memory to read it into.
 
     Attributes:
         name: Name of the tensor.
         offset: Index of the region's first element along each axis of the whole tensor.
-        target: Tensor with the shape of the region, to which the values are written.
+        target: Destination tensor, with the shape of the region.
         may_exceed: Whether the region may extend beyond the saved tensor. Elements of the region
             outside of the saved tensor are not changed.
     """
@@ -263,9 +263,9 @@ class CheckpointReader:
     def _fill(
         self, part: SavedPart, dtype: torch.dtype, start: Sequence[int], region: torch.Tensor
     ) -> None:
-        """Reads values of the saved ``part``, from the index ``start`` on, into ``region``.
+        """Fills ``region`` with values of the saved ``part``, beginning at the index ``start``.
 
-        ``dtype`` is the type in which the part was saved.
+        ``dtype`` is the type of the saved values.
         """
         if part.pickled is not None:
             data = self._bytes(part.file, part.begin, part.pickled)
@@ -410,7 +410,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        # Objects of this module record which rank wrote which data. A reader does not need them.
+        # Objects from this module only record which rank wrote which data, so do not create them.
         if module == _PLANS:
             return UnreadObject
         if not is_dtype and name not in _KNOWN.get(module, ()):

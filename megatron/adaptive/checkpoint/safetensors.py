@@ -132,7 +132,7 @@ class TensorFolder:
                 read as a matrix with a single column.
             row: Index of the first row to read.
             column: Index of the first column to read.
-            target: Tensor ``[rows, columns]`` to which the values are written. It may have any
+            target: Destination tensor, with the shape ``[rows, columns]``. It may have any
                 dtype, layout and device.
 
         Raises:

@@ -131,7 +131,7 @@ class CheckpointSaver:
     def reading(
         self, path: Path, step: int, save_id: str, files: Mapping[str, int], sums: Mapping[str, str]
     ) -> Iterator[CheckpointReader]:
-        """Yields a reader of a checkpoint, and then verifies the blocks without tensor data.
+        """Yields a reader of a checkpoint. Then verifies the file blocks that contain no tensors.
 
         Args:
             path: Path of the checkpoint.
@@ -239,8 +239,8 @@ class CheckpointSaver:
         """Writes ``state`` to ``folder`` as the checkpoint of ``step``. All ranks must call this.
 
         Only the newest ``keep`` checkpoints are kept, or all if ``keep`` is ``None``. ``message``
-        is the text of the error to raise on failure, in which ``{}`` stands for the cause. Returns
-        the path of the checkpoint, or ``None`` if it is only on local disks.
+        is the error message, with ``{}`` in place of the cause. Returns the path of the checkpoint,
+        or ``None`` if it is only on local disks.
         """
         local = self.local
         if (
@@ -347,7 +347,7 @@ class _HostCopy:
 
 
 def _room_for(tensors: Sequence[torch.Tensor], gpu: torch.device | None) -> list[torch.Tensor]:
-    """Allocates one block of host memory, and returns tensors in it for copies of ``tensors``.
+    """Allocates one block of host memory for copies of ``tensors``, and returns the empty copies.
 
     The memory is pinned for the device ``gpu``, unless ``gpu`` is ``None``.
     """

@@ -54,21 +54,21 @@ ALIGN = 64
 _PAGE = 4096
 # Size of the file's JSON header (head) and size of a slot, in bytes.
 _LENGTHS = struct.Struct("<QQ")
-# Start of a slot (its marks): the step, stored when a write begins; the same step, stored when the
-# write ends; and the size of the non-tensor state in bytes.
+# Three numbers (marks) at the start of a slot: the step, stored when a write begins; the same step,
+# stored when the write ends; and the size of the non-tensor state in bytes.
 _MARKS = struct.Struct("<QQQ")
-# Step and checksum, stored after the marks. The checksum covers the bytes that are sent to the
-# buddy node for this step.
+# Step and checksum, stored after the marks. The checksum covers the part of the snapshot that is
+# sent to another node.
 _SENT = struct.Struct("<QQ")
 _MARKS_BYTES = ALIGN
-_STEP_S = 30.0  # Maximum time in seconds for a buddy node to receive a message.
-_RUN_S = 30.0  # Maximum time in seconds until the buddy node's agent has started its ranks.
+_STEP_S = 30.0  # Maximum time in seconds for another node to receive a message.
+_RUN_S = 30.0  # Maximum time in seconds until the agents of both nodes prepare the same run.
 _AGAIN_S = 0.5
 _MESSAGE = 1 << 16
 _MOST_HEAD = 1 << 28
-# Header of a message to the buddy node: step, slot, and size of the non-tensor state in bytes.
+# Header of a message to another node: step, slot, and size of the non-tensor state in bytes.
 _FRAME = struct.Struct("<QQQ")
-_KEPT = struct.Struct("<Q")  # Reply of the buddy node: the step that it has stored.
+_KEPT = struct.Struct("<Q")  # Reply of the other node: the step that it has stored.
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -212,9 +212,9 @@ class Buddy:
     """Node that also stores this node's snapshots.
 
     Attributes:
-        name: Name of the buddy node.
-        address: Host name or IP address of the buddy node.
-        port: TCP port of the keeper on the buddy node.
+        name: Name of that node.
+        address: Host name or IP address of that node.
+        port: TCP port of the keeper on that node.
     """
 
     name: str
@@ -273,7 +273,7 @@ class SnapshotKeeper:
 
         Args:
             run: Identifier of the next start of the ranks, which is the same on all nodes.
-            secret: Secret with which the keepers of a job authenticate each other.
+            secret: Secret that the keepers of a job use to authenticate each other.
             buddy: Node that also stores this node's snapshots, or ``None`` if there is no such
                 node.
         """
@@ -377,9 +377,10 @@ class SnapshotKeeper:
     def _serve_rank(
         self, connection: socket.socket, about: Mapping[str, Any], file: SnapshotFile
     ) -> None:
-        """Sends each snapshot in ``file`` to the buddy node, and confirms each step to the rank.
+        """Sends a rank's snapshots to another node, and reports each stored step to the rank.
 
-        ``about`` describes the rank that writes ``file``, and ``connection`` leads to this rank.
+        The rank writes its snapshots to ``file``. ``about`` describes the rank, and ``connection``
+        is the connection to it.
         """
         store = _Store.of(about, "own", file)
         with self._changed:
@@ -416,7 +417,7 @@ class SnapshotKeeper:
                 return
         if not 0 < about["head_bytes"] <= _MOST_HEAD:
             raise ValueError(
-                f"a header has {about['head_bytes']} bytes instead of 1 to {_MOST_HEAD}"
+                f"the header has {about['head_bytes']} bytes, but 1 to {_MOST_HEAD} are allowed"
             )
         head = bytearray(about["head_bytes"])
         sealed.receive_memory(memoryview(head))
@@ -430,9 +431,9 @@ class SnapshotKeeper:
             step, slot, extra_bytes = _FRAME.unpack(sealed.receive(_FRAME.size))
             if extra_bytes > file.head["extra_bytes"] or slot >= SLOTS:
                 raise ValueError(
-                    f"the snapshot of step {step} is sent for slot {slot} with {extra_bytes} bytes "
-                    "of non-tensor state, but the limits are "
-                    f"{SLOTS - 1} and {file.head['extra_bytes']}"
+                    f"the snapshot of step {step} is for slot {slot} and has {extra_bytes} bytes "
+                    f"of non-tensor state, but the last slot is {SLOTS - 1} and the maximum size "
+                    f"is {file.head['extra_bytes']} bytes"
                 )
             sealed.socket.settimeout(_STEP_S)
             file.begin(slot, step)
@@ -456,10 +457,11 @@ class SnapshotKeeper:
             return True
 
     def _count(self, store: _Store) -> None:
-        """Counts a new snapshot in ``store``. At the second one, discards the rank's older files.
+        """Counts a new snapshot in ``store``. After two snapshots, discards the rank's older files.
 
         A rank creates a new file if the number or the shapes of its tensors have changed, for
-        example because stages have moved to another rank.
+        example because stages have moved to another rank. Older files are no longer needed once
+        both slots of the new file contain a snapshot.
         """
         store.taken += 1
         if store.taken != 2:
@@ -478,12 +480,12 @@ class SnapshotKeeper:
 
 
 class _Stream:
-    """Sends the snapshots of one rank to the buddy node over a connection."""
+    """Sends the snapshots of one rank to another node, the buddy."""
 
     def __init__(self, buddy: Buddy, secret: str, store: _Store) -> None:
         self._file = store.file
         address = buddy.address, buddy.port
-        # The buddy node may not be ready for this run yet, so is_early lets dial() retry.
+        # The other node may not be ready for this run yet, so let dial() retry (is_early).
         self._sealed = dial(address, secret, _PURPOSE, _RUN_S, is_early=True)
         self._sealed.socket.settimeout(_STEP_S)
         head = store.file.raw_head
@@ -491,7 +493,7 @@ class _Stream:
         self._sealed.send_memory(memoryview(head))
 
     def send(self, step: int, slot: int) -> None:
-        """Sends the snapshot of ``step`` in ``slot``, and waits for the buddy node's reply."""
+        """Sends the snapshot of ``step`` in ``slot``, and waits for the other node's reply."""
         extra = self._file.extra(slot)
         self._sealed.send(_FRAME.pack(step, slot, len(extra)))
         self._sealed.send_memory(extra, self._file.sent(slot))

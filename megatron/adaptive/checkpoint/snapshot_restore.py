@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         (assemble if order["what"] == "assemble" else write)(order)
     except (AdaptiveError, OSError, ValueError) as error:
-        say(f"error: cannot use the copies of iteration {order['step']}: {error}")
+        say(f"error: cannot use the in-memory copies of iteration {order['step']}: {error}")
         return 2
     return 0
 
@@ -50,12 +50,12 @@ def write(order: Mapping[str, Any]) -> None:
 
     Args:
         order: Settings of the command. ``checkpoints`` is the folder of checkpoints.
-            ``is_pipeline`` states whether a ``Pipeline`` uses this folder. ``step`` is the step of
-            the snapshots. ``lease`` is the number of the lease with which the job reserves that
-            folder, or 0 if there is no lease. ``index`` is the index of this node. ``has_common``
-            states whether this node writes the files that exist once per checkpoint. ``parts``
-            lists the snapshot files, each with its path (``file``) and the indices of the sets of
-            tensors to write from it (``needs``).
+            ``is_pipeline`` states whether the job trains a ``Pipeline``. ``step`` is the step of
+            the snapshots. ``lease`` is the number of the job's lease, which gives it the right to
+            write to the folder, or 0 if there is no lease. ``index`` is the index of this node.
+            ``has_common`` states whether this node also writes the files that exist once per
+            checkpoint instead of once per node. ``parts`` lists the snapshot files, each with its
+            path (``file``) and the indices of the sets of tensors to write from it (``needs``).
 
     Raises:
         CheckpointError: If a snapshot is missing or damaged.
@@ -75,9 +75,9 @@ def write(order: Mapping[str, Any]) -> None:
     for part, file in files:
         slot = file.steps().get(order["step"])
         if slot is None:
-            raise CheckpointError(f"the copy of rank {part['rank']} is lost")
+            raise CheckpointError(f"the copy of the state of rank {part['rank']} is lost")
         if not file.is_whole(slot):
-            raise CheckpointError(f"the copy of rank {part['rank']} is damaged")
+            raise CheckpointError(f"the copy of the state of rank {part['rank']} is damaged")
         lines.append(parse_json(_extra(file, slot)[0], strict=False))
         needed = [entry for entry in file.head["entries"] if entry["need"] in part["needs"]]
         for entry in needed:
@@ -162,7 +162,7 @@ def _open(part: Mapping[str, Any]) -> SnapshotFile:
 
 
 def _extra(file: SnapshotFile, slot: int) -> tuple[bytes, bytes]:
-    """Returns the non-tensor state in ``slot``: the JSON in its first line, and all other bytes."""
+    """Returns the non-tensor state in ``slot``: its first line, which is JSON, and the rest."""
     line, _, rest = bytes(file.extra(slot)).partition(b"\n")
     return line, rest
 

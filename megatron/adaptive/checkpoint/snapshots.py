@@ -95,7 +95,7 @@ class SnapshotState(ABC):
     def head(self) -> Mapping[str, Any]:
         """Returns the values that a restore needs and that do not change between steps.
 
-        ``has_common`` is True if this rank's extra bytes include the values that all ranks share.
+        ``has_common`` is True if this rank also copies the values that all ranks share.
         The trainer adds ``manifest``, the manifest for a checkpoint of the state.
         """
 
@@ -294,9 +294,10 @@ class Snapshots(NoSnapshots):
         self._announce(sum(plan.sent_bytes), sum(plan.tensor_bytes))
 
     def _open(self, head: bytes, generation: int) -> None:
-        """Creates the snapshot file with ``head``, and passes its file descriptor to the keeper.
+        """Creates the snapshot file, and passes its file descriptor to the keeper.
 
-        ``generation`` distinguishes this file from earlier files of the run.
+        ``head`` is the file's JSON header. ``generation`` distinguishes this file from earlier
+        files of the run.
         """
         self._file = SnapshotFile.create(head, whole=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -311,7 +312,7 @@ class Snapshots(NoSnapshots):
         socket.send_fds(self._socket, [json.dumps(message).encode()], [self._file.descriptor])
 
     def _place(self, tensors: list[torch.Tensor], entries: list[dict[str, Any]]) -> None:
-        """Creates a tensor in each slot for the copy of each of the ``tensors``.
+        """Creates tensors for the copies of ``tensors``, in both slots of the file.
 
         ``entries`` contains the position of each tensor within a slot.
         """
@@ -416,8 +417,8 @@ def make_snapshots(
 
     Args:
         job: Rank, process groups and environment of this process.
-        state: Function that creates the object through which this rank's state is accessed. It is
-            only called if snapshots are turned on.
+        state: Function that creates the object that provides this rank's state. It is only called
+            if snapshots are turned on.
         report: Function that writes a status line to the progress file.
         say: Function that writes a line to the user's log.
     """
@@ -437,7 +438,7 @@ class RankParts:
             a machine with several nodes.
         buddy: Name of the node that also stores this node's snapshots, or ``None`` if there is no
             such node.
-        machine: Name of the machine on which the node runs.
+        machine: Name of the node's machine.
         available_bytes: Free memory of the machine in bytes.
         extra_bytes: Maximum size of a step's non-tensor state, in bytes.
         parts: Size in bytes of each part of the state that this rank has, keyed by part.
@@ -454,12 +455,12 @@ class RankParts:
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Describes which ranks copy a part of the state, and whether the copy is sent to a buddy node.
+    """Describes which ranks copy a part of the state, and whether another node stores the copy.
 
     Attributes:
-        ranks: Ranks that copy the part: one rank in each failure domain that has the part.
-        is_sent: Whether the copy is also sent to a buddy node, because no other failure domain has
-            the part.
+        ranks: Ranks that copy the part. Each failure domain that has the part has one such rank.
+        is_sent: Whether the copy is also sent to a node in another failure domain, because only
+            one failure domain has the part.
     """
 
     ranks: tuple[int, ...]
@@ -472,8 +473,8 @@ class SnapshotPlan:
 
     Some parts of the state, such as data-parallel replicas and tied embeddings, exist in several
     failure domains. One rank in each of these domains copies such a part, and no rank sends it. A
-    part that exists in a single domain is copied by one rank, and sent to the buddy of its node, if
-    there is a buddy. All ranks compute the same plan.
+    part that exists in a single domain is copied by one rank, and sent to another node (the buddy
+    of the rank's node) if there is one. All ranks compute the same plan.
 
     Attributes:
         needs: Ranks that copy each part, and whether the copy is sent, keyed by part.
@@ -495,12 +496,12 @@ class SnapshotPlan:
 
 
 def _within_slot(size: int) -> int:
-    """Returns the number of bytes, including padding, that ``size`` bytes take up in a slot."""
+    """Returns ``size`` in bytes, rounded up to the alignment of tensors in a slot."""
     return -(-size // ALIGN) * ALIGN
 
 
 def make_plan(ranks: Sequence[RankParts]) -> SnapshotPlan:
-    """Assigns the parts so that all ranks copy about the same number of bytes.
+    """Assigns the parts of the state to ranks that copy them, with similar numbers of bytes.
 
     Args:
         ranks: State and node of each rank, ordered by rank.

@@ -641,7 +641,7 @@ def check_model_folder(job: Job, config: TrainerConfig) -> None:
 
 
 class RunState(SnapshotState):
-    """Gives in-memory snapshots access to the state of a run.
+    """Provides the state of a run to in-memory snapshots.
 
     Args:
         run: Run with a built model.

@@ -54,7 +54,7 @@ METADATA = ".metadata"
 COMMON, PICKLED_COMMON = "common.values", "common.pt"
 """Names of the files with the values that all trainer ranks share: as plain values, and pickled."""
 _LARGE_BYTES = 1 << 16
-"""Size in bytes from which a piece that ``torch.save`` passes to the stream is written immediately.
+"""Minimum size in bytes of a piece from ``torch.save`` that is written immediately.
 
 Smaller pieces are collected and written together.
 """
@@ -94,7 +94,10 @@ class Place(NamedTuple):
 
 
 Heads = dict[tuple[torch.dtype, torch.Size], int]
-"""Number of bytes that ``torch.save`` writes before a tensor's raw bytes, by dtype and shape."""
+"""Number of bytes before a tensor's raw bytes in the output of ``torch.save``.
+
+The keys are the dtype and the shape of the tensor.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +142,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class TakenState:
-    """State of a rank at a step, in the form in which a checkpoint stores it.
+    """State of a rank at a step, in the form that a checkpoint stores.
 
     Attributes:
         pieces: Parts of tensors. If several ranks have the same part, the first of these ranks
@@ -265,7 +268,7 @@ class ShardWriter:
 
 
 def indices_of(entries: Sequence[Entry]) -> dict[str, bytes]:
-    """Returns the contents of the index files of torch and of this program, keyed by file name."""
+    """Returns the contents of both index files, torch's and this program's, keyed by file name."""
     return {METADATA: _torch_index(entries), INDEX: _plain_index(entries)}
 
 
@@ -445,14 +448,14 @@ def _nothing() -> bytes:
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns ``tensor`` in host memory, copied if its storage contains other data."""
+    """Returns ``tensor`` in host memory. Copies it if its storage also contains other data."""
     tensor = tensor.detach().cpu().contiguous()
     whole = tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if whole else tensor.clone()
 
 
 def overlay(memory: Any, offset: int, dtype: torch.dtype, size: Sequence[int]) -> torch.Tensor:
-    """Returns a tensor of ``dtype`` and ``size`` that shares ``memory`` from byte ``offset`` on."""
+    """Returns a tensor of ``dtype`` and ``size`` in ``memory``, beginning at byte ``offset``."""
     if not (count := math.prod(size)):
         return torch.empty(size, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(size)

@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("what", nargs="?", choices=modes, default="list", help=text)
     text = "folder of checkpoints, or a single checkpoint; default: the newest run's checkpoints"
     parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help=text)
-    parser.add_argument("--step", type=number(int, 0, 1 << 62), metavar="N", help="only this step")
+    parser.add_argument("--step", type=number(int, 0, 1 << 62), metavar="N", help="show this step")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -164,7 +164,9 @@ def import_hf(argv: Sequence[str]) -> None:
         description="Convert a Hugging Face folder to a checkpoint, in bounded memory.",
     )
     parser.add_argument("folder", metavar="DIR", help="folder with config.json and *.safetensors")
-    parser.add_argument("--output", required=True, metavar="CKPT", help="folder for --load")
+    parser.add_argument(
+        "--output", required=True, metavar="CKPT", help="new folder, for the trainer's --load"
+    )
     parser.add_argument("--hf-family", metavar="NAME", help=_FAMILY_HELP)
     options = parser.parse_args(argv)
     folder = Path(options.folder).absolute()
@@ -195,7 +197,7 @@ def export_hf(argv: Sequence[str]) -> None:
             "Convert a checkpoint to a Hugging Face folder, for the transformers library or vLLM."
         ),
     )
-    parser.add_argument("checkpoints", metavar="CKPT", help="folder of --save")
+    parser.add_argument("checkpoints", metavar="CKPT", help="folder that the run used as --save")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to create")
     text = "iteration to convert; default: the latest"
     parser.add_argument("--step", type=number(int, 0, 1 << 62), metavar="N", help=text)

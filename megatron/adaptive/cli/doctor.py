@@ -63,12 +63,12 @@ def main(argv: Sequence[str]) -> int:
         ),
     )
     add = parser.add_argument
-    add("--master-addr", help="address of one of the two nodes")
+    add("--master-addr", help="address of one of two nodes whose connection to check")
     add(
         "--master-port",
         type=number(int, 1, 65535, "port"),
         default=29500,
-        help="port on that node (29500)",
+        help="port on the node with the address --master-addr (29500)",
     )
     wait_s = number(float, 0, 1e9)
     add("--timeout", type=wait_s, default=60.0, help="seconds to wait for the other node (60)")
@@ -206,7 +206,7 @@ def _software() -> Iterator[Check]:
         yield _check("CUDA", f"{count} GPUs, CUDA {built}")
         missing = why_no_gpu_use()
         text = "the monitor can measure GPU use"
-        mend = "run pip install -r requirements-gpu.txt, and check nvidia-smi" if missing else ""
+        mend = 'run "pip install -r requirements-gpu.txt", and check nvidia-smi' if missing else ""
         yield _check(
             "GPU use", f"the monitor cannot measure GPU use: {missing}" if mend else text, mend
         )
@@ -222,7 +222,7 @@ def _software() -> Iterator[Check]:
 def _core() -> Check:
     version = core_version()
     if version is None:
-        mend = "run pip install megatron-core, or add a Megatron-LM checkout to PYTHONPATH"
+        mend = 'run "pip install megatron-core", or add a Megatron-LM checkout to PYTHONPATH'
         return _check("megatron-core", "not installed", mend, is_error=True)
     mend = (
         "keep only one of them: remove the checkout from PYTHONPATH, or run pip uninstall "
@@ -325,17 +325,20 @@ def _ignore(text: str) -> None:
 
 
 async def answer_peers(port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -> list[Check]:
-    """Waits until another node has checked its connection to this node, and returns the results.
+    """Waits until another node has checked its connection to this node. Returns the results.
 
     Args:
-        port: Port on which to listen.
+        port: Port to listen on.
         limit_s: Timeout in seconds.
         secret: Secret that the other node must know.
     """
     heard: asyncio.Queue[Check] = asyncio.Queue()
 
     async def attend(link: Connection) -> None:
-        """Tries to connect back to the peer of ``link``. Replies with the result and the time."""
+        """Tries to connect back to the peer of ``link``.
+
+        Replies with the result and the current time.
+        """
         message = await link.receive(_CONNECT_S)
         if message is None or type(back := message.get("back")) is not int or not 0 < back < 65536:
             return await link.close()  # The peer is not a ``doctor`` process.
@@ -369,11 +372,11 @@ async def answer_peers(port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -
 
 
 def check_way(address: str, port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -> list[Check]:
-    """Checks the connection to a node on which ``doctor`` also runs, and returns the results.
+    """Checks the connection to a node that also runs ``doctor``, and returns the results.
 
     Args:
         address: Address of the other node.
-        port: Port on which ``doctor`` listens on the other node.
+        port: Port of ``doctor`` on the other node.
         limit_s: Timeout in seconds. Failed attempts are repeated until the timeout, because
             ``doctor`` may be started later on the other node.
         secret: Secret that both nodes must know.
@@ -441,7 +444,7 @@ def _add_probe_arguments(parser: argparse.ArgumentParser) -> None:
     add("--probe", action="store_true", help=text)
     text = "number of processes to start if there is no launcher; default: one per GPU, or 2"
     add("--processes", type=number(int, 1, 4096), help=text)
-    add("--save", type=Path, metavar="DIR", help="also measure this checkpoint folder")
+    add("--save", type=Path, metavar="DIR", help="also measure the speed of this checkpoint folder")
     text = f"seconds per measurement of a rank ({_PROBE_S:g})"
     add("--seconds", type=number(float, 0.001, 60), default=_PROBE_S, help=text)
     for spec in fields_of(ParallelConfig):

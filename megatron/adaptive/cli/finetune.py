@@ -15,7 +15,7 @@ from megatron.adaptive.config.environment import Environment, JobOrder
 from megatron.adaptive.errors import AdaptiveError, ConfigError
 
 _REPORT_S = 10.0
-"""Time in seconds that a node's other processes give the first process to report an error."""
+"""Time in seconds that the other processes of a node wait before they report an error."""
 
 _DESCRIPTION = """\
 Fine-tunes a Hugging Face transformers model in several processes: all weights, or LoRA adapters.
@@ -32,7 +32,7 @@ def _parser() -> CommandParser:
     add("--model", required=True, **folder, help="folder of the model")
     add("--data", required=True, type=Path, metavar="FILE", help="file of JSON lines")
     add("--output", required=True, **folder, help="new folder for the tuned model")
-    add("--image-folder", **folder, help="folder of all images; default: the folder of the data")
+    add("--image-folder", **folder, help="folder of the images; default: the folder of FILE")
     whole = number(int, 0, 1_000_000)
     text = "rank of the LoRA adapters, or 0 to train the whole model (0)"
     add("--lora-rank", type=whole, default=0, metavar="N", help=text)
@@ -125,8 +125,8 @@ def _train(options: dict[str, Any], local_rank: int) -> int:
         fine_tune(settings, processor, samples)
     except AdaptiveError as error:
         if local_rank and (not is_read or isinstance(error, DivergedError)):
-            # If this process exited now, the launcher might stop the first process before the first
-            # process has reported the error.
+            # Wait, because the launcher stops all processes when one exits, and the first process
+            # may not have reported the error yet.
             time.sleep(_REPORT_S)
         raise
     return 0

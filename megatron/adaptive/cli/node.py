@@ -110,7 +110,7 @@ options."""
 def _parser(role: str, description: str) -> CommandParser:
     parser = CommandParser(prog=f"run_{role}.sh", description=description)
     add = parser.add_argument
-    add("--master-addr", help="address of the first node (default: detected; MASTER_ADDR)")
+    add("--master-addr", help="address of the first node (MASTER_ADDR; detected by default)")
     text = "port of the first node (29500; MASTER_PORT)"
     add("--master-port", type=number(int, 1, 65535, "port"), help=text)
     text = "network interface (default: the interface used to reach the other nodes; IFNAME)"
@@ -127,7 +127,11 @@ def _parser(role: str, description: str) -> CommandParser:
 def _master(argv: Sequence[str]) -> int:
     parser = _parser("master", "Start a run on this node, and wait for the run's other nodes.")
     parser.add_argument(
-        "conf", nargs="?", type=Path, default=WORK_FOLDER / "conf.sh", help="(conf.sh)"
+        "conf",
+        nargs="?",
+        type=Path,
+        default=WORK_FOLDER / "conf.sh",
+        help="settings file of the run (conf.sh)",
     )
     parser.add_argument("--plan", type=Path, help="plan file to use instead of the one in conf.sh")
     parser.add_argument("--nnodes", type=count, help="number of nodes, instead of NNODES")
@@ -281,15 +285,15 @@ def _settings(answered: dict[str, str], overrides: Mapping[str, str]) -> dict[st
     if container != "none" and "CONTAINER" not in overrides:
         raise ConfigError(
             f"the master runs in CONTAINER={container}, but nodes do not accept programs from "
-            f"another node; run run_worker.sh --set CONTAINER={container} --set IMAGE=..., or run "
-            "it with --set CONTAINER=none"
+            f"another node; start run_worker.sh with --set CONTAINER={container} and --set "
+            "IMAGE=..., or with --set CONTAINER=none"
         )
     return kept
 
 
 def _slurm(argv: Sequence[str]) -> int:
     parser = CommandParser(prog=f"{PROGRAM} job node slurm")
-    parser.add_argument("conf", type=Path, help="settings that job submit wrote")
+    parser.add_argument("conf", type=Path, help='settings file that "job submit" wrote')
     parser.add_argument("run_dir", type=Path, help="folder of the job's logs")
     options = parser.parse_args(argv)
     answer = read_json(options.conf, "pass the settings file that job submit wrote")
@@ -298,7 +302,9 @@ def _slurm(argv: Sequence[str]) -> int:
     rank = _environment_number("SLURM_PROCID")
     head = os.environ.get("MASTER_ADDR", "")
     if rank is None or not head:
-        raise SetupError("job node slurm must be started by srun, in a script from job submit")
+        raise SetupError(
+            '"job node slurm" must be started by srun, in a script that "job submit" wrote'
+        )
     address = resolve(head)
     if rank == 0 and is_loopback(address):
         address = own_address(conf["IFNAME"])
@@ -382,7 +388,10 @@ class _Waiting:
 
 
 def _number_nodes(conf: LaunchConf, hellos: Sequence[_Hello]) -> list[tuple[int, int]]:
-    """Returns each node's rank and number of processes, in the order of ``hellos``."""
+    """Returns the rank and number of processes of each node, in the order of ``hellos``.
+
+    ``hellos`` contains the messages in which the nodes describe themselves.
+    """
     planned = conf.processes
     free = [rank for rank in range(len(hellos)) if rank not in _wanted(hellos)]
     places = []
@@ -410,7 +419,7 @@ def _number_nodes(conf: LaunchConf, hellos: Sequence[_Hello]) -> list[tuple[int,
         if count < 1:
             raise ConfigError(
                 f"NPROC_PER_NODE is not set, and node {rank} ({hello.host}) has no GPU; set "
-                "DEVICE=cpu, or find the reason with python -m megatron.adaptive doctor"
+                'DEVICE=cpu, or find the reason with "python -m megatron.adaptive doctor"'
             )
         places.append((rank, count))
     return places
@@ -444,8 +453,8 @@ async def _gather(
         conf: Configuration of the launch, which sets the number of nodes.
         own_hello: Description of this node.
         secret: Secret of the run, which the workers must know.
-        host: Address on which to listen, or empty for all addresses of this node.
-        port: Port on which to listen. It is free again after the function has returned.
+        host: Address to listen on, or empty for all addresses of this node.
+        port: Port to listen on. It is free again after the function has returned.
 
     Returns:
         This node's rank, the reply to the workers, and the address at which the workers reached
@@ -522,7 +531,7 @@ async def _wait_for(
             names = ", ".join(hello.host for hello in connected.values())
             raise SetupError(
                 f"only {count} joined within {limit_s:g} s (workers: {names or 'none'}); "
-                "run bash run_worker.sh on the other nodes with this node's address, open "
+                'run "bash run_worker.sh" on the other nodes with this node\'s address, open '
                 f"port {port} in the firewall, or set NNODES={len(connected) + 1}"
             )
         waiting.say(f"{count} have joined")
@@ -563,7 +572,7 @@ async def _join_master(
         waiting.say(f"waiting for the master ({why})")
         await asyncio.sleep(_RETRY_S)
     raise SetupError(
-        f"the master was not reached within {limit_s:g} s ({why}); run bash run_master.sh on the "
+        f'the master was not reached within {limit_s:g} s ({why}); run "bash run_master.sh" on the '
         "first node, pass its address as --master-addr, and check the firewall between the nodes"
     )
 
@@ -691,7 +700,8 @@ def _new_job(logs: Path) -> str:
             (logs / f"{name}{suffix}").mkdir()
             return f"{name}{suffix}"
     raise ConfigError(
-        f"a hundred jobs with LOG_DIR={logs} started at the same time; change LOG_DIR"
+        f"LOG_DIR={logs} already contains folders of 99 jobs with the same start time and process "
+        "ID as this job; choose another LOG_DIR"
     )
 
 

@@ -160,8 +160,7 @@ def _check_modes(names: Sequence[str], values_of: Mapping[str, Sequence[str]]) -
         if name in values_of:
             text = " ".join([name, *values_of[name]])
             raise ConfigError(
-                f"{text} requires --try, the plan file of the rank to run; add --try PLAN.json, or "
-                f"remove {name}"
+                f"{text} requires --try and a plan file; add --try PLAN.json, or remove {name}"
             )
     for other, ignored in _UNUSED_BESIDE.items():
         if other in values_of:
@@ -196,7 +195,7 @@ def _discover(files: Sequence[Path]) -> int:
     ]
     if not sources:
         raise ConfigError(
-            "--discover found neither scontrol nor nvidia-smi; run doctor --json on each node, "
+            '--discover found neither scontrol nor nvidia-smi; run "doctor --json" on each node, '
             "and pass files with its output to --discover"
         )
     document, assumed = describe_cluster(sources)
@@ -298,12 +297,12 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     text = "tokens per slice of packed documents, or auto; requires --document-lengths"
     add("--slice-tokens", metavar="1024,2048", help=text)
     add("--partition", metavar="8-8-8", help="layers of each stage")
-    add("--recompute", metavar="none,full", help=f"from {', '.join(RECOMPUTE)}")
+    add("--recompute", metavar="none,full", help=f"any of {', '.join(RECOMPUTE)}")
     text = f"default: {','.join(SCHEDULES)}, or 1f1b,interleaved if --attention is fused"
     add("--schedules", metavar="A,B", help=text)
     switch: dict[str, Any] = {"choices": ("both", "on", "off"), "default": "both"}
-    add("--distributed-optimizer", **switch, help="%(default)s")
-    add("--overlap-grad-reduce", action="store_true", help="assume that the run uses this flag")
+    add("--distributed-optimizer", **switch, help="shard the optimizer state (%(default)s)")
+    add("--overlap-grad-reduce", action="store_true", help="plan runs that use this flag")
     text = "used if tp is above 1 (%(default)s)"
     add("--sequence-parallel", nargs="?", const="on", **switch, help=text)
     add("--all-nodes", action="store_true", help="use all nodes")
@@ -443,7 +442,7 @@ def _print(options: argparse.Namespace, inputs: PlanInputs, proposal: Proposal) 
         f"{result.timed:,} pipelines"
     )
     if result.gap > 0:
-        print(f"a skipped plan could be faster by at most {result.gap:.1%}")
+        print(f"no skipped plan can be faster by more than {result.gap:.1%}")
     measured = {gpu for _, gpu, _, _ in inputs.profile.layers}
     guessed = dict.fromkeys(node.gpu for node in cluster.types if node.gpu not in measured)
     if guessed:

@@ -96,7 +96,7 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> N
 
 
 def read_inputs(options: argparse.Namespace) -> PlanInputs:
-    """Reads model, cluster and profile, and warns on stderr about unused measurements of links.
+    """Reads model, cluster and profile, and warns on stderr about unused link measurements.
 
     Raises:
         ConfigError: A file is missing or invalid, or the files contradict each other.
@@ -307,7 +307,7 @@ def _micro_batch(folder: Path, trace: RunTrace, model: Model) -> int:
 
 
 def with_documents(inputs: PlanInputs, text: str | None, batch: int) -> PlanInputs:
-    """Returns ``inputs`` with the documents of a run added.
+    """Adds the document lengths of a run to ``inputs``, and returns the result.
 
     Args:
         inputs: Model, cluster and profile.
@@ -315,7 +315,8 @@ def with_documents(inputs: PlanInputs, text: str | None, batch: int) -> PlanInpu
         batch: Number of documents per step.
 
     Raises:
-        ConfigError: The lengths cannot be read, or the model's documents cannot be packed.
+        ConfigError: The lengths cannot be read, or the trainer cannot pack documents for this
+            model.
     """
     if text is None:
         return inputs

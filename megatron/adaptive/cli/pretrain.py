@@ -189,9 +189,9 @@ def _transformer_config(args: Any) -> Any:
 
 
 def datasets(num_samples: Sequence[int | None], vp_stage: int | None = None) -> Any:
-    """Builds the training, validation and test data sets on ranks of the first and last stage.
+    """Builds the training, validation and test datasets on ranks of the first and last stage.
 
-    ``num_samples`` contains the number of samples of each data set. All ranks of a tensor-parallel
+    ``num_samples`` contains the number of samples of each dataset. All ranks of a tensor-parallel
     group read the data themselves. The files are memory-mapped, so that the ranks of a node share
     one copy in memory.
     """
@@ -214,7 +214,7 @@ def datasets(num_samples: Sequence[int | None], vp_stage: int | None = None) -> 
 
 
 def _cached_datasets() -> Any:
-    """Returns the module whose data sets verify shuffling indices and rebuild damaged indices."""
+    """Returns the module with datasets that verify cached indices and rebuild damaged ones."""
     return importlib.import_module("megatron.adaptive.data.datasets")
 
 

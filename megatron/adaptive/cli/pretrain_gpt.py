@@ -108,7 +108,7 @@ def _train(argv: Sequence[str]) -> int:
     settings = [setting for setting in settings if setting != "--dry-run"]
     if not settings or "=" in settings[0] or settings[0].startswith("-"):
         raise ConfigError(
-            "train recipe requires a YAML file as the first argument; see train recipe --help"
+            '"train recipe" requires a YAML file as the first argument; see "train recipe --help"'
         )
     path = Path(settings[0])
     recipe = read_recipe(load_recipe(path), settings[1:], str(path))
@@ -128,7 +128,7 @@ def _train(argv: Sequence[str]) -> int:
     elif not options:
         raise ConfigError(
             f"{path} requires {recipe.nodes} nodes; run the command on each node, and append "
-            "-- --node-rank N --master-addr HOST"
+            '"-- --node-rank N --master-addr HOST"'
         )
     shape = ["--nnodes", str(recipe.nodes), "--nproc-per-node", str(recipe.processes_per_node)]
     program = ["-m", "megatron.adaptive", "train", "rank", *recipe.flags]
@@ -220,9 +220,9 @@ def _model_flags(flags: Sequence[str]) -> list[str]:
     if not path.is_file():
         return []
     try:
-        return shlex.split(read_text(path, "run hf import again"))
+        return shlex.split(read_text(path, 'run "hf import" again'))
     except ValueError as error:
-        raise ConfigError(f"{path}: {error}; run hf import again") from None
+        raise ConfigError(f'{path}: {error}; run "hf import" again') from None
 
 
 def _all_of(data: str, flags: Sequence[str], processes: int, folder: Path) -> list[str]:

@@ -76,15 +76,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="FILE.json", help="path of the profile")
-    add("--model", metavar="MODEL", help="model name, list of arguments, or file; see plan --help")
+    add("--model", metavar="MODEL", help='model name, arguments, or file; see "plan --help"')
     add("--merge", type=Path, nargs="+", metavar="FILE", help="merge profiles of the same model")
     text = "CSV or JSON file with costs of the pieces of a plain module"
     add("--cut-points", type=Path, metavar="FILE", help=text)
     text = "fit the model's profile to traced runs"
     add("--from-run", type=Path, nargs="+", metavar="DIR", help=text)
-    add("--cluster", type=Path, metavar="FILE", help="cluster file for the runs of --from-run")
+    add("--cluster", type=Path, metavar="FILE", help="cluster on which the runs of --from-run ran")
     add_host_argument(parser)
-    add("--name", help="name of the model of --cut-points; default: the file's name")
+    add("--name", help="name of the model, with --cut-points; default: the name of the file")
     group = parser.add_argument_group("measurement")
     add = group.add_argument
     text = "precision; default: bf16 on a GPU, fp32 on a CPU"
@@ -100,12 +100,12 @@ def _parser() -> argparse.ArgumentParser:
     text = "type of this node; default: the name of its GPU"
     add("--node-type", default="", metavar="NAME", help=text)
     add("--no-links", action="store_true", help="do not measure links and all-reduces")
-    add("--distributed-backend", choices=("nccl", "gloo"), help="backend, as in training")
+    add("--distributed-backend", choices=("nccl", "gloo"), help="the trainer's flag of this name")
     return parser
 
 
 def _fit_runs(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns a profile fitted to traced runs, merged with an existing profile at ``--output``."""
+    """Fits a profile to traced runs, and merges it with the profile at ``--output``, if any."""
     if not options.model or options.cluster is None:
         raise ConfigError(
             "--from-run requires --model and --cluster, which describe the runs; add both"
@@ -146,13 +146,13 @@ def _measure(options: argparse.Namespace, environment: Environment) -> dict[str,
     model = read_model(options.model, options.precision, default=default, attention=attention)
     if not model.arguments:
         raise ConfigError(
-            f"--model {options.model}: profile only measures GPT and Llama models; measure the "
+            f'--model {options.model}: "profile" only measures GPT and Llama models; measure the '
             "pieces of this model yourself, and pass their times with --cut-points"
         )
     spreads = parse_counts("--expert-parallel-size", options.expert_parallel_size)
     if unknown_spreads := set(spreads) - set(model.expert_ranks):
         raise ConfigError(
-            "--expert-parallel-size must be from"
+            "--expert-parallel-size must be one of"
             f" {', '.join(map(str, model.expert_ranks))} for {model.name}, got"
             f" {min(unknown_spreads)}"
         )

@@ -216,10 +216,7 @@ def _curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _use(path: Path) -> dict[str, Any]:
-    """Returns the resource usage in the file ``path``, as a list of values for each quantity.
-
-    Each list contains the values of one quantity, such as CPU usage, over time.
-    """
+    """Returns the resource usage in the file ``path``, as lists of values over time."""
     samples = _thinned(list(samples_of(path)))
     gpus: dict[int, dict[str, list[Any]]] = {}
     rows = [{gpu["index"]: gpu for gpu in sample.get("gpus", [])} for sample in samples]

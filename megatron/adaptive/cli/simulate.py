@@ -189,13 +189,19 @@ def _parser() -> argparse.ArgumentParser:
     _add_slices(parser)
     rule = parser.add_argument_group("run-time rules")
     add = rule.add_argument
-    add("--cap", type=float, metavar="MICROBATCHES", help="maximum number of activations per rank")
+    add(
+        "--cap",
+        type=float,
+        metavar="MICROBATCHES",
+        help="maximum number of microbatches whose activations a rank holds at the same time",
+    )
     pieces = number(int, 0, 1000)
     add(
         "--weight-pieces",
         type=pieces,
         metavar="N",
-        help="number of parts of each weight gradient, or 0 to keep it in the backward pass",
+        help="maximum number of parts of a weight gradient; 0 computes weight gradients in the "
+        "backward pass",
     )
     text = (
         "order in which stages are assigned to ranks, for schedules that support both; v requires "
@@ -206,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     add = out.add_argument
     text = "number of simulated steps per schedule, if there is jitter"
     add("--draws", type=count, default=20, help=text)
-    add("--seed", type=number(int, 0, 2**53), default=0, help="seed of the first draw")
+    add("--seed", type=number(int, 0, 2**53), default=0, help="seed of the first simulated step")
     add("--chart", type=Path, metavar="FILE.png", help="also draw the steps as an image")
     add("--json", type=Path, metavar="FILE", help="also write the results to this file")
     return parser

@@ -189,7 +189,7 @@ def _differences(
 
 
 def _kind(line: str) -> str:
-    """Returns ``error`` or ``warning`` if ``line`` reports an error or a warning, or ``""``."""
+    """Returns ``error`` or ``warning`` if ``line`` reports one, and otherwise ``""``."""
     return "error" if _ERROR.search(line) else "warning" if _WARNING.search(line) else ""
 
 

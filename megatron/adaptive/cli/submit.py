@@ -207,7 +207,7 @@ def _job_options(conf: LaunchConf, logs: Path) -> list[str]:
     if (shown := masked(user_options)) != user_options:
         raise ConfigError(
             f"SLURM_FLAGS={shlex.join(shown)} contains a secret, which every user could read in "
-            "the batch script; set the variable in conf.sh, or export it before job submit"
+            'the batch script; set the variable in conf.sh, or export it before "job submit"'
         )
     return options + user_options
 
@@ -258,7 +258,7 @@ def _srun(conf: LaunchConf) -> list[str]:
 
 
 def settings_text(conf: LaunchConf) -> str:
-    """Returns the settings for a job's nodes as JSON, with names but no values of secrets."""
+    """Returns the settings for a job's nodes as JSON. Secrets are listed without their values."""
     settings = {"conf": conf.texts(), "folder": str(conf.folder), "secrets": [*conf.secrets]}
     return json.dumps(settings, indent=2) + "\n"
 

@@ -290,7 +290,7 @@ def _show(
         argv: Arguments of the command line.
         formats: Default of ``--format``: comma-separated names of file formats, or ``all``.
         report: Whether to print a report on how the run spent its time.
-        events: View to write for the shown replica in addition to ``formats``, or ``None``.
+        events: View that also writes the events of the replica in the report, or ``None``.
     """
     _add_output_arguments(parser, formats, report)
     arguments = parser.parse_args(argv)
@@ -381,7 +381,7 @@ def _add_output_arguments(parser: argparse.ArgumentParser, formats: str, report:
     )
     add("--format", default=formats or None, metavar="LIST", help=text)
     if report:
-        add("--json", action="store_true", help="print the figures as JSON instead of a table")
+        add("--json", action="store_true", help="print the report as JSON instead of a table")
 
 
 def _chosen_iterations(
@@ -682,7 +682,7 @@ def _length_lines(lengths: Lengths) -> list[str]:
 
 
 def _table(ranks: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> list[list[str]]:
-    """Returns the cells of a table with one row per rank. The first row contains the headings.
+    """Returns the cells of a table: a row of headings, and one row per rank.
 
     The table has a column for each kind of action in ``kinds``.
     """

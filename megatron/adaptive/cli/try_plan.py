@@ -46,7 +46,7 @@ _ERROR = "error: "
 
 @dataclass(frozen=True, kw_only=True)
 class _Trial:
-    """Describes the rank to run, and the plan to which the rank belongs.
+    """Describes the rank to run, and its plan.
 
     Attributes:
         path: Path of the plan file.
@@ -120,13 +120,13 @@ def try_plan(options: argparse.Namespace) -> int:
 
 
 def _read(options: argparse.Namespace) -> _Trial:
-    """Reads the plan, checks that the rank in ``options`` can be tried, and returns the trial."""
+    """Reads the plan, and checks that the rank in ``options`` can run alone on this machine."""
     path: Path = options.try_
     content = load_plan(path)
     flags = plan_flags(content, str(path))
     if "stages" in content:
         raise ConfigError(
-            f"{path}: --try requires stages with equal data-parallel sizes; run plan without "
+            f"{path}: --try requires stages with equal data-parallel sizes; make the plan without "
             "--unequal"
         )
     if "slice_tokens" in content:

@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "recomputation in the runs (%(default)s)"
     add("--recompute", choices=RECOMPUTE, default="none", help=text)
     for name in ("distributed-optimizer", "overlap-grad-reduce", "sequence-parallel"):
-        add(f"--{name}", action="store_true", help="whether the runs used this flag")
+        add(f"--{name}", action="store_true", help="set if the runs used this flag")
     return parser
 
 
@@ -122,7 +122,7 @@ def _find_runs(folder: Path) -> dict[str, Path]:
     if not traces_by_run:
         raise ConfigError(
             f"{folder}: neither the folder nor its subfolders contain traces; to compare "
-            "published runs, use studies/planner.py --data"
+            'published runs, use "studies/planner.py --data"'
         )
     return traces_by_run
 

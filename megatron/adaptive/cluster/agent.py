@@ -1,6 +1,6 @@
 """Runs one node of a job: connects to the manager, and starts and signals the node's ranks.
 
-A signal (SIGTERM or SIGUSR1) announces that the node will be taken away. The agent then notifies
+A signal (SIGTERM or SIGUSR1) announces that the node will be removed. The agent then notifies
 the manager, which makes the ranks save a checkpoint, starts the next layout without this node, and
 releases the agent. If the agent exits or loses its connection to the manager, it kills the node's
 ranks, because the manager can no longer stop them.
@@ -44,8 +44,8 @@ class Agent:
     Args:
         name: Name of the node, unique in the job.
         address: Address of the manager.
-        port: Port on which the manager listens.
-        secret: Secret with which agents and the manager authenticate each other.
+        port: Port that the manager listens on.
+        secret: Secret that agents and the manager use to authenticate each other.
         work: Script and arguments of this node's ranks. The node refuses to run any other script.
         slots: Number of processes on this node, or ``None`` for one per GPU.
         keeper: Object that stores snapshots of the training state, or ``None`` to create a keeper

@@ -1,8 +1,8 @@
-"""Measures how long a process has waited, excluding the time during which it was stopped.
+"""Measures how long a process has waited, excluding the time during which it was suspended.
 
-A process may be stopped by Ctrl-Z, a debugger or a paused virtual machine. When the process
+A process may be suspended by Ctrl-Z, a debugger or a paused virtual machine. When the process
 resumes, all of its timeouts seem to have expired, even if its peers replied in time. Each wait is
-therefore divided into short slices, and a stop of any length counts as one slice.
+therefore divided into short slices, and a suspension of any length counts as one slice.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 SLICE_S = 1.0
-# If more than this many seconds pass between two readings of the clock, the process was stopped. A
-# running process reads the clock more often, even on a busy machine.
+# If more than this number of seconds pass between two readings of the clock, the process was
+# suspended. A running process reads the clock more often, even on a busy machine.
 _LONGEST_GAP_S = 5.0
 
 
 class AwakeClock:
-    """Measures elapsed time in seconds, excluding time during which this process was stopped.
+    """Measures elapsed time in seconds, excluding time during which this process was suspended.
 
-    :meth:`now_s` must be called at least every two seconds. A gap of more than five seconds between
-    two calls counts as a stop.
+    :meth:`now_s` must be called at least every two seconds. If more than five seconds pass between
+    two calls, the process is assumed to have been suspended in between.
 
     Args:
         clock: Function that returns the time in seconds; ``time.monotonic`` by default.
@@ -36,7 +36,7 @@ class AwakeClock:
         self._stopped_s = 0.0
 
     def now_s(self) -> float:
-        """Returns the current time in seconds, minus the total duration of all stops."""
+        """Returns the current time in seconds, excluding suspensions."""
         now_s = self._clock()
         gap_s = now_s - self._read_s
         self._read_s = now_s
@@ -52,7 +52,7 @@ async def result_within(future: asyncio.Future[T], limit_s: float) -> T:
 
     Args:
         future: Future or task to wait for.
-        limit_s: Timeout in seconds, excluding time during which this process was stopped.
+        limit_s: Timeout in seconds, excluding time during which this process was suspended.
 
     Raises:
         asyncio.TimeoutError: The future was not done before the timeout.

@@ -207,7 +207,7 @@ _ARRAY = "\001array"
 def read_variables(path: Path) -> dict[str, str]:
     """Runs the file ``path`` in bash, and returns the variables that it sets.
 
-    The working directory is the folder of the file. The file inherits only a few environment
+    The working directory is the folder of the file. bash inherits only a few environment
     variables, such as ``PATH``.
 
     Args:
@@ -285,7 +285,7 @@ class LaunchConf:
     """Validated configuration for starting a job.
 
     Attributes:
-        folder: Folder of ``conf.sh``, to which paths are relative.
+        folder: Folder of ``conf.sh``, the base of relative paths.
         values: Values of the variables in ``SETTINGS``, keyed by name. The value of an unset
             variable is ``None``.
         groups: Groups of nodes of the same type, ordered by rank.

@@ -205,9 +205,9 @@ class Listener:
         secret: Secret of the job, which both sides must know.
         purpose: Label of the connections, which must be the same on both sides.
         report: Function that prints a line of text. It is called when a connection is rejected.
-        host: Address of this machine on which to listen. If it is empty or is not an address of
+        host: Address of this machine to listen on. If it is empty or is not an address of
             this machine, the listener listens on all addresses.
-        port: Port on which to listen; 0 for any free port.
+        port: Port to listen on; 0 for any free port.
 
     Raises:
         OSError: The port is not available.

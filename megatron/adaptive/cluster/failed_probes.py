@@ -75,7 +75,7 @@ class FailedProbes:
             failed: Nodes that have failed a probe since the ranks were started, with the
                 measurements that violated a limit.
             running: State of the running ranks.
-            nodes: Available nodes, in the order in which they get ranks.
+            nodes: Available nodes. They get ranks in this order.
 
         Returns:
             Reason to change the layout, or an empty string to keep the layout.

@@ -84,7 +84,7 @@ class Program(ABC):
             layout: Layout of the ranks.
             incarnation: Number of the incarnation (a start of all ranks in one layout), counted
                 from 1.
-            resumed: Iteration of the checkpoint from which the ranks resume; 0 if there is no
+            resumed: Iteration of the checkpoint that the ranks resume from; 0 if there is no
                 checkpoint.
             progress: Folder to which the ranks write their progress.
         """
@@ -221,7 +221,7 @@ NodeProgram = Literal["script", "restore", "check"]
 ``script`` is the job's script, ``restore`` restores snapshots, and ``check`` measures a node that
 failed its probe."""
 CHECK_S = 120.0
-"""Time in seconds for which a manager waits for a node to measure a device."""
+"""Time in seconds that a manager waits for a node to measure a device."""
 _CHECK_LIMIT_S = 110
 """Timeout in seconds after which the node itself ends the measurement of a device."""
 _CHECK = Path(__file__).resolve().parents[1] / "profiling" / "node_check.py"

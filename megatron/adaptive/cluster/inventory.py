@@ -206,7 +206,7 @@ class ResourceSampler:
 
     Args:
         pid: ID of the process whose descendants are sampled.
-        path: Path of the file to which lines are appended.
+        path: Path of the file to append lines to.
     """
 
     def __init__(self, pid: int, path: Path) -> None:

@@ -81,7 +81,7 @@ class Incarnation:
         processes: Number of processes.
         nodes: Names of the nodes, ordered by rank.
         reason: Reason why the previous incarnation ended; ``start`` for a job's first incarnation.
-        resumed: Iteration of the checkpoint from which the incarnation resumed.
+        resumed: Iteration of the checkpoint that the incarnation resumed from.
         lost_steps: Number of completed steps that have to be repeated.
         source: Origin of the training state: ``start``, ``checkpoint``, ``checkpoint on the
             nodes' own disks`` or ``copies in memory``, followed by the reason if a newer state
@@ -116,7 +116,7 @@ class Incarnation:
         and from an earlier iteration if the newest checkpoint is damaged.
 
         Args:
-            iteration: Iteration from which the ranks resumed, or ``None`` if it is not known yet.
+            iteration: Iteration that the ranks resumed from, or ``None`` if it is not known yet.
         """
         if iteration is None or iteration == self.resumed:
             return
@@ -185,7 +185,7 @@ class IncarnationProgress:
         loaded_s: Time in seconds that it took to load the checkpoint.
         first_ns: Time when the first step of the incarnation was completed.
         saved_ns: Time when the last checkpoint was completed.
-        saving_s: Time in seconds for which the last checkpoint blocked training.
+        saving_s: Time in seconds that the last checkpoint blocked training.
         copies: Description of the in-memory copies of the state; empty if it is not known yet.
         step_s: Median step time in seconds over the last 1,000 steps, excluding the first step.
         slow: Ranks that diagnoses reported as slow, in order of the reports.
@@ -375,7 +375,7 @@ def read_state(checkpoints: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(
             f"--status {checkpoints}: {path}: {error.strerror}; pass the checkpoint folder of a "
-            "job that python -m megatron.adaptive train elastic started"
+            'job that "python -m megatron.adaptive train elastic" started'
         ) from None
     except ValueError as error:
         raise ConfigError(f"--status {checkpoints}: {path} is damaged ({error})") from None

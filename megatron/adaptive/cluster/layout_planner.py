@@ -81,7 +81,7 @@ _ANY_NUMBER = 1 << 20
 
 
 def node_kind(base: NodeType, gpus: int, slowness: float) -> NodeType:
-    """Returns a copy of ``base`` with ``gpus`` GPUs and durations multiplied by ``slowness``."""
+    """Returns a node type like ``base``, but with ``gpus`` GPUs, and slower by ``slowness``."""
     name = base.name
     if slowness != 1.0 or gpus != base.gpus:
         name += f" x {gpus}"
@@ -301,10 +301,10 @@ class Planning:
     def _fastest(
         self, options: SearchOptions, nodes: Sequence[str], inputs: PlanInputs
     ) -> tuple[ParallelLayout | None, ConfigError | None]:
-        """Returns the best layout that the trainer accepts, and the error of the first rejection.
+        """Returns the best layout that the trainer accepts, and why it rejected a better one.
 
         The layout is ``None`` if the trainer rejects all plans. The error is ``None`` if the
-        trainer accepts the first plan.
+        trainer accepts the best plan.
         """
         wished = self._config.schedule.pipeline_schedule
         options = replace(options, schedules=(wished if wished in policy_names() else "1f1b",))

@@ -24,7 +24,7 @@ from megatron.adaptive.errors import ConfigError
 
 _SIZES = "--stage-data-parallel-sizes"
 WORTH_A_MORPH = 0.03
-"""Minimum predicted saving for which a job changes its layout, as a fraction of the step time."""
+"""Minimum predicted saving that makes a job change its layout, as a fraction of the step time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ class Chooser:
 
         Args:
             arguments: The user's arguments for the trainer.
-            offers: Available nodes, in the order in which they get ranks. A subclass may order the
+            offers: Available nodes. They get ranks in this order. A subclass may order the
                 nodes differently.
 
         Returns:
@@ -138,7 +138,7 @@ class Chooser:
         """Returns whether a job with the layout ``running`` should switch to ``layout``.
 
         Args:
-            layout: Layout to which the job could change.
+            layout: Layout that the job could change to.
             running: Current layout of the job.
         """
         if layout.step_s is not None and running.step_s is not None:
@@ -157,7 +157,7 @@ def choose_layout(arguments: Sequence[str], offers: Sequence[Offer]) -> Parallel
 
     Args:
         arguments: The user's arguments for the trainer.
-        offers: Available nodes, in the order in which they get ranks.
+        offers: Available nodes. They get ranks in this order.
 
     Returns:
         The layout, or ``None`` if no layout fits the nodes.
@@ -253,7 +253,7 @@ def parse_requested(arguments: Sequence[str]) -> TrainerConfig:
     if _SIZES in flags_in(flags):
         raise ConfigError(
             f"{_SIZES} cannot be used in a job that changes its layout, because the job chooses "
-            "the ranks of its stages; remove it, or see --unequal"
+            "the ranks of its stages; remove it, or use --unequal instead"
         )
     first: ConfigError | None = None
     for replicas in (1, *range(2, 9)):

@@ -5,7 +5,7 @@ starts the next incarnation, or the job ends::
 
     wait for nodes -> choose a layout -> start ranks -> watch ──┬─ all iterations done: end
          ^                                                      ├─ error in the program: end
-         │            SIGUSR1 to the ranks, which save <──── node joins or will be taken away
+         │            SIGUSR1 to the ranks, which save <──── node joins or will be removed
          └──────────────── from the last complete checkpoint <──┴─ node or rank lost
 
 A new layout changes how the ranks divide the model and the batch. It changes neither the global
@@ -15,7 +15,7 @@ layout can resume from the newest complete checkpoint.
 If nodes join by themselves, each node runs a :class:`Participant`. One of the nodes is the
 manager::
 
-    claim the job ── free ──> manage it until its end, or until this node is taken away
+    claim the job ── free ──> manage it until its end, or until this node is removed
        ^     └────── taken ──> join the manager ── released by the manager ──> end
        └────────────────────────── manager lost <┘
 """
@@ -243,7 +243,7 @@ class Manager:
         expected = self._spec.nodes
         limit_s = self._spec.join_s
         if self._is_successor:
-            # All nodes of the previous manager should join again, except the node on which it ran.
+            # All nodes should join again, except the node on which the previous manager ran.
             expected = max(1, self._before_us - 1)
             limit_s = min(limit_s, _RETURN_S)
         until_s = self._clock.now_s() + limit_s
@@ -420,7 +420,7 @@ class Manager:
         if not ended_well(status):
             node = self._members.nodes[event.node]
             rank = event.message["key"].partition("/")[2]
-            # If the node is about to be taken away, do not count the exit of its rank as a failure.
+            # The exit of a rank on a node that is leaving the job does not count as a failure.
             gone = node.why if node.status == "leaving" else ""
             fault = f"rank {rank} on {node.name} {how_ended(status)}"
             kill = status in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV, -signal.SIGBUS)
@@ -627,7 +627,7 @@ class Manager:
         """Prevents ranks that still run in an earlier layout from saving checkpoints.
 
         Returns:
-            Whether this manager still holds the job's lease.
+            Whether this manager still holds the job's lease, the right to manage the job.
         """
         # If the disk is full, the ranks report the error when they save.
         with contextlib.suppress(OSError):
@@ -702,10 +702,10 @@ class Participant:
         self._notice: signal.Signals | None = None
 
     async def run(self) -> int:
-        """Takes part in the job until the job ends or this node is taken away.
+        """Takes part in the job until the job ends or this node is removed from it.
 
         Returns:
-            Exit status of the job, or :data:`EXIT_LEFT` if this node was taken away.
+            Exit status of the job, or :data:`EXIT_LEFT` if this node was removed.
 
         Raises:
             SetupError: The manager could not be reached within ``join_s`` seconds, no layout fits,
@@ -765,7 +765,7 @@ class Participant:
     async def _over(self, notice: signal.Signals | None) -> None:
         """Ends this node's role as manager or agent, and cancels all other tasks.
 
-        From now on, this object handles the signals.
+        Afterwards, this object handles the signals.
         """
         self._listen()
         self._notice = self._notice or notice

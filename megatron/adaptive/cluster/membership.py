@@ -42,7 +42,7 @@ _KEYS = ("slots", "name")
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Line of the machines file.
+    """Machine that the machines file lists.
 
     Attributes:
         name: Name of the node, which is unique within the file.
@@ -181,7 +181,7 @@ class Event(NamedTuple):
         kind: Name of the event: ``joined``, ``ready``, ``failed``, ``notice``, ``removed``,
             ``lost``, ``ended``, ``passed`` (a node that failed a probe earlier is fast enough now),
             ``stop`` or ``tick``.
-        node: Name of the node to which the event belongs; empty for ``stop`` and ``tick``.
+        node: Name of the event's node; empty for ``stop`` and ``tick``.
         message: Message from the node's agent, or a dictionary with the same structure.
     """
 
@@ -239,7 +239,7 @@ class Membership:
         machines: Path of the machines file, or ``None`` if nodes join by themselves.
         own_machine: Machine of the manager if nodes join by themselves, otherwise ``None``.
         address: Address at which other machines can reach this machine, or ``None`` to detect it.
-        secret: Secret with which agents and the manager authenticate each other.
+        secret: Secret that agents and the manager use to authenticate each other.
         work: Script and arguments of the ranks. They are sent to the agents started by this
             process.
     """
@@ -286,7 +286,8 @@ class Membership:
             OSError: No port is available.
         """
         allow_files(_NODES_AT_MOST)
-        # The default child watcher of asyncio would start a thread for each child process.
+        # Watch child processes through file descriptors. Before Python 3.12, asyncio by default
+        # starts a thread for each child process instead.
         if sys.version_info < (3, 12):
             watcher = asyncio.PidfdChildWatcher()
             watcher.attach_loop(asyncio.get_running_loop())
@@ -297,7 +298,7 @@ class Membership:
             self._start_agent(machine)
 
     def leaving(self, names: Iterable[str]) -> Node | None:
-        """Returns the first node in ``names`` that is about to be taken away, or ``None``."""
+        """Returns the first node in ``names`` that is leaving the job, or ``None``."""
         nodes = (self.nodes[name] for name in names)
         return next((node for node in nodes if node.status == "leaving"), None)
 

@@ -160,8 +160,8 @@ def node_command(conf: LaunchConf, node: NodePlace, run_dir: Path) -> list[str]:
     command += ["--nnodes", str(len(node.processes)), "--node-rank", str(node.node_rank)]
     command += ["--nproc-per-node", str(node.processes[node.node_rank])]
     command += ["--master-addr", node.master_addr, "--master-port", str(node.master_port)]
-    # The first node waits longer than the others, so that a node that cannot reach it reports the
-    # reason before Slurm ends the job because of the first node.
+    # Let the first node wait longer than the others. Otherwise, it might time out first, and Slurm
+    # might end the job before a node that cannot reach the first node has reported the reason.
     longer_s = _FIRST_NODE_LONGER_S if node.node_rank == 0 else 0
     limit_s = math.ceil(conf["MEETING_TIMEOUT_S"]) + longer_s
     command += ["--rdzv-conf", f"timeout={limit_s}"]
@@ -408,8 +408,8 @@ def check_files(conf: LaunchConf) -> None:
             path = Path(f"{conf.path('DATA')}{ending}")
             if not path.is_file():
                 raise ConfigError(
-                    f"DATA={conf['DATA']}: {path} does not exist; create it with python -m "
-                    "megatron.adaptive data preprocess, or set DATA=mock"
+                    f"DATA={conf['DATA']}: {path} does not exist; create it with "
+                    '"python -m megatron.adaptive data preprocess", or set DATA=mock'
                 )
     image = conf["IMAGE"] or ""
     is_file = {"apptainer": "://" not in image, "pyxis": image.startswith(("/", "./"))}.get(

@@ -180,7 +180,7 @@ class JobSnapshots:
         """Returns where the training state comes from, and how many steps must be repeated.
 
         Args:
-            resumed: Iteration of the checkpoint from which the incarnation resumes.
+            resumed: Iteration of the checkpoint that the incarnation resumes from.
             before: Last progress of the previous incarnation, or ``None`` for the first
                 incarnation.
         """
@@ -257,7 +257,7 @@ class JobSnapshots:
         return newest(kept)
 
     async def _write(self, source: SnapshotSource, until_s: float) -> str:
-        """Asks the nodes to write the step in ``source`` as a checkpoint.
+        """Asks the nodes to write their snapshots of the step in ``source`` as a checkpoint.
 
         Returns a description of the first failure, or an empty string if the nodes succeed before
         ``until_s``.

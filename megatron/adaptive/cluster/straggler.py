@@ -57,7 +57,7 @@ class Stragglers:
         excluded node.
 
         Args:
-            nodes: Available nodes, in the order in which they get ranks.
+            nodes: Available nodes. They get ranks in this order.
         """
         aside = {node.name for node in nodes} & self._aside.keys()
         while True:
@@ -77,7 +77,7 @@ class Stragglers:
         Args:
             name: Name of the node.
             why: Reason for excluding the node, shown in the job's state.
-            nodes: Available nodes, in the order in which they get ranks.
+            nodes: Available nodes. They get ranks in this order.
 
         Returns:
             Whether the node is excluded.
@@ -120,7 +120,7 @@ class Stragglers:
             slow_ranks: Ranks that diagnoses have reported as slow since the ranks were started.
             running: State of the ranks. If a node is slow, the predicted step time of
                 ``running.layout`` is increased.
-            nodes: Available nodes, in the order in which they get ranks.
+            nodes: Available nodes. They get ranks in this order.
 
         Returns:
             Reason to change the layout, or an empty string to keep the layout.

@@ -43,7 +43,7 @@ _LONGEST_PATTERN = 1000
 # This pattern matches nested repetitions such as (a*)*. They are rejected, because matching them
 # may take exponential time.
 _ENDLESS = re.compile(r"[*+}][^()]*\)[*+{]")
-# Values of init_lora_weights for which PEFT leaves the base model's weights unchanged.
+# PEFT leaves the base model's weights unchanged for these values of init_lora_weights.
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 
 
@@ -82,9 +82,9 @@ def _typed_flag(name: str, argv: Sequence[str]) -> str:
 def linear_names(config: TrainerConfig) -> dict[str, list[str]]:
     """Maps each linear layer of megatron-core to the names of its counterparts in ``transformers``.
 
-    A linear layer of megatron-core may combine several linear layers of ``transformers``. It stacks
-    the rows of their matrices. Without ``--load-hf``, the names are those of Llama, or those of
-    DeepSeek if the model has latent attention.
+    A linear layer of megatron-core may combine several linear layers of ``transformers`` by
+    stacking the rows of their matrices. Without ``--load-hf``, the names are those of Llama, or
+    those of DeepSeek if the model has latent attention.
     """
     family = base_of(config).family
     absent = ["q_proj"] if config.core.q_lora_rank is not None else ["q_down_proj", "q_up_proj"]
@@ -131,7 +131,7 @@ def adapted_parts(config: TrainerConfig) -> dict[str, tuple[bool, ...]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """The model for which adapters are trained (the base model).
+    """Base model of the adapters.
 
     Attributes:
         family: Model family. The adapters use its module names in ``transformers``.
@@ -143,7 +143,7 @@ class Base:
 
 
 def base_of(config: TrainerConfig) -> Base:
-    """Returns the base model for which a run with the settings ``config`` trains adapters."""
+    """Returns the base model of the adapters that a run with the settings ``config`` trains."""
     settings = config.checkpoint
     is_latent = config.core.multi_latent_attention
     family = base_family(settings.load_hf, settings.hf_family, is_latent=is_latent)
@@ -179,7 +179,7 @@ def adapter_settings(folder: Path, base: Base) -> Settings:
 
     Args:
         folder: Folder written by PEFT's ``save_pretrained``.
-        base: Base model for which the adapters were trained.
+        base: Base model of the adapters.
 
     Raises:
         ConfigError: The folder does not contain adapters, or this trainer does not support them.
@@ -213,7 +213,7 @@ def _targets(modules: Any, base: Base, where: str) -> list[str]:
     Args:
         modules: Value of ``target_modules``. This is a list of names, ``all-linear``, or a regular
             expression that must match the full name of a module.
-        base: Base model for which the adapters were trained.
+        base: Base model of the adapters.
         where: Path of the file, shown in error messages.
 
     Raises:

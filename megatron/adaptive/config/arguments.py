@@ -40,7 +40,7 @@ _HELP_FLAGS = ("-h", "--help")
 _SECONDS_PER_MINUTE = 60
 
 # Settings that cannot be combined, because they would be redundant or contradict each other. The
-# error message contains the text after ``|`` as the reason.
+# text after ``|`` is the reason, which the error message contains.
 _EXCLUSIVE = """\
 fp16 excludes bf16 | parameters can have only one data type
 train_iters excludes train_samples | the length of the run can have only one unit

@@ -91,7 +91,7 @@ class AttentionCase:
         backend: Value of ``--attention-backend``.
         device: Type of the device, ``cuda`` or ``cpu``.
         dtype: Name of the data type of the queries, such as ``bfloat16``.
-        mask: Set of tokens to which a token may attend.
+        mask: Set of tokens that a token may attend to.
         is_packed: Whether a row consists of several documents, and no mask tensor separates them.
         query_width: Number of channels per head in queries and keys.
         value_width: Number of channels per head in values.
@@ -156,7 +156,8 @@ def allows_cudnn(*, dropout: float, has_mask: bool, is_varied: bool, is_threaded
         has_mask: Whether attention may need a mask tensor, for example because a rank holds only
             a part of each sequence.
         is_varied: Whether the lengths of sequences or documents vary.
-        is_threaded: Whether attention also runs in threads that end with the step.
+        is_threaded: Whether attention also runs in new threads in each step. In each new thread,
+            the first call of cuDNN would take several hundred milliseconds.
     """
     return dropout == 0 and not (has_mask or is_varied or is_threaded)
 

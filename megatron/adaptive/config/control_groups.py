@@ -9,7 +9,7 @@ PROC = Path("/proc")
 """Mount point of the proc file system, which contains a folder for each process."""
 
 MOUNTED = Path("/sys/fs/cgroup")
-"""Folder in which the file systems of control groups are mounted."""
+"""Folder with the mounted file systems of control groups."""
 
 
 def folders(controller: str) -> Iterator[Path]:

@@ -318,7 +318,7 @@ def _require_below(name: str, rank: int, size: int) -> None:
 _FILES_OF_RANK = 128
 """Maximum number of files and connections that a rank opens in a job with a single rank.
 
-The number contains a safety margin: in a measurement, the rank opened 105.
+The number includes a safety margin: in a measurement, the rank opened 105.
 """
 _FILES_OF_PEER = 24
 """Maximum number of additional files and connections that a rank opens for each other rank.
@@ -346,7 +346,7 @@ def require_files(world_size: int) -> None:
         raise SetupError(
             f"in a job with {world_size} ranks, a rank may need up to {needed} open files and "
             f"connections, but this process may open only {hard} (ulimit -n); raise the limit, for "
-            f"example with ulimit -n {_FILES_AIMED_AT}"
+            f'example with "ulimit -n {_FILES_AIMED_AT}"'
         )
     most = _FILES_AIMED_AT if hard == resource.RLIM_INFINITY else min(hard, _FILES_AIMED_AT)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
@@ -357,7 +357,7 @@ def too_many_files(reason: str) -> SetupError:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return SetupError(
         f"cannot open a file or connection ({reason}), because this process may have only {soft} "
-        f"open (ulimit -n); raise the limit, for example with ulimit -n {_FILES_AIMED_AT}"
+        f'open (ulimit -n); raise the limit, for example with "ulimit -n {_FILES_AIMED_AT}"'
     )
 
 
@@ -393,7 +393,7 @@ def job_secret() -> str | None:
             with open_file(path) as file:
                 if os.fstat(file.fileno()).st_mode & 0o007:
                     raise ConfigError(
-                        f"{where}: every user can read the file; run chmod 600 {path}"
+                        f'{where}: every user can read the file; run "chmod 600 {path}"'
                     )
                 secret = file.read(1 << 16).decode().strip()
         except (OSError, UnicodeDecodeError) as error:
@@ -405,7 +405,7 @@ def job_secret() -> str | None:
         return None
     if len(secret) < _LEAST_SECRET:
         raise ConfigError(
-            f"{where}: the secret is too short; create one with openssl rand -hex 32 and use it "
+            f'{where}: the secret is too short; create one with "openssl rand -hex 32", and use it '
             "on all nodes"
         )
     return secret
@@ -467,5 +467,5 @@ class JobOrder:
         except (ValueError, TypeError, KeyError):
             raise ConfigError(
                 f"environment variable {JOB_VARIABLE} has an invalid value, {text[:60]!r}; unset "
-                "it, because only python -m megatron.adaptive train elastic may set it"
+                'it, because only "python -m megatron.adaptive train elastic" may set it'
             ) from None

@@ -557,7 +557,7 @@ def _data(config: TrainerConfig, flags: GivenFlags, needs_data: bool) -> Rules:
 
 
 def _is_split(text: str) -> bool:
-    """Returns whether ``text`` contains one to three non-negative numbers with a positive sum."""
+    """Returns whether ``text`` is a valid split: one to three weights whose sum is positive."""
     try:
         shares = [float(part) for part in text.replace(",", " ").split()]
     except ValueError:

@@ -1,8 +1,8 @@
 """Finds flags that have no effect on a run, because they belong to a feature that is off.
 
-The table below uses the notation of :mod:`~megatron.adaptive.config.flag_rules`. It has no rules
-for flags that ``flag_checks.py`` rejects if their feature is off, for flags whose effect depends on
-the hardware, or for settings that the trainer itself changes.
+The table below uses the notation of :mod:`~megatron.adaptive.config.flag_rules`. It omits flags
+that ``flag_checks.py`` rejects if their feature is off, flags whose effect depends on the hardware,
+and settings that the trainer itself changes.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def effect_notes(specs: Mapping[str, FieldSpec]) -> dict[str, str]:
 
 
 def add_note(spec: FieldSpec, notes: Mapping[str, str]) -> FieldSpec:
-    """Returns a copy of ``spec`` whose help text ends with its note, if there is one."""
+    """Appends the note for ``spec`` in ``notes``, if any, to its help text, and returns a copy."""
     if spec.dest not in notes:
         return spec
     return dataclasses.replace(spec, detail=f"{spec.detail or spec.help_text} {notes[spec.dest]}")

@@ -16,9 +16,9 @@ Each term on the left is checked against each term on the right. The term ``name
 setting ``name`` does not have its default value. The term ``name=a,b`` is true if the setting has
 one of these values, ``name!=a,b`` is true if it has none of them, and ``name>1`` is true if its
 value is larger. On the left, ``+`` joins terms that must all be true, and ``*`` multiplies settings
-whose product must divide the setting on the right. On the right, ``/`` joins terms of which at
-least one must be true. Rules about unknown settings are skipped, so that programs with different
-settings can share a table.
+whose product must divide the setting on the right. On the right, ``/`` joins alternatives: at least
+one of these terms must be true. Rules about unknown settings are skipped, so that programs with
+different settings can share a table.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _OF_TRACES = "trace_otlp needs trace_dir\n"
 
 @functools.cache
 def order_rules(schedule: str) -> str:
-    """Returns the rules about schedules that the trainer and the plug-in share, as a text table.
+    """Returns the table of rules about schedules, which apply to the trainer and to ``Pipeline``.
 
     Args:
         schedule: Value of ``--pipeline-schedule``, which may name a user's schedule.
@@ -165,8 +165,8 @@ class GivenFlags:
     def conditions(self, table: str) -> dict[str, list[str]]:
         """Returns the flags without which a setting has no effect, keyed by the setting's name.
 
-        Conditions that concern only single values of a setting are not included. A flag that must
-        be absent is preceded by the word ``no``.
+        Conditions for only some values of a setting are not included. The word ``no`` precedes a
+        flag that must be absent.
 
         Args:
             table: Rules with the verb ``acts with``.
@@ -212,7 +212,7 @@ class GivenFlags:
         return f"{self._text(rule.right)} is not a multiple of {text}" if limit % unit else ""
 
     def _applies(self, term: str, unknown: bool = False) -> bool:
-        """Returns whether ``term`` is true, or ``unknown`` if there is no such setting."""
+        """Returns whether ``term`` is true, or ``unknown`` if it names an unknown setting."""
         name, sign, listed = _parts(term)
         if name not in self._values:
             return unknown
@@ -229,10 +229,9 @@ class GivenFlags:
         return str(getattr(self, _parts(term)[0]))
 
     def _unsuitable(self, term: str) -> str:
-        """Returns a clause with the current value of the required setting, or an empty string.
+        """Returns text such as ``, got 4``, with the value of the setting in ``term``.
 
-        ``term`` is the term of the rule with the required setting. The result is empty if the
-        setting has no value, or is a switch.
+        The text is empty if the setting has no value or is a switch.
         """
         name = _parts(term)[0]
         is_absent = self._values[name] is None or self._specs[name].is_switch
@@ -272,7 +271,7 @@ class _Rule(NamedTuple):
 
 @functools.cache
 def _rules_of(table: str) -> list[_Rule]:
-    """Splits a table into rules with one term on each side, in the order of the table."""
+    """Parses a table of rules. A line with several terms on a side becomes several rules."""
     rules = []
     for line in table.replace("\n    ", " ").splitlines():
         rule, _, reason = line.partition(" | ")

@@ -251,7 +251,7 @@ class FieldSpec:
 
     @property
     def default_text(self) -> str:
-        """Default as text for ``--help`` and ``docs/flags.md``, ``none`` if there is no default."""
+        """Text of the default in ``--help`` and ``docs/flags.md``; ``none`` without a default."""
         if self.derived:
             return self.derived
         texts = ((MISSING, "required"), (None, "none"), ("", "none"), (True, "on"), (False, "off"))

@@ -1,6 +1,6 @@
 """Converts the ``config.json`` of a Hugging Face model to settings of the trainer.
 
-The model's family (``config/families``) defines which keys the file has. The planner also accepts
+The model's family (``config/families``) defines the keys of the file. The planner also accepts
 models that the trainer cannot build. The trainer uses :func:`load_config`, which rejects such
 models.
 """
@@ -108,7 +108,8 @@ def load_config(folder: Path, hf_family: str | None = None) -> HuggingFaceModel:
                 f"{family.nearest}"
             )
         family.check(document, settings, str(path))
-        # The transformers library does not save the layers for multi-token prediction.
+        # config.json may list layers for multi-token prediction whose weights are not in the
+        # folder, because the transformers library does not save these layers.
         prefix = family.layer_prefix.format(settings["num_layers"])
         if "mtp_num_layers" in settings and not _has_weights(folder, prefix):
             del settings["mtp_num_layers"]

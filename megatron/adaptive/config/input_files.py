@@ -190,7 +190,7 @@ def _integer(digits: str) -> int:
 def _any_integer(digits: str) -> int | float:
     """Converts ``digits`` to an integer, or to infinity if the number is too large for a float.
 
-    With such a large integer, a later division would raise OverflowError.
+    Later divisions of such a large integer would raise OverflowError.
     """
     return int(digits) if len(digits) <= _MOST_DIGITS else math.copysign(math.inf, float(digits))
 

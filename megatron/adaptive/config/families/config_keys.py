@@ -238,7 +238,7 @@ def check_numbers(config: Mapping[str, Any], whole: frozenset[str], where: str) 
 
 
 def scaling_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the settings of the rotary embedding, which ``config`` has under one of two keys."""
+    """Returns the rotary embedding's settings, which are under one of two keys in ``config``."""
     scaling: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
     return scaling
 

@@ -104,10 +104,7 @@ class Gemma3Text(Gemma2):
     }
 
     def adjust(self, config: Mapping[str, Any], settings: Settings) -> None:
-        """Adjusts settings as for Gemma 2, and removes an unused rotary base for windows.
-
-        The rotary base for windows is unused if no layer has a window.
-        """
+        """Adjusts settings as for Gemma 2. Removes the rotary base for windows without windows."""
         super().adjust(config, settings)
         if "window_size" not in settings:
             settings.pop("window_rotary_base", None)

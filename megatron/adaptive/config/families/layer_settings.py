@@ -78,7 +78,7 @@ def window_settings(config: Mapping[str, Any], period: int, layers: int, where: 
                 raise ConfigError(
                     f"{where}: layer_types contains {kind!r}, which the planner does not "
                     "support; specify the sizes of these layers as `layers` of a model file "
-                    "(see plan --schema model)"
+                    '(see "plan --schema model")'
                 )
         have_window = [kind == "sliding_attention" for kind in kinds]
     else:

@@ -23,7 +23,8 @@ _STATES = "layers that keep a state instead of attention"
 _FUSED = "a different order of queries, keys and values in one matrix"
 _UNROTATED = "layers without rotation"
 _MULTIPLIED = "scale factors of embeddings, residuals and logits"
-# Features of unsupported models that no supported family has and that config.json does not show.
+# Features of unsupported models, keyed by model type, for error messages. No supported family has
+# these features, and config.json does not show them.
 _DIFFERENCES: Mapping[str, str] = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "jamba", "rwkv", "bamba"), _STATES),
     **dict.fromkeys(("internlm2", "baichuan", "qwen", "chatglm"), _FUSED),
@@ -89,7 +90,7 @@ def supported_types() -> list[str]:
 
 
 def find_family(model_type: Any, hf_family: str | None = None) -> Family | None:
-    """Returns the family to which ``model_type`` belongs, or ``None`` if there is none.
+    """Returns the family of ``model_type``, or ``None`` if there is none.
 
     Args:
         model_type: Value of ``model_type`` in ``config.json``.
@@ -193,8 +194,8 @@ def family_of(config: Mapping[str, Any], where: str, hf_family: str | None = Non
     raise ConfigError(
         f"{where}: model_type {name!r} is unknown; the nearest is {nearest}, which "
         f"{_lacks(config, name, nearest)}. Known types are {', '.join(supported_types())}. To "
-        "plan a model of another type, specify its sizes as `layers` of a model file (see plan "
-        "--schema model)"
+        'plan a model of another type, specify its sizes as `layers` of a model file (see "plan '
+        '--schema model")'
     )
 
 

@@ -12,13 +12,13 @@ ATTENTION: Mapping[str, str] = {
     "self_attn.q_norm": "self_attention.q_layernorm",
     "self_attn.k_norm": "self_attention.k_layernorm",
 }
-"""Names of the modules of attention blocks with separate matrices for queries, keys and values."""
+"""Modules of an attention block with separate matrices for queries, keys and values."""
 GATED: Mapping[str, str] = {
     "mlp.gate_proj": "mlp.linear_fc1",
     "mlp.up_proj": "mlp.linear_fc1",
     "mlp.down_proj": "mlp.linear_fc2",
 }
-"""Names of the modules of a gated feed-forward block."""
+"""Modules of a gated feed-forward block: Hugging Face names, mapped to megatron-core's names."""
 EXPERTS: Mapping[str, str] = {
     "mlp.gate": "mlp.router",
     "mlp.gate.e_score_correction_bias": "mlp.router.expert_bias",
@@ -29,22 +29,22 @@ EXPERTS: Mapping[str, str] = {
     "mlp.shared_experts.up_proj": "mlp.shared_experts.linear_fc1",
     "mlp.shared_experts.down_proj": "mlp.shared_experts.linear_fc2",
 }
-"""Names of the modules of the router, of gated experts and of shared experts."""
+"""Modules of the router, of gated experts and of shared experts."""
 NORMS: Mapping[str, str] = {
     "input_layernorm": "input_layernorm",
     "post_attention_layernorm": "pre_mlp_layernorm",
 }
-"""Names of the norms before attention and before the feed-forward block."""
+"""Norms before attention and before the feed-forward block."""
 OUTER: Mapping[str, str] = {
     "model.embed_tokens": "embedding.word_embeddings",
     "model.norm": "decoder.final_layernorm",
     "lm_head": "output_layer",
 }
-"""Names of the modules outside of layers."""
+"""Modules outside the layers."""
 PREDICTION: Mapping[str, str] = {
     "enorm": "enorm",
     "hnorm": "hnorm",
     "eh_proj": "eh_proj",
     "shared_head.norm": "final_layernorm",
 }
-"""Names of the modules that only multi-token prediction layers have."""
+"""Modules that only multi-token prediction layers have."""
