@@ -170,8 +170,8 @@ def _keep(*_: Any) -> None:
 def _copy_all(outputs: Any, inputs: Any, *_: Any) -> None:
     """Copies each tensor in ``inputs`` to the corresponding tensor in ``outputs``.
 
-    The arguments are either two tensors with equally many elements, or two lists. The elements of a
-    list are tensors, or lists with one tensor per rank, of which there is only one here.
+    The arguments are either two tensors with the same number of elements, or two lists. The
+    elements of a list are tensors, or lists with one tensor per rank. The group has only one rank.
     """
     for output, source in zip(_tensors([outputs]), _tensors([inputs]), strict=True):
         output.copy_(source.reshape(output.shape))
@@ -186,7 +186,7 @@ _ALONE: Mapping[str, Callable[..., None]] = {
     "reduce_scatter_tensor_coalesced": _copy_all,
     "reduce_scatter_single_coalesced": _copy_all,
 }
-"""Functions that replace methods of a gloo process group with a single rank, keyed by method.
+"""Replacements for the methods of gloo process groups that have only one rank, keyed by method.
 
 megatron-core calls collectives even for groups with a single rank. NCCL does almost nothing for
 such groups, but gloo copies GPU tensors to the host and back, and blocks the calling thread until
@@ -255,7 +255,7 @@ that torch 2.13 has for some of them.
 
 
 def install() -> None:
-    """Replaces the process group methods that do not work, or are slow, with GPU tensors over gloo.
+    """Replaces the process group methods that fail or are slow if gloo handles GPU tensors.
 
     The change applies to the whole process. CPU tensors and groups of other backends are not
     affected. A second call does nothing.

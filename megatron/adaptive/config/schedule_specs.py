@@ -231,7 +231,7 @@ def _own_spec(name: str) -> ScheduleSpec:
 
 
 def why_whole_backward(*, recompute: str | None, overlaps: bool, replicas: int) -> str | None:
-    """Returns a reason against separate weight-gradient passes, or ``None`` if there is none.
+    """Returns why schedules should not split backward passes by default, or ``None`` if they may.
 
     Usually, a backward pass for inputs (B) frees more memory than it keeps for the later backward
     pass for weights (W), so the limit on activations still holds. In the cases that this function

@@ -454,7 +454,7 @@ def _check_special_tokens(
             f"{flag} {' '.join(special)} must contain {' '.join(required)}; add {' '.join(missing)}"
         )
     if len(set(special)) < len(special):
-        raise ConfigError(f"{flag} {' '.join(special)} contains a token twice; remove it")
+        raise ConfigError(f"{flag} {' '.join(special)} contains a token twice; remove one")
     if len(special) > num_special:
         raise ConfigError(
             f"{flag} contains {len(special)} tokens, but --tiktoken-num-special-tokens is "

@@ -491,8 +491,8 @@ def defer_layers(chunk: torch.nn.Module) -> list[str]:
     for name, layer in chunk.named_modules():
         if hasattr(layer, "cudagraph_manager") or hasattr(layer, "cuda_graphs"):
             captured = (*captured, f"{name}.")
-        # Convert a layer even if it has no weight matrix, because an output layer may share the
-        # weight of the embedding.
+        # Also convert supported layers without a weight matrix of their own, such as an output
+        # layer that shares the weight of the embedding.
         if isinstance(layer, Deferring) or not (type(layer) in _DEFERRING or _has_matrix(layer)):
             continue
         reason = _why_whole(layer)

@@ -118,7 +118,7 @@ class RunningDiagnosis:
         self._next = last + 1
 
     def _take(self, ended: subprocess.Popen[bytes]) -> None:
-        """Reports the diagnosis of the exited process ``ended``, unless the process failed."""
+        """Reports the findings of the diagnosing process ``ended``, unless that process failed."""
         self._process = None
         with self._answer as file:
             file.seek(0)

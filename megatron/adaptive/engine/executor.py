@@ -280,8 +280,8 @@ class Executor:
         running = Counter(codes)
         running.subtract(finished)
         finished.subtract(unfinished)
-        # The device runs actions in launch order. An action that has started but is not launched
-        # yet is the current one only if the device has finished all others.
+        # The device runs actions in launch order. An action that is still being launched is
+        # therefore the current one only if the device has finished all launched actions.
         being_launched = (code for code, count in running.items() if count > 0)
         present = unfinished[0] if unfinished else next(being_launched, None)
         return _Progress(len(codes), finished, present, bool(unfinished))
@@ -477,8 +477,9 @@ class Executor:
     def _await_input_of(self, action: Action, policy: Policy, state: RankState) -> None:
         """Waits until another input arrives, because ``action`` cannot start yet.
 
-        The leader chose ``action``, so its input will reach the executor. If the action can never
-        start in ``state``, this method raises an error with the name of ``policy``.
+        The leader has chosen ``action``, so its input has arrived and only has to be taken from the
+        queue. If the action can never start in ``state``, this method raises an error with the name
+        of ``policy``.
         """
         if self._decides or not state.is_possible(action):
             raise ScheduleError(
@@ -486,7 +487,8 @@ class Executor:
                 f"{self._pp_rank} of the pipeline, which cannot start: {state.why_not(action)}; "
                 f"{state.describe()}"
             )
-        # The leader chose the action, so its input is in this rank's completion queue.
+        # The leader chooses an action only after its input has arrived on all members, so the input
+        # is in this rank's completion queue.
         self._await_arrival(state)
 
     def finish_step(self) -> RankTimes:
@@ -705,8 +707,8 @@ class Executor:
             item = transport.completions.wait(until_s)
             if item is not None or until_s == deadline_s:
                 return item
-            # A message that was sent before the channel was closed may be in memory, but not yet in
-            # the queue. Another wait would return it.
+            # After a channel has been closed, wait once more before raising an error, because a
+            # message that was sent earlier may not be in the queue yet.
             if closed:
                 raise self._closed(f"waits for {state.missing()}", closed)
             closed = closed_peers(transport, [need.sender for need in self._needs(state)])

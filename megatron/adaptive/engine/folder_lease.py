@@ -43,7 +43,7 @@ from megatron.adaptive.handshake import write_private
 BEAT_S = 2.0
 """Interval in seconds between two increments of the holder's counter."""
 STALE_S = 10.0
-"""Time in seconds without a change of the counter after which another job may take over."""
+"""Time in seconds after which another job may take over a folder whose counter has not changed."""
 _LOOK_S = 0.2
 _ENDED = "ended"
 _FOLDER = ".lease"
@@ -129,7 +129,7 @@ class Lease:
         raise self.taken(number)
 
     def join(self, number: int) -> None:
-        """Shares the right that another process of this job holds.
+        """Lets this process write to a folder that another process of this job has claimed.
 
         Args:
             number: Number of that process's claim.
@@ -137,9 +137,9 @@ class Lease:
         self.number = number
 
     def join_manager(self, number: int | None, job: str) -> bool:
-        """Shares the right to the folder with this process's manager, if the manager holds it.
+        """Lets this process write to the folder if its manager has claimed the folder.
 
-        Returns whether the manager holds the right.
+        Returns whether the manager has claimed the folder for this job.
 
         Args:
             number: Number of the manager's claim, or ``None`` if there is no manager.
@@ -154,7 +154,7 @@ class Lease:
     def advance(self) -> bool:
         """Replaces this job's claim with a new claim that has the next number.
 
-        Processes that joined the old claim lose the right.
+        Processes that joined the old claim may no longer write to the folder.
 
         Returns:
             True if this process still held the right, and therefore got the next number.
@@ -178,7 +178,7 @@ class Lease:
         write_private(self._path("private"), json.dumps(facts))
 
     def beat(self) -> bool:
-        """Increments the counter, and returns whether this job still holds the right.
+        """Increments the counter, and returns whether this job may still write to the folder.
 
         Raises:
             OSError: The counter cannot be written.
@@ -197,7 +197,7 @@ class Lease:
         return True
 
     def is_held(self, say: Callable[[str], None]) -> bool:
-        """Increments the counter, and returns whether this job still holds the right.
+        """Increments the counter, and returns whether this job may still write to the folder.
 
         If the folder is not writable, the method cannot determine whether another job has taken
         over, and returns True.
@@ -223,7 +223,7 @@ class Lease:
 
         ``say`` prints a line of text.
 
-        The thread also ends if this job loses the right (see :meth:`is_held`).
+        The thread also ends if this job may no longer write to the folder (see :meth:`is_held`).
         """
 
         def count() -> None:
@@ -248,7 +248,7 @@ class Lease:
                 raise self.taken(over=True) from None
 
     def end(self) -> None:
-        """Releases the right if this process made the claim, so that other jobs need not wait."""
+        """Releases the folder if this process claimed it, so that other jobs need not wait."""
         self._over.set()
         if self._claimed and self.number:
             with contextlib.suppress(OSError):  # Writing fails if another job has taken over.
@@ -356,8 +356,8 @@ class Lease:
         is_restart = is_same and owner.get("restarts", 0) < claimed["restarts"]
         if first == _ENDED or _is_gone(owner) or is_restart:
             return False
-        # Count the reads of the counter instead of measuring time, because the holder cannot
-        # increment its counter while the storage hangs.
+        # Count reads of the counter instead of measuring time. While the storage hangs, the holder
+        # cannot increment its counter, but the reads are also delayed.
         for _ in range(round(STALE_S / _LOOK_S)):
             if self._path("claim", number + 1).exists():
                 return False

@@ -37,7 +37,7 @@ _JOIN_S = 30.0
 
 
 class _Abandoned(Exception):  # noqa: N818 - ends a lane if the other one failed
-    """Raised in an action to stop it after the action in the other lane has failed."""
+    """Stops the action in one lane (thread) after the action in the other lane has failed."""
 
 
 class Lanes:
@@ -150,8 +150,7 @@ class Lanes:
                 return
             try:
                 self._run_here(action)
-                # Only one weight gradient runs during an exchange. Afterwards, the first lane gets
-                # the turn back.
+                # Run at most one weight gradient during an exchange, then return to the first lane.
                 while self._communicates[0] and action.kind is not ActionKind.W:
                     action = self._decide(True)
                     if action is None:

@@ -251,7 +251,7 @@ class Job:
         The rights to folders are released first.
         """
         if not self.owns_process_group:
-            dist.barrier()  # After the barrier, no rank is waiting in one of these groups.
+            dist.barrier()  # After the barrier, no rank is waiting in any of these groups.
         self._end(with_groups=True)
 
     def _end(self, *, with_groups: bool) -> None:

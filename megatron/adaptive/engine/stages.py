@@ -124,7 +124,7 @@ class GradientSync:
         self._next_start = len(chunks) - 1
 
     def hold(self) -> None:
-        """Turns the data-parallel reduction off, so that gradients are only accumulated locally."""
+        """Disables data-parallel reduction, so that gradients are only accumulated locally."""
         for chunk, hold in enumerate(self._hold):
             if hold is not None and self._held[chunk] is None:
                 context = hold()
@@ -132,7 +132,7 @@ class GradientSync:
                 self._held[chunk] = context
 
     def before_last_backward(self, chunk: int) -> None:
-        """Turns the reduction on for the last backward pass of ``chunk``.
+        """Enables gradient reduction for the last backward pass of ``chunk``.
 
         This method does nothing if the chunk has a ``grad_sync_func``, which is called after the
         backward pass.
@@ -162,7 +162,7 @@ class GradientSync:
             self._next_start -= 1
 
     def release(self) -> None:
-        """Turns the reduction of all chunks on again, at the end of a step or after an error."""
+        """Re-enables gradient reduction for all chunks, at the end of a step or after an error."""
         for chunk in range(len(self._held)):
             self._let_go(chunk)
 
@@ -431,8 +431,8 @@ class MegatronStages(SplitStages):
             self._sync.after_last_weights(chunk)
 
     def retained_bytes(self, chunk: int, microbatch: int) -> int:
-        # The store measures the first B of a chunk, and this B processes the last slice of a
-        # microbatch.
+        # The store measures this size only in the first B of a chunk, which processes the last
+        # slice of a microbatch.
         key = -1 - chunk
         if self.slices is not None:
             self.measured.setdefault(key, self.slices.tokens(microbatch))

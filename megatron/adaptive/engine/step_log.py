@@ -1,4 +1,4 @@
-"""Records the waits and messages of a rank in a traced step, and the reasons for its choices."""
+"""Records a rank's waits and messages in a traced step, and why it chose each action."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class StepLog:
         self._by_group = isinstance(item, Notice)
 
     def decision(self, asked_ns: int, state: RankState) -> None:
-        """Records the arrival of the leader's decision that this rank requested at ``asked_ns``."""
+        """Records that the leader's decision, which was requested at ``asked_ns``, has arrived."""
         now_ns = self.now_ns()
         if now_ns - asked_ns < SHORT_NS:
             return

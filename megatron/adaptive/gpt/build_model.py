@@ -115,12 +115,12 @@ class KeyedInit:
         return self  # Copies of a configuration must share the count of initialized weights.
 
     def enter_layer(self, layer: int) -> None:
-        """Sets the layer to which the weights initialized from now on belong."""
+        """Begins a layer, to which all weights initialized from now on belong."""
         self._layer = layer
         self.count = 0
 
     def leave_layer(self) -> None:
-        """Treats the weights initialized from now on as weights that belong to no layer."""
+        """Ends the current layer. Weights initialized from now on belong to no layer."""
         self._layer = None
 
     @contextlib.contextmanager
@@ -400,7 +400,7 @@ def build_chunks(
     Returns:
         The wrapped chunks of this rank, sorted by chunk index.
     """
-    # Losses that megatron-core still stores may be from an earlier model with fewer layers.
+    # Remove the losses of an earlier model, which may have had fewer layers.
     forget_balancing_losses()
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     chunks = []

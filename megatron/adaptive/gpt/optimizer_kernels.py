@@ -62,8 +62,9 @@ def _scale(
 ) -> None:
     """Writes the tensors in ``lists[0]``, multiplied by ``scale``, to the tensors in ``lists[1]``.
 
-    A copy of all tensors at once would need much memory, so only the cases that occur in a step,
-    which need no copy, are handled differently than in megatron-core.
+    The two cases that occur in a step, copying without scaling and scaling in place, process all
+    tensors at once. In other cases, this would need a copy of all tensors, so megatron-core's
+    function is used.
     """
     sources, targets = map(list, lists)
     if scale == 1.0:

@@ -282,7 +282,7 @@ class SequenceSlices:
 
     @property
     def num_microbatches(self) -> int:
-        """Returns the number of microbatches, or 0 if all microbatches are cut in the same way."""
+        """Returns the number of microbatches with separate cuts, or 0 if all have the same cuts."""
         return len(self._cuts)
 
     def work(self, item: int) -> tuple[int, int]:

@@ -233,7 +233,7 @@ class Step:
         run = self._run
         model = self._config.model
         if microbatches is not None:
-            # If documents are packed, there may be fewer microbatches.
+            # Packing documents may have reduced the number of microbatches.
             num_microbatches = len(microbatches)
         more: dict[str, Any] = {}
         # megatron-core's schedule does not accept the sizes of microbatches.
@@ -470,7 +470,7 @@ def params_norm(run: Run) -> float:
 
 
 _NOT_FINITE = re.compile(r"\bfound (NaN|Inf) in local grad norm\b")
-"""Pattern of the message of megatron-core's RuntimeError about a gradient that is not finite."""
+"""Pattern of megatron-core's error message about a gradient that is infinite or NaN."""
 _CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 """Text in the message of the RuntimeError that torch raises if host memory is exhausted."""
 

@@ -286,7 +286,9 @@ class BatchComparison:
         self._num_calls = {"training": 0, "evaluation": 0}
 
     def begin_call(self, *, is_training: bool) -> None:
-        """Decides whether ranks compare the next step or evaluation. All ranks must call this.
+        """Decides whether ranks compare their batches in the next step or evaluation.
+
+        All ranks must call this.
 
         Steps and evaluations are counted separately, because they usually use different data
         loaders.

@@ -301,7 +301,7 @@ class ContentBalance:
         return DealtList(batch, dealt[self._mesh.dp_rank], Digest.of(entries, dealt))
 
     def _is_trainable(self, total: int) -> bool:
-        """Returns whether a batch of ``total`` microbatches can be distributed for training."""
+        """Returns whether the replicas can train on a batch of ``total`` microbatches."""
         return not total % self._group and total >= self._least * self._mesh.dp_size
 
     def check_total(self, batch: Any) -> None:

@@ -39,8 +39,8 @@ from megatron.adaptive.modules.recorder import (
 )
 from megatron.adaptive.modules.tape import Call, Ref, Tape
 
-# Names of the parameters with which torch operations receive a dropout rate. An operation with a
-# dropout rate of 0 draws no random numbers.
+# Names of the dropout-rate parameters of torch operations. An operation with a dropout rate of 0
+# draws no random numbers.
 _PROBABILITIES = ("dropout_p", "dropout")
 
 
