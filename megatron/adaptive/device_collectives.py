@@ -164,7 +164,7 @@ def _receive_on_host(
 
 
 def _keep(*_: Any) -> None:
-    """Does nothing, because the sum or the broadcast of a single rank's tensor is this tensor."""
+    """Does nothing, because a sum or broadcast over a single rank leaves the tensor unchanged."""
 
 
 def _copy_all(outputs: Any, inputs: Any, *_: Any) -> None:
@@ -186,7 +186,7 @@ _ALONE: Mapping[str, Callable[..., None]] = {
     "reduce_scatter_tensor_coalesced": _copy_all,
     "reduce_scatter_single_coalesced": _copy_all,
 }
-"""Replacements for the methods of gloo process groups that have only one rank, keyed by method.
+"""Functions that run instead of gloo's methods in groups with a single rank, keyed by method.
 
 megatron-core calls collectives even for groups with a single rank. NCCL does almost nothing for
 such groups, but gloo copies GPU tensors to the host and back, and blocks the calling thread until
@@ -198,8 +198,8 @@ def _with_settings(single: Any, options: Any = None) -> Any:
     """Copies the settings of ``options`` to ``single``, and returns ``single``.
 
     Args:
-        single: Options of one of several collectives that together replace one collective.
-        options: Options of the replaced collective, or ``None`` to copy nothing.
+        single: Options of one of the collectives that replace the original collective.
+        options: Options of the original collective, or ``None`` to copy nothing.
     """
     for name in ("reduceOp", "timeout", "asyncOp"):
         # Some collectives and older releases of torch do not have all of these attributes.
@@ -246,7 +246,7 @@ TREATMENTS: Mapping[str, Callable[..., Any] | None] = {
     "barrier": None,
     "monitored_barrier": None,
 }
-"""Functions that replace methods of a gloo process group for GPU tensors, keyed by method.
+"""Functions that run instead of gloo's methods if tensors are on a GPU, keyed by method.
 
 ``None`` means that the method works and is not replaced, except in groups with a single rank. The
 list contains the methods of ``ProcessGroupGloo.cpp`` in torch 2.6 to 2.11, and the additional names

@@ -78,7 +78,7 @@ def write_private(path: Path, text: str) -> None:
 
 
 class Session:
-    """Signs and checks the messages of a connection whose two sides have proved the secret.
+    """Signs and checks the messages of a connection after the handshake.
 
     One thread may send messages while another one receives messages.
 
@@ -208,7 +208,7 @@ class Handshake:
 
 
 class SealedSocket:
-    """Sends and receives messages over a blocking socket whose peer has proved the secret.
+    """Sends and receives authenticated messages over a blocking socket.
 
     Args:
         connection: Connected socket on which the handshake is complete.

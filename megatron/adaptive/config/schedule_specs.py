@@ -31,7 +31,7 @@ SplitBackward = Literal["never", "on request", "by default", "always"]
 Planned = Literal["no", "on request", "by default"]
 
 ENTRY_POINTS = "megatron_adaptive.schedules"
-"""Name of the group of entry points through which installed packages provide schedules."""
+"""Name of the entry-point group in which installed packages list their schedules."""
 
 
 def no_function(*arguments: Any) -> Any:

@@ -483,8 +483,8 @@ class Executor:
         """
         if self._decides or not state.is_possible(action):
             raise ScheduleError(
-                f"policy {policy.name} picked {action.label(state.num_slices)} on rank "
-                f"{self._pp_rank} of the pipeline, which cannot start: {state.why_not(action)}; "
+                f"policy {policy.name} picked {action.label(state.num_slices)}, which cannot start "
+                f"on rank {self._pp_rank} of the pipeline: {state.why_not(action)}; "
                 f"{state.describe()}"
             )
         # The leader chooses an action only after its input has arrived on all members, so the input
@@ -622,7 +622,7 @@ class Executor:
             raise self._closed(f"cannot send {label.name} to rank {peer}", [peer]) from error
 
     def _closed(self, problem: str, peers: Sequence[int]) -> PeerLostError:
-        """Returns the error for a step in which ``peers`` have closed their channels too early.
+        """Returns the error to raise if ``peers`` have closed their channels during the step.
 
         ``problem`` is a clause that says what this rank cannot do.
         """

@@ -63,7 +63,7 @@ _KEPT = 8  # A new claim removes the files of at most this many earlier claims.
 
 
 class LeaseTakenError(SetupError):
-    """Raised if another job holds the right to the folder. ``owner`` describes that job."""
+    """Raised if another job may write to the folder. ``owner`` describes that job."""
 
     def __init__(self, message: str, owner: Mapping[str, Any]) -> None:
         super().__init__(message)
@@ -99,21 +99,21 @@ class Lease:
     ) -> int:
         """Claims the right to write to the folder, and returns the number of the claim.
 
-        The claim succeeds immediately if the previous holder released its right, was killed on this
-        machine, or was the same job before a restart. Otherwise, this method watches the holder's
-        counter for up to ten seconds, and fails if the counter increases.
+        The claim succeeds immediately if the previous holder released the folder, was killed on
+        this machine, or was the same job before a restart. Otherwise, this method watches the
+        holder's counter for up to ten seconds, and fails if the counter increases.
 
         Args:
             job: ID of the job, or ``None`` if a manager (the program that starts elastic jobs)
-                claims the right.
+                claims the folder.
             restarts: Number of restarts of the job so far, or ``None`` for a manager.
-            run: Name by which ranks recognize their manager, or ``None`` if a job claims the right.
+            run: Name by which ranks recognize their manager, or ``None`` if a job claims it.
 
         Returns:
             Number of the claim.
 
         Raises:
-            LeaseTakenError: Another job holds the right to the folder.
+            LeaseTakenError: Another job may write to the folder.
             OSError: The folder is not writable.
         """
         facts = {"job": job, "restarts": restarts, "run": run}
@@ -203,8 +203,8 @@ class Lease:
         over, and returns True.
 
         Args:
-            say: Function that prints a line of text. It is called when the right is lost, and once
-                when the folder is not writable.
+            say: Function that prints a line of text. It is called if another job has taken over the
+                folder, and once when the folder is not writable.
         """
         try:
             if self.beat():
@@ -233,7 +233,7 @@ class Lease:
         threading.Thread(target=count, name="lease", daemon=True).start()
 
     def require(self) -> None:
-        """Checks that this job still holds the right to write to the folder.
+        """Checks that no other job has taken over the folder.
 
         Raises:
             LeaseTakenError: Another job took over the folder.
@@ -259,7 +259,7 @@ class Lease:
 
         Args:
             number: Number of the claim of the other job, or ``None`` for the newest claim.
-            over: Whether the other job has taken the right from this job.
+            over: Whether the other job has taken over the folder from this job.
         """
         owner = self._facts(self._last() if number is None else number)
         is_managed = "run" in owner
@@ -288,7 +288,7 @@ class Lease:
         self._folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             self._files.mkdir()
-            # Users who can write to the folder must also be able to take over the right.
+            # Users who can write to the folder must also be able to take it over from another job.
             with contextlib.suppress(OSError):
                 self._files.chmod(self._folder.stat().st_mode & 0o777)
 

@@ -109,7 +109,7 @@ class Lanes:
     def hand_over(self) -> None:
         """Lets another action compute while the current action communicates.
 
-        Blocks until the lane of the current action gets the turn back.
+        Blocks until the current action may continue to compute.
         """
         lane = self._turn
         since = self._mark()
@@ -163,10 +163,10 @@ class Lanes:
 
     @contextlib.contextmanager
     def _watching_exchanges(self) -> Iterator[None]:
-        """Replaces torch's all-to-all while the context is open, so that exchanges switch lanes.
+        """Replaces torch's all-to-all, so that the other lane computes during an exchange.
 
-        This affects the exchanges of forward and backward passes. The other lane only computes
-        during exchanges of rows (tokens), because exchanges of one number per row do not take long.
+        The replacement is active while the context is open. Exchanges of one number per token do
+        not switch lanes, because they do not take long.
         """
         plain = dist.all_to_all_single
 

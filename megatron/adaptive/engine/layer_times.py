@@ -18,7 +18,7 @@ This limits the recorded times of a step to about 3 KB.
 """
 
 MOST_DRAWN = 32
-"""Maximum number of layers per rank for which the start and end of the first passes are stored."""
+"""Maximum number of layers per rank whose first passes are stored with their start and end."""
 
 FORWARD, BACKWARD = 0, 1
 

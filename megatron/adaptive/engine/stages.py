@@ -53,7 +53,8 @@ def default_process_groups() -> ProcessGroupCollection:
 class Slices(Protocol):
     """Cuts the sequences of each microbatch into slices, which a step processes separately.
 
-    The index of a slice, called an item, is counted across all microbatches (see ``rank_kernel``).
+    Slices are numbered across all microbatches. The number of a slice is called an item (see
+    ``rank_kernel``).
 
     Attributes:
         count: Number of slices of each microbatch. It may change between two steps.
@@ -461,7 +462,7 @@ class MegatronStages(SplitStages):
         return nbytes if self.sizes is None else round(nbytes * self.sizes[item])
 
     def finish(self) -> None:
-        """Frees tensors and turns reductions on, at the end of a step or after an error."""
+        """Frees tensors and re-enables reduction, at the end of a step or after an error."""
         self._sync.release()
         if self.slices is not None:
             self.slices.finish()
@@ -532,7 +533,7 @@ class ForwardBackward:
         """Runs one step. The arguments that are not listed here are documented in megatron-core.
 
         Args:
-            loss_parts: Number by which the loss is divided: the total number of microbatches in all
+            loss_parts: Divisor of the loss: the total number of microbatches in all
                 replicas, or ``None`` if all replicas have the same number of microbatches and the
                 caller averages gradients over replicas.
             sizes: Number of token positions in each microbatch of this rank, or ``None`` if all are

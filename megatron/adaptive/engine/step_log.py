@@ -51,7 +51,7 @@ class AwaitedInput(NamedTuple):
     Attributes:
         waiting: Action that cannot start.
         sender: Global rank that must send the message.
-        action: Action for which the message is the input. It differs from ``waiting`` if the rank
+        action: Action that uses the message as its input. It differs from ``waiting`` if the rank
             waits until another stage has acknowledged an output.
         chunk: Chunk of ``sender`` that computes the message.
         item: Index of the microbatch on ``sender``, or of the slice if sequences are cut into
@@ -214,7 +214,7 @@ class StepLog:
     def sent(self, action: Action, peer: int, nbytes: int, start_ns: int) -> None:
         """Records that the transport has accepted a message of ``nbytes`` bytes to rank ``peer``.
 
-        ``action`` is the action for which the message is the input, and ``start_ns`` is the time
+        ``action`` is the action that uses the message as its input, and ``start_ns`` is the time
         when the send began.
         """
         end_ns = self.now_ns()

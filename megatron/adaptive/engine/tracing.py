@@ -63,7 +63,7 @@ class _Iteration:
 
 
 class _DeviceSpan(NamedTuple):
-    """Span of the device's work, whose times may not be known yet."""
+    """Span of work on the device. Its start and end times may not be known yet."""
 
     iteration: _Iteration
     kind: int
@@ -276,7 +276,9 @@ class Tracing:
 
     @contextlib.contextmanager
     def host_span(self, kind: str) -> Iterator[None]:
-        """Returns a context manager that traces its block, in host time, as a span of ``kind``.
+        """Returns a context manager that traces its block as a span, timed with the host's clock.
+
+        ``kind`` is the kind of the span.
 
         The context manager can also be used between two iterations.
         """

@@ -34,7 +34,7 @@ def fuse_adam(inner: Any) -> None:
 
 
 def use_foreach_kernels() -> None:
-    """Replaces megatron-core's loops over parameters by functions for lists of tensors.
+    """Replaces megatron-core's loops over parameters with functions that process all at once.
 
     Does nothing if megatron-core uses Transformer Engine or apex. The results may differ from those
     of the loops by rounding errors, so call this only if the model is on a GPU.
@@ -51,7 +51,7 @@ def use_foreach_kernels() -> None:
 def _norm(
     _: int, __: torch.Tensor, lists: Sequence[Sequence[torch.Tensor]], ___: bool
 ) -> tuple[torch.Tensor, None]:
-    """Returns the norm of all tensors in ``lists[0]`` together, ``[1] float32``."""
+    """Returns the joint norm of all tensors in ``lists[0]``, ``[1] float32``."""
     norms = torch._foreach_norm(list(lists[0]))
     together = torch.stack([norm.float() for norm in norms])
     return torch.linalg.vector_norm(together).reshape(1), None

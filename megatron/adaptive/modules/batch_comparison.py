@@ -255,8 +255,8 @@ class BatchComparison:
     """Compares the steps that ranks are about to run, and the batches of a replica's ranks.
 
     Unless microbatches are ordered or distributed by cost, ranks compare only the first few steps
-    and evaluations, and then one in every 64. All ranks take part in each comparison, in which a
-    rank can also notify the others that it rejects its batch.
+    and evaluations, and then one in every 64. All ranks take part in each comparison. A rank can
+    also use it to notify the others that it rejects its batch.
 
     Args:
         mesh: Replica and pipeline position of this process, and its process groups.
@@ -282,7 +282,7 @@ class BatchComparison:
         self.restart()
 
     def restart(self) -> None:
-        """Resets the count of calls. All ranks must call this."""
+        """Resets the numbers of steps and evaluations so far. All ranks must call this."""
         self._num_calls = {"training": 0, "evaluation": 0}
 
     def begin_call(self, *, is_training: bool) -> None:

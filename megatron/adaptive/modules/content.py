@@ -88,7 +88,7 @@ class DealtList(list[Microbatch]):
 
 
 class Content:
-    """Computes the features of a microbatch from which its cost is predicted.
+    """Computes the features of a microbatch that are used to predict its cost.
 
     The features are the element count of each entry, the pair count of each integer entry, and the
     constant 1. The pair count (such as the number of token pairs) is the element count times the
@@ -205,7 +205,7 @@ class ContentBalance:
 
         Args:
             work: Operation count of each recording of the sample batch.
-            start: Indices of the features with which the fit starts, in the order of
+            start: Indices of the features that share the cost before the fit, in the order of
                 :attr:`Content.labels`; empty for all features.
         """
         rows = [self._content.numbers_of(signature) for signature in self._sample_work]
@@ -362,7 +362,7 @@ class ContentBalance:
             self._rows = [self._content.numbers(part) for part in rows]
 
     def end(self, times: RankTimes) -> None:
-        """Stores sums over ``times``, the times that this rank measured in the training step."""
+        """Sums up ``times``, which this rank measured in a training step, and stores the sums."""
         self._steps += 1
         # Ignore the first step, which takes longer because of warm-up.
         if not self._is_timed or self._steps == 1:

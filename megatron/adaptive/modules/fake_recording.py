@@ -139,8 +139,8 @@ class _Operations(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and _drops(func, args, kwargs):
             self.is_random = True
         if func is _GROUPED_MM and args[0].dtype != torch.bfloat16:
-            # This operation accepts only bfloat16 on fakes, although its CPU kernel also accepts
-            # other dtypes.
+            # This operation accepts only bfloat16 if tensors are fake, although its CPU kernel also
+            # accepts other dtypes.
             result = func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs)
             return result.to(args[0].dtype)
         return func(*args, **kwargs)

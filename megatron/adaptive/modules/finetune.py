@@ -156,7 +156,7 @@ class FineTuning:
         """Returns whether this job saved the tuned model before it was restarted.
 
         Args:
-            samples: Samples to compare with those of the saved model; ``None`` compares only the
+            samples: Samples to compare with the saved model's samples; ``None`` compares only the
                 settings.
         """
         if not Environment.read().restart_count:
