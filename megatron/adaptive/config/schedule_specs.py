@@ -35,7 +35,7 @@ ENTRY_POINTS = "megatron_adaptive.schedules"
 
 
 def no_function(*arguments: Any) -> Any:
-    """Stands for the missing function of the schedules ``auto``, ``file`` and ``megatron``."""
+    """Serves as a placeholder for schedules without a function, such as ``auto``."""
     raise AssertionError("this schedule has no function")
 
 

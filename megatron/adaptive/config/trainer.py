@@ -132,7 +132,7 @@ class TrainerConfig:
 
     @property
     def num_microbatches(self) -> int:
-        """Number of microbatches per step and replica, once the batch size has its final value."""
+        """Number of microbatches per step and replica with the final batch size."""
         samples = self.batch.micro_batch_size * self.parallel.data_parallel_size
         return self.batch.global_batch_size // samples
 

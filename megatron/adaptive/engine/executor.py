@@ -93,7 +93,7 @@ class Stages(Protocol):
         """Returns the size in bytes of the activations of ``microbatch`` that ``chunk`` keeps."""
 
     def retained_bytes(self, chunk: int, microbatch: int) -> int:
-        """Returns the size in bytes of the tensors of ``microbatch`` that ``chunk`` keeps for W."""
+        """Returns the size in bytes of the tensors that a microbatch keeps for weight gradients."""
 
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
@@ -595,10 +595,10 @@ class Executor:
         )
 
     def _acknowledge(self, action: Action, received: torch.Tensor | None, state: RankState) -> None:
-        """Acknowledges the input of ``action`` to the previous stage, if that stage is frozen.
+        """Confirms to the previous stage, if it is frozen, that its output has arrived.
 
-        The input is ``received``. A frozen stage gets no gradient that would show that its output
-        has arrived, so it waits for this acknowledgment instead.
+        ``received`` is this output, which is the input of ``action``. A frozen stage waits for this
+        message, because it gets no gradient that would show that its output has arrived.
         """
         target = state.acknowledged(action)
         if target is None or received is None:

@@ -71,7 +71,7 @@ class LeaseTakenError(SetupError):
 
 
 class Lease:
-    """The right to write to a folder, which is held by a process or shared within its job.
+    """Gives a process, or several processes of a job, the right to write to a folder.
 
     Args:
         folder: Folder to write to. It is created if it does not exist.
@@ -293,7 +293,7 @@ class Lease:
                 self._files.chmod(self._folder.stat().st_mode & 0o777)
 
     def _take(self, number: int) -> bool:
-        """Makes the claim with the given number, and returns whether this succeeded.
+        """Claims the folder with the number ``number``, and returns whether this succeeded.
 
         Returns False if another process has already made a claim with this number.
         """

@@ -79,7 +79,7 @@ class Lanes:
     def run(self, is_done: Callable[[], bool]) -> None:
         """Runs actions in both lanes until ``is_done`` returns True.
 
-        When an action starts to exchange tokens, the turn is passed to the other lane.
+        When an action starts to exchange tokens, the other lane continues.
 
         Raises:
             Exception: Any exception that an action of either lane raised.
@@ -139,7 +139,7 @@ class Lanes:
             raise self._error
 
     def _second(self, stream: Any) -> None:
-        """Runs the actions of the second lane in its thread, on the CUDA stream ``stream``."""
+        """Runs actions in the thread of the second lane, on the CUDA stream ``stream``."""
         if stream is not None:
             torch.cuda.set_stream(stream)
         while True:

@@ -95,7 +95,7 @@ class LayerSums:
         ]
 
     def passes(self) -> list[tuple[int, int, int, int]]:
-        """Returns the first passes of each layer in the step that :meth:`rows` ended most recently.
+        """Returns the first passes of each layer in the step that the last :meth:`rows` call ended.
 
         If the rank has more than ``MOST_DRAWN`` layers, only evenly spaced layers are returned.
 

@@ -209,7 +209,7 @@ def _is_gathered(chunk: torch.nn.Module) -> bool:
 
 
 def _buckets(chunk: torch.nn.Module) -> list[Any]:
-    """Returns the bucket groups of ``chunk``, if it is wrapped by megatron-core."""
+    """Returns the gradient buckets of ``chunk`` if it has megatron-core's data-parallel wrapper."""
     names = ("bucket_groups", "expert_parallel_bucket_groups")
     return [bucket for name in names for bucket in getattr(chunk, name, [])]
 

@@ -387,7 +387,7 @@ class OutsideTrace:
             self._doing = {}
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns this rank's activity in its step, as fields of ``trace.status_files.Now``."""
+        """Returns this rank's activity in the step, as fields of ``trace.status_files.Now``."""
         return {**self._doing, "done": list(self._done)} if self._doing else {}
 
     def _traced(self, function: Callable[..., Any], model: Any) -> Callable[..., Any]:

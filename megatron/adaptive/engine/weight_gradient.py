@@ -323,7 +323,7 @@ class WeightGradientStore:
 
     @property
     def microbatch_bytes(self) -> int:
-        """Returns the size in bytes of the tensors that one microbatch keeps from B to W.
+        """Returns the size in bytes of the tensors that one microbatch keeps for weight gradients.
 
         The size is measured for the first collected microbatch, and is 0 until then.
         """
@@ -542,7 +542,7 @@ class SplitStages:
         self._stores[chunk].run(microbatch, piece, pieces)
 
     def retained_bytes(self, chunk: int, microbatch: int) -> int:
-        """Returns the size in bytes of the tensors that B keeps for W, for one microbatch.
+        """Returns the size in bytes of the tensors that a microbatch keeps for weight gradients.
 
         The size is measured in the first B, and is 0 until then.
         """

@@ -277,7 +277,7 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
 
 
 def core_settings(config: TrainerConfig, kind: type) -> dict[str, Any]:
-    """Returns the values in ``config`` for a megatron-core class, without those that are defaults.
+    """Returns the settings in ``config`` for a megatron-core class, without default values.
 
     Args:
         config: Settings of the run, including settings for megatron-core.

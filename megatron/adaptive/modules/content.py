@@ -219,7 +219,7 @@ class ContentBalance:
         """Returns the fitted time in seconds per unit of each feature, as one dict per stage.
 
         The keys are :attr:`Content.labels`. For example, the value for an element count is the time
-        per element. The list is empty before the first fit.
+        per element. The list is empty before times are fitted for the first time.
         """
         labels = self._content.labels
         if not self._fits:
@@ -230,7 +230,7 @@ class ContentBalance:
     def segment_seconds(self) -> tuple[float, ...]:
         """Returns the mean time of each segment in the steps so far, in seconds.
 
-        The tuple is empty before the first fit.
+        The tuple is empty before times are fitted for the first time.
         """
         return self._times.segment_costs() if self._fits else ()
 

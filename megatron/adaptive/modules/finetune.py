@@ -438,7 +438,7 @@ class _Run:
         }
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
-        """Checks that ``state``, read from a checkpoint, describes the same order of samples.
+        """Checks that ``state`` from a checkpoint describes the order of samples of this run.
 
         With another order, training would skip some samples and train on others twice.
 

@@ -146,7 +146,7 @@ class ModuleSettings:
 
 
 def _makes(record: Callable[[], Forwards], tape: Tape, mode: Mode) -> bool:
-    """Returns whether the model makes the same calls as ``tape`` when ``record`` records it."""
+    """Returns whether a recording by ``record`` contains the same calls as ``tape``."""
     try:
         other = record().tapes[mode]
     except Exception:
