@@ -460,7 +460,7 @@ class Gate:
             self._thread.join(_CLOSE_S)
 
     def _stop(self) -> None:
-        # The event loop runs only while this task exists.
+        # Cancel the task that accepts connections. This also ends the event loop.
         self._accepting.cancel()
 
     def _run(self) -> None:

@@ -226,7 +226,7 @@ class DelayedCall(LayerCall):
                 else:
                     parameter.grad = torch.zeros_like(parameter)
 
-    @torch.no_grad()  # The layer's tensors may require gradients.
+    @torch.no_grad()  # Autograd must not record this computation.
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> list[tuple[torch.nn.Parameter, Any]]:

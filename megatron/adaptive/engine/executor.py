@@ -290,7 +290,7 @@ class Executor:
         """Returns the actions in ``launched`` that the device has not finished, oldest first."""
         is_passed = self._clock.is_passed
         if self._away:
-            # These actions are in the order of their starts, but may end in a different order.
+            # Actions are listed in the order of their starts, but may end in another order.
             return [entry for entry in launched if not is_passed(entry.end)]
         first = len(launched)
         while first and not is_passed(launched[first - 1].end):

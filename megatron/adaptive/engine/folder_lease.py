@@ -59,7 +59,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "since_unix_s": (int, float),
 }
 _LONGEST_BYTES = 1 << 20
-_KEPT = 8  # A new claim removes the files of at most this many earlier claims.
+_KEPT = 8  # Maximum number of earlier claims whose files a new claim removes.
 
 
 class LeaseTakenError(SetupError):

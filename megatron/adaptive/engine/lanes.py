@@ -47,7 +47,7 @@ class Lanes:
 
     Args:
         decide: Function that returns the next action, or ``None`` if no action starts. Its argument
-            is whether an action that is communicating can continue instead.
+            states whether an action that is communicating can continue instead.
         perform: Function that runs a chosen action until it finishes.
         await_arrival: Function that blocks until another input has arrived.
         mark: Function that returns a time mark of the device.

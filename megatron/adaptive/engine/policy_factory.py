@@ -150,7 +150,7 @@ class Orders:
             return
         if num_slices != len(self._shares):
             self._shares = (1 / num_slices,) * num_slices
-        # :meth:`use` may have set a candidate with a different number of slices.
+        # Update the candidate, because :meth:`use` may have set one with a different number.
         if num_slices != self._chosen.num_slices:
             self._chosen = replace(self._chosen, num_slices=num_slices)
 

@@ -22,7 +22,7 @@ _SEEN = _REASON["seen"]
 _FOUND = _REASON["found"]
 
 SHORT_NS = 20_000
-"""Minimum duration in nanoseconds of a wait for the leader's decision that is traced."""
+"""Minimum duration in nanoseconds of a traced wait for the leader's decision."""
 
 
 class ActionInput(NamedTuple):

@@ -236,7 +236,7 @@ class Step:
             # Packing documents may have reduced the number of microbatches.
             num_microbatches = len(microbatches)
         more: dict[str, Any] = {}
-        # megatron-core's schedule does not accept the sizes of microbatches.
+        # Only the executor accepts the sizes of microbatches.
         if run.wiring is not None:
             more["sizes"] = getattr(microbatches, "sizes", None)
         if dealt is not None:
@@ -361,7 +361,7 @@ class Step:
         sums = torch.zeros(len(names), num_layers, dtype=torch.float64)
         recorded = balancing_losses()
         for row, name in enumerate(names):
-            if name in recorded:  # Stages without experts have no such losses.
+            if name in recorded:  # Stages without experts have no balancing losses.
                 sums[row] = recorded[name]
         reset_balancing_losses()
         dist.all_reduce(sums, group=run.job.control_group)

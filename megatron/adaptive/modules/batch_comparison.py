@@ -441,8 +441,8 @@ def _differing(values: Sequence[object]) -> tuple[int, int] | None:
             if value != values[0]:
                 return 0, index
             continue
-        # Compare each digest with the first of all digests, and with the first digest for which
-        # the values of the same entries were read.
+        # Compare each digest with two earlier ones: the first digest of all, and the first digest
+        # for which the values of the same entries were read.
         for earlier in (0, first_of.setdefault(value.read, index)):
             other = values[earlier]
             if not isinstance(other, Digest) or not other.is_alike(value):

@@ -194,8 +194,8 @@ class FakeRecorder(CallRecorder):
         return self._operations.is_random
 
     def _storage(self, tensor: torch.Tensor) -> int:
-        # Fakes have no memory, so identify the storage by the address of the storage object, which
-        # a fake shares with its views.
+        # Fake tensors have no memory, so identify the storage by the address of the storage object,
+        # which a fake shares with its views.
         if isinstance(tensor, FakeTensor):
             storage: int = tensor.untyped_storage()._cdata
             return storage
