@@ -157,7 +157,7 @@ class Lease:
         Processes that joined the old claim may no longer write to the folder.
 
         Returns:
-            True if this process still held the right, and therefore got the next number.
+            True if this process could still write to the folder, and therefore got the next number.
 
         Raises:
             OSError: The folder is not writable. The claim's number does not change.

@@ -156,8 +156,8 @@ class Job:
             them.
         groups: Process groups that :meth:`close` destroys. If empty, :meth:`close` destroys all
             groups that were created since the job started.
-        leases: Rights to write to checkpoint folders, keyed by the path of the folder. They are
-            released at the end of the job.
+        leases: Objects that reserve checkpoint folders for this job, keyed by the path of the
+            folder. The folders are released at the end of the job.
         launcher: Process ID of the launcher that started this process, or ``None`` if there is no
             launcher.
     """
