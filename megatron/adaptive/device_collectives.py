@@ -173,14 +173,14 @@ def _receive_on_host(
 
 
 def _keep(*_: Any) -> None:
-    """Does nothing, because the sum or the broadcast of a single rank's tensor is this tensor."""
+    """Does nothing, because a sum or broadcast over a single rank leaves the tensor unchanged."""
 
 
 def _copy_all(outputs: Any, inputs: Any, *_: Any) -> None:
     """Copies each tensor in ``inputs`` to the corresponding tensor in ``outputs``.
 
-    The arguments are either two tensors with equally many elements, or two lists. The elements of a
-    list are tensors, or lists with one tensor per rank, of which there is only one here.
+    The arguments are either two tensors with the same number of elements, or two lists. The
+    elements of a list are tensors, or lists with one tensor per rank. The group has only one rank.
     """
     for output, source in zip(_tensors([outputs]), _tensors([inputs]), strict=True):
         output.copy_(source.reshape(output.shape))
@@ -196,7 +196,7 @@ _ALONE: Mapping[str, Callable[..., None]] = {
     "reduce_scatter_single_coalesced": _copy_all,
     **dict.fromkeys(("gather_single", "gather_into_tensor"), _copy_all),
 }
-"""Functions that replace methods of a gloo process group with a single rank, keyed by method.
+"""Functions that run instead of gloo's methods in groups with a single rank, keyed by method.
 
 megatron-core calls collectives even for groups with a single rank. NCCL does almost nothing for
 such groups, but gloo copies GPU tensors to the host and back, and blocks the calling thread until
@@ -208,8 +208,8 @@ def _with_settings(single: Any, options: Any = None) -> Any:
     """Copies the settings of ``options`` to ``single``, and returns ``single``.
 
     Args:
-        single: Options of one of several collectives that together replace one collective.
-        options: Options of the replaced collective, or ``None`` to copy nothing.
+        single: Options of one of the collectives that replace the original collective.
+        options: Options of the original collective, or ``None`` to copy nothing.
     """
     for name in ("reduceOp", "timeout", "asyncOp"):
         # Some collectives and older releases of torch do not have all of these attributes.
@@ -259,7 +259,7 @@ TREATMENTS: Mapping[str, Callable[..., Any] | None] = {
     "barrier": None,
     "monitored_barrier": None,
 }
-"""Functions that replace methods of a gloo process group for GPU tensors, keyed by method.
+"""Functions that run instead of gloo's methods if tensors are on a GPU, keyed by method.
 
 ``None`` means that the method works and is not replaced, except in groups with a single rank. The
 list contains the methods of ``ProcessGroupGloo.cpp`` in torch 2.6 to 2.11, additional names that
@@ -268,7 +268,7 @@ torch 2.13 has for some of them, and the methods that torch 2.15 adds.
 
 
 def install() -> None:
-    """Replaces the process group methods that do not work, or are slow, with GPU tensors over gloo.
+    """Replaces the process group methods that fail or are slow if gloo handles GPU tensors.
 
     The change applies to the whole process. CPU tensors and groups of other backends are not
     affected. A second call does nothing.

@@ -78,7 +78,7 @@ def write_private(path: Path, text: str) -> None:
 
 
 class Session:
-    """Signs and checks the messages of a connection whose two sides have proved the secret.
+    """Signs and checks the messages of a connection after the handshake.
 
     One thread may send messages while another one receives messages.
 
@@ -208,7 +208,7 @@ class Handshake:
 
 
 class SealedSocket:
-    """Sends and receives messages over a blocking socket whose peer has proved the secret.
+    """Sends and receives authenticated messages over a blocking socket.
 
     Args:
         connection: Connected socket on which the handshake is complete.
@@ -297,8 +297,8 @@ def dial(
 ) -> SealedSocket:
     """Connects to a listener of the job, completes the handshake, and returns the socket.
 
-    If the connection is lost during the handshake, this function connects again, because a listener
-    with too many visitors drops some of them.
+    If the connection is lost during the handshake, this function connects again, because a busy
+    listener drops some connections.
 
     Args:
         address: Host and port of the listener.
@@ -390,26 +390,26 @@ _REPORT_S = 60.0
 
 
 class Gate:
-    """Accepts connections in a thread, and admits visitors that prove that they know the secret.
+    """Accepts connections in a thread, and admits peers that prove that they know the secret.
 
-    A visitor is a connected peer that has not yet proved that it knows the secret. It must do so
-    within five seconds, and may send only about a hundred bytes until then. The gate handles all
-    visitors concurrently. If there are too many visitors, the gate drops one.
+    A peer must prove this within five seconds, and may send only about a hundred bytes until then.
+    The gate handles all peers concurrently. If too many peers wait for admission, the gate drops
+    one of them.
 
     Args:
         listening: Listening socket, which the gate closes at the end.
         secret: Function that returns the job's current secret. While the secret is empty, the gate
-            admits no visitor.
+            admits no peer.
         purpose: Text that states the purpose of the connections. Both sides must use the same text.
         admit: Function that is called with each admitted connection. The socket is blocking and has
             no timeout. The function runs in the gate's thread, so it must return quickly. If it
             raises an exception, the gate closes the connection.
-        report: Function that prints a line about rejected visitors. The gate calls it at most once
-            a minute.
+        report: Function that prints a line about rejected peers. The gate calls it at most once a
+            minute.
 
     Attributes:
         port: Port on which the gate listens.
-        most: Maximum number of visitors at the same time.
+        most: Maximum number of peers that wait for admission at the same time.
     """
 
     def __init__(
@@ -425,10 +425,9 @@ class Gate:
         self._purpose = purpose
         self._admit = admit
         self._report = report
-        # Maps each task that waits for a visitor's proof to the visitor's address, oldest visitor
-        # first.
+        # Maps each task that waits for a peer's proof to the peer's address, oldest peer first.
         self._waiting: dict[asyncio.Task[Session | None], str] = {}
-        # Tasks that were cancelled to make room for new visitors, but have not closed their
+        # Tasks that were cancelled to make room for new peers, but have not closed their
         # connections yet.
         self._dropped: set[asyncio.Task[Session | None]] = set()
         self._is_closed = False
@@ -451,7 +450,7 @@ class Gate:
     def close(self) -> None:
         """Stops listening, but keeps admitted connections open. A second call does nothing.
 
-        Visitors that have not been admitted yet are disconnected.
+        Peers that have not been admitted yet are disconnected.
         """
         self._is_closed = True
         # The event loop raises this error if it has already been closed.
@@ -461,7 +460,7 @@ class Gate:
             self._thread.join(_CLOSE_S)
 
     def _stop(self) -> None:
-        # The event loop runs only while this task exists.
+        # Cancel the task that accepts connections. This also ends the event loop.
         self._accepting.cancel()
 
     def _run(self) -> None:
@@ -521,7 +520,10 @@ class Gate:
             self._loop.remove_reader(self._listening)
 
     async def _attend(self, connection: socket.socket, address: str) -> Session | None:
-        """Waits for a visitor's proof, and returns the session, or ``None`` if the proof fails."""
+        """Waits until the peer has proved that it knows the secret, and returns the session.
+
+        Returns ``None`` if the proof fails.
+        """
         try:
             return await asyncio.wait_for(self._prove(connection), _PROVE_S)
         except asyncio.TimeoutError:
@@ -533,7 +535,7 @@ class Gate:
         return None
 
     def _end(self, connection: socket.socket, task: asyncio.Task[Session | None]) -> None:
-        """Admits the visitor of ``task`` if it proved the secret, or closes ``connection``."""
+        """Admits the peer of ``task`` if it knows the secret, otherwise closes ``connection``."""
         self._waiting.pop(task, None)
         self._dropped.discard(task)
         is_admitted = False
@@ -548,10 +550,10 @@ class Gate:
                 connection.close()
 
     async def _prove(self, connection: socket.socket) -> Session | None:
-        """Completes the handshake with the visitor on ``connection``, and returns the session.
+        """Completes the handshake with the peer on ``connection``, and returns the session.
 
-        Returns ``None`` if the visitor sent nothing, for example because it only checked that the
-        port is open.
+        Returns ``None`` if the peer sent nothing, for example because it only checked that the port
+        is open.
         """
         shake = Handshake(self._secret(), self._purpose, visiting=False)
         while shake.wanted:
@@ -567,10 +569,10 @@ class Gate:
         return shake.session
 
     def _make_room(self) -> None:
-        """Drops the oldest visitor from the address with the most visitors.
+        """Disconnects the oldest peer from the address with the most connections.
 
-        An attacker's address usually has the most visitors, so the job's own processes are rarely
-        dropped.
+        Only peers that have not been admitted yet are counted. An attacker's address usually has
+        the most of them, so the job's own processes are rarely disconnected.
         """
         if self._waiting:
             crowd = Counter(self._waiting.values()).most_common(1)[0][0]

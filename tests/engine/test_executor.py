@@ -232,12 +232,12 @@ def test_a_pick_that_is_not_ready_is_named() -> None:
     with pytest.raises(ScheduleError) as info:
         run_last(pipeline, 2, Picks(lambda state: Action(F, 0, 0)))
     assert str(info.value) == (
-        "policy made-up picked F0-0 on rank 1 of the pipeline, which cannot start: its input from "
+        "policy made-up picked F0-0, which cannot start on rank 1 of the pipeline: its input from "
         "rank 0 (stage 0) has not arrived; ready: nothing; 0 of 4 actions finished, 0 in flight, "
         "no cap"
     )
     completions.put(forward_of(1, 0))
-    with pytest.raises(ScheduleError, match="picked F0-0 .* it has already started"):
+    with pytest.raises(ScheduleError, match="picked F0-0, .* it has already started"):
         run_last(pipeline, 2, Picks(lambda state: Action(F, 0, 0)))
 
 

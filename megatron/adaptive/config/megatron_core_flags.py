@@ -206,8 +206,8 @@ def _settings_of(node: ast.ClassDef) -> Iterator[_Setting]:
         if isinstance(default, ast.Call):
             arguments = {keyword.arg: keyword.value for keyword in default.keywords}
             default = arguments.get("default")
-            # Evaluate only the names of the flag, because other parts of the metadata may not be
-            # literals.
+            # Evaluate only the entry with the flag's names, because other entries of the metadata
+            # may not be literals.
             for part in ast.walk(arguments.get("metadata", ast.Pass())):
                 if isinstance(part, ast.Dict):
                     for key, spellings in zip(part.keys, part.values, strict=True):

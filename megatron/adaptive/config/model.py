@@ -374,7 +374,7 @@ def model_flags(model: str, folder: Path) -> list[str]:
     Args:
         model: Name in :data:`MODELS`, or path of a text file with flags. In such a file, ``#``
             starts a comment.
-        folder: Folder from which a relative path starts.
+        folder: Base folder of a relative path.
 
     Raises:
         ConfigError: ``model`` is neither a known name nor a readable file.

@@ -59,7 +59,7 @@ def find_object(name: str, *, group: str, subject: str) -> Any | None:
 
     Args:
         name: Value of the flag: either ``package.module:name``, or the name of an entry point.
-        group: Group in which the entry point is searched.
+        group: Entry-point group to search.
         subject: Type of the object in error messages, such as ``schedule``.
 
     Returns:

@@ -49,7 +49,7 @@ BITS: Mapping[str, int] = {
     "F6_E3M2": 6,
     "F4": 4,
 }
-"""Number of bits per element of a tensor, keyed by the code of its data type."""
+"""Number of bits per element, keyed by the code of the tensor's data type."""
 
 _LONGEST = 100_000_000  # Maximum size of a header in bytes, which the format defines.
 _RESTORE = "copy the file again"

@@ -112,7 +112,7 @@ def uneven_split(
     embedding: bool | None = False,
     loss: bool | None = False,
 ) -> tuple[int, ...]:
-    """Returns the number of layers of each stage if that of the first or last rank is specified.
+    """Returns the number of layers of each stage, given the number on the first or last rank.
 
     The result is the same as in Megatron-LM. Stages are assigned to ranks round-robin (in a loop).
     If the embedding or the loss counts as a layer, the stage that contains it gets one

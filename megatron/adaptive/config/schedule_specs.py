@@ -31,11 +31,11 @@ SplitBackward = Literal["never", "on request", "by default", "always"]
 Planned = Literal["no", "on request", "by default"]
 
 ENTRY_POINTS = "megatron_adaptive.schedules"
-"""Name of the group of entry points through which installed packages provide schedules."""
+"""Name of the entry-point group in which installed packages list their schedules."""
 
 
 def no_function(*arguments: Any) -> Any:
-    """Stands for the missing function of the schedules ``auto``, ``file`` and ``megatron``."""
+    """Serves as a placeholder for schedules without a function, such as ``auto``."""
     raise AssertionError("this schedule has no function")
 
 
@@ -231,7 +231,7 @@ def _own_spec(name: str) -> ScheduleSpec:
 
 
 def why_whole_backward(*, recompute: str | None, overlaps: bool, replicas: int) -> str | None:
-    """Returns a reason against separate weight-gradient passes, or ``None`` if there is none.
+    """Returns why schedules should not split backward passes by default, or ``None`` if they may.
 
     Usually, a backward pass for inputs (B) frees more memory than it keeps for the later backward
     pass for weights (W), so the limit on activations still holds. In the cases that this function

@@ -172,7 +172,8 @@ class SliceRule:
     def cut(self, width: int, documents: Sequence[int] = ()) -> Cut:
         """Returns the positions at which a microbatch is cut.
 
-        In a packed row, padding at the end counts as documents of at most ``tokens`` tokens.
+        The padding at the end of a packed row is divided into pieces of at most ``tokens`` tokens,
+        which are treated as documents.
 
         Args:
             width: Number of tokens in a row of the microbatch, including padding.

@@ -132,7 +132,7 @@ class TrainerConfig:
 
     @property
     def num_microbatches(self) -> int:
-        """Number of microbatches per step and replica, once the batch size has its final value."""
+        """Number of microbatches per step and replica with the final batch size."""
         samples = self.batch.micro_batch_size * self.parallel.data_parallel_size
         return self.batch.global_batch_size // samples
 
@@ -203,7 +203,7 @@ class TrainerConfig:
 
     @property
     def cuts_sequences(self) -> bool:
-        """Whether microbatches may be cut into several slices, or are packed for this purpose."""
+        """Whether the settings allow a microbatch to be cut into several slices."""
         packs = self.slice_tokens is not None and self.data.variable_seq_lengths
         return self.num_slices > 1 or packs
 
@@ -257,7 +257,7 @@ class TrainerConfig:
         ``--window-size``, the FLOPs of attention grow linearly, so the result is 0.
         """
         linear, per_token = self._layer_costs
-        # This product counts the work for scores and values, half of which is masked.
+        # Work of attention per token (scores and values), without the masked half.
         pairs = per_token * self.model.seq_length
         return pairs / (linear + pairs)
 
@@ -279,7 +279,7 @@ class TrainerConfig:
     def _layer_costs(self) -> tuple[int, int]:
         """Multiply-adds of a layer per token (without attention) and of attention per token pair.
 
-        Half of the pairs are masked, so the second number is half of an unmasked pair's work.
+        The second number is the mean over all pairs. Half of them are masked and cost nothing.
         """
         model = self.model
         assert model.kv_channels is not None

@@ -18,7 +18,7 @@ from megatron.adaptive.config.own_code import find_object, import_object
 from megatron.adaptive.errors import ConfigError
 
 ENTRY_POINTS = "megatron_adaptive.transports"
-"""Name of the group of entry points through which installed packages provide transports."""
+"""Name of the entry-point group in which installed packages list their transports."""
 _PACKAGE = "megatron.adaptive.transport"
 
 

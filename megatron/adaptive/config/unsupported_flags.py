@@ -310,7 +310,7 @@ def with_no(name: str) -> str:
 
 
 def _listed_name(name: str) -> str:
-    """Returns the name under which the tables list the flag ``name``, without leading dashes."""
+    """Returns the name of the flag ``name`` in this module's tables, without leading dashes."""
     bare = name.removeprefix("--")
     if bare in REFUSED or bare in IDLE or _by_prefix(bare, REFUSED) or _by_prefix(bare, IDLE):
         return bare

@@ -39,7 +39,7 @@ Check = Callable[[Arrays], str]
 _LOG = logging.getLogger(__name__)
 _MARK = b"MAIDXSUM"
 _TAIL_BYTES = len(_MARK) + 16
-# A piece of this size is hashed while it is still in the CPU cache.
+# Size of a piece, small enough that the piece is still in the CPU cache when it is hashed.
 _PIECE_BYTES = 1 << 22
 
 

@@ -260,7 +260,7 @@ class _Renderer:
         before: Sequence[Message],
         asked: str,
     ) -> str:
-        """Returns an answer's end mark: the text from the answer to the start of a next message.
+        """Returns an answer's end mark: the text from the answer to the start of the next message.
 
         Args:
             behind: Rendered text after the answer in the whole conversation.

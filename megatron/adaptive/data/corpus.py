@@ -164,7 +164,7 @@ def source_files(source_dir: Path) -> list[Path]:
 
 
 def _documents(spec: CorpusSpec) -> list[tuple[str, str]]:
-    """Returns the path and text of source files with at most ``spec.max_bytes`` bytes in total."""
+    """Returns the paths and texts of source files, up to ``spec.max_bytes`` bytes in total."""
     source_dir = spec.source_dir or Path(sysconfig.get_path("stdlib"))
     documents: list[tuple[str, str]] = []
     taken = 0

@@ -411,7 +411,7 @@ class CachedGPTDataset(GPTDataset):
 
 
 def has_other_epochs(dataset: Any, before: int, now: int) -> bool:
-    """Returns whether samples come in different orders in runs of ``before`` and ``now`` samples.
+    """Returns whether the order of samples differs between runs of ``before`` and ``now`` samples.
 
     The number of samples affects the order, because the samples of all epochs are shuffled
     together, except those of a short last epoch.

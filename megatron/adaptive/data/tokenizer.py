@@ -55,7 +55,7 @@ def padded_vocab_size(vocab_size: int, make_divisible_by: int, tensor_parallel_s
 
     Args:
         vocab_size: Number of token ids of the tokenizer.
-        make_divisible_by: Number by which the size per rank must be divisible, the value of
+        make_divisible_by: Required divisor of the size per rank, which is the value of
             ``--make-vocab-size-divisible-by``.
         tensor_parallel_size: Number of ranks over which the embedding is split.
 
@@ -454,7 +454,7 @@ def _check_special_tokens(
             f"{flag} {' '.join(special)} must contain {' '.join(required)}; add {' '.join(missing)}"
         )
     if len(set(special)) < len(special):
-        raise ConfigError(f"{flag} {' '.join(special)} contains a token twice; remove it")
+        raise ConfigError(f"{flag} {' '.join(special)} contains a token twice; remove one")
     if len(special) > num_special:
         raise ConfigError(
             f"{flag} contains {len(special)} tokens, but --tiktoken-num-special-tokens is "

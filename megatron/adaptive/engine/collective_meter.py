@@ -137,10 +137,10 @@ class CollectiveMeter:
         self._watching.close()
 
     def rows(self) -> list[GroupCollectives]:
-        """Waits for the step's collectives to finish, and returns one summary per process group.
+        """Stops measuring, and returns a summary of the step's collectives per process group.
 
-        This method first stops measuring. Collectives that have not ended are counted without
-        times.
+        This method waits for the device. A collective whose end was not recorded before the method
+        was called is counted, but has no time.
         """
         self.close()
         measured = (group for group in self._groups.values() if group.calls)
@@ -189,7 +189,7 @@ class _Replacement:
 
     @classmethod
     def of(cls, method: str) -> _Replacement:
-        """Returns the object that currently patches ``method``, or a new object."""
+        """Returns the object that patches the method called ``method``, or else a new object."""
         present = getattr(vars(dist.ProcessGroup).get(method), "replacement", None)
         return present if isinstance(present, cls) else cls(method)
 

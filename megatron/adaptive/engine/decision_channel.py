@@ -140,12 +140,11 @@ class Reader:
         return value
 
     def give_up(self) -> None:
-        """Makes all calls that are waiting at either end of a shared-memory channel fail.
+        """Interrupts all calls that wait at either end of a shared-memory channel.
 
-        This method can be called from any thread.
-
-        For a channel that uses messages, this method does nothing, because such a channel fails by
-        itself when a process exits.
+        The interrupted calls raise an error. This method can be called from any thread. It does
+        nothing for a channel that uses messages, because such a channel fails by itself when a
+        process exits.
         """
 
     def close(self) -> None:

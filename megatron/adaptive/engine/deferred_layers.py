@@ -83,12 +83,12 @@ class ParallelLinearCall(LayerCall):
     sequence_group: dist.ProcessGroup | None
 
     def output(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns the output of the layer for the input ``inputs``."""
+        """Computes the output of the layer from its ``inputs``."""
         output = torch.matmul(self._whole(inputs), self.weight.t())
         return output if self.bias is None else output + self.bias
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns the input gradient for ``gradient``, the gradient of the layer's output."""
+        """Returns the gradient of the input, given the gradient of the layer's output."""
         answer = gradient.matmul(self.weight)
         if self.all_reduce_group is not None:
             dist.all_reduce(answer, group=self.all_reduce_group)
@@ -151,11 +151,11 @@ class GroupedCall(LayerCall):
     counts: torch.Tensor
 
     def output(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns the output of the layer for the input ``inputs``."""
+        """Computes the output of the layer from its ``inputs``."""
         return self._product(inputs, turned=False)
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns the input gradient for ``gradient``, the gradient of the layer's output."""
+        """Returns the gradient of the input, given the gradient of the layer's output."""
         return self._product(gradient, turned=True)
 
     def weight_gradients(
@@ -226,7 +226,7 @@ class DelayedCall(LayerCall):
                 else:
                     parameter.grad = torch.zeros_like(parameter)
 
-    @torch.no_grad()  # The layer's tensors may require gradients.
+    @torch.no_grad()  # Autograd must not record this computation.
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> list[tuple[torch.nn.Parameter, Any]]:
@@ -428,8 +428,7 @@ class _DeferringGroupedExperts(Deferring):
         """Returns the output ``[tokens, h]`` of the experts for tokens sorted by expert.
 
         ``permuted_local_hidden_states`` contains the tokens, ``tokens_per_expert`` the number of
-        tokens of each expert, and ``permuted_probs`` the factors by which the outputs of the tokens
-        are multiplied.
+        tokens of each expert, and ``permuted_probs`` a factor for the output of each token.
         """
         store: Any = self.weight_gradient_store
         layer: Any = self
@@ -470,7 +469,7 @@ def _delaying(layer: type) -> type:
 
 
 def _engine_class(layer: type) -> Any:
-    """Returns the Transformer Engine class from which ``layer`` is derived, or ``None``."""
+    """Returns the Transformer Engine class that ``layer`` is derived from, or ``None``."""
     bases = (base for base in layer.__mro__ if base.__module__.startswith("transformer_engine"))
     return next(bases, None)
 
@@ -491,8 +490,8 @@ def defer_layers(chunk: torch.nn.Module) -> list[str]:
     for name, layer in chunk.named_modules():
         if hasattr(layer, "cudagraph_manager") or hasattr(layer, "cuda_graphs"):
             captured = (*captured, f"{name}.")
-        # Convert a layer even if it has no weight matrix, because an output layer may share the
-        # weight of the embedding.
+        # Also convert supported layers without a weight matrix of their own, such as an output
+        # layer that shares the weight of the embedding.
         if isinstance(layer, Deferring) or not (type(layer) in _DEFERRING or _has_matrix(layer)):
             continue
         reason = _why_whole(layer)

@@ -21,7 +21,7 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parents[3]
 _DIAGNOSE = ("-m", "megatron.adaptive", "trace", "diagnose", "--json")
 _LAST_S = 10.0
-"""Maximum time in seconds for which the end of the run waits for a running diagnosis."""
+"""Maximum time in seconds to wait for a running diagnosis at the end of the run."""
 
 
 class RunningDiagnosis:
@@ -78,7 +78,7 @@ class RunningDiagnosis:
             self._ask(self._folder, iteration)
 
     def begin_after(self, iteration: int) -> None:
-        """Excludes all iterations up to and including ``iteration`` + 1 from later diagnoses.
+        """Makes the next diagnosis begin with the second iteration after ``iteration``.
 
         Call this method after ``iteration`` when a new trace is started in the folder, for example
         because layers were moved. As at the start of the run, the first iteration of the new trace
@@ -118,7 +118,7 @@ class RunningDiagnosis:
         self._next = last + 1
 
     def _take(self, ended: subprocess.Popen[bytes]) -> None:
-        """Reports the diagnosis of the exited process ``ended``, unless the process failed."""
+        """Reports the findings of the diagnosing process ``ended``, unless that process failed."""
         self._process = None
         with self._answer as file:
             file.seek(0)
@@ -181,5 +181,5 @@ class RunningDiagnosis:
 
 
 def _name(finding: Mapping[str, Any]) -> str:
-    """Returns a name for ``finding``, by which later diagnoses recognize the same problem."""
+    """Returns a name for ``finding`` that is the same whenever this problem is found again."""
     return " ".join(map(str, (finding["cause"], *finding["ranks"])))

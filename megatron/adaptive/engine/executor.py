@@ -93,7 +93,7 @@ class Stages(Protocol):
         """Returns the size in bytes of the activations of ``microbatch`` that ``chunk`` keeps."""
 
     def retained_bytes(self, chunk: int, microbatch: int) -> int:
-        """Returns the size in bytes of the tensors of ``microbatch`` that ``chunk`` keeps for W."""
+        """Returns the size in bytes of the tensors that a microbatch keeps for weight gradients."""
 
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
@@ -280,8 +280,8 @@ class Executor:
         running = Counter(codes)
         running.subtract(finished)
         finished.subtract(unfinished)
-        # The device runs actions in launch order. An action that has started but is not launched
-        # yet is the current one only if the device has finished all others.
+        # The device runs actions in launch order. An action that is still being launched is
+        # therefore the current one only if the device has finished all launched actions.
         being_launched = (code for code, count in running.items() if count > 0)
         present = unfinished[0] if unfinished else next(being_launched, None)
         return _Progress(len(codes), finished, present, bool(unfinished))
@@ -290,7 +290,7 @@ class Executor:
         """Returns the actions in ``launched`` that the device has not finished, oldest first."""
         is_passed = self._clock.is_passed
         if self._away:
-            # These actions are in the order of their starts, but may end in a different order.
+            # Actions are listed in the order of their starts, but may end in another order.
             return [entry for entry in launched if not is_passed(entry.end)]
         first = len(launched)
         while first and not is_passed(launched[first - 1].end):
@@ -477,16 +477,18 @@ class Executor:
     def _await_input_of(self, action: Action, policy: Policy, state: RankState) -> None:
         """Waits until another input arrives, because ``action`` cannot start yet.
 
-        The leader chose ``action``, so its input will reach the executor. If the action can never
-        start in ``state``, this method raises an error with the name of ``policy``.
+        The leader has chosen ``action``, so its input has arrived and only has to be taken from the
+        queue. If the action can never start in ``state``, this method raises an error with the name
+        of ``policy``.
         """
         if self._decides or not state.is_possible(action):
             raise ScheduleError(
-                f"policy {policy.name} picked {action.label(state.num_slices)} on rank "
-                f"{self._pp_rank} of the pipeline, which cannot start: {state.why_not(action)}; "
+                f"policy {policy.name} picked {action.label(state.num_slices)}, which cannot start "
+                f"on rank {self._pp_rank} of the pipeline: {state.why_not(action)}; "
                 f"{state.describe()}"
             )
-        # The leader chose the action, so its input is in this rank's completion queue.
+        # The leader chooses an action only after its input has arrived on all members, so the input
+        # is in this rank's completion queue.
         self._await_arrival(state)
 
     def finish_step(self) -> RankTimes:
@@ -593,10 +595,10 @@ class Executor:
         )
 
     def _acknowledge(self, action: Action, received: torch.Tensor | None, state: RankState) -> None:
-        """Acknowledges the input of ``action`` to the previous stage, if that stage is frozen.
+        """Confirms to the previous stage, if it is frozen, that its output has arrived.
 
-        The input is ``received``. A frozen stage gets no gradient that would show that its output
-        has arrived, so it waits for this acknowledgment instead.
+        ``received`` is this output, which is the input of ``action``. A frozen stage waits for this
+        message, because it gets no gradient that would show that its output has arrived.
         """
         target = state.acknowledged(action)
         if target is None or received is None:
@@ -620,7 +622,7 @@ class Executor:
             raise self._closed(f"cannot send {label.name} to rank {peer}", [peer]) from error
 
     def _closed(self, problem: str, peers: Sequence[int]) -> PeerLostError:
-        """Returns the error for a step in which ``peers`` have closed their channels too early.
+        """Returns the error to raise if ``peers`` have closed their channels during the step.
 
         ``problem`` is a clause that says what this rank cannot do.
         """
@@ -705,8 +707,8 @@ class Executor:
             item = transport.completions.wait(until_s)
             if item is not None or until_s == deadline_s:
                 return item
-            # A message that was sent before the channel was closed may be in memory, but not yet in
-            # the queue. Another wait would return it.
+            # After a channel has been closed, wait once more before raising an error, because a
+            # message that was sent earlier may not be in the queue yet.
             if closed:
                 raise self._closed(f"waits for {state.missing()}", closed)
             closed = closed_peers(transport, [need.sender for need in self._needs(state)])

@@ -67,7 +67,7 @@ class Wiring:
     groups: Sequence[Any]
 
     def close(self) -> None:
-        """Closes the agreement and the transport. All ranks of the pipeline must call this."""
+        """Closes the channels to other ranks. All ranks of the pipeline must call this."""
         self.agreement.close()
         if self.transport is not None:
             self.transport.close()

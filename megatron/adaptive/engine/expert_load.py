@@ -37,7 +37,7 @@ def measured_experts(
 ) -> ExpertLoad | None:
     """Returns an object that measures experts in ``chunks``, or ``None`` if there are no experts.
 
-    The clock of ``accelerator`` times the exchanges of tokens between the ranks of
+    The clock of ``accelerator`` measures the exchanges of tokens between the ranks of
     ``model_groups``.
     """
     if not getattr(get_model_config(chunks[0]), "num_moe_experts", None):

@@ -43,7 +43,7 @@ from megatron.adaptive.handshake import write_private
 BEAT_S = 2.0
 """Interval in seconds between two increments of the holder's counter."""
 STALE_S = 10.0
-"""Time in seconds without a change of the counter after which another job may take over."""
+"""Time in seconds after which another job may take over a folder whose counter has not changed."""
 _LOOK_S = 0.2
 _ENDED = "ended"
 _FOLDER = ".lease"
@@ -59,11 +59,11 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "since_unix_s": (int, float),
 }
 _LONGEST_BYTES = 1 << 20
-_KEPT = 8  # A new claim removes the files of at most this many earlier claims.
+_KEPT = 8  # Maximum number of earlier claims whose files a new claim removes.
 
 
 class LeaseTakenError(SetupError):
-    """Raised if another job holds the right to the folder. ``owner`` describes that job."""
+    """Raised if another job may write to the folder. ``owner`` describes that job."""
 
     def __init__(self, message: str, owner: Mapping[str, Any]) -> None:
         super().__init__(message)
@@ -71,7 +71,7 @@ class LeaseTakenError(SetupError):
 
 
 class Lease:
-    """The right to write to a folder, which is held by a process or shared within its job.
+    """Gives a process, or several processes of a job, the right to write to a folder.
 
     Args:
         folder: Folder to write to. It is created if it does not exist.
@@ -99,21 +99,21 @@ class Lease:
     ) -> int:
         """Claims the right to write to the folder, and returns the number of the claim.
 
-        The claim succeeds immediately if the previous holder released its right, was killed on this
-        machine, or was the same job before a restart. Otherwise, this method watches the holder's
-        counter for up to ten seconds, and fails if the counter increases.
+        The claim succeeds immediately if the previous holder released the folder, was killed on
+        this machine, or was the same job before a restart. Otherwise, this method watches the
+        holder's counter for up to ten seconds, and fails if the counter increases.
 
         Args:
             job: ID of the job, or ``None`` if a manager (the program that starts elastic jobs)
-                claims the right.
+                claims the folder.
             restarts: Number of restarts of the job so far, or ``None`` for a manager.
-            run: Name by which ranks recognize their manager, or ``None`` if a job claims the right.
+            run: Name by which ranks recognize their manager, or ``None`` if a job claims it.
 
         Returns:
             Number of the claim.
 
         Raises:
-            LeaseTakenError: Another job holds the right to the folder.
+            LeaseTakenError: Another job may write to the folder.
             OSError: The folder is not writable.
         """
         facts = {"job": job, "restarts": restarts, "run": run}
@@ -129,7 +129,7 @@ class Lease:
         raise self.taken(number)
 
     def join(self, number: int) -> None:
-        """Shares the right that another process of this job holds.
+        """Lets this process write to a folder that another process of this job has claimed.
 
         Args:
             number: Number of that process's claim.
@@ -137,9 +137,9 @@ class Lease:
         self.number = number
 
     def join_manager(self, number: int | None, job: str) -> bool:
-        """Shares the right to the folder with this process's manager, if the manager holds it.
+        """Lets this process write to the folder if its manager has claimed the folder.
 
-        Returns whether the manager holds the right.
+        Returns whether the manager has claimed the folder for this job.
 
         Args:
             number: Number of the manager's claim, or ``None`` if there is no manager.
@@ -154,10 +154,10 @@ class Lease:
     def advance(self) -> bool:
         """Replaces this job's claim with a new claim that has the next number.
 
-        Processes that joined the old claim lose the right.
+        Processes that joined the old claim may no longer write to the folder.
 
         Returns:
-            True if this process still held the right, and therefore got the next number.
+            True if this process could still write to the folder, and therefore got the next number.
 
         Raises:
             OSError: The folder is not writable. The claim's number does not change.
@@ -178,7 +178,7 @@ class Lease:
         write_private(self._path("private"), json.dumps(facts))
 
     def beat(self) -> bool:
-        """Increments the counter, and returns whether this job still holds the right.
+        """Increments the counter, and returns whether this job may still write to the folder.
 
         Raises:
             OSError: The counter cannot be written.
@@ -197,14 +197,14 @@ class Lease:
         return True
 
     def is_held(self, say: Callable[[str], None]) -> bool:
-        """Increments the counter, and returns whether this job still holds the right.
+        """Increments the counter, and returns whether this job may still write to the folder.
 
         If the folder is not writable, the method cannot determine whether another job has taken
         over, and returns True.
 
         Args:
-            say: Function that prints a line of text. It is called when the right is lost, and once
-                when the folder is not writable.
+            say: Function that prints a line of text. It is called if another job has taken over the
+                folder, and once when the folder is not writable.
         """
         try:
             if self.beat():
@@ -223,7 +223,7 @@ class Lease:
 
         ``say`` prints a line of text.
 
-        The thread also ends if this job loses the right (see :meth:`is_held`).
+        The thread also ends if this job may no longer write to the folder (see :meth:`is_held`).
         """
 
         def count() -> None:
@@ -233,7 +233,7 @@ class Lease:
         threading.Thread(target=count, name="lease", daemon=True).start()
 
     def require(self) -> None:
-        """Checks that this job still holds the right to write to the folder.
+        """Checks that no other job has taken over the folder.
 
         Raises:
             LeaseTakenError: Another job took over the folder.
@@ -248,7 +248,7 @@ class Lease:
                 raise self.taken(over=True) from None
 
     def end(self) -> None:
-        """Releases the right if this process made the claim, so that other jobs need not wait."""
+        """Releases the folder if this process claimed it, so that other jobs need not wait."""
         self._over.set()
         if self._claimed and self.number:
             with contextlib.suppress(OSError):  # Writing fails if another job has taken over.
@@ -259,7 +259,7 @@ class Lease:
 
         Args:
             number: Number of the claim of the other job, or ``None`` for the newest claim.
-            over: Whether the other job has taken the right from this job.
+            over: Whether the other job has taken over the folder from this job.
         """
         owner = self._facts(self._last() if number is None else number)
         is_managed = "run" in owner
@@ -288,12 +288,12 @@ class Lease:
         self._folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             self._files.mkdir()
-            # Users who can write to the folder must also be able to take over the right.
+            # Users who can write to the folder must also be able to take it over from another job.
             with contextlib.suppress(OSError):
                 self._files.chmod(self._folder.stat().st_mode & 0o777)
 
     def _take(self, number: int) -> bool:
-        """Makes the claim with the given number, and returns whether this succeeded.
+        """Claims the folder with the number ``number``, and returns whether this succeeded.
 
         Returns False if another process has already made a claim with this number.
         """
@@ -356,8 +356,8 @@ class Lease:
         is_restart = is_same and owner.get("restarts", 0) < claimed["restarts"]
         if first == _ENDED or _is_gone(owner) or is_restart:
             return False
-        # Count the reads of the counter instead of measuring time, because the holder cannot
-        # increment its counter while the storage hangs.
+        # Count reads of the counter instead of measuring time. While the storage hangs, the holder
+        # cannot increment its counter, but the reads are also delayed.
         for _ in range(round(STALE_S / _LOOK_S)):
             if self._path("claim", number + 1).exists():
                 return False

@@ -37,7 +37,7 @@ _JOIN_S = 30.0
 
 
 class _Abandoned(Exception):  # noqa: N818 - ends a lane if the other one failed
-    """Raised in an action to stop it after the action in the other lane has failed."""
+    """Stops the action in one lane (thread) after the action in the other lane has failed."""
 
 
 class Lanes:
@@ -47,7 +47,7 @@ class Lanes:
 
     Args:
         decide: Function that returns the next action, or ``None`` if no action starts. Its argument
-            is whether an action that is communicating can continue instead.
+            states whether an action that is communicating can continue instead.
         perform: Function that runs a chosen action until it finishes.
         await_arrival: Function that blocks until another input has arrived.
         mark: Function that returns a time mark of the device.
@@ -79,7 +79,7 @@ class Lanes:
     def run(self, is_done: Callable[[], bool]) -> None:
         """Runs actions in both lanes until ``is_done`` returns True.
 
-        When an action starts to exchange tokens, the turn is passed to the other lane.
+        When an action starts to exchange tokens, the other lane continues.
 
         Raises:
             Exception: Any exception that an action of either lane raised.
@@ -109,7 +109,7 @@ class Lanes:
     def hand_over(self) -> None:
         """Lets another action compute while the current action communicates.
 
-        Blocks until the lane of the current action gets the turn back.
+        Blocks until the current action may continue to compute.
         """
         lane = self._turn
         since = self._mark()
@@ -139,7 +139,7 @@ class Lanes:
             raise self._error
 
     def _second(self, stream: Any) -> None:
-        """Runs the actions of the second lane in its thread, on the CUDA stream ``stream``."""
+        """Runs actions in the thread of the second lane, on the CUDA stream ``stream``."""
         if stream is not None:
             torch.cuda.set_stream(stream)
         while True:
@@ -150,8 +150,7 @@ class Lanes:
                 return
             try:
                 self._run_here(action)
-                # Only one weight gradient runs during an exchange. Afterwards, the first lane gets
-                # the turn back.
+                # Run at most one weight gradient during an exchange, then return to the first lane.
                 while self._communicates[0] and action.kind is not ActionKind.W:
                     action = self._decide(True)
                     if action is None:
@@ -164,10 +163,10 @@ class Lanes:
 
     @contextlib.contextmanager
     def _watching_exchanges(self) -> Iterator[None]:
-        """Replaces torch's all-to-all while the context is open, so that exchanges switch lanes.
+        """Replaces torch's all-to-all, so that the other lane computes during an exchange.
 
-        This affects the exchanges of forward and backward passes. The other lane only computes
-        during exchanges of rows (tokens), because exchanges of one number per row do not take long.
+        The replacement is active while the context is open. Exchanges of one number per token do
+        not switch lanes, because they do not take long.
         """
         plain = dist.all_to_all_single
 

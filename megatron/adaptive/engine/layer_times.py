@@ -18,7 +18,7 @@ This limits the recorded times of a step to about 3 KB.
 """
 
 MOST_DRAWN = 32
-"""Maximum number of layers per rank for which the start and end of the first passes are stored."""
+"""Maximum number of layers per rank whose first passes are stored with their start and end."""
 
 FORWARD, BACKWARD = 0, 1
 
@@ -95,7 +95,7 @@ class LayerSums:
         ]
 
     def passes(self) -> list[tuple[int, int, int, int]]:
-        """Returns the first passes of each layer in the step that :meth:`rows` ended most recently.
+        """Returns the first passes of each layer in the step that the last :meth:`rows` call ended.
 
         If the rank has more than ``MOST_DRAWN`` layers, only evenly spaced layers are returned.
 

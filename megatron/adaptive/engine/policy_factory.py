@@ -150,7 +150,7 @@ class Orders:
             return
         if num_slices != len(self._shares):
             self._shares = (1 / num_slices,) * num_slices
-        # :meth:`use` may have set a candidate with a different number of slices.
+        # Update the candidate, because :meth:`use` may have set one with a different number.
         if num_slices != self._chosen.num_slices:
             self._chosen = replace(self._chosen, num_slices=num_slices)
 
@@ -162,7 +162,7 @@ class Orders:
         Args:
             num_microbatches: Number of microbatches that this rank runs in the step.
             forward_only: Whether the step is an evaluation, which has only forward passes.
-            frozen_stages: Number of leading stages through which no gradient flows.
+            frozen_stages: Number of frozen stages at the start of the model.
 
         Raises:
             ConfigError: The schedule file, or the record to replay, was made for a different number
@@ -195,7 +195,7 @@ class Orders:
                 are equal. The size of the activations is proportional to this number. If sizes are
                 passed, the limit on activations is relative to the mean size, and is raised to the
                 largest size if necessary, so that every microbatch can start.
-            frozen_stages: Number of leading stages through which no gradient flows.
+            frozen_stages: Number of frozen stages at the start of the model.
         """
         cap = None if forward_only else self._cap_for(num_microbatches)
         num_slices = self._counts
@@ -245,7 +245,7 @@ class Orders:
 
         Args:
             num_microbatches: Number of microbatches per step.
-            frozen_stages: Number of leading stages through which no gradient flows.
+            frozen_stages: Number of frozen stages at the start of the model.
         """
         name = _simulated_name(self.schedule)
         cap = self._cap_for(num_microbatches) if is_rule(name) else None
@@ -341,8 +341,8 @@ def _load_schedule(path: str, placement: Placement, *, splits: bool, num_slices:
     if its != placement:
         raise ConfigError(
             f"--schedule-file {path} is for {its.num_ranks} pipeline ranks with {its.num_chunks} "
-            f"chunks each ({its.kind} placement), but this run has {placement.num_ranks} with "
-            f"{placement.num_chunks} ({placement.kind} placement); set "
+            f"chunks each ({its.kind} placement), but this run has {placement.num_ranks} ranks "
+            f"with {placement.num_chunks} chunks each ({placement.kind} placement); set "
             "--pipeline-model-parallel-size, --num-virtual-stages-per-pipeline-rank and "
             "--pipeline-placement to match"
         )

@@ -24,7 +24,7 @@ from megatron.adaptive.errors import AdaptiveError, PeerLostError
 T = TypeVar("T")
 
 _FAILED_SETUPS = "megatron-adaptive-failed"
-"""Prefix of the keys under which ranks count failed setups in the job's key-value store."""
+"""Prefix of the keys that count failed setups in the job's key-value store."""
 _FAILED_TOGETHER_S = 3.0
 """Maximum time in seconds to wait for the setup to fail on all ranks."""
 _POLL_S = 0.02
@@ -141,11 +141,11 @@ def naming_lost_peers() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A process of a job, with its device, its process groups, and its rights to folders.
+    """A process of a job, with its device, its process groups, and the folders it may write to.
 
     Attributes:
-        environment: Settings from the launcher's environment variables, except for the rank and the
-            world size, which are those of the process group.
+        environment: Settings from the launcher's environment variables, but with the rank and the
+            world size of the process group.
         accelerator: CPU or GPU on which this process computes.
         control_group: Gloo group of all ranks for small messages between hosts.
         places: Host and process of every rank, indexed by global rank (see ``liveness.here``).
@@ -156,8 +156,8 @@ class Job:
             them.
         groups: Process groups that :meth:`close` destroys. If empty, :meth:`close` destroys all
             groups that were created since the job started.
-        leases: Rights to write to checkpoint folders, keyed by the path of the folder. They are
-            released at the end of the job.
+        leases: Objects that reserve checkpoint folders for this job, keyed by the path of the
+            folder. The folders are released at the end of the job.
         launcher: Process ID of the launcher that started this process, or ``None`` if there is no
             launcher.
     """
@@ -239,7 +239,7 @@ class Job:
             )
 
     def end_leases(self) -> None:
-        """Releases the job's rights to write to folders. Safe to call more than once."""
+        """Releases all checkpoint folders of this job. Safe to call more than once."""
         for lease in self.leases.values():
             lease.end()
 
@@ -248,10 +248,10 @@ class Job:
 
         If torch was initialized before the job started, the process groups of the caller remain.
 
-        The rights to folders are released first.
+        The checkpoint folders are released first.
         """
         if not self.owns_process_group:
-            dist.barrier()  # After the barrier, no rank is waiting in one of these groups.
+            dist.barrier()  # After the barrier, no rank is waiting in any of these groups.
         self._end(with_groups=True)
 
     def _end(self, *, with_groups: bool) -> None:

@@ -47,7 +47,7 @@ def saved_line(iteration: int, path: Path, seconds: float, *, is_behind: bool = 
     Args:
         iteration: Iteration after which the checkpoint was saved.
         path: Path of the checkpoint's folder.
-        seconds: Time in seconds for which training waited for the checkpoint.
+        seconds: Time in seconds that training waited for the checkpoint.
         is_behind: Whether the checkpoint was written in the background.
     """
     waited = f"training waited {seconds:.2f} s" if is_behind else f"{seconds:.2f} s"

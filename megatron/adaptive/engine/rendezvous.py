@@ -1,4 +1,4 @@
-"""Connects all ranks that launchers have started to a shared key-value store, with a timeout.
+"""Connects all ranks of a job to a shared key-value store, with a timeout.
 
 torch itself would wait forever if another program listens on the port and does not reply, and would
 retry for minutes if a host name cannot be resolved. Ranks that use different ports would wait for
@@ -27,7 +27,7 @@ _AGAIN_S = 0.2
 _LOOK_S = 0.02
 _CONNECT_S = 5.0
 _ANSWER_S = 10.0
-"""Minimum of the time limit in seconds for a reply from the store.
+"""Minimum timeout in seconds for a reply from the store.
 
 On an idle machine, a store replies within milliseconds. If many ranks start on few processors, a
 reply may take longer.

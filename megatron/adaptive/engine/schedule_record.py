@@ -203,7 +203,7 @@ class ScheduleRecord:
             raise _damaged(path, reason) from error
 
     def require_shape(self, shape: RecordShape) -> None:
-        """Checks that ``shape`` equals that of the recorded run, except for the number of slices.
+        """Checks that ``shape`` matches the recorded run, except for the number of slices.
 
         Raises:
             ConfigError: A size differs. The message lists all differing sizes with both values.

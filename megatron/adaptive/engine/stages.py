@@ -53,7 +53,8 @@ def default_process_groups() -> ProcessGroupCollection:
 class Slices(Protocol):
     """Cuts the sequences of each microbatch into slices, which a step processes separately.
 
-    The index of a slice, called an item, is counted across all microbatches (see ``rank_kernel``).
+    Slices are numbered across all microbatches. The number of a slice is called an item (see
+    ``rank_kernel``).
 
     Attributes:
         count: Number of slices of each microbatch. It may change between two steps.
@@ -124,7 +125,7 @@ class GradientSync:
         self._next_start = len(chunks) - 1
 
     def hold(self) -> None:
-        """Turns the data-parallel reduction off, so that gradients are only accumulated locally."""
+        """Disables data-parallel reduction, so that gradients are only accumulated locally."""
         for chunk, hold in enumerate(self._hold):
             if hold is not None and self._held[chunk] is None:
                 context = hold()
@@ -132,7 +133,7 @@ class GradientSync:
                 self._held[chunk] = context
 
     def before_last_backward(self, chunk: int) -> None:
-        """Turns the reduction on for the last backward pass of ``chunk``.
+        """Enables gradient reduction for the last backward pass of ``chunk``.
 
         This method does nothing if the chunk has a ``grad_sync_func``, which is called after the
         backward pass.
@@ -162,7 +163,7 @@ class GradientSync:
             self._next_start -= 1
 
     def release(self) -> None:
-        """Turns the reduction of all chunks on again, at the end of a step or after an error."""
+        """Re-enables gradient reduction for all chunks, at the end of a step or after an error."""
         for chunk in range(len(self._held)):
             self._let_go(chunk)
 
@@ -208,7 +209,7 @@ def _is_gathered(chunk: torch.nn.Module) -> bool:
 
 
 def _buckets(chunk: torch.nn.Module) -> list[Any]:
-    """Returns the bucket groups of ``chunk``, if it is wrapped by megatron-core."""
+    """Returns the gradient buckets of ``chunk`` if it has megatron-core's data-parallel wrapper."""
     names = ("bucket_groups", "expert_parallel_bucket_groups")
     return [bucket for name in names for bucket in getattr(chunk, name, [])]
 
@@ -431,8 +432,8 @@ class MegatronStages(SplitStages):
             self._sync.after_last_weights(chunk)
 
     def retained_bytes(self, chunk: int, microbatch: int) -> int:
-        # The store measures the first B of a chunk, and this B processes the last slice of a
-        # microbatch.
+        # The store measures this size only in the first B of a chunk, which processes the last
+        # slice of a microbatch.
         key = -1 - chunk
         if self.slices is not None:
             self.measured.setdefault(key, self.slices.tokens(microbatch))
@@ -461,7 +462,7 @@ class MegatronStages(SplitStages):
         return nbytes if self.sizes is None else round(nbytes * self.sizes[item])
 
     def finish(self) -> None:
-        """Frees tensors and turns reductions on, at the end of a step or after an error."""
+        """Frees tensors and re-enables reduction, at the end of a step or after an error."""
         self._sync.release()
         if self.slices is not None:
             self.slices.finish()
@@ -532,7 +533,7 @@ class ForwardBackward:
         """Runs one step. The arguments that are not listed here are documented in megatron-core.
 
         Args:
-            loss_parts: Number by which the loss is divided: the total number of microbatches in all
+            loss_parts: Divisor of the loss: the total number of microbatches in all
                 replicas, or ``None`` if all replicas have the same number of microbatches and the
                 caller averages gradients over replicas.
             sizes: Number of token positions in each microbatch of this rank, or ``None`` if all are

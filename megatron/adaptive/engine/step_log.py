@@ -1,4 +1,4 @@
-"""Records the waits and messages of a rank in a traced step, and the reasons for its choices."""
+"""Records a rank's waits and messages in a traced step, and why it chose each action."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SEEN = _REASON["seen"]
 _FOUND = _REASON["found"]
 
 SHORT_NS = 20_000
-"""Minimum duration in nanoseconds of a wait for the leader's decision that is traced."""
+"""Minimum duration in nanoseconds of a traced wait for the leader's decision."""
 
 
 class ActionInput(NamedTuple):
@@ -51,7 +51,7 @@ class AwaitedInput(NamedTuple):
     Attributes:
         waiting: Action that cannot start.
         sender: Global rank that must send the message.
-        action: Action for which the message is the input. It differs from ``waiting`` if the rank
+        action: Action that uses the message as its input. It differs from ``waiting`` if the rank
             waits until another stage has acknowledged an output.
         chunk: Chunk of ``sender`` that computes the message.
         item: Index of the microbatch on ``sender``, or of the slice if sequences are cut into
@@ -146,7 +146,7 @@ class StepLog:
         self._by_group = isinstance(item, Notice)
 
     def decision(self, asked_ns: int, state: RankState) -> None:
-        """Records the arrival of the leader's decision that this rank requested at ``asked_ns``."""
+        """Records that the leader's decision, which was requested at ``asked_ns``, has arrived."""
         now_ns = self.now_ns()
         if now_ns - asked_ns < SHORT_NS:
             return
@@ -214,7 +214,7 @@ class StepLog:
     def sent(self, action: Action, peer: int, nbytes: int, start_ns: int) -> None:
         """Records that the transport has accepted a message of ``nbytes`` bytes to rank ``peer``.
 
-        ``action`` is the action for which the message is the input, and ``start_ns`` is the time
+        ``action`` is the action that uses the message as its input, and ``start_ns`` is the time
         when the send began.
         """
         end_ns = self.now_ns()

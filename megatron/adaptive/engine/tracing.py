@@ -63,7 +63,7 @@ class _Iteration:
 
 
 class _DeviceSpan(NamedTuple):
-    """Span of the device's work, whose times may not be known yet."""
+    """Span of work on the device. Its start and end times may not be known yet."""
 
     iteration: _Iteration
     kind: int
@@ -276,7 +276,9 @@ class Tracing:
 
     @contextlib.contextmanager
     def host_span(self, kind: str) -> Iterator[None]:
-        """Returns a context manager that traces its block, in host time, as a span of ``kind``.
+        """Returns a context manager that traces its block as a span, timed with the host's clock.
+
+        ``kind`` is the kind of the span.
 
         The context manager can also be used between two iterations.
         """
@@ -385,7 +387,7 @@ class OutsideTrace:
             self._doing = {}
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns this rank's activity in its step, as fields of ``trace.status_files.Now``."""
+        """Returns this rank's activity in the step, as fields of ``trace.status_files.Now``."""
         return {**self._doing, "done": list(self._done)} if self._doing else {}
 
     def _traced(self, function: Callable[..., Any], model: Any) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Splits backward passes into input gradients (B) and weight gradients (W), and defers the latter.
+"""Splits backward passes into input gradients (B) and deferred weight gradients (W).
 
 A layer that defers its weight gradient describes its computation as a :class:`LayerCall` and runs
 the call through :func:`defer`, which hides the weight from autograd. The backward pass then
@@ -52,14 +52,14 @@ class LayerCall:
     weight: torch.nn.Parameter
 
     def output(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns the output of the layer for the input ``inputs``."""
+        """Computes the output of the layer from its ``inputs``."""
         raise AssertionError(
             f"{type(self).__name__} does not implement output(), because the layer computes its "
             "output in its own forward pass"
         )
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns the input gradient for ``gradient``, the gradient of the layer's output."""
+        """Returns the gradient of the input, given the gradient of the layer's output."""
         raise AssertionError(f"{type(self).__name__} does not compute an input gradient")
 
     def weight_gradients(
@@ -98,14 +98,14 @@ class LinearCall(LayerCall):
     dtype: torch.dtype | None = None
 
     def output(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns the output of the layer for the input ``inputs``."""
+        """Computes the output of the layer from its ``inputs``."""
         weight = self.weight.t() if self.turned else self.weight
         bias = None if self.bias is None else self._cast(self.bias)
         with torch.autocast(inputs.device.type, enabled=False):
             return F.linear(self._cast(inputs), self._cast(weight), bias)
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns the input gradient for ``gradient``, the gradient of the layer's output."""
+        """Returns the gradient of the input, given the gradient of the layer's output."""
         weight = self._cast(self.weight)
         rows = gradient.reshape(-1, gradient.shape[-1]).mm(weight.t() if self.turned else weight)
         return rows.view(*gradient.shape[:-1], -1)
@@ -113,7 +113,7 @@ class LinearCall(LayerCall):
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Yields the weight and, if it is trained, the bias, each with its gradient."""
+        """Yields (parameter, gradient) pairs for the weight and, if it is trained, the bias."""
         gradient = gradient.reshape(-1, gradient.shape[-1])
         inputs = self._cast(inputs).reshape(-1, inputs.shape[-1])
         product = inputs.t().mm(gradient) if self.turned else gradient.t().mm(inputs)
@@ -192,7 +192,7 @@ def accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
 
 
 class _Task(NamedTuple):
-    """Call of a layer, with the tensors from which its weight gradient will be computed."""
+    """Call of a layer, with the tensors that are needed to compute its weight gradient."""
 
     call: LayerCall
     inputs: torch.Tensor
@@ -323,7 +323,7 @@ class WeightGradientStore:
 
     @property
     def microbatch_bytes(self) -> int:
-        """Returns the size in bytes of the tensors that one microbatch keeps from B to W.
+        """Returns the size in bytes of the tensors that one microbatch keeps for weight gradients.
 
         The size is measured for the first collected microbatch, and is 0 until then.
         """
@@ -363,7 +363,7 @@ class WeightGradientStore:
     def _turn(self, item: int) -> int:
         """Returns the position of ``item`` in the order of backward passes.
 
-        -1 stands for no item, and is returned unchanged.
+        An ``item`` of -1 means that there is none. In this case, the result is -1.
         """
         if item < 0:
             return -1
@@ -393,7 +393,7 @@ class WeightGradientStore:
             self._microbatch_bytes = sum(kept.values())
 
     def add(self, call: LayerCall, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Keeps the tensors from which the weight gradient of ``call`` will be computed.
+        """Keeps the tensors that are needed to compute the weight gradient of ``call``.
 
         The tensors are the layer's ``inputs`` and the ``gradient`` of its output. This method must
         be called within the context of :meth:`collect`.
@@ -542,7 +542,7 @@ class SplitStages:
         self._stores[chunk].run(microbatch, piece, pieces)
 
     def retained_bytes(self, chunk: int, microbatch: int) -> int:
-        """Returns the size in bytes of the tensors that B keeps for W, for one microbatch.
+        """Returns the size in bytes of the tensors that a microbatch keeps for weight gradients.
 
         The size is measured in the first B, and is 0 until then.
         """

@@ -59,7 +59,7 @@ SCORE_BLOCK = 256
 
 
 def has_packed_kernel() -> bool:
-    """Returns whether torch's kernel for packed rows exists, with the parameters needed here."""
+    """Returns whether torch has a kernel for packed rows that accepts the parameters used here."""
     if varlen_attn is None:
         return False
     # Early versions of the kernel have no sliding windows and no scale, so check the signature.
@@ -108,7 +108,7 @@ class LocalAttention(DotProductAttention):
         v_channels: Width of a head's values, or ``None`` if it equals the width of the queries.
 
     Attributes:
-        case: Properties by which the kernel is chosen. Each forward pass copies this object and
+        case: Properties that determine the kernel. Each forward pass copies this object and
             adds the properties of the queries, keys and values in that pass.
         slices: Object that stores keys and values, so that later slices of a sequence can attend to
             earlier ones, or ``None`` if sequences are not cut into slices.
@@ -229,9 +229,9 @@ class LocalAttention(DotProductAttention):
         *more: Any,
         **options: Any,
     ) -> torch.Tensor:
-        """Computes attention for the last tokens of a document, to which ``query`` belongs.
+        """Computes attention for ``query``, which contains the last tokens of a document.
 
-        ``key`` and ``value`` belong to these tokens and all earlier tokens of the document.
+        ``key`` and ``value`` contain these tokens and all earlier tokens of the document.
         """
         pattern = None
         if self._parts > 1:

@@ -115,12 +115,12 @@ class KeyedInit:
         return self  # Copies of a configuration must share the count of initialized weights.
 
     def enter_layer(self, layer: int) -> None:
-        """Sets the layer to which the weights initialized from now on belong."""
+        """Begins a layer, to which all weights initialized from now on belong."""
         self._layer = layer
         self.count = 0
 
     def leave_layer(self) -> None:
-        """Treats the weights initialized from now on as weights that belong to no layer."""
+        """Ends the current layer. Weights initialized from now on belong to no layer."""
         self._layer = None
 
     @contextlib.contextmanager
@@ -277,7 +277,7 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
 
 
 def core_settings(config: TrainerConfig, kind: type) -> dict[str, Any]:
-    """Returns the values in ``config`` for a megatron-core class, without those that are defaults.
+    """Returns the settings in ``config`` for a megatron-core class, without default values.
 
     Args:
         config: Settings of the run, including settings for megatron-core.
@@ -400,7 +400,7 @@ def build_chunks(
     Returns:
         The wrapped chunks of this rank, sorted by chunk index.
     """
-    # Losses that megatron-core still stores may be from an earlier model with fewer layers.
+    # Remove the losses of an earlier model, which may have had fewer layers.
     forget_balancing_losses()
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     chunks = []
@@ -436,7 +436,8 @@ def wrap(
             **core_settings(config, DistributedDataParallelConfig),
             "overlap_grad_reduce": parallel.overlap_grad_reduce,
             "overlap_param_gather": parallel.overlap_param_gather,
-            # If there is a single chunk, each bucket is gathered while the previous one is in use.
+            # Align buckets only if there are several chunks. A single chunk gathers each bucket
+            # while the previous one is in use.
             "align_param_gather": parallel.align_param_gather and len(chunks) > 1,
             "use_distributed_optimizer": parallel.use_distributed_optimizer,
             "grad_reduce_in_fp32": precision.accumulate_allreduce_grads_in_fp32,

@@ -101,7 +101,7 @@ def reset_balancing_losses() -> None:
 
 
 def forget_balancing_losses() -> None:
-    """Removes all stored load-balancing losses. Required before a model with more layers runs."""
+    """Removes all stored load-balancing losses. Call this before running a larger model."""
     tracker = _balancing_tracker()
     (tracker if isinstance(tracker, dict) else tracker.metrics).clear()
 

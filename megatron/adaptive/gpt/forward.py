@@ -365,8 +365,8 @@ class DropoutKeys:
         self._generator.manual_seed(_stir((key | lane) ^ self._secret))
         split = self._spare.manual_seed(_stir((key | self._split_lane) ^ self._secret))
         states = self._tracker.get_states()
-        # Create a new state tensor each time, because recomputation keeps the previous tensor to
-        # restore it.
+        # Create a new state tensor each time, because recomputation keeps the previous tensor and
+        # restores it later.
         states[_MODEL_PARALLEL_RNG_TRACKER_NAME] = split.get_state()
         self._tracker.set_states(states)
 

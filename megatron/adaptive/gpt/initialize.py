@@ -213,10 +213,10 @@ def _shared_settings(config: TrainerConfig) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _groups_of_default_backend() -> Iterator[None]:
-    """Makes new process groups use the fake backend if the default group uses the fake backend.
+    """Makes new process groups use the fake backend if the default group uses it.
 
-    megatron-core also creates gloo groups. If the default group uses the fake backend, these would
-    wait for other processes that do not exist.
+    megatron-core also creates gloo groups. In a job with the fake backend, these would wait for
+    processes that do not exist.
     """
     new_group = dist.new_group
 

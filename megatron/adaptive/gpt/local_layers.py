@@ -142,8 +142,8 @@ def norm_of(config: TransformerConfig) -> Any:
 
     ``config`` is megatron-core's configuration of the model.
 
-    If apex is installed, megatron-core uses apex's class for every model, although that class does
-    not support RMSNorm.
+    If apex is installed, megatron-core always uses apex's class, which does not support RMSNorm.
+    Models with RMSNorm then use :class:`LocalNorm`.
     """
     is_apex = LayerNormImpl.__name__ == "FusedLayerNorm"
     return (

@@ -213,7 +213,7 @@ class _Adapted:
     lora: Adapter
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Returns the output for ``hidden``, with the term of the adapters added, and the bias."""
+        """Returns the sum of the outputs of the layer and its adapters, and the layer's bias."""
         layer: Any = super()
         output, bias = layer.forward(hidden, *args, **kwargs)
         return output + self.lora(self._normalized(hidden)), bias

@@ -34,7 +34,7 @@ def fuse_adam(inner: Any) -> None:
 
 
 def use_foreach_kernels() -> None:
-    """Replaces megatron-core's loops over parameters by functions for lists of tensors.
+    """Replaces megatron-core's loops over parameters with functions that process all at once.
 
     Does nothing if megatron-core uses Transformer Engine or apex. The results may differ from those
     of the loops by rounding errors, so call this only if the model is on a GPU.
@@ -51,7 +51,7 @@ def use_foreach_kernels() -> None:
 def _norm(
     _: int, __: torch.Tensor, lists: Sequence[Sequence[torch.Tensor]], ___: bool
 ) -> tuple[torch.Tensor, None]:
-    """Returns the norm of all tensors in ``lists[0]`` together, ``[1] float32``."""
+    """Returns the joint norm of all tensors in ``lists[0]``, ``[1] float32``."""
     norms = torch._foreach_norm(list(lists[0]))
     together = torch.stack([norm.float() for norm in norms])
     return torch.linalg.vector_norm(together).reshape(1), None
@@ -62,8 +62,9 @@ def _scale(
 ) -> None:
     """Writes the tensors in ``lists[0]``, multiplied by ``scale``, to the tensors in ``lists[1]``.
 
-    A copy of all tensors at once would need much memory, so only the cases that occur in a step,
-    which need no copy, are handled differently than in megatron-core.
+    The two cases that occur in a step, copying without scaling and scaling in place, process all
+    tensors at once. In other cases, this would need a copy of all tensors, so megatron-core's
+    function is used.
     """
     sources, targets = map(list, lists)
     if scale == 1.0:

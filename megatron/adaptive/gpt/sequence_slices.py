@@ -92,7 +92,7 @@ class KeysAndValues:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """Returns the tensors in which the keys and values are stored."""
+        """Returns the tensors that store the keys and values."""
         return self._buffers
 
     def extend(self, first: int, start: int, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -282,7 +282,7 @@ class SequenceSlices:
 
     @property
     def num_microbatches(self) -> int:
-        """Returns the number of microbatches, or 0 if all microbatches are cut in the same way."""
+        """Returns the number of microbatches with separate cuts, or 0 if all have the same cuts."""
         return len(self._cuts)
 
     def work(self, item: int) -> tuple[int, int]:
@@ -369,7 +369,7 @@ class SequenceSlices:
         """Makes rotary embeddings start at the position of the slice's first token.
 
         If the slice contains parts of several documents, this hook requests the embeddings of all
-        positions, from which :meth:`_pick_positions` selects those that are needed.
+        positions, and :meth:`_pick_positions` selects those that are needed.
         """
         pieces = self._pieces
         if len(pieces) == 1:
@@ -478,8 +478,8 @@ class SequenceSlices:
 class _AttendSlice(torch.autograd.Function):
     """Attends to stored keys and values. The backward pass accumulates their gradients.
 
-    Autograd differentiates the attention in a separate graph, whose inputs are the queries and the
-    stored keys and values.
+    Autograd differentiates the attention in a separate graph. The inputs of this graph are the
+    queries and the stored keys and values.
     """
 
     @staticmethod

@@ -106,7 +106,7 @@ def _record_index(config: TrainerConfig) -> int:
     """Returns the index of this rank's list of actions in a recorded step."""
     pp_rank: int = parallel_state.get_pipeline_model_parallel_rank()
     if config.balance == "off":
-        return pp_rank  # Only one replica is recorded.
+        return pp_rank  # Without balancing, only one replica is recorded.
     ranks = config.parallel.pipeline_model_parallel_size
     return int(parallel_state.get_data_parallel_rank()) * ranks + pp_rank
 

@@ -74,8 +74,8 @@ class Step:
         self._forward = GptForward(run.job.accelerator)
         self._balancing = _balancing_losses(config.core)
         self._eval_steps = 0
-        # Times of the latest training step, or None before the first one and with megatron-core's
-        # schedule.
+        # Times of the latest training step. None before the first step, and always None with
+        # megatron-core's schedule.
         self.times: RankTimes | None = None
 
     def train(
@@ -175,8 +175,8 @@ class Step:
             tokens: Tokens of the text. There must be at least one.
             count: Maximum number of new tokens. Generation also stops when the text reaches the
                 sequence length.
-            num_microbatches: Number of microbatches per step, each of which is a copy of the text.
-                Some schedules require more than one microbatch.
+            num_microbatches: Number of microbatches per step, which all contain the same text. Some
+                schedules require more than one microbatch.
 
         Returns:
             The new tokens, on all ranks.
@@ -233,10 +233,10 @@ class Step:
         run = self._run
         model = self._config.model
         if microbatches is not None:
-            # If documents are packed, there may be fewer microbatches.
+            # Packing documents may have reduced the number of microbatches.
             num_microbatches = len(microbatches)
         more: dict[str, Any] = {}
-        # megatron-core's schedule does not accept the sizes of microbatches.
+        # Only the executor accepts the sizes of microbatches.
         if run.wiring is not None:
             more["sizes"] = getattr(microbatches, "sizes", None)
         if dealt is not None:
@@ -264,7 +264,7 @@ class Step:
         )
 
     def _finish_step(self, iteration: int) -> float | None:
-        """Ends the trace of a step, and returns the fraction of time in which ranks were idle.
+        """Ends the trace of a step, and returns the fraction of time that ranks were idle.
 
         The fraction is computed only at logged iterations, because this needs an all-reduce.
         Otherwise, and with megatron-core's schedule, the result is ``None``.
@@ -344,9 +344,9 @@ class Step:
         """Returns the mean load-balancing losses of experts. All ranks must call this.
 
         The names are the same as in Megatron-LM. The means are taken over microbatches and over
-        layers with experts. As in megatron-core, load-balancing losses are summed over
-        tensor-parallel and context-parallel ranks, each of which has a part of the sum, and
-        averaged over replicas. The z-loss is averaged over all ranks of a stage, while
+        layers with experts. As in megatron-core, load-balancing losses are averaged over replicas.
+        Within a replica, they are summed over tensor-parallel and context-parallel ranks, because
+        each rank has a part of the sum. The z-loss is averaged over all ranks of a stage, while
         megatron-core uses the value of a single rank.
 
         Returns:
@@ -361,7 +361,7 @@ class Step:
         sums = torch.zeros(len(names), num_layers, dtype=torch.float64)
         recorded = balancing_losses()
         for row, name in enumerate(names):
-            if name in recorded:  # Stages without experts have no such losses.
+            if name in recorded:  # Stages without experts have no balancing losses.
                 sums[row] = recorded[name]
         reset_balancing_losses()
         dist.all_reduce(sums, group=run.job.control_group)
@@ -462,7 +462,7 @@ def params_norm(run: Run) -> float:
             # memory.
             for part in parameter.detach().flatten().split(_NORM_PART):
                 squares.append(torch.linalg.vector_norm(part, dtype=torch.float64) ** 2 / copies)
-    # Copying the sum to the host is the only operation here for which the host waits.
+    # The host waits only here, where the sum is copied from the device.
     total = torch.stack(squares).sum().cpu()
     dist.all_reduce(total, group=run.job.control_group)
     norm: float = float(total) ** 0.5
@@ -470,7 +470,7 @@ def params_norm(run: Run) -> float:
 
 
 _NOT_FINITE = re.compile(r"\bfound (NaN|Inf) in local grad norm\b")
-"""Pattern of the message of megatron-core's RuntimeError about a gradient that is not finite."""
+"""Pattern of megatron-core's error message about a gradient that is infinite or NaN."""
 _CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 """Text in the message of the RuntimeError that torch raises if host memory is exhausted."""
 
@@ -495,7 +495,7 @@ def _cap_advice(run: Run, num_microbatches: int) -> str:
 
 
 def out_of_memory(run: Run, error: Exception, num_microbatches: int) -> DeviceMemoryError:
-    """Creates a one-line error that reports that this rank's device ran out of memory.
+    """Creates the error to raise if this rank's device has run out of memory.
 
     Args:
         run: Training run of this rank.

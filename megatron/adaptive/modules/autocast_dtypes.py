@@ -155,7 +155,7 @@ class RecordedAutocast:
                 fakes: Any = map_aggregate(arguments, self._fake)
                 return [tensor.dtype for tensor in _tensors_in(run(*fakes[0], **fakes[1]))]
             except Exception:
-                # A call may fail on fakes with any error. In this case, the result keeps its
+                # A call on fake tensors may raise any error. In this case, the result keeps its
                 # recorded dtype, and the stage checks this dtype when it sends the tensor in a
                 # message.
                 return []

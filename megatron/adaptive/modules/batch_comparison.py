@@ -255,8 +255,8 @@ class BatchComparison:
     """Compares the steps that ranks are about to run, and the batches of a replica's ranks.
 
     Unless microbatches are ordered or distributed by cost, ranks compare only the first few steps
-    and evaluations, and then one in every 64. All ranks take part in each comparison, in which a
-    rank can also notify the others that it rejects its batch.
+    and evaluations, and then one in every 64. All ranks take part in each comparison. A rank can
+    also use it to notify the others that it rejects its batch.
 
     Args:
         mesh: Replica and pipeline position of this process, and its process groups.
@@ -282,11 +282,13 @@ class BatchComparison:
         self.restart()
 
     def restart(self) -> None:
-        """Resets the count of calls. All ranks must call this."""
+        """Resets the numbers of steps and evaluations so far. All ranks must call this."""
         self._num_calls = {"training": 0, "evaluation": 0}
 
     def begin_call(self, *, is_training: bool) -> None:
-        """Decides whether ranks compare the next step or evaluation. All ranks must call this.
+        """Decides whether ranks compare their batches in the next step or evaluation.
+
+        All ranks must call this.
 
         Steps and evaluations are counted separately, because they usually use different data
         loaders.
@@ -439,8 +441,8 @@ def _differing(values: Sequence[object]) -> tuple[int, int] | None:
             if value != values[0]:
                 return 0, index
             continue
-        # Compare each digest with the first of all digests, and with the first digest for which
-        # the values of the same entries were read.
+        # Compare each digest with two earlier ones: the first digest of all, and the first digest
+        # for which the values of the same entries were read.
         for earlier in (0, first_of.setdefault(value.read, index)):
             other = values[earlier]
             if not isinstance(other, Digest) or not other.is_alike(value):

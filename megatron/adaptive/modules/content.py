@@ -88,7 +88,7 @@ class DealtList(list[Microbatch]):
 
 
 class Content:
-    """Computes the features of a microbatch from which its cost is predicted.
+    """Computes the features of a microbatch that are used to predict its cost.
 
     The features are the element count of each entry, the pair count of each integer entry, and the
     constant 1. The pair count (such as the number of token pairs) is the element count times the
@@ -205,7 +205,7 @@ class ContentBalance:
 
         Args:
             work: Operation count of each recording of the sample batch.
-            start: Indices of the features with which the fit starts, in the order of
+            start: Indices of the features that share the cost before the fit, in the order of
                 :attr:`Content.labels`; empty for all features.
         """
         rows = [self._content.numbers_of(signature) for signature in self._sample_work]
@@ -219,7 +219,7 @@ class ContentBalance:
         """Returns the fitted time in seconds per unit of each feature, as one dict per stage.
 
         The keys are :attr:`Content.labels`. For example, the value for an element count is the time
-        per element. The list is empty before the first fit.
+        per element. The list is empty before times are fitted for the first time.
         """
         labels = self._content.labels
         if not self._fits:
@@ -230,7 +230,7 @@ class ContentBalance:
     def segment_seconds(self) -> tuple[float, ...]:
         """Returns the mean time of each segment in the steps so far, in seconds.
 
-        The tuple is empty before the first fit.
+        The tuple is empty before times are fitted for the first time.
         """
         return self._times.segment_costs() if self._fits else ()
 
@@ -301,7 +301,7 @@ class ContentBalance:
         return DealtList(batch, dealt[self._mesh.dp_rank], Digest.of(entries, dealt))
 
     def _is_trainable(self, total: int) -> bool:
-        """Returns whether a batch of ``total`` microbatches can be distributed for training."""
+        """Returns whether the replicas can train on a batch of ``total`` microbatches."""
         return not total % self._group and total >= self._least * self._mesh.dp_size
 
     def check_total(self, batch: Any) -> None:
@@ -362,7 +362,7 @@ class ContentBalance:
             self._rows = [self._content.numbers(part) for part in rows]
 
     def end(self, times: RankTimes) -> None:
-        """Stores sums over ``times``, the times that this rank measured in the training step."""
+        """Sums up ``times``, which this rank measured in a training step, and stores the sums."""
         self._steps += 1
         # Ignore the first step, which takes longer because of warm-up.
         if not self._is_timed or self._steps == 1:

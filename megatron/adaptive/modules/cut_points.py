@@ -50,8 +50,8 @@ def _exported_mark(tensor: torch.Tensor, cut_point: int, passing: int) -> torch.
 
 
 _exported_mark.register_fake(lambda tensor, cut_point, passing: torch.empty_like(tensor))
-# While a recorder is active, has_torch_function() returns True for this tensor. mark() uses it to
-# detect a recorder.
+# While a recorder is active, has_torch_function() returns True for this tensor. In this way, mark()
+# detects a recorder.
 _WITNESS = torch.empty(0)
 _PASSINGS = itertools.count()
 

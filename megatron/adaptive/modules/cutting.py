@@ -448,7 +448,7 @@ class _Slicer:
         return self._stage_of[self._tape.calls[value.made_by].segment]
 
     def _use(self, number: int, stage: int) -> frozenset[int] | set[int]:
-        """Notes that ``stage`` uses tensor ``number``, and returns the calls for recomputing it.
+        """Records that ``stage`` uses tensor ``number``, and returns the calls that recompute it.
 
         A stage can repeat the calls of another stage to recompute a tensor instead of receiving it.
         The returned set is empty if ``stage`` receives the tensor, or computes it in its own calls.

@@ -84,8 +84,8 @@ def is_cheap(tape: Tape, room_bytes: float) -> bool:
         tape: Forward pass of a model on the ``meta`` device, in training mode.
         room_bytes: Available memory, in bytes.
     """
-    # Segments that make the same calls have equal amounts of work, and only one of them will be
-    # measured. Therefore, set() removes repeated amounts before they are summed.
+    # Segments that make the same calls have the same amount of work, but only one of them is
+    # measured. Therefore, set() keeps each amount only once.
     needed = sum(set(segment_work(tape)))
     return needed <= _MOST_WORK and _MEMORY_FACTOR * recorded_bytes(tape) <= room_bytes
 
@@ -166,7 +166,7 @@ def helpers_of(nodes: Sequence[Mapping[str, Any]]) -> dict[int, int]:
 
 
 def _have_processors(nodes: Sequence[Mapping[str, Any]], rank: int) -> bool:
-    """Returns whether all ranks on the machine of ``rank`` can compute at the same time.
+    """Returns whether the machine of ``rank`` has enough processors for all ranks on it.
 
     Args:
         nodes: Type of device, memory and processors of each rank.

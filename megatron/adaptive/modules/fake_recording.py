@@ -39,8 +39,8 @@ from megatron.adaptive.modules.recorder import (
 )
 from megatron.adaptive.modules.tape import Call, Ref, Tape
 
-# Names of the parameters with which torch operations receive a dropout rate. An operation with a
-# dropout rate of 0 draws no random numbers.
+# Names of the dropout-rate parameters of torch operations. An operation with a dropout rate of 0
+# draws no random numbers.
 _PROBABILITIES = ("dropout_p", "dropout")
 
 
@@ -139,8 +139,8 @@ class _Operations(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and _drops(func, args, kwargs):
             self.is_random = True
         if func is _GROUPED_MM and args[0].dtype != torch.bfloat16:
-            # This operation accepts only bfloat16 on fakes, although its CPU kernel also accepts
-            # other dtypes.
+            # This operation accepts only bfloat16 if tensors are fake, although its CPU kernel also
+            # accepts other dtypes.
             result = func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs)
             return result.to(args[0].dtype)
         return func(*args, **kwargs)
@@ -194,8 +194,8 @@ class FakeRecorder(CallRecorder):
         return self._operations.is_random
 
     def _storage(self, tensor: torch.Tensor) -> int:
-        # Fakes have no memory, so identify the storage by the address of the storage object, which
-        # a fake shares with its views.
+        # Fake tensors have no memory, so identify the storage by the address of the storage object,
+        # which a fake shares with its views.
         if isinstance(tensor, FakeTensor):
             storage: int = tensor.untyped_storage()._cdata
             return storage

@@ -156,7 +156,7 @@ class FineTuning:
         """Returns whether this job saved the tuned model before it was restarted.
 
         Args:
-            samples: Samples to compare with those of the saved model; ``None`` compares only the
+            samples: Samples to compare with the saved model's samples; ``None`` compares only the
                 settings.
         """
         if not Environment.read().restart_count:
@@ -438,7 +438,7 @@ class _Run:
         }
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
-        """Checks that ``state``, read from a checkpoint, describes the same order of samples.
+        """Checks that ``state`` from a checkpoint describes the order of samples of this run.
 
         With another order, training would skip some samples and train on others twice.
 

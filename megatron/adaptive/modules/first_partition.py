@@ -146,11 +146,11 @@ def quickest_partition(
     """Returns the partition near ``start`` with the shortest simulated step.
 
     Args:
-        start: Number of segments in each stage, from which the search starts.
+        start: Number of segments in each stage at the start of the search.
         times: Times of each segment for a microbatch, in seconds.
         orders: Object that determines the order of the ranks' actions.
         num_microbatches: Number of microbatches per step and replica.
-        frozen_segments: Number of leading segments through which no gradient flows.
+        frozen_segments: Number of frozen segments at the start of the model.
         together: Ranges of segments. All segments of a range must be in the same stage.
     """
     placement = orders.placement

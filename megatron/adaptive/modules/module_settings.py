@@ -130,7 +130,8 @@ class ModuleSettings:
             former = {key: first.get(key, _ABSENT) for key in changed}
             if any(attribute == "training" for _, attribute in changed):
                 former |= {key: first[key] for key in first if key[1] == "training"}
-            # The comparison recordings must start with the same counter values as this recording.
+            # Recordings for comparison must start with the same values of those attributes that the
+            # forward pass changes, such as counters.
             counters = {key: before.get(key, _ABSENT) for key in by_forward}
 
             def matters(settings: Settings) -> bool:
@@ -145,7 +146,7 @@ class ModuleSettings:
 
 
 def _makes(record: Callable[[], Forwards], tape: Tape, mode: Mode) -> bool:
-    """Returns whether the model makes the same calls as ``tape`` when ``record`` records it."""
+    """Returns whether a recording by ``record`` contains the same calls as ``tape``."""
     try:
         other = record().tapes[mode]
     except Exception:

@@ -409,7 +409,7 @@ def _replace_parameters(
     parameters: Mapping[str, torch.nn.Parameter],
     received: Mapping[str, _Parcel],
 ) -> None:
-    """Removes parameters that this rank no longer has from the optimizer, and adds received ones.
+    """Removes sent parameters from the optimizer of this rank, and adds received parameters.
 
     Args:
         optimizer: Optimizer of this rank, which is modified in place.
