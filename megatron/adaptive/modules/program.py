@@ -431,7 +431,7 @@ class RankPrograms:
 
     @property
     def activation_bytes(self) -> int:
-        """Returns the size in bytes of the whole model's tensors that require a gradient."""
+        """Returns the total size in bytes of the tensors that require a gradient in the model."""
         return sum(self.segment_bytes)
 
     def programs(self, *, forward_only: bool) -> Sequence[StageProgram]:

@@ -393,7 +393,7 @@ def _plan(module: MeasuredModule, request: PipelineSettings, profile: ModuleProf
 
 
 def _sizes_of(request: PipelineSettings, num_segments: int) -> tuple[int, ...]:
-    """Returns the pipeline sizes that give as many stages as the user's partition has.
+    """Returns the pipeline sizes that match the number of stages in the user's partition.
 
     ``request`` contains the partition, and ``num_segments`` is the number of segments of the model.
     """

@@ -290,7 +290,10 @@ same kind have the same node type and tensor-parallel size."""
 
 
 def _tables(plan: Plan, stage_place: StagePlace, inputs: PlanInputs) -> _Tables:
-    """Returns a layer table for each kind of replica of the pipeline rank ``stage_place``."""
+    """Returns a layer table for each kind of replica of the pipeline rank ``stage_place``.
+
+    Replicas of the same kind have the same node type and tensor-parallel size.
+    """
     nodes = [(inputs.cluster.nodes[replica.node], replica.tp) for replica in stage_place.replicas]
     others = list({node.name: node for node, _ in nodes}.values())
     return [

@@ -562,8 +562,8 @@ def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _Lay
         gathered = kind.keys_bytes / tp * samples * slices
         gathered *= _GRADIENT_BYTES / model.precision.element_bytes
     # A backward pass with recomputation holds all activations of the recomputed layer. The longest
-    # slice, which is the first one, needs the most memory. Only its attention scores are not
-    # larger, because the first slice attends to the fewest tokens.
+    # slice, which is the first one, needs the most memory. Its attention scores are an exception:
+    # they are not larger than average, because the first slice attends to the fewest tokens.
     longest = setup.longest_slice
     working = kind.workspace_bytes / tp * samples * longest + max(whole - kept, 0.0)
     working += max(whole - kept - kind.attention_bytes / tp * samples, 0.0) * (longest - 1)
@@ -634,8 +634,8 @@ _KERNELS = 20
 multiplications, 2 more in the attention, 2 norms, biases, activation, softmax, dropout and
 additions."""
 _FEW_KERNELS = 4
-"""Number of kernels in the forward pass of any other layer, and in the computation of weight
-gradients.
+"""Number of kernels in the forward pass of a layer without attention, and in the computation of any
+layer's weight gradients.
 """
 _OPTIMIZER_MOVES = 7
 """Number of four-byte values that Adam reads or writes per parameter. Adam reads the gradient, the

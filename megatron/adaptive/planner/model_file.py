@@ -121,8 +121,8 @@ def preset(
     name = by_plain_name.get(name.lower().replace("-", ""), name)
     if name in PRESETS:
         shape = replace(PRESETS[name], precision=Precision.named(precision))
-        # Presets in PRESETS are trained with Megatron-LM's own programs, which do not use the
-        # trainer's layers, so only fused attention avoids storing scores.
+        # Models in PRESETS are trained with Megatron-LM's own programs instead of the trainer's
+        # layers. In these programs, only fused attention avoids storing scores.
         return build_model(replace(shape, fused_attention=attention == "fused"))
     if name not in MODELS:
         names = preset_names()

@@ -159,7 +159,7 @@ def _parts(
 def _reductions(
     plan: Plan, inputs: PlanInputs, parameters: Sequence[tuple[float, float]]
 ) -> Iterator[_Transfer]:
-    """Yields the messages of the gradient reductions, which are rings of replicas."""
+    """Yields the messages of the gradient reductions, in which replicas form rings."""
     each_bytes = inputs.model.precision.reduce_bytes
     for stage_place, (whole, experts) in zip(plan.places, parameters, strict=True):
         spread = experts if plan.expert_ranks > 1 else 0.0
@@ -188,7 +188,7 @@ def _seconds(
 
     Args:
         sent: Messages, each with the link that it uses.
-        more_links: Additional links that may be the fastest.
+        more_links: Links to consider in addition to the links in ``sent``.
     """
     sent = list(sent)
     links = {*more_links, *(link for link, _ in sent)}

@@ -319,7 +319,7 @@ class _Points(Best):
         self.points = sorted(kept, key=lambda point: point.seconds)
 
     def slack(self, seconds: float, price: float) -> float:
-        """Returns the fraction by which ``seconds`` is below the front's time at ``price``.
+        """Returns the fraction by which ``seconds`` is below the Pareto front's time at ``price``.
 
         ``seconds`` is a lower bound of a step time, and ``price`` is a price per hour. The result
         is 0 if the front has a shorter step time at this price.

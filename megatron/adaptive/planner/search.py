@@ -396,7 +396,7 @@ class Searcher:
             yield tuple(wave_classes), self.global_batch // wave, 1
 
     def _widths(self) -> Iterator[_Widths]:
-        """Yields the parallel sizes of stages that options, model and cluster allow."""
+        """Yields all parallel sizes of a stage that the options, model and cluster allow."""
         options, batch, model = self.options, self.global_batch, self.model
         most = max(model.sequence // LEAST_TOKENS, 1)
         shares = [
@@ -623,7 +623,7 @@ class Searcher:
         return shape.bound_s
 
     def _exhaust(self, shape: SearchShape, best: Best) -> float:
-        """Searches ``shape`` completely, and returns a lower bound for skipped plans."""
+        """Searches all levels of ``shape``, and returns a lower bound for the skipped plans."""
         if shape.least_value >= best.worst_value():
             return math.inf
         missed = self.visit(shape, best, self.options.most_leaves)
@@ -708,7 +708,7 @@ class Searcher:
         Args:
             plan: Plan with the 1F1B schedule.
             classes: Stage class of each rank of the pipeline.
-            bounded: Shape of the pipeline, with the bounds of its levels.
+            bounded: Shape (parallel sizes) of the pipeline, with bounds for its node sets.
             best: Best plans so far.
             price: Price per hour of the pipeline's nodes.
             least_s: Step time in seconds under 1F1B, or infinity if it is unknown.

@@ -1,4 +1,4 @@
-"""Defines the options, the objective and the results of a search, and stores its best plans."""
+"""Defines the options, the objective and the results of a search, and keeps the best plans."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ class Best:
         return self.objective.most_seconds(price, self.worst_value())
 
     def add(self, key: Any, plan: Plan, seconds: float, price: float) -> None:
-        """Keeps ``plan`` if it is one of the best plans, and the best of those with ``key``."""
+        """Keeps ``plan`` if it is among the best plans and better than others with its ``key``."""
         value = self.value(seconds, price)
         old = self._found.get(key)
         if old is not None and old.value <= value:
@@ -210,8 +210,8 @@ class Best:
 def best_of_each(entries: Iterable[Found], top: int) -> tuple[Found, ...]:
     """Returns the best plans, with at most one plan for each assignment of ranks to nodes.
 
-    Several plans may differ only in the length of their slices. These plans are compared after
-    layers have been moved between their stages.
+    If plans with the same assignment differ in the length of their slices, only the best of them is
+    returned.
 
     Args:
         entries: Plans that a search found.

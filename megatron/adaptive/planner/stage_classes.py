@@ -512,7 +512,7 @@ class Tables:
         return whole + np.maximum(updated, 0.0) * self.inputs.optimizer_s(self.types(stage_class))
 
     def _between(self, classes: Sequence[StageClass], choice: ShapeChoice) -> tuple[Any, Any, Any]:
-        """Returns message latency, link occupancy and tied-embedding time for pairs of classes."""
+        """Returns latency, occupancy and tied-embedding time for each pair of stage classes."""
         number = len(classes)
         sliced = choice.sequence_parallel
         latency, occupancy = np.zeros((2, 2, 2, number, number, len(self._sizes)))
@@ -582,8 +582,8 @@ def most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> fl
     by_type: dict[int, tuple[float, float]] = {}
     for index, rate, stages in rates:
         fastest, most = by_type.get(index, (0.0, 0.0))
-        # Take both maxima separately, because they may belong to different parallel sizes of a
-        # type.
+        # Take both maxima separately, because a node type may reach them with different parallel
+        # sizes.
         fastest, most = max(fastest, rate), max(most, rate * stages)
         by_type[index] = (fastest, most)
     left = float(most_stages)

@@ -43,10 +43,10 @@ NO_STEP = -1
 
 _BURST = 4
 _GO = 0
-"""Chunk index in the labels of messages that do not end the measurement."""
+"""Chunk index in the label of a message after which another round follows."""
 
 _STOP = 1
-"""Chunk index in the labels of messages in the last round, which end the measurement."""
+"""Chunk index in the labels of the leader's messages in the last round."""
 
 _LONG_S = 0.2
 """Time limit of a message in seconds.

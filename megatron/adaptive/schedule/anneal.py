@@ -53,7 +53,7 @@ Computing this many end times takes about a second.
 LEAST_ORDERS = 40_000
 """Minimum number of random changes to attempt.
 
-If ``VISITS`` allows fewer attempts, the schedule is not annealed.
+If the limit ``VISITS`` allows fewer attempts, the schedule is not annealed.
 """
 MOST_ORDERS = 200_000
 """Maximum number of random changes to attempt."""
