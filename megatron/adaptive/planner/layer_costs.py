@@ -347,8 +347,8 @@ def layer_table(
         inputs=inputs,
         node=node,
         tp=tp,
-        # Half of every sequence takes as much work as half of the samples. If ranks share
-        # sequences, or sequences are cut into slices, scale the number of samples accordingly.
+        # If ranks share sequences, or sequences are cut into slices, scale the number of samples:
+        # one half of every sequence counts as one half of the samples.
         samples=micro_batch * settings.share_of(inputs.model.sequence) / context_ranks,
         longest_slice=_longest_slice(inputs.model, settings, tp),
         settings=settings,

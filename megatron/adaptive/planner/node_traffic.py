@@ -121,7 +121,7 @@ def message_sizes(plan: Plan, inputs: PlanInputs) -> list[tuple[float, float]]:
 
 
 def _messages(plan: Plan, inputs: PlanInputs, sliced: bool) -> Iterator[_Transfer]:
-    """Yields the messages between stages of all microbatches of a step."""
+    """Yields all messages that stages send to each other in a step."""
     placement = catalog.placement_for(plan.schedule, plan.pp, plan.chunks)
     # Convert the tokens of a step to a number of whole sequences, because packed documents may be
     # shorter than a sequence.

@@ -70,8 +70,8 @@ def profile_of_plan(content: Any, where: str) -> Any:
     tried = content.get("tried")
     if not isinstance(tried, dict) or not isinstance(tried.get("profile"), dict):
         raise ConfigError(
-            f"{where} is a plan that contains no measurements; measure a rank with plan --try "
-            f"{where}, or pass a profile"
+            f"{where} is a plan that contains no measurements; measure a rank with "
+            f'"plan --try {where}", or pass a profile'
         )
     return tried["profile"]
 

@@ -88,7 +88,7 @@ from megatron.adaptive.schedule.catalog import is_rule
 _FEW_LEVELS = 2000
 """Maximum number of levels (sets of nodes) per combination of parallel sizes in the first pass."""
 _SMALL_LEVELS = 200
-"""Maximum number of levels for which the first pass searches a combination of sizes completely."""
+"""Maximum number of levels of a combination of sizes that the first pass searches completely."""
 _WHOLE_BACKWARD = selectable_names(
     lambda spec: spec.planned != "no" and spec.splits_backward == "never"
 )
@@ -131,7 +131,7 @@ class SearchShape:
     partial: bool = False
 
     def key(self, used: tuple[int, ...], stages: int) -> Any:
-        """Returns a key that does not depend on how a plan saves memory."""
+        """Returns a key that is equal for plans that differ only in how they save memory."""
         widths = tuple(stage_class.widths for stage_class in self.classes)
         return widths, self.choice.context_ranks, used, stages, self.choice.slice_tokens
 
@@ -484,8 +484,8 @@ class Searcher:
             whole_s *= 1 + float(lost[0]) / microbatches
         whole_s = max(whole_s, float(each_s.min()))
         if self.options.unequal:
-            # The other two bounds do not apply here, because the trainer may run smaller
-            # microbatches.
+            # The two bounds below require that the trainer uses this microbatch size, but for
+            # unequal stages, it may use a smaller one.
             return whole_s
         free = most_rate(memories, most_stages) - min(sums.held_bytes for sums in totals)
         if free < min(sums.kept_bytes for sums in totals):

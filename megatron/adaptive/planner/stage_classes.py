@@ -423,8 +423,8 @@ class Tables:
         inputs = np.maximum.reduce([row.backward for row in rows])
         weight = np.maximum.reduce([row.weight for row in rows])
         # The launch time is computed as in predictions, so that search and predictions agree. It is
-        # the slowest node type's time with kernel launches minus the slowest node type's time
-        # without kernel launches.
+        # the maximum over node types of the time with kernel launches, minus the maximum of the
+        # time without kernel launches.
         forward_work = np.maximum.reduce([row.forward - row.launch for row in rows])
         inputs_work = np.maximum.reduce([row.backward - row.launch for row in rows])
         action_s = np.triu(np.ones_like(forward), 1) * action
@@ -672,8 +672,8 @@ def _most_layers(seconds: float, types: Sequence[tuple[float, Any]], waits: floa
     rooms = [int(each + 1e-9) for each in itertools.accumulate(stages for stages, _ in order)]
     gains = []
     for index, (_, row) in enumerate(order):
-        # The first stage may hold only the model's first layer, which is ignored here, so the
-        # second stage may start without waiting for a layer.
+        # The second stage may not have to wait, like the first stage, because the first stage may
+        # hold only the model's first layer, which is ignored here.
         left = seconds - waits * np.maximum(np.arange(min(rooms[index], len(row) + 2)) - 1, 0)
         gains += [(int(each), index) for each in np.searchsorted(row, left, side="right")]
     total = 0

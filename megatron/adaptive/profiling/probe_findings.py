@@ -46,7 +46,10 @@ _DEVIATIONS = 4.0
 _OF_NORMAL = 1.4826
 _LEAST = 1e-12
 _MOST_OTHERS = 0.97
-"""Fraction of the other measurements in a class whose spread an outlier's factor must exceed."""
+"""Minimum fraction of the other measurements in a class whose spread is below an outlier's factor.
+
+The spread is the factor between the two measurements of the same quantity.
+"""
 _FEW = 100
 _SLOW_RANK = (
     "check this rank for other programs, quotas, heat and power limits, or exclude the node"
@@ -265,9 +268,9 @@ def _is_far(times: Sequence[float], index: int) -> bool:
 
 
 def _usual_spread(spreads: Sequence[float], left_out: float) -> float:
-    """Returns the value in the sorted ``spreads`` that most of the others do not exceed.
+    """Returns the spread that the fraction ``_MOST_OTHERS`` of the other spreads do not exceed.
 
-    One element that equals ``left_out`` is ignored.
+    ``spreads`` is sorted. One element that equals ``left_out`` is ignored.
     """
     if len(spreads) == 1:
         return 1.0

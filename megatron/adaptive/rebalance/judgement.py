@@ -269,7 +269,7 @@ def compare(
         gain: Minimum predicted gain at which the move was allowed, as a fraction of the step time.
         least_gain: Minimum required gain, from the settings.
         message: Function that writes a line to the log.
-        step: Words with which the log line refers to a measured step.
+        step: Description of the measured step for the log line.
     """
     gained = 1 - step_s / promise.before_s
     # A slowdown of less than 0.05% is rounded to 0.0%. Do not log it as "0.0% more".
