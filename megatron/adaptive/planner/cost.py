@@ -583,8 +583,8 @@ def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
     count = plan.num_microbatches
     durations = stages.durations_s
     if (widths := dealt_widths(plan)) is not None:
-        # Approximate the jitter by that of a pipeline that has one rank per stage and about the
-        # same amount of work.
+        # Approximate the jitter with that of a pipeline with one rank per stage and about as much
+        # work.
         count = plan.global_batch // plan.micro_batch
         durations = durations / np.array(widths.sizes, dtype=np.float64)
     steps = steps_of(plan.schedule, plan.pp, plan.chunks, count)

@@ -89,7 +89,7 @@ OURS = Runtime()
 """Properties of this project's trainer, which are the default for predictions."""
 PLAIN = StageSettings()
 _GRADIENT_BYTES = 4
-"""Size in bytes of each element of the accumulated gradients of attention keys and values."""
+"""Size in bytes of an element of the gradients that are accumulated for keys and values."""
 _HOST_MESSAGES = 8
 """Number of message buffers in host memory that are allocated but usually empty. They belong to the
 queues between a rank and its neighbours (``transport.select.size_of_channel``)."""
@@ -439,8 +439,7 @@ class _LayerSetup:
         """Returns the number of token pairs that attend to each other, relative to whole sequences.
 
         The result is less than 1 if documents are shorter than whole sequences. For layers with an
-        attention window, the result is 1, because their number of pairs grows linearly with the
-        number of tokens.
+        attention window, the result is 1, because each token attends to a fixed number of tokens.
         """
         tokens = self.settings.slice_tokens
         if tokens is None or kind.is_local:

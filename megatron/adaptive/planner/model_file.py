@@ -664,7 +664,7 @@ def listed_model(document: Mapping[str, Any], name: str, precision: Precision) -
     frozen_layers = document.get("frozen_layers", 0)
     if frozen_layers >= len(layers):
         raise ConfigError(
-            f"model {name}: frozen_layers must be less than {len(layers)}, the number of layers, "
+            f"model {name}: frozen_layers must be less than the number of layers, {len(layers)}, "
             f"got {frozen_layers}; a gradient must flow through at least the last layer"
         )
     return Model(

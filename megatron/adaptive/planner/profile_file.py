@@ -463,7 +463,7 @@ def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
 
 
 def precision_of(model: Mapping[str, Any]) -> str:
-    """Returns the name of the precision of ``model``, the value of the key ``model`` in a profile.
+    """Returns the name of the precision of ``model``, which is the entry ``model`` of a profile.
 
     The name is taken from the key ``precision`` if it exists, otherwise from the model's arguments.
     """

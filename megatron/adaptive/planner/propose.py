@@ -289,8 +289,7 @@ def pareto(
 class _Points(Best):
     """Collects the plans on the Pareto front, sorted by step time.
 
-    The search goes through the levels (sets of nodes) in ascending order of the lower bound of
-    their step time.
+    Levels (sets of nodes) with a low bound of the step time are searched first.
     """
 
     def __init__(self, objective: Objective) -> None:
@@ -590,8 +589,8 @@ _MOST_BARS = 20_000
 _NEAR = 0.01
 """Relative accuracy with which an error message states the missing memory."""
 _FEW_LEVELS = 500
-"""Maximum number of levels (combinations of a set of nodes and a first stage) in the search for the
-plan that needs the least additional memory."""
+"""Maximum number of levels in the search for the plan that needs the least additional memory. A
+level is a combination of a set of nodes and a first stage."""
 _MOST_CPU_S = 2.0
 """CPU time limit, in seconds per node type, of the search for the plan that needs the least
 additional memory.

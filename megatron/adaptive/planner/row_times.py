@@ -134,8 +134,7 @@ class RowPipeline:
             stages]``.
         occupancy_s: Time in seconds during which the message of a slice keeps its link busy, ``[2,
             stages]``.
-        weight_pieces: Number of actions (W) into which the computation of a weight gradient is
-            split.
+        weight_pieces: Number of W actions per weight gradient.
     """
 
     plan: Plan

@@ -98,10 +98,10 @@ idle time."""
 _ROW_STEPS = 500_000
 """Maximum number of actions to simulate for each combination of sizes, nodes and stages."""
 _FORWARD_BACK = 2.5
-"""Maximum ratio of a pipeline's 1F1B step time to the best step time so far, for which the pipeline
-is also timed under other schedules. A 1F1B step takes at most the time of one microbatch through
-all stages plus the work of the busiest rank. Each of these two times is a lower bound for every
-schedule, so no schedule takes less than half of the 1F1B step time.
+"""A pipeline is also timed under other schedules if its 1F1B step is shorter than this multiple of
+the best step time. A 1F1B step takes at most the time of one microbatch through all stages plus the
+work of the busiest rank. Each of these two times is a lower bound for every schedule, so no
+schedule takes less than half of the 1F1B step time.
 """
 _NO_HOPE = 1.08
 """Maximum ratio of the step time of an initial partition into chunks to the best step time so far.
@@ -159,7 +159,7 @@ class _Bounded(NamedTuple):
     """A shape (combination of parallel sizes) and the bounds of all its levels.
 
     Attributes:
-        shape: Combination of parallel sizes and settings of all pipelines of the shape.
+        shape: Parallel sizes and settings that all pipelines of the shape have in common.
         levels: Levels of the shape. Each level is a set of nodes with the class of its first stage.
         arrays: Costs of all possible stages, and graph of levels, as ``search_kernel.ShapeArrays``.
         bounds: Lower bounds of all levels, computed by ``search_kernel.bound_levels``.
@@ -237,7 +237,7 @@ class Searcher:
         self.placements = 0
 
     def search(self, objective: Objective | None = None) -> SearchResult:
-        """Finds the best plans for ``objective``, which defaults to the shortest step time.
+        """Finds the best plans for ``objective``.
 
         Args:
             objective: Quantity to minimize, and limits. Defaults to the step time without limits.

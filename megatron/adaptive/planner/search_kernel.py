@@ -412,7 +412,7 @@ def leaf_s(shape: Any, walk: Any, p: int) -> float:
 def _list_children(
     shape: Any, walk: Any, depth: int, best: float, bounds: Any, tied: float
 ) -> None:
-    """Lists the choices (children) for the stage ``depth`` whose bound is below ``best`` seconds.
+    """Lists all choices (children) for the stage ``depth`` with a bound below ``best`` seconds.
 
     A choice consists of the stage's last layer and the edge to the next stage. Choices are sorted
     by bound.

@@ -33,8 +33,8 @@ class SearchOptions:
         context_ranks: Context-parallel sizes (numbers of ranks that share a sequence) to choose
             from. If empty, all sizes that leave at least ``LEAST_TOKENS`` tokens on each rank are
             tried.
-        slices: Numbers of slices into which sequences may be cut. Sequences are only cut in
-            pipelines with several ranks and a run-time scheduling rule.
+        slices: Numbers of slices per sequence to choose from. Sequences are only cut in pipelines
+            with several ranks and a run-time scheduling rule.
         slice_tokens: Numbers of tokens per slice to choose from if documents of different lengths
             are packed. If not empty, only plans with packed documents are searched. Empty if all
             sequences have the same length.

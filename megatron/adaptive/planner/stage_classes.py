@@ -176,8 +176,8 @@ class Totals(NamedTuple):
         after_s: Lower bound of the time for gradient reduction and optimizer, in seconds.
         held_bytes: Size in bytes of weights, gradients and optimizer state.
         kept_bytes: Size in bytes of the activations that a microbatch keeps for its backward pass.
-        stay: Lower bound of the size of a microbatch's kept activations multiplied by the time for
-            which they stay in memory, in byte-seconds.
+        stay: Lower bound of the size of a microbatch's activations, multiplied by the time that
+            they stay in memory, in byte-seconds.
     """
 
     work_s: float

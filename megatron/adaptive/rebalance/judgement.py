@@ -266,7 +266,7 @@ def compare(
     Args:
         promise: Move that was made, with its predicted gain.
         step_s: Step time in seconds, measured since the move.
-        gain: Minimum predicted gain at which the move was allowed, as a fraction of the step time.
+        gain: Minimum predicted gain that the move required, as a fraction of the step time.
         least_gain: Minimum required gain, from the settings.
         message: Function that writes a line to the log.
         step: Description of the measured step for the log line.
