@@ -307,7 +307,7 @@ def of_nodes(content: Mapping[str, Any], fact: str) -> dict[str, float]:
 def renamed(
     content: Mapping[str, Any], gpus: Mapping[str, str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Replaces the node types in a profile by the names that a cluster uses for these types.
+    """Replaces the node types in a profile with the names that a cluster uses for them.
 
     If a node type of the profile is not in the cluster, but exactly one type in the cluster has the
     same GPU, the name of the cluster's type is used. The planner ignores links and all-reduces that

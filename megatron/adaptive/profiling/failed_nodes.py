@@ -117,9 +117,9 @@ def _at_fault(outlier: Outlier, shares: Mapping[str, float], nodes: Sequence[str
 
 
 def _limit(outlier: Outlier) -> float:
-    """Returns the smallest acceptable value of the quantity that ``outlier`` measures.
+    """Returns the minimum acceptable value of the quantity that ``outlier`` measures.
 
-    The unit is s, bytes/s, FLOP/s or Hz.
+    The unit is bytes/s, FLOP/s or Hz.
     """
     measure = MEASURES[outlier.measure]
     reference = outlier.median / measure.scale

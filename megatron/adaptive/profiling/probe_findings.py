@@ -97,7 +97,7 @@ MEASURES: Mapping[str, Measure] = {
     WRITE: Measure("MB/s", 1e-6, 2.5, _SLOW_DISK),
     READ: Measure("MB/s", 1e-6, 2.5, _SLOW_DISK),
 }
-"""Maps the name of each quantity to its description."""
+"""Description of each quantity, keyed by name."""
 
 _OF_RANK = (MATRIX_PRODUCT, MEMORY, CLOCK)
 OF_DEVICE = (MATRIX_PRODUCT, MEMORY, TO_DEVICE, FROM_DEVICE, CLOCK)

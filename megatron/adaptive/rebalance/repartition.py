@@ -58,7 +58,8 @@ from megatron.adaptive.schedule.choose_slices import SliceTrial
 
 _WARM_UP = 1
 _JUDGED_STEPS = 8
-"""Number of steps before each of the first two checks of a move by ``--pipeline-schedule auto``."""
+"""Number of steps before the first check of a move by ``--pipeline-schedule auto``, and between the
+first and the second check."""
 _MOST_BETWEEN = 128
 """Maximum number of steps between two checks of a move by ``--pipeline-schedule auto``."""
 
