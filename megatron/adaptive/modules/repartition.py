@@ -13,8 +13,8 @@ proportion to their operation counts in these passes, summed over the trained mi
 example, the segments of an image encoder are expensive if microbatches contain many images. A
 segment through which no gradient flows gets no share of the backward time.
 
-The gain of a move is measured by the time of a step divided by the step's operation count, before
-and after the move, because the size of steps may change.
+The steps before and after a move may differ in size. The gain of a move is therefore computed from
+the time of a step divided by the step's operation count.
 """
 
 from __future__ import annotations

@@ -104,8 +104,8 @@ def predict(
     seconds = float(ends[last]) + tied + beside + jitter
     if (wait_s := stages.busy_link.seconds - seconds) > 0:
         # The pipeline is timed as if every pair of ranks had its own link. If ranks share a network
-        # link, and sending all its messages takes longer than the step, use this longer time as the
-        # step time.
+        # link, and sending all messages over this link takes longer than the step, use the longer
+        # time as the step time.
         times = replace(times, end_s=times.end_s + wait_s)
         seconds = stages.busy_link.seconds
     quiet = _pipeline(plan, stages.without_messages(), runtime, predictions)

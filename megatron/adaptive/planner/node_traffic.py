@@ -2,8 +2,8 @@ r"""Computes how long the messages of a step keep the network link of a node bus
 
 The simulation of a pipeline assumes a separate link for every pair of stages. However, all messages
 that leave a node share the node's network link. In this example, 64 samples of 32 MiB cross the
-boundaries of a pipeline with two chunks per rank, placed in a V. Rank 1 is alone on a node with a
-link of 1.25 GB/s, and sends each sample four times::
+boundaries of a pipeline with two chunks per rank and a V-shaped placement. Rank 1 is alone on a
+node with a link of 1.25 GB/s, and sends each sample four times::
 
     rank 0    0 \               7
     rank 1       1 \         6 /       forward 1->2 and 6->7, backward 1->0 and 6->5

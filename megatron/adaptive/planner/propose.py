@@ -2,7 +2,7 @@
 
 If no plan is possible, the error message names the stage that does not fit into memory, or the
 limits that contradict each other. It also lists changes that would help: fewer restrictions, more
-nodes, or more memory per GPU. Each listed change has been tested.
+nodes, or more memory per GPU. Only changes that the search has confirmed are listed.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ class Best:
         return self.objective.most_seconds(price, self.worst_value())
 
     def add(self, key: Any, plan: Plan, seconds: float, price: float) -> None:
-        """Keeps ``plan`` if it is among the best plans and better than others with its ``key``."""
+        """Keeps ``plan`` if it is one of the best plans, and the best plan with this ``key``."""
         value = self.value(seconds, price)
         old = self._found.get(key)
         if old is not None and old.value <= value:

@@ -1,4 +1,4 @@
-"""Finds the nodes that were slow in a probe, and the values they must reach to be used again.
+"""Finds the nodes that were slow in a probe, and the speeds that make them usable again.
 
 A slow rank, link or group within a node is the fault of that node. A slow link between two nodes is
 the fault of the node with the larger share of slow links::

@@ -15,10 +15,9 @@ noisy machines. If there is a data sheet, the measurements are also compared wit
 measurement is the better of two measurements at different times, because a program that runs
 briefly disturbs at most one of them.
 
-If other programs use all machines, even the better measurement of a healthy rank may be poor. In
-this case, the two measurements of the other ranks also differ from each other. Therefore, the
-factor of an outlier must also exceed the factor between the two measurements of nearly all other
-ranks.
+If other programs use all machines, even the better measurement of a healthy rank may be poor. On
+such machines, the two measurements of each rank differ from each other. Therefore, the factor of an
+outlier must also exceed the factor between the two measurements of nearly every other rank.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ step, and therefore its slices, are known. On each stage the duration of an acti
 
     fixed + per_token * tokens + per_pair * pairs          pairs: tokens that attend to each other
 
-Slices of the same length have the same number of tokens, but different numbers of pairs. So slices
-of a second length are needed to separate the fixed time from the time per token. With the fitted
+Slices of the same length have the same number of tokens, but different numbers of pairs. Slices of
+a second length are needed to separate the fixed time from the time per token. With the fitted
 times, the documents of the measured steps are packed and simulated with each length. The
 simulations use the ``adaptive`` run-time rule with several limits on activations and, if stages may
 move, with both placements. The length with the shortest steps is chosen. If several lengths have
