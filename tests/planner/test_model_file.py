@@ -228,7 +228,7 @@ def test_the_forms_of_a_model_file_mean_the_same(tmp_path: Path) -> None:
         ),
         (
             "format: 1\nlayers: [{kind: a, count: 2}]\nfrozen_layers: 2\n",
-            "frozen_layers must be less than 2, the number of layers, got 2",
+            "frozen_layers must be less than the number of layers, 2, got 2",
         ),
     ],
 )

@@ -68,7 +68,7 @@ def test_latency_and_occupancy_come_apart() -> None:
 def test_a_silent_peer_is_named() -> None:
     wire = Wire(0.0, 0.0)
     wire.other = Wire(0.0, 0.0)
-    with pytest.raises(DeadlineError, match="rank 7 did not answer within 0.05 s"):
+    with pytest.raises(DeadlineError, match="rank 7 did not respond within 0.05 s"):
         measure_link(wire, 7, leads=True, payload=torch.zeros(1), timeout_s=0.05)
 
 

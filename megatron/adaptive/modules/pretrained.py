@@ -353,7 +353,7 @@ class PretrainedWeights:
 
 
 def _first_of(names: set[str]) -> str:
-    """Returns the alphabetically first name as text, with the number of the other names."""
+    """Returns the alphabetically first name, followed by the number of other names, as text."""
     return f"{min(names)}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
 
 

@@ -752,7 +752,7 @@ def _node_names(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _widths(nodes: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Returns the numbers of replicas, from 2 on, that a plan may place on one node.
+    """Returns the possible numbers of replicas on one node, except 1.
 
     ``nodes`` describes the device, memory and machine of each rank.
     """

@@ -275,7 +275,7 @@ class StageProgram:
     def _segment_of(self, number: int) -> int:
         """Returns the segment of this stage to which call ``number`` belongs.
 
-        Calls of earlier stages that this stage repeats belong to its first segment.
+        If this stage repeats calls of earlier stages, they belong to its first segment.
         """
         return max(self._tape.calls[number].segment, self.plan.segments.start)
 
@@ -431,7 +431,7 @@ class RankPrograms:
 
     @property
     def activation_bytes(self) -> int:
-        """Returns the size in bytes of the whole model's tensors that require a gradient."""
+        """Returns the total size in bytes of the tensors that require a gradient in the model."""
         return sum(self.segment_bytes)
 
     def programs(self, *, forward_only: bool) -> Sequence[StageProgram]:
@@ -776,7 +776,7 @@ _DEFERRING: Mapping[Any, Callable[..., _Deferred]] = {
 
 
 def deferred_layer(call: Call, tape: Tape) -> _Deferred | None:
-    """Returns ``call`` as a layer with a deferred weight gradient, or ``None`` if impossible."""
+    """Returns ``call`` as a layer that defers its weight gradient, or ``None`` if it cannot."""
     make = _DEFERRING.get(call.function)
     if make is None or not call.with_grad or call.changes or len(call.outputs) != 1:
         return None

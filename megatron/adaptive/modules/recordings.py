@@ -600,7 +600,7 @@ class Recordings:
 
     Args:
         model: Model with its settings for recording.
-        part: Cut points and parameters that the sample batch determined.
+        part: Cuts of the model, and parameters of this rank, determined with the sample batch.
         way: Method by which the sample batch was recorded: ``record``, ``trace`` or ``export``.
         most: Maximum number of signatures to keep. If there are more, the least recently used one
             is dropped.

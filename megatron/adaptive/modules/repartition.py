@@ -13,8 +13,8 @@ proportion to their operation counts in these passes, summed over the trained mi
 example, the segments of an image encoder are expensive if microbatches contain many images. A
 segment through which no gradient flows gets no share of the backward time.
 
-The gain of a move is measured by the time of a step divided by the step's operation count, before
-and after the move, because the size of steps may change.
+The steps before and after a move may differ in size. The gain of a move is therefore computed from
+the time of a step divided by the step's operation count.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ the effect of the move is not measured.
 
 @dataclass(frozen=True, kw_only=True)
 class _Pace:
-    """Contains the speed and the size of the steps in an interval.
+    """Contains the time per operation and the operation count of the steps in an interval.
 
     Attributes:
         work_s: Median of the time of a step on the slowest rank, divided by the step's operation
@@ -75,7 +75,7 @@ class _Pace:
 
 
 def _pace_of(measured: Sequence[StepMeasurements], works: Sequence[Sequence[float]]) -> _Pace:
-    """Returns the speed and the size of the steps since the last decision about a move.
+    """Returns the time per operation, and the operation count, of steps since the last decision.
 
     Args:
         measured: Measurements of each rank of the job.
@@ -375,5 +375,6 @@ def _segment_kinds(assembly: Assembly, sizes: Sequence[int]) -> list[int]:
     works = zip(*assembly.sample_work.values(), strict=True)
     kinds = list(zip(sizes, works, strict=True))
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
-    # Adding the index makes kinds of equal size differ, and barely changes the size.
+    # Segments of equal size may differ in work. Add a small index to the size, so that segments
+    # with different work have different sizes.
     return [kind[0] + numbers[kind] for kind in kinds]

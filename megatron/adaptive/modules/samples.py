@@ -534,8 +534,8 @@ def _with_images(
             image = next(waiting, None) if name is None else _open_image(name, folder)
             if image is None:
                 raise ConfigError(
-                    "the messages have more image parts without a path than entries in images "
-                    f"({len(listed)}); add a path to each image part, or list more images"
+                    f"images lists {len(listed)} images, but the messages have more image parts "
+                    "without a path; add a path to each image part, or list more images"
                 )
             part.update(type="image", image=image)
             images.append(image)

@@ -196,7 +196,7 @@ def measure_segments(
     recomputed = recomputed_ranges(tape, forward.recompute)
     tensors = tensors_of(forward.model)
     inputs = {name: tensor.to(device) for name, tensor in batch.items()}
-    # Skip scalars, which have no batch dimension. A microbatch of a list may contain them.
+    # Some entries may be scalars, which have no batch dimension. Skip them.
     size = next((len(tensor) for tensor in inputs.values() if tensor.dim()), 1)
     message: torch.Tensor | None = None
     samples: list[SegmentSample] = []

@@ -42,7 +42,7 @@ from megatron.adaptive.planner.measured_module import MeasuredModule, measured_c
 from megatron.adaptive.schedule.catalog import is_rule, placement_for, splits_backward
 from megatron.adaptive.schedule.stage_placement import Placement
 
-# Number of parts into which each weight-gradient action is divided under a run-time rule.
+# Number of W actions per weight gradient under a run-time rule.
 _PIECES = 4
 
 
@@ -154,14 +154,14 @@ def _ordered(job: Job, order: JobOrder, request: PipelineSettings) -> PipelineSe
         raise ConfigError(
             "sample_batch must be a dictionary of tensors in an elastic job, because the "
             "launcher cannot choose a microbatch size for a list; pass a dictionary as "
-            "sample_batch; Pipeline.step still accepts lists"
+            "sample_batch (Pipeline.step still accepts lists)"
         )
     world_size = dist.get_world_size()
     if order.signature and order.pipeline_size * order.replicas != world_size:
         raise ConfigError(
             f"the job planned {order.replicas} pipelines of {order.pipeline_size} processes, but "
-            f"there are {world_size} processes; start the script only with python -m "
-            "megatron.adaptive train elastic"
+            f'there are {world_size} processes; start the script only with "python -m '
+            'megatron.adaptive train elastic"'
         )
     if request_signature(request) != order.signature:
         _measure_for_job(job, order, request)
@@ -393,7 +393,7 @@ def _plan(module: MeasuredModule, request: PipelineSettings, profile: ModuleProf
 
 
 def _sizes_of(request: PipelineSettings, num_segments: int) -> tuple[int, ...]:
-    """Returns the pipeline sizes that give as many stages as the user's partition has.
+    """Returns the pipeline sizes that match the number of stages in the user's partition.
 
     ``request`` contains the partition, and ``num_segments`` is the number of segments of the model.
     """

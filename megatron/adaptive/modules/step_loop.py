@@ -194,8 +194,8 @@ class Loop:
             )
         if self._pipeline.steps != self._current:
             raise ConfigError(
-                f"Pipeline.step was called twice in step {self._current} of Pipeline.loop; call it"
-                " once in each iteration, or training would be lost or repeated after a checkpoint"
+                f"Pipeline.step was called twice in step {self._current} of Pipeline.loop, so steps"
+                " would be lost or repeated after a checkpoint; call it once in each iteration"
             )
         if samples is not None and samples * replicas != batch_size:
             raise ConfigError(

@@ -95,9 +95,9 @@ class StepWork:
 
     @property
     def listed_sizes(self) -> tuple[int, ...]:
-        """Returns the activation size of each microbatch in bytes if the user passed a list.
+        """Returns the activation size of each microbatch in bytes if the batch is a list.
 
-        The tuple is empty if the user passed a dictionary.
+        The tuple is empty if the batch is a dictionary.
         """
         return self._all_sizes if self.is_listed else ()
 

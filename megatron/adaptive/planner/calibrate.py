@@ -409,8 +409,7 @@ def accuracy(predicted: Sequence[float], measured: Sequence[float]) -> dict[str,
 def rank_correlation(values: Sequence[float], other: Sequence[float]) -> float:
     """Returns Spearman's rank correlation of the sequences ``values`` and ``other``.
 
-    Equal values get the mean of their ranks. The correlation is 0 if all values of one sequence are
-    equal.
+    Equal values get their mean rank. The correlation is 0 if all values of one sequence are equal.
     """
     ranks, other_ranks = _ranks(values), _ranks(other)
     if ranks.std() == 0 or other_ranks.std() == 0:
@@ -419,7 +418,7 @@ def rank_correlation(values: Sequence[float], other: Sequence[float]) -> float:
 
 
 def _ranks(values: Sequence[float]) -> np.ndarray:
-    """Returns the rank of each value, starting at 0. Equal values get the mean of their ranks."""
+    """Returns the position of each value after sorting. Equal values get their mean position."""
     array = np.asarray(values, dtype=np.float64)
     below = (array[None, :] < array[:, None]).sum(axis=1)
     equal = (array[None, :] == array[:, None]).sum(axis=1)

@@ -233,7 +233,7 @@ class PartitionMove:
 
     @property
     def gain(self) -> float:
-        """Fraction of the step time that changing to this partition saves."""
+        """Fraction of the step time that this partition saves, compared to the current one."""
         return 1 - self.step_s / self.present_s
 
 
@@ -604,7 +604,7 @@ class _Job:
         return partition, self.fastest(loads, partition)
 
     def best_partition(self, loads: Loads, candidates: list[Candidate]) -> Partition:
-        """Returns the partition close to a balanced one that has the shortest simulated step.
+        """Returns the partition with the shortest simulated step, among those near a balanced one.
 
         Args:
             loads: Measured times and memory of the stages.

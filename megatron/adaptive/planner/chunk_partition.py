@@ -322,9 +322,9 @@ def _with_cap(plan: Plan, inputs: PlanInputs) -> PlanRow:
 
 
 def with_row_cap(plan: Plan, inputs: PlanInputs) -> Plan:
-    """Returns a copy of ``plan`` with the best activation limit for its packed documents.
+    """Returns a copy of ``plan`` with the best activation limit, chosen by simulation.
 
-    The limit is chosen by simulation.
+    ``plan`` must pack documents.
     """
     ends = [replace(plan, cap=cap) for cap in (1.0, _NO_CAP)]
     lowest, highest = (StageSums.of(end, inputs, OURS) for end in ends)

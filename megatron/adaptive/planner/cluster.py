@@ -116,8 +116,8 @@ def find_gpu(name: str, where: str) -> Gpu:
         hint = f"the nearest is {nearest[0]}" if nearest else f"known names are {names}"
         raise ConfigError(
             f"{where}: GPU {name!r} is neither in the profile nor in the built-in table of GPUs"
-            f" ({hint}); correct the name, or measure the GPU with python -m megatron.adaptive"
-            " profile"
+            f' ({hint}); correct the name, or measure the GPU with "python -m megatron.adaptive'
+            ' profile"'
         )
     return gpu
 

@@ -104,8 +104,8 @@ def predict(
     seconds = float(ends[last]) + tied + beside + jitter
     if (wait_s := stages.busy_link.seconds - seconds) > 0:
         # The pipeline is timed as if every pair of ranks had its own link. If ranks share a network
-        # link, and sending all its messages takes longer than the step, use this longer time as the
-        # step time.
+        # link, and sending all messages over this link takes longer than the step, use the longer
+        # time as the step time.
         times = replace(times, end_s=times.end_s + wait_s)
         seconds = stages.busy_link.seconds
     quiet = _pipeline(plan, stages.without_messages(), runtime, predictions)
@@ -290,7 +290,10 @@ same kind have the same node type and tensor-parallel size."""
 
 
 def _tables(plan: Plan, stage_place: StagePlace, inputs: PlanInputs) -> _Tables:
-    """Returns a layer table for each kind of replica of the pipeline rank ``stage_place``."""
+    """Returns a layer table for each kind of replica of the pipeline rank ``stage_place``.
+
+    Replicas of the same kind have the same node type and tensor-parallel size.
+    """
     nodes = [(inputs.cluster.nodes[replica.node], replica.tp) for replica in stage_place.replicas]
     others = list({node.name: node for node, _ in nodes}.values())
     return [
@@ -580,8 +583,8 @@ def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
     count = plan.num_microbatches
     durations = stages.durations_s
     if (widths := dealt_widths(plan)) is not None:
-        # Approximate the jitter by that of a pipeline that has one rank per stage and about the
-        # same amount of work.
+        # Approximate the jitter with that of a pipeline with one rank per stage and about as much
+        # work.
         count = plan.global_batch // plan.micro_batch
         durations = durations / np.array(widths.sizes, dtype=np.float64)
     steps = steps_of(plan.schedule, plan.pp, plan.chunks, count)

@@ -174,7 +174,7 @@ def _sinfo_entries(text: str, where: str) -> list[dict[str, Any]]:
     """Creates a cluster file entry for each node in ``text``, the output of ``sinfo -N``."""
     head, *lines = (line.split() for line in text.splitlines() if line.strip())
     if "GRES" not in head:
-        raise ConfigError(f'{where} has no column GRES; run sinfo -N -o "%N %G %T"')
+        raise ConfigError(f"{where} has no column GRES; run 'sinfo -N -o \"%N %G %T\"'")
     return [
         _slurm_entry({"NodeName": host, "Gres": row["GRES"], "State": row.get("STATE", "")})
         for row in (dict(zip(head, line, strict=False)) for line in lines)
@@ -303,7 +303,10 @@ def _grouped(
         groups.setdefault(json.dumps(plain, sort_keys=True), (plain, []))[1].extend(hosts)
 
     def above(host: str, least: int) -> list[tuple[int, int]]:
-        """Returns ``(-level, index)`` of each switch above ``host``, from level ``least`` up."""
+        """Returns (-level, index) of each switch above ``host``, with the highest level first.
+
+        Switches below level ``least`` are omitted.
+        """
         numbered = enumerate(switches)
         return sorted(
             (-level, i) for i, (level, held) in numbered if level >= least and host in held

@@ -143,11 +143,10 @@ class RunDocuments:
         return sum(len(cut.ends) for step in cuts for cut in step) / len(cuts)
 
     def mean_pairs(self, tokens: int) -> float:
-        """Returns, averaged over all slices, the number of token pairs that attend to each other.
+        """Returns the mean number of token pairs per slice that attend to each other.
 
-        ``tokens`` is the number of tokens per slice.
-
-        The first x tokens of a document count as x^2 pairs.
+        ``tokens`` is the number of tokens per slice. The first x tokens of a document count as x^2
+        pairs.
         """
         cuts = self.cuts(RowSettings(tokens))
         works = [cut.work(n) for step in cuts for cut in step for n in range(len(cut.ends))]

@@ -47,7 +47,7 @@ _NEIGHBOUR_CPU_S = 0.5
 
 
 def explain(row: PlanRow, inputs: PlanInputs) -> str:
-    """Returns a text with the parts of a step, the memory of each stage, and the largest part."""
+    """Returns a text with the parts of the step time, a table of all ranks, and the bottleneck."""
     plan, prediction = row.plan, row.prediction
     lines = [f"a step of {seconds_text(prediction.seconds)}:"]
     for name, seconds in prediction.parts.items():
@@ -173,10 +173,10 @@ def _packed_lines(best: PlanRow, inputs: PlanInputs) -> list[str]:
 
 
 def packed_predictions(plan: Plan, inputs: PlanInputs) -> dict[int, Prediction]:
-    """Predicts the steps of a plan if rows are packed up to the longest document and then cut.
+    """Predicts the steps of a plan if rows are packed to the length of the longest document.
 
-    Rows are cut into slices of equal cost. The number of layers of each stage stays the same, and
-    the limit on activations is chosen again.
+    The rows are cut into slices of equal cost. The number of layers of each stage stays the same,
+    and the limit on activations is chosen again.
 
     Args:
         plan: Plan to change.

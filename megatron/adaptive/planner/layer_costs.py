@@ -89,7 +89,7 @@ OURS = Runtime()
 """Properties of this project's trainer, which are the default for predictions."""
 PLAIN = StageSettings()
 _GRADIENT_BYTES = 4
-"""Size in bytes of each element of the accumulated gradients of attention keys and values."""
+"""Size in bytes of an element of the gradients that are accumulated for keys and values."""
 _HOST_MESSAGES = 8
 """Number of message buffers in host memory that are allocated but usually empty. They belong to the
 queues between a rank and its neighbours (``transport.select.size_of_channel``)."""
@@ -347,8 +347,8 @@ def layer_table(
         inputs=inputs,
         node=node,
         tp=tp,
-        # Half of every sequence takes as much work as half of the samples. If ranks share
-        # sequences, or sequences are cut into slices, scale the number of samples accordingly.
+        # If ranks share sequences, or sequences are cut into slices, scale the number of samples:
+        # one half of every sequence counts as one half of the samples.
         samples=micro_batch * settings.share_of(inputs.model.sequence) / context_ranks,
         longest_slice=_longest_slice(inputs.model, settings, tp),
         settings=settings,
@@ -439,8 +439,7 @@ class _LayerSetup:
         """Returns the number of token pairs that attend to each other, relative to whole sequences.
 
         The result is less than 1 if documents are shorter than whole sequences. For layers with an
-        attention window, the result is 1, because their number of pairs grows linearly with the
-        number of tokens.
+        attention window, the result is 1, because each token attends to a fixed number of tokens.
         """
         tokens = self.settings.slice_tokens
         if tokens is None or kind.is_local:
@@ -562,8 +561,8 @@ def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _Lay
         gathered = kind.keys_bytes / tp * samples * slices
         gathered *= _GRADIENT_BYTES / model.precision.element_bytes
     # A backward pass with recomputation holds all activations of the recomputed layer. The longest
-    # slice, which is the first one, needs the most memory. Only its attention scores are not
-    # larger, because the first slice attends to the fewest tokens.
+    # slice, which is the first one, needs the most memory. Its attention scores are an exception:
+    # they are not larger than average, because the first slice attends to the fewest tokens.
     longest = setup.longest_slice
     working = kind.workspace_bytes / tp * samples * longest + max(whole - kept, 0.0)
     working += max(whole - kept - kind.attention_bytes / tp * samples, 0.0) * (longest - 1)
@@ -634,8 +633,8 @@ _KERNELS = 20
 multiplications, 2 more in the attention, 2 norms, biases, activation, softmax, dropout and
 additions."""
 _FEW_KERNELS = 4
-"""Number of kernels in the forward pass of any other layer, and in the computation of weight
-gradients.
+"""Number of kernels in the forward pass of a layer without attention, and in the computation of any
+layer's weight gradients.
 """
 _OPTIMIZER_MOVES = 7
 """Number of four-byte values that Adam reads or writes per parameter. Adam reads the gradient, the

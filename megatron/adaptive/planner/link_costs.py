@@ -396,7 +396,7 @@ def embedding_s(places: tuple[StagePlace, ...], inputs: PlanInputs, tp: int) -> 
 def tied_bytes(model: Model, tp: int) -> float:
     """Returns the size in bytes of the gradients of tied embeddings on one rank.
 
-    Stages exchange these gradients in the precision in which gradients are accumulated. Replicas
-    may reduce gradients in a different precision.
+    Stages exchange these gradients in the precision in which gradients are accumulated, even if
+    replicas reduce gradients in a different precision.
     """
     return model.tied_parameters / tp * model.precision.gradient_bytes

@@ -57,10 +57,10 @@ class Precision:
     fp8: bool = False
 
     def beside_frozen(self, share: float) -> Precision:
-        """Returns the sizes of a frozen weight together with its share of the trained adapters.
+        """Returns a copy with the sizes of one frozen weight plus ``share`` adapter weights.
 
         Args:
-            share: Number of adapter weights per frozen weight.
+            share: Number of trained adapter weights per frozen weight.
         """
         return replace(
             self,

@@ -121,8 +121,8 @@ def preset(
     name = by_plain_name.get(name.lower().replace("-", ""), name)
     if name in PRESETS:
         shape = replace(PRESETS[name], precision=Precision.named(precision))
-        # Presets in PRESETS are trained with Megatron-LM's own programs, which do not use the
-        # trainer's layers, so only fused attention avoids storing scores.
+        # Models in PRESETS are trained with Megatron-LM's own programs instead of the trainer's
+        # layers. In these programs, only fused attention avoids storing scores.
         return build_model(replace(shape, fused_attention=attention == "fused"))
     if name not in MODELS:
         names = preset_names()
@@ -664,7 +664,7 @@ def listed_model(document: Mapping[str, Any], name: str, precision: Precision) -
     frozen_layers = document.get("frozen_layers", 0)
     if frozen_layers >= len(layers):
         raise ConfigError(
-            f"model {name}: frozen_layers must be less than {len(layers)}, the number of layers, "
+            f"model {name}: frozen_layers must be less than the number of layers, {len(layers)}, "
             f"got {frozen_layers}; a gradient must flow through at least the last layer"
         )
     return Model(

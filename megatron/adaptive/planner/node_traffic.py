@@ -2,8 +2,8 @@ r"""Computes how long the messages of a step keep the network link of a node bus
 
 The simulation of a pipeline assumes a separate link for every pair of stages. However, all messages
 that leave a node share the node's network link. In this example, 64 samples of 32 MiB cross the
-boundaries of a pipeline with two chunks per rank, placed in a V. Rank 1 is alone on a node with a
-link of 1.25 GB/s, and sends each sample four times::
+boundaries of a pipeline with two chunks per rank and a V-shaped placement. Rank 1 is alone on a
+node with a link of 1.25 GB/s, and sends each sample four times::
 
     rank 0    0 \               7
     rank 1       1 \         6 /       forward 1->2 and 6->7, backward 1->0 and 6->5
@@ -121,7 +121,7 @@ def message_sizes(plan: Plan, inputs: PlanInputs) -> list[tuple[float, float]]:
 
 
 def _messages(plan: Plan, inputs: PlanInputs, sliced: bool) -> Iterator[_Transfer]:
-    """Yields the messages between stages of all microbatches of a step."""
+    """Yields all messages that stages send to each other in a step."""
     placement = catalog.placement_for(plan.schedule, plan.pp, plan.chunks)
     # Convert the tokens of a step to a number of whole sequences, because packed documents may be
     # shorter than a sequence.
@@ -159,7 +159,7 @@ def _parts(
 def _reductions(
     plan: Plan, inputs: PlanInputs, parameters: Sequence[tuple[float, float]]
 ) -> Iterator[_Transfer]:
-    """Yields the messages of the gradient reductions, which are rings of replicas."""
+    """Yields the messages of the gradient reductions, in which replicas form rings."""
     each_bytes = inputs.model.precision.reduce_bytes
     for stage_place, (whole, experts) in zip(plan.places, parameters, strict=True):
         spread = experts if plan.expert_ranks > 1 else 0.0
@@ -188,7 +188,7 @@ def _seconds(
 
     Args:
         sent: Messages, each with the link that it uses.
-        more_links: Additional links that may be the fastest.
+        more_links: Links to consider in addition to the links in ``sent``.
     """
     sent = list(sent)
     links = {*more_links, *(link for link, _ in sent)}

@@ -137,7 +137,7 @@ def steps_of(schedule: str, pp: int, chunks: int, num_microbatches: int) -> Step
 
 
 def _inputs(kind: int, stage: int, microbatch: int, stages: int) -> list[tuple[int, int, int]]:
-    """Returns the actions whose results an action needs, as tuples (kind, stage, microbatch)."""
+    """Returns the actions on which an action depends, as tuples (kind, stage, microbatch)."""
     same_stage = [(kind - 1, stage, microbatch)] if kind else []
     sender = stage - 1 if kind == _F else stage + 1
     if kind < _W and 0 <= sender < stages:

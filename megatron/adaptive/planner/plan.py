@@ -75,7 +75,7 @@ class StageSettings:
             the experts are distributed.
         context_ranks: Context-parallel size, which is the number of consecutive ranks among which
             each sequence is divided.
-        slices: Number of slices into which each sequence is cut, or 1 for whole sequences. With
+        slices: Number of slices per sequence, or 1 for whole sequences. With
             several slices, an action processes one slice of a microbatch on a stage.
         slice_tokens: Number of tokens per slice if documents of different lengths are packed into
             rows that are cut into slices. ``None`` if all sequences have the same length.
@@ -584,7 +584,7 @@ def _sbatch_line(document: Mapping[str, Any], arguments: Sequence[str], file: st
     if len(document["placement"]) > 1:
         raise ConfigError(
             "--export sbatch does not support plans with several node types; save the plan with"
-            " --conf, and run python -m megatron.adaptive job submit"
+            ' --conf, and run "python -m megatron.adaptive job submit"'
         )
     group = document["placement"][0]
     nodes, processes = group["nodes"], group["processes_per_node"]

@@ -32,7 +32,7 @@ def compare_text(files: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         prediction = document.get("prediction")
         keys = {"parts_s", "memory_bytes", *_COMPARED}
         if not isinstance(prediction, dict) or not keys <= set(prediction):
-            raise ConfigError(f"{name} contains no prediction; write the plan with plan --output")
+            raise ConfigError(f'{name} contains no prediction; write it with "plan --output"')
     predictions = [document["prediction"] for _, document in files]
     lines = [["", *(name for name, _ in files)]]
     settings = [_settings(document) for _, document in files]
@@ -103,8 +103,8 @@ def _settings(document: Mapping[str, Any]) -> dict[str, str]:
 
 _GB = 1e9
 _LEAST_SHARE = 0.001
-"""Minimum difference in a part of the step, as a fraction of the step time. Smaller differences are
-not listed as reasons.
+"""Minimum difference between two plans in a part of the step time, as a fraction of the step time.
+Smaller differences are not listed as reasons.
 """
 
 

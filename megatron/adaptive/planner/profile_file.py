@@ -70,8 +70,8 @@ def profile_of_plan(content: Any, where: str) -> Any:
     tried = content.get("tried")
     if not isinstance(tried, dict) or not isinstance(tried.get("profile"), dict):
         raise ConfigError(
-            f"{where} is a plan that contains no measurements; measure a rank with plan --try "
-            f"{where}, or pass a profile"
+            f"{where} is a plan that contains no measurements; measure a rank with "
+            f'"plan --try {where}", or pass a profile'
         )
     return tried["profile"]
 
@@ -307,7 +307,7 @@ def of_nodes(content: Mapping[str, Any], fact: str) -> dict[str, float]:
 def renamed(
     content: Mapping[str, Any], gpus: Mapping[str, str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Replaces the node types in a profile by the names that a cluster uses for these types.
+    """Replaces the node types in a profile with the names that a cluster uses for them.
 
     If a node type of the profile is not in the cluster, but exactly one type in the cluster has the
     same GPU, the name of the cluster's type is used. The planner ignores links and all-reduces that
@@ -463,7 +463,7 @@ def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
 
 
 def precision_of(model: Mapping[str, Any]) -> str:
-    """Returns the name of the precision of ``model``, the value of the key ``model`` in a profile.
+    """Returns the name of the precision of ``model``, which is the entry ``model`` of a profile.
 
     The name is taken from the key ``precision`` if it exists, otherwise from the model's arguments.
     """

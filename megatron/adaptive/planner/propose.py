@@ -2,7 +2,7 @@
 
 If no plan is possible, the error message names the stage that does not fit into memory, or the
 limits that contradict each other. It also lists changes that would help: fewer restrictions, more
-nodes, or more memory per GPU. Each listed change has been tested.
+nodes, or more memory per GPU. Only changes that the search has confirmed are listed.
 """
 
 from __future__ import annotations
@@ -289,8 +289,7 @@ def pareto(
 class _Points(Best):
     """Collects the plans on the Pareto front, sorted by step time.
 
-    The search goes through the levels (sets of nodes) in ascending order of the lower bound of
-    their step time.
+    Levels (sets of nodes) with a low bound of the step time are searched first.
     """
 
     def __init__(self, objective: Objective) -> None:
@@ -319,7 +318,7 @@ class _Points(Best):
         self.points = sorted(kept, key=lambda point: point.seconds)
 
     def slack(self, seconds: float, price: float) -> float:
-        """Returns the fraction by which ``seconds`` is below the front's time at ``price``.
+        """Returns the fraction by which ``seconds`` is below the Pareto front's time at ``price``.
 
         ``seconds`` is a lower bound of a step time, and ``price`` is a price per hour. The result
         is 0 if the front has a shorter step time at this price.
@@ -590,8 +589,8 @@ _MOST_BARS = 20_000
 _NEAR = 0.01
 """Relative accuracy with which an error message states the missing memory."""
 _FEW_LEVELS = 500
-"""Maximum number of levels (combinations of a set of nodes and a first stage) in the search for the
-plan that needs the least additional memory."""
+"""Maximum number of levels in the search for the plan that needs the least additional memory. A
+level is a combination of a set of nodes and a first stage."""
 _MOST_CPU_S = 2.0
 """CPU time limit, in seconds per node type, of the search for the plan that needs the least
 additional memory.

@@ -134,8 +134,7 @@ class RowPipeline:
             stages]``.
         occupancy_s: Time in seconds during which the message of a slice keeps its link busy, ``[2,
             stages]``.
-        weight_pieces: Number of actions (W) into which the computation of a weight gradient is
-            split.
+        weight_pieces: Number of W actions per weight gradient.
     """
 
     plan: Plan
@@ -241,7 +240,7 @@ def _shown_cap(cap: float | None) -> float | None:
 def held_slices(plan: Plan, costs: RowCosts) -> float:
     """Returns the maximum number of slices whose activations a rank holds under ``plan``.
 
-    The result is a number of tokens, in units of the plan's slice length.
+    A slice that is shorter than the plan's slice length counts as a fraction.
     """
     placement = catalog.placement_for(plan.schedule, plan.pp, plan.chunks)
     held = float(costs.longest)

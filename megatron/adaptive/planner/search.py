@@ -88,7 +88,7 @@ from megatron.adaptive.schedule.catalog import is_rule
 _FEW_LEVELS = 2000
 """Maximum number of levels (sets of nodes) per combination of parallel sizes in the first pass."""
 _SMALL_LEVELS = 200
-"""Maximum number of levels for which the first pass searches a combination of sizes completely."""
+"""Maximum number of levels of a combination of sizes that the first pass searches completely."""
 _WHOLE_BACKWARD = selectable_names(
     lambda spec: spec.planned != "no" and spec.splits_backward == "never"
 )
@@ -98,10 +98,10 @@ idle time."""
 _ROW_STEPS = 500_000
 """Maximum number of actions to simulate for each combination of sizes, nodes and stages."""
 _FORWARD_BACK = 2.5
-"""Maximum ratio of a pipeline's 1F1B step time to the best step time so far, for which the pipeline
-is also timed under other schedules. A 1F1B step takes at most the time of one microbatch through
-all stages plus the work of the busiest rank. Each of these two times is a lower bound for every
-schedule, so no schedule takes less than half of the 1F1B step time.
+"""A pipeline is also timed under other schedules if its 1F1B step is shorter than this multiple of
+the best step time. A 1F1B step takes at most the time of one microbatch through all stages plus the
+work of the busiest rank. Each of these two times is a lower bound for every schedule, so no
+schedule takes less than half of the 1F1B step time.
 """
 _NO_HOPE = 1.08
 """Maximum ratio of the step time of an initial partition into chunks to the best step time so far.
@@ -131,7 +131,7 @@ class SearchShape:
     partial: bool = False
 
     def key(self, used: tuple[int, ...], stages: int) -> Any:
-        """Returns a key that does not depend on how a plan saves memory."""
+        """Returns a key that is equal for plans that differ only in how they save memory."""
         widths = tuple(stage_class.widths for stage_class in self.classes)
         return widths, self.choice.context_ranks, used, stages, self.choice.slice_tokens
 
@@ -159,7 +159,7 @@ class _Bounded(NamedTuple):
     """A shape (combination of parallel sizes) and the bounds of all its levels.
 
     Attributes:
-        shape: Combination of parallel sizes and settings of all pipelines of the shape.
+        shape: Parallel sizes and settings that all pipelines of the shape have in common.
         levels: Levels of the shape. Each level is a set of nodes with the class of its first stage.
         arrays: Costs of all possible stages, and graph of levels, as ``search_kernel.ShapeArrays``.
         bounds: Lower bounds of all levels, computed by ``search_kernel.bound_levels``.
@@ -237,7 +237,7 @@ class Searcher:
         self.placements = 0
 
     def search(self, objective: Objective | None = None) -> SearchResult:
-        """Finds the best plans for ``objective``, which defaults to the shortest step time.
+        """Finds the best plans for ``objective``.
 
         Args:
             objective: Quantity to minimize, and limits. Defaults to the step time without limits.
@@ -396,7 +396,7 @@ class Searcher:
             yield tuple(wave_classes), self.global_batch // wave, 1
 
     def _widths(self) -> Iterator[_Widths]:
-        """Yields the parallel sizes of stages that options, model and cluster allow."""
+        """Yields all parallel sizes of a stage that the options, model and cluster allow."""
         options, batch, model = self.options, self.global_batch, self.model
         most = max(model.sequence // LEAST_TOKENS, 1)
         shares = [
@@ -484,8 +484,8 @@ class Searcher:
             whole_s *= 1 + float(lost[0]) / microbatches
         whole_s = max(whole_s, float(each_s.min()))
         if self.options.unequal:
-            # The other two bounds do not apply here, because the trainer may run smaller
-            # microbatches.
+            # The two bounds below require that the trainer uses this microbatch size, but for
+            # unequal stages, it may use a smaller one.
             return whole_s
         free = most_rate(memories, most_stages) - min(sums.held_bytes for sums in totals)
         if free < min(sums.kept_bytes for sums in totals):
@@ -623,7 +623,7 @@ class Searcher:
         return shape.bound_s
 
     def _exhaust(self, shape: SearchShape, best: Best) -> float:
-        """Searches ``shape`` completely, and returns a lower bound for skipped plans."""
+        """Searches all levels of ``shape``, and returns a lower bound for the skipped plans."""
         if shape.least_value >= best.worst_value():
             return math.inf
         missed = self.visit(shape, best, self.options.most_leaves)
@@ -708,7 +708,7 @@ class Searcher:
         Args:
             plan: Plan with the 1F1B schedule.
             classes: Stage class of each rank of the pipeline.
-            bounded: Shape of the pipeline, with the bounds of its levels.
+            bounded: Shape (parallel sizes) of the pipeline, with bounds for its node sets.
             best: Best plans so far.
             price: Price per hour of the pipeline's nodes.
             least_s: Step time in seconds under 1F1B, or infinity if it is unknown.

@@ -274,10 +274,11 @@ def _transfer(shape: Any, kind: int, c: int, d: int, cut: int) -> tuple[float, f
 
 @_compiled
 def _bound_edge(shape: Any, level: int, edge: int, cap: float, bounds: Any) -> None:
-    """Lowers the bounds of ``level`` so that they hold for pipelines that continue over ``edge``.
+    """Lowers the bounds of ``level`` where a pipeline that continues along ``edge`` is faster.
 
-    Each range of layers is tried as the level's first stage. The bounds of the remaining stages are
-    already known.
+    A level describes the last stages of a pipeline, and an edge leads to the level of the next
+    stage. Each range of layers is tried for the level's first stage. The bounds of the remaining
+    stages are already known.
     """
     n = shape.forward.shape[1] - 1
     m = shape.microbatches
@@ -411,7 +412,7 @@ def leaf_s(shape: Any, walk: Any, p: int) -> float:
 def _list_children(
     shape: Any, walk: Any, depth: int, best: float, bounds: Any, tied: float
 ) -> None:
-    """Lists the choices (children) for the stage ``depth`` whose bound is below ``best`` seconds.
+    """Lists all choices (children) for the stage ``depth`` with a bound below ``best`` seconds.
 
     A choice consists of the stage's last layer and the edge to the next stage. Choices are sorted
     by bound.

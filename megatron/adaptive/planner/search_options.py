@@ -1,4 +1,4 @@
-"""Defines the options, the objective and the results of a search, and stores its best plans."""
+"""Defines the options, the objective and the results of a search, and keeps the best plans."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class SearchOptions:
         context_ranks: Context-parallel sizes (numbers of ranks that share a sequence) to choose
             from. If empty, all sizes that leave at least ``LEAST_TOKENS`` tokens on each rank are
             tried.
-        slices: Numbers of slices into which sequences may be cut. Sequences are only cut in
-            pipelines with several ranks and a run-time scheduling rule.
+        slices: Numbers of slices per sequence to choose from. Sequences are only cut in pipelines
+            with several ranks and a run-time scheduling rule.
         slice_tokens: Numbers of tokens per slice to choose from if documents of different lengths
             are packed. If not empty, only plans with packed documents are searched. Empty if all
             sequences have the same length.
@@ -193,7 +193,7 @@ class Best:
         return self.objective.most_seconds(price, self.worst_value())
 
     def add(self, key: Any, plan: Plan, seconds: float, price: float) -> None:
-        """Keeps ``plan`` if it is one of the best plans, and the best of those with ``key``."""
+        """Keeps ``plan`` if it is one of the best plans, and the best plan with this ``key``."""
         value = self.value(seconds, price)
         old = self._found.get(key)
         if old is not None and old.value <= value:
@@ -210,8 +210,8 @@ class Best:
 def best_of_each(entries: Iterable[Found], top: int) -> tuple[Found, ...]:
     """Returns the best plans, with at most one plan for each assignment of ranks to nodes.
 
-    Several plans may differ only in the length of their slices. These plans are compared after
-    layers have been moved between their stages.
+    If plans with the same assignment differ in the length of their slices, only the best of them is
+    returned.
 
     Args:
         entries: Plans that a search found.

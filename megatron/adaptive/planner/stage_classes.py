@@ -176,8 +176,8 @@ class Totals(NamedTuple):
         after_s: Lower bound of the time for gradient reduction and optimizer, in seconds.
         held_bytes: Size in bytes of weights, gradients and optimizer state.
         kept_bytes: Size in bytes of the activations that a microbatch keeps for its backward pass.
-        stay: Lower bound of the size of a microbatch's kept activations multiplied by the time for
-            which they stay in memory, in byte-seconds.
+        stay: Lower bound of the size of a microbatch's activations, multiplied by the time that
+            they stay in memory, in byte-seconds.
     """
 
     work_s: float
@@ -423,8 +423,8 @@ class Tables:
         inputs = np.maximum.reduce([row.backward for row in rows])
         weight = np.maximum.reduce([row.weight for row in rows])
         # The launch time is computed as in predictions, so that search and predictions agree. It is
-        # the slowest node type's time with kernel launches minus the slowest node type's time
-        # without kernel launches.
+        # the maximum over node types of the time with kernel launches, minus the maximum of the
+        # time without kernel launches.
         forward_work = np.maximum.reduce([row.forward - row.launch for row in rows])
         inputs_work = np.maximum.reduce([row.backward - row.launch for row in rows])
         action_s = np.triu(np.ones_like(forward), 1) * action
@@ -512,7 +512,7 @@ class Tables:
         return whole + np.maximum(updated, 0.0) * self.inputs.optimizer_s(self.types(stage_class))
 
     def _between(self, classes: Sequence[StageClass], choice: ShapeChoice) -> tuple[Any, Any, Any]:
-        """Returns message latency, link occupancy and tied-embedding time for pairs of classes."""
+        """Returns latency, occupancy and tied-embedding time for each pair of stage classes."""
         number = len(classes)
         sliced = choice.sequence_parallel
         latency, occupancy = np.zeros((2, 2, 2, number, number, len(self._sizes)))
@@ -582,8 +582,8 @@ def most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> fl
     by_type: dict[int, tuple[float, float]] = {}
     for index, rate, stages in rates:
         fastest, most = by_type.get(index, (0.0, 0.0))
-        # Take both maxima separately, because they may belong to different parallel sizes of a
-        # type.
+        # Take both maxima separately, because a node type may reach them with different parallel
+        # sizes.
         fastest, most = max(fastest, rate), max(most, rate * stages)
         by_type[index] = (fastest, most)
     left = float(most_stages)
@@ -672,8 +672,8 @@ def _most_layers(seconds: float, types: Sequence[tuple[float, Any]], waits: floa
     rooms = [int(each + 1e-9) for each in itertools.accumulate(stages for stages, _ in order)]
     gains = []
     for index, (_, row) in enumerate(order):
-        # The first stage may hold only the model's first layer, which is ignored here, so the
-        # second stage may start without waiting for a layer.
+        # The second stage may not have to wait, like the first stage, because the first stage may
+        # hold only the model's first layer, which is ignored here.
         left = seconds - waits * np.maximum(np.arange(min(rooms[index], len(row) + 2)) - 1, 0)
         gains += [(int(each), index) for each in np.searchsorted(row, left, side="right")]
     total = 0

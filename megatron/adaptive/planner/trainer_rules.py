@@ -105,10 +105,10 @@ def check_slices(options: SearchOptions, model: Model) -> None:
 
 
 def tokens_to_try(documents: RunDocuments, multiple: int) -> tuple[int, ...]:
-    """Returns the slice lengths in tokens among which ``plan --slice-tokens auto`` chooses.
+    """Returns the slice lengths in tokens that ``plan --slice-tokens auto`` can choose.
 
-    They are a subset of the lengths among which the trainer chooses. Slices of long documents have
-    at least 1,024 tokens.
+    They are a subset of the lengths that the trainer can choose. Slices of long documents have at
+    least 1,024 tokens.
 
     Args:
         documents: Documents on which the run trains.

@@ -156,7 +156,7 @@ class TransformerShape:
 
     @property
     def attention_weights(self) -> tuple[int, int]:
-        """Numbers of divided and of replicated attention weights under tensor parallelism."""
+        """Number of attention weights that tensor parallelism divides, and that it replicates."""
         if not self.latent_rank:
             return self.hidden * (self.queries + self.keys_values + self.outputs), 0
         unrotated = self.heads * (self.head_width - self.rotary_width)

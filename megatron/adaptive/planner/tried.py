@@ -125,7 +125,7 @@ def plan_of(content: Mapping[str, Any], model: Model, cluster: Cluster, where: s
     for key in ("micro_batch_size", "global_batch_size", "schedule"):
         if key not in content:
             raise ConfigError(
-                f"{where}: {key} is missing; write a complete plan with plan --output"
+                f'{where}: {key} is missing; write a complete plan with "plan --output"'
             )
     degrees = {name: content["degrees"].get(name, 1) for name in (*_AXES, "chunks", "expert")}
     tp, pp, dp = degrees["tensor"], degrees["pipeline"], degrees["data"]

@@ -222,7 +222,7 @@ def _keeping_outputs(run_step: StepFunction) -> StepFunction:
 
 
 def put(settings: Settings, model: Model | None = None) -> None:
-    """Installs a :class:`Seam` in each module that imported ``get_forward_backward_func``.
+    """Replaces ``get_forward_backward_func`` in each module that imported it with a :class:`Seam`.
 
     Args:
         settings: Settings of the plugin.

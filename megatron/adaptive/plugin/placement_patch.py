@@ -52,8 +52,8 @@ from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.without_cuda import renew_program
 
 _CHUNKS = 2
-# Pipeline groups that were created for a V. This is a global variable, because the groups belong to
-# parallel_state and outlive uninstall().
+# Pipeline groups that were created for a V-shaped placement. This is a global variable, because the
+# groups belong to parallel_state and outlive uninstall().
 _GROUPS_OF_V: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -181,9 +181,9 @@ class Placed:
     ) -> None:
         """Calls ``original`` and, in a V-shaped placement, also makes rank 0 build datasets.
 
-        In a V, the last rank has both the first and the last stage, so rank 0 would have no data.
-        But rank 0 builds the indices of the datasets, which other ranks then read. Without data on
-        rank 0, Megatron-LM would not train on any rank.
+        With this placement, the last rank has both the first and the last stage, so rank 0 would
+        have no data. But rank 0 builds the indices of the datasets, which other ranks then read.
+        Without data on rank 0, Megatron-LM would not train on any rank.
         """
         bound = inspect.signature(original).bind(builder, *args, **kwargs)
         builds_here = bound.arguments["is_built_on_rank"]
@@ -195,8 +195,8 @@ class Placed:
         """Stores the layout of a V-shaped placement in the model's configuration ``config``.
 
         Raises:
-            ConfigError: The configuration does not support a V, or the placement differs from the
-                one for which megatron-core's process groups were created.
+            ConfigError: The configuration does not support a V-shaped placement, or the placement
+                differs from the one for which megatron-core's process groups were created.
         """
         # An earlier call may have changed this configuration, or the configuration from which it
         # was copied, so restore the original layout first.
@@ -285,10 +285,10 @@ def _first_moved(choose: Callable[..., list[int]], pp_ranks: list[int], *rest: A
 
 
 def _check_groups_of_loop() -> None:
-    """Raises an error if megatron-core's process groups were created for a V.
+    """Raises an error if megatron-core's process groups were created for a V-shaped placement.
 
-    The embedding groups of a V do not contain the first rank, so the copies of a tied embedding
-    would diverge.
+    With such groups, the embedding groups do not contain the first rank, so the copies of a tied
+    embedding would diverge.
     """
     group = parallel_state.get_pipeline_model_parallel_group(check_initialized=False)
     if group is not None and group in _GROUPS_OF_V:
@@ -301,7 +301,7 @@ def _check_groups_of_loop() -> None:
 
 
 def _check(config: Any) -> None:
-    """Raises an error if the model's configuration ``config`` does not support a V."""
+    """Raises an error if the model's configuration does not support a V-shaped placement."""
     chunks = config.virtual_pipeline_model_parallel_size or 1
     if chunks != _CHUNKS:
         raise ConfigError(

@@ -42,7 +42,7 @@ OF_MEGATRON = ("profile_ranks", "profile_step_start", "profile_step_end")
 
 @dataclass(frozen=True, kw_only=True)
 class _PluginFlags:
-    """Flags of the plugin, and a model setting that is checked together with these flags."""
+    """Flags of the plugin, and the model's ``moe_token_dispatcher_type``, checked with them."""
 
     moe_token_dispatcher_type: str = flag("How tokens are sent to their experts.", "allgather")
 

@@ -238,7 +238,7 @@ class Engine:
         return arguments
 
     def _by_chunk(self, forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps ``forward_step_func`` so that ``placed`` knows which chunk is running."""
+        """Wraps ``forward_step_func`` to store the index of the running chunk in ``placed``."""
         numbers = {id(chunk): number for number, chunk in enumerate(self._chunks)}
         placed = self._placed
 
@@ -540,7 +540,7 @@ class Engine:
     def _pp_ranks(self) -> list[int]:
         """Returns the global ranks of this pipeline, ordered by their positions in the placement.
 
-        In a V, position 0 is megatron-core's last rank.
+        In a V-shaped placement, position 0 is megatron-core's last rank.
         """
         ranks: list[int] = dist.get_process_group_ranks(self._groups.pp)
         return ranks[::-1] if self._settings.kind == "v" else ranks

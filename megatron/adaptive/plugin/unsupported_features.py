@@ -206,7 +206,7 @@ def _check_chunk(number: int, chunk: torch.nn.Module, groups: ModelGroups) -> No
 def why_not_by_default(
     config: Any, chunks: Sequence[torch.nn.Module], *, replicas: int
 ) -> str | None:
-    """Returns a disadvantage of separate weight gradients, or ``None`` if there is none.
+    """Returns why weight gradients should not be separate by default, or ``None`` if they should.
 
     :func:`~megatron.adaptive.config.schedule_specs.why_whole_backward` describes the cases that
     also apply to the trainer. ``config`` is the configuration of the model, ``chunks`` contains its

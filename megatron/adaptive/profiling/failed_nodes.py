@@ -1,4 +1,4 @@
-"""Finds the nodes that were slow in a probe, and the values they must reach to be used again.
+"""Finds the nodes that were slow in a probe, and the speeds that make them usable again.
 
 A slow rank, link or group within a node is the fault of that node. A slow link between two nodes is
 the fault of the node with the larger share of slow links::
@@ -117,9 +117,9 @@ def _at_fault(outlier: Outlier, shares: Mapping[str, float], nodes: Sequence[str
 
 
 def _limit(outlier: Outlier) -> float:
-    """Returns the smallest acceptable value of the quantity that ``outlier`` measures.
+    """Returns the minimum acceptable value of the quantity that ``outlier`` measures.
 
-    The unit is s, bytes/s, FLOP/s or Hz.
+    The unit is bytes/s, FLOP/s or Hz.
     """
     measure = MEASURES[outlier.measure]
     reference = outlier.median / measure.scale

@@ -43,10 +43,10 @@ NO_STEP = -1
 
 _BURST = 4
 _GO = 0
-"""Chunk index in the labels of messages that do not end the measurement."""
+"""Chunk index in the label of a message after which another round follows."""
 
 _STOP = 1
-"""Chunk index in the labels of messages in the last round, which end the measurement."""
+"""Chunk index in the labels of the leader's messages in the last round."""
 
 _LONG_S = 0.2
 """Time limit of a message in seconds.
@@ -70,7 +70,7 @@ Points = list[tuple[int, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds:
-    """Number and duration of the repetitions with which a link is measured.
+    """Number and duration of the repetitions in the measurement of a link.
 
     In a short round, the leader sends one message and gets a reply. In a long round, it sends a
     burst of messages and gets one reply. The first round of each kind is warm-up. The leader's
@@ -156,7 +156,7 @@ def receive(transport: Transport, peer: int, timeout_s: float) -> Arrival:
     arrival = transport.completions.wait(time.monotonic() + timeout_s)
     if arrival is None:
         raise DeadlineError(
-            f"rank {peer} did not answer within {timeout_s:g} s while links were measured"
+            f"rank {peer} did not respond within {timeout_s:g} s while links were measured"
         )
     assert isinstance(arrival, Arrival), "members of a group report only during steps"
     return arrival

@@ -28,7 +28,7 @@ from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes
 
 _FORWARDS = 16
 _ALIKE = 0.05
-"""Relative spread of microbatch times up to which all microbatches are treated as equally long."""
+"""Maximum relative spread of the times of microbatches that are treated as equally long."""
 F = ActionKind.F
 B = ActionKind.B
 W = ActionKind.W

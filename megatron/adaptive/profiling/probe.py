@@ -469,9 +469,9 @@ class Turns:
                     self._end(number, sum(map(len, batch)))
 
     def finish(self, batches: Sequence[Sequence[Ranks]]) -> None:
-        """Deletes the keys of the last series of turns, whose measurements are ``batches``.
+        """Deletes the store's keys of the last series of turns, which must have ended.
 
-        All turns of the series must have ended.
+        ``batches`` contains the measurements of the series.
         """
         if self._job.is_first:
             for number in range(len(batches)):

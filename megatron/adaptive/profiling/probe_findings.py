@@ -15,10 +15,9 @@ noisy machines. If there is a data sheet, the measurements are also compared wit
 measurement is the better of two measurements at different times, because a program that runs
 briefly disturbs at most one of them.
 
-If other programs use all machines, even the better measurement of a healthy rank may be poor. In
-this case, the two measurements of the other ranks also differ from each other. Therefore, the
-factor of an outlier must also exceed the factor between the two measurements of nearly all other
-ranks.
+If other programs use all machines, even the better measurement of a healthy rank may be poor. On
+such machines, the two measurements of each rank differ from each other. Therefore, the factor of an
+outlier must also exceed the factor between the two measurements of nearly every other rank.
 """
 
 from __future__ import annotations
@@ -46,7 +45,10 @@ _DEVIATIONS = 4.0
 _OF_NORMAL = 1.4826
 _LEAST = 1e-12
 _MOST_OTHERS = 0.97
-"""Fraction of the other measurements in a class whose spread an outlier's factor must exceed."""
+"""Minimum fraction of the other measurements in a class whose spread is below an outlier's factor.
+
+The spread is the factor between the two measurements of the same quantity.
+"""
 _FEW = 100
 _SLOW_RANK = (
     "check this rank for other programs, quotas, heat and power limits, or exclude the node"
@@ -94,7 +96,7 @@ MEASURES: Mapping[str, Measure] = {
     WRITE: Measure("MB/s", 1e-6, 2.5, _SLOW_DISK),
     READ: Measure("MB/s", 1e-6, 2.5, _SLOW_DISK),
 }
-"""Maps the name of each quantity to its description."""
+"""Description of each quantity, keyed by name."""
 
 _OF_RANK = (MATRIX_PRODUCT, MEMORY, CLOCK)
 OF_DEVICE = (MATRIX_PRODUCT, MEMORY, TO_DEVICE, FROM_DEVICE, CLOCK)
@@ -265,9 +267,9 @@ def _is_far(times: Sequence[float], index: int) -> bool:
 
 
 def _usual_spread(spreads: Sequence[float], left_out: float) -> float:
-    """Returns the value in the sorted ``spreads`` that most of the others do not exceed.
+    """Returns the spread that the fraction ``_MOST_OTHERS`` of the other spreads do not exceed.
 
-    One element that equals ``left_out`` is ignored.
+    ``spreads`` is sorted. One element that equals ``left_out`` is ignored.
     """
     if len(spreads) == 1:
         return 1.0

@@ -59,7 +59,7 @@ class ProbeLayout:
             raise ConfigError(
                 f"the number of ranks must be a multiple of tensor {self.tensor} x context "
                 f"{self.context} x pipeline {self.pipeline} = {width}, got {self.world_size} "
-                "ranks; pass the parallel sizes of the job, and start as many processes as it uses"
+                "ranks; use the parallel sizes and the number of processes of the training job"
             )
         if self.context * self.data % self.expert:
             raise ConfigError(

@@ -160,8 +160,8 @@ class TransportCheck:
             for size, part in ((_SMALL_BYTES, 0.25), (_LARGE_BYTES, 0.75))
         )
         transport.flush(_WAIT_S)
-        # A burst of messages may take no longer than a single message. In this case, the occupancy
-        # (additional time per message) is 0, and only the latency is known.
+        # Several messages in a row may take no longer than a single message. The occupancy
+        # (additional time per message) is then 0, so use the latency instead.
         message_s = large.occupancy_s or large.latency_s
         return {
             "latency_us": (small.latency_s + small.occupancy_s) * 1e6,

@@ -96,9 +96,9 @@ class LengthTuner:
 
         Returns:
             Decision after the last measured step, equal on all ranks, or ``None`` after other
-            steps. The first decision is to measure another length, unless the user sets the length.
-            After this decision, the attribute ``trials`` contains the measurements of all ranks.
-            Pass them to the tuner for the other length.
+            steps. Unless the user sets the slice length, the first decision is to measure another
+            slice length. The attribute ``trials`` then contains the measurements of all ranks. Pass
+            them to the tuner for the other length.
         """
         self._steps += 1
         if not FIRST <= self._steps <= LAST:

@@ -241,7 +241,7 @@ def judge(
 def _with_least(
     step_s: Callable[[Partition], float], least_layers: int
 ) -> Callable[[Partition], float]:
-    """Returns the function ``step_s``, changed to be infinite for stages with too few layers.
+    """Returns a version of ``step_s`` that is infinite if any stage has too few layers.
 
     ``least_layers`` is the minimum number of layers of each stage.
     """
@@ -266,10 +266,10 @@ def compare(
     Args:
         promise: Move that was made, with its predicted gain.
         step_s: Step time in seconds, measured since the move.
-        gain: Minimum predicted gain at which the move was allowed, as a fraction of the step time.
+        gain: Minimum predicted gain that the move required, as a fraction of the step time.
         least_gain: Minimum required gain, from the settings.
         message: Function that writes a line to the log.
-        step: Words with which the log line refers to a measured step.
+        step: Description of the measured step for the log line.
     """
     gained = 1 - step_s / promise.before_s
     # A slowdown of less than 0.05% is rounded to 0.0%. Do not log it as "0.0% more".
@@ -484,7 +484,7 @@ def _most_layers(
     room = measured.free_bytes * (1 - KEPT_FREE) - kept
     mean_bytes = max(1.0, (kept + sum(measured.held_bytes)) / layers)
     present = [size for chunk in chunks for size, _ in measured.layers_in(chunk, counts[chunk])]
-    # If the activations of a layer are unknown, assume the rank's mean over its layers.
+    # If the activation size of a layer is unknown, assume the mean over the rank's layers.
     usual = kept / layers
     needed = {
         size: size + (usual if each is None else each * units) for size, each in kinds.items()
@@ -495,9 +495,9 @@ def _most_layers(
 
 
 def _kept_bytes(measured: Sequence[StepMeasurements]) -> dict[int, float]:
-    """Returns the bytes of a microbatch's activations in a layer, keyed by the size of the layer.
+    """Returns how many bytes of activations a microbatch keeps in a layer, keyed by layer size.
 
-    The size of the activations is the mean over all layers in ``measured`` with the same size.
+    Each value is the mean over all layers in ``measured`` with the same size.
     """
     sums: dict[int, list[float]] = {}
     for of_rank in measured:

@@ -182,7 +182,7 @@ def _named(
                 yield f"layer {number} {rest} {part}", tensor
             elif name.startswith(_NORM):
                 # If the model has multi-token prediction, this normalization belongs to the stage
-                # of the last layer. That stage may change, so the name does not contain it.
+                # of the last layer. That stage may change, so the name omits its index.
                 yield f"{name} {part}", tensor
             else:
                 yield f"stage {stage} {name} {part}", tensor

@@ -86,7 +86,7 @@ def move_stages(
     slices: int | None = None,
     tokens: int | None = None,
 ) -> Run:
-    """Replaces a run with a run that has other stages and the same state.
+    """Rebuilds a run with other stages, and keeps its state.
 
     All ranks must call this function together.
 

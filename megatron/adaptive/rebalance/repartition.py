@@ -58,7 +58,8 @@ from megatron.adaptive.schedule.choose_slices import SliceTrial
 
 _WARM_UP = 1
 _JUDGED_STEPS = 8
-"""Number of steps before each of the first two checks of a move by ``--pipeline-schedule auto``."""
+"""Number of steps before the first check of a move by ``--pipeline-schedule auto``, and between the
+first and the second check."""
 _MOST_BETWEEN = 128
 """Maximum number of steps between two checks of a move by ``--pipeline-schedule auto``."""
 
@@ -160,8 +161,8 @@ class Repartitioner:
     def is_needed(self) -> bool:
         """Returns whether layers may move later.
 
-        Layers that ``--pipeline-schedule auto`` has moved may move again, because the reason for a
-        slow rank may disappear.
+        If ``--pipeline-schedule auto`` has moved layers, they may move again, because the reason
+        for a slow rank may disappear.
         """
         has_moved = self._partition != self._first_partition
         return self._may_move or self._promise is not None or has_moved
@@ -376,10 +377,11 @@ def _layer_bytes(run: Run) -> tuple[tuple[int, ...], ...]:
 
 
 def _layer_share(run: Run, layer_bytes: Sequence[Sequence[int]]) -> LayerShare:
-    """Starts to measure the layers' fraction of the forward time of each chunk of ``run``.
+    """Starts to measure the fraction of each chunk's forward time that is spent in its layers.
 
-    Only chunks with an embedding or a loss are measured, because in other chunks the fraction is 1.
-    Chunks whose layers differ in size (``layer_bytes``) are also measured, layer by layer.
+    A chunk without an embedding or a loss is measured only if its layers differ in size
+    (``layer_bytes``). Otherwise, its fraction is 1. Layers that differ in size are timed one by
+    one.
     """
     chunks = [(chunk, unwrap_model(model)) for chunk, model in enumerate(run.chunks)]
     unlike = {

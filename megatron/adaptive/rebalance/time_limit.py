@@ -35,7 +35,7 @@ def result_within(limit_s: float, action: Callable[[], T], instead: T) -> T:
 
     Args:
         limit_s: Maximum time to wait, in seconds.
-        action: Function to run. It may read the run, but must not change it.
+        action: Function to call. It may read the state of the training run, but must not change it.
         instead: Result to return if the time limit is exceeded.
 
     Raises:

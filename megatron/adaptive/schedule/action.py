@@ -47,8 +47,8 @@ class Action:
         chunk: Index of the chunk among the rank's chunks, from 0.
         microbatch: Index of the microbatch in the batch, from 0. If sequences are cut into slices,
             this is the index of the slice, counted across all microbatches (see ``rank_kernel``).
-        piece: Index of this W among the W actions into which a weight gradient is split, from 0.
-            Always 0 for F and B.
+        piece: Index of this W among the W actions of the same weight gradient, from 0. Always 0 for
+            F and B.
         paired: Whether a static schedule starts this action together with the next one, so that one
             computes while the other communicates. Equality and hash ignore this field.
     """

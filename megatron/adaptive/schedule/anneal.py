@@ -53,14 +53,12 @@ Computing this many end times takes about a second.
 LEAST_ORDERS = 40_000
 """Minimum number of random changes to attempt.
 
-If ``VISITS`` allows fewer attempts, the schedule is not annealed.
+If the limit ``VISITS`` allows fewer attempts, the schedule is not annealed.
 """
 MOST_ORDERS = 200_000
 """Maximum number of random changes to attempt."""
 COMPILE_S = 25.0
-"""Upper bound in seconds on the time to compile the annealing functions.
-
-Compilation may take longer if the processors are overloaded.
+"""Maximum time in seconds to compile the annealing functions, unless the processors are overloaded.
 """
 HEAT = 2
 """Largest increase in step time that the first attempts may accept, as a multiple of the mean

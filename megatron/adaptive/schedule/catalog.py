@@ -80,7 +80,7 @@ class Candidate:
         hint: Schedule that ``hinted`` or ``annealed`` follows in steps with the same number of
             microbatches. In other steps, or if ``hint`` is ``None``, ``hint_for`` chooses a
             schedule.
-        num_slices: Number of slices into which each microbatch is cut, or 1 for whole microbatches.
+        num_slices: Number of slices per microbatch, or 1 for whole microbatches.
         frozen_stages: Number of leading pipeline stages through which no gradient flows. Built-in
             run-time rules run no backward passes on these stages. Static schedules still run these
             backward passes. They compute nothing, but limit the number of outputs that wait for the
@@ -229,7 +229,7 @@ def make_candidate(
             chunks of the rank.
         weight_pieces: Number of W actions per weight gradient under a run-time rule, 0 if the
             backward pass computes weight gradients, or ``None`` for ``DEFAULT_PIECES``.
-        num_slices: Number of slices into which each microbatch is cut, or 1 for whole microbatches.
+        num_slices: Number of slices per microbatch, or 1 for whole microbatches.
 
     Raises:
         ScheduleError: The name is unknown, or the schedule does not support the pipeline.
@@ -347,7 +347,7 @@ def make_schedule(
         num_microbatches: Number of microbatches per step, at least 1.
         group_size: Number of consecutive microbatches that a chunk runs under ``interleaved``, or
             ``None`` for the number of ranks.
-        num_slices: Number of slices into which each microbatch is cut, or 1 for whole microbatches.
+        num_slices: Number of slices per microbatch, or 1 for whole microbatches.
 
     Raises:
         ScheduleError: The name is unknown, or the schedule does not support the placement or the
@@ -420,7 +420,7 @@ def make_policies(
         hint: Schedule that ``hinted`` or ``annealed`` follows in steps with the same number of
             microbatches. In other steps, or if ``hint`` is ``None``, ``hint_for`` chooses a
             schedule.
-        num_slices: Number of slices into which each microbatch is cut, or 1 for whole microbatches.
+        num_slices: Number of slices per microbatch, or 1 for whole microbatches.
         frozen_stages: Number of leading pipeline stages through which no gradient flows. Built-in
             run-time rules run no backward passes on these stages. Static schedules still run these
             backward passes. They compute nothing, but limit the number of outputs that wait for the
@@ -502,7 +502,7 @@ def hint_for(
         pace: Relative durations of messages, B and W.
         weight_pieces: Number of W actions per weight gradient, or 0 if the backward pass computes
             weight gradients.
-        num_slices: Number of slices into which each microbatch is cut, or 1 for whole microbatches.
+        num_slices: Number of slices per microbatch, or 1 for whole microbatches.
 
     Raises:
         ScheduleError: There are no microbatches, or the cap is too small for any order of actions.

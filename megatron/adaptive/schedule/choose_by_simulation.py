@@ -126,7 +126,7 @@ def candidates(
         pieces: Maximum number of W actions per weight gradient.
         pace: Relative durations of messages, B and W, used by ``hinted``.
         also: Names of additional schedules and run-time rules to include.
-        num_slices: Number of slices into which each microbatch is cut, or 1 for whole microbatches.
+        num_slices: Number of slices per microbatch, or 1 for whole microbatches.
     """
     static = STATIC
     if num_slices > 1:
@@ -189,7 +189,7 @@ def choose(
         also: Names of additional schedules and run-time rules to simulate.
         quick: Whether to simulate only one step per candidate and skip simulated annealing.
         until_s: Value of ``time.monotonic`` after which no more candidates are simulated.
-        num_slices: Number of slices into which each microbatch is cut, or 1 for whole microbatches.
+        num_slices: Number of slices per microbatch, or 1 for whole microbatches.
 
     Raises:
         ScheduleError: No candidate fits into memory, or the time limit passed before the first

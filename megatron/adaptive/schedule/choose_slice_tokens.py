@@ -5,8 +5,8 @@ step, and therefore its slices, are known. On each stage the duration of an acti
 
     fixed + per_token * tokens + per_pair * pairs          pairs: tokens that attend to each other
 
-Slices of the same length have the same number of tokens, but different numbers of pairs. So slices
-of a second length are needed to separate the fixed time from the time per token. With the fitted
+Slices of the same length have the same number of tokens, but different numbers of pairs. Slices of
+a second length are needed to separate the fixed time from the time per token. With the fitted
 times, the documents of the measured steps are packed and simulated with each length. The
 simulations use the ``adaptive`` run-time rule with several limits on activations and, if stages may
 move, with both placements. The length with the shortest steps is chosen. If several lengths have
@@ -38,9 +38,9 @@ from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.workload import Link, Workload, work_of_items
 
 _ALIKE = 0.01
-"""Relative difference up to which two step times are treated as equal."""
+"""Maximum relative difference between two step times that are treated as equal."""
 _GAIN = 0.005
-"""Minimum relative gain for which a setting is preferred to settings that need less memory."""
+"""Minimum relative gain over settings that need less memory. Smaller gains are ignored."""
 _FAR = 3.0
 """Multiple of the median residual above which an action is treated as an outlier."""
 
@@ -89,7 +89,7 @@ class Setting:
         link: Delays of all links that ``links`` does not contain, for messages of ``link_tokens``
             tokens.
         links: Delays of individual links, keyed by ``(sending rank, receiving rank)``.
-        link_tokens: Number of tokens in the messages with which the links were measured.
+        link_tokens: Number of tokens per message in the measurements of the links.
         room: Function that takes a slice length and a placement, and returns the number of tokens
             whose activations fit into the memory of every rank.
         cap: User's limit on the number of microbatches whose activations a rank holds, or ``None``.
