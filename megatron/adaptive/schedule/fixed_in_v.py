@@ -278,7 +278,8 @@ def _move(row: _Row, slot: int, earliest: int, cap: int) -> int:
 def _peak(row: _Row) -> int:
     """Returns the maximum number of microbatches that a rank with the actions ``row`` holds.
 
-    A microbatch counts once per chunk. Weight gradients are assumed to take the first free slots.
+    A microbatch counts once per chunk. Weight gradients are assumed to run in the first time slots
+    in which the rank would otherwise be idle.
     """
     held = peak = waiting = 0
     for slot in range(max(row) + 1):

@@ -80,8 +80,8 @@ from megatron.adaptive.schedule.stage_placement import Placement
 # Relative tolerance in comparisons with the cap. It exceeds the rounding error of sums of fractions
 # such as 1/3.
 _ROUNDING = 1e-9
-# Absolute tolerance in comparisons with the cap, in millionths of a microbatch. It covers 1,000
-# sizes that are each rounded by up to half a millionth.
+# Absolute tolerance in comparisons with the cap, in millionths of a microbatch. It is the maximum
+# error of a sum of 1,000 sizes, each of which is rounded by up to half a millionth.
 _ROUNDING_PER_SUM = 500
 # Ratio of the default cap to the memory that a static schedule needs. In measurements (see
 # ``runtime_rules``) with a ratio of 1.25, message latency made a step up to 7% longer than with

@@ -72,8 +72,7 @@ class Dealt:
     """Microbatches that one replica processes in a step.
 
     Attributes:
-        numbers: Index of each microbatch in the whole step. With round-robin assignment, microbatch
-            n would be on replica n modulo the number of replicas.
+        numbers: Index of each of the replica's microbatches in the step of all replicas.
         total: Number of microbatches of all replicas in the step.
     """
 
@@ -192,8 +191,8 @@ class CostFit:
                     best = explained
                     by_part = dict(zip(chosen, solution, strict=True))
                     parts = tuple(by_part.get(n, 0.0) / sizes[n] for n in range(3))
-        # Scale the parts so that costs keep their unit. Otherwise, the seconds per unit of cost
-        # that are measured from now on could not be compared with earlier ones.
+        # Scale the new parts so that they give the same total cost as the old ones. Otherwise,
+        # later measurements of seconds per unit of cost could not be compared with earlier ones.
         unit = self.cost(totals) / (sum(p * t for p, t in zip(parts, totals, strict=True)) or 1.0)
         self.parts = tuple(unit * part for part in parts)
 

@@ -289,8 +289,8 @@ def start(s: State, kind: int, chunk: int) -> None:
 def finish(s: State, kind: int, chunk: int) -> None:
     """Records the end of the oldest running action of ``kind`` in ``chunk``, and frees its memory.
 
-    If there are no W actions, the B frees the activations of its item. Otherwise, the last W of the
-    item frees them.
+    The activations of a microbatch or slice are freed by its last W, or by its B if there are no W
+    actions.
     """
     slot = HEAD + (kind + DONE) * s[CHUNKS] + chunk
     index = s[slot]

@@ -182,7 +182,8 @@ class Widths:
         """Returns the number of warm-up forward passes that a replica of ``stage`` runs.
 
         The number is large enough for each rank of the next stage to run its own warm-up and one
-        more forward pass. If all widths are equal, the result is the number of following stages.
+        more forward pass. If all stages have the same number of replicas, the result is the number
+        of following stages.
         """
         warmup = 0
         for later in range(self.num_stages - 1, stage, -1):

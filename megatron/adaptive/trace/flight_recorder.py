@@ -69,17 +69,16 @@ class RecordedCall:
 
 @dataclass(frozen=True, kw_only=True)
 class Dump:
-    """Contains the dump of one rank.
+    """Contains the communication calls of one rank, as dumped by torch's flight recorder.
 
     Attributes:
         rank: Global rank.
         calls: Calls in the order in which they were made.
         members: Global ranks of each process group, keyed by the name of the group. Groups that
-            torch did not list are missing.
+            the dump does not list are missing.
         begun: Index of the last collective that the rank called in each group, even if the entry
             of this collective was overwritten.
-        is_whole: Whether the dump contains all calls of the rank, which means that no entry was
-            overwritten.
+        is_whole: Whether the dump contains all calls of the rank, so that no entry was overwritten.
     """
 
     rank: int

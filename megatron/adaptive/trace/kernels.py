@@ -29,7 +29,7 @@ MOST_KEPT = 20_000
 """Maximum number of kernels per step whose times are kept. These times need less than 1 MB."""
 
 MOST_NAMES = 1_000
-"""Maximum number of totals per step. Further kernels count under the name :data:`OTHERS`."""
+"""Maximum number of kernel names per step. Other kernels are summed up as :data:`OTHERS`."""
 
 OTHERS = "others"
 OUTSIDE = "outside"

@@ -378,7 +378,7 @@ class MachineCounters:
         self._processor = processor
 
     def _list_threads(self) -> None:
-        """Opens the files of new threads, and closes the files of threads that have exited."""
+        """Opens the ``/proc`` files of new threads, and closes those of exited threads."""
         try:
             listed = set(sorted(os.listdir(_TASKS), key=int)[:_MOST_THREADS])
         except OSError:
@@ -400,9 +400,10 @@ class MachineCounters:
         self._listed = turns
 
     def _list_readers(self) -> None:
-        """Opens the files of this process and of its children, which may read data for the process.
+        """Opens the file ``/proc/PID/io`` of this process and of each child process.
 
-        The files of children that have exited are closed.
+        Children are included because they may read data for this process. The files of children
+        that have exited are closed.
         """
         listed = {"self"}
         for thread in self._threads:

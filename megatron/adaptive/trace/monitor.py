@@ -41,18 +41,18 @@ from megatron.adaptive.trace.status_files import (
 from megatron.adaptive.trace.trace_format import TraceHeader, parse_line, slices_of
 
 TAIL_BYTES = 1 << 20
-"""Number of bytes that are read first from the end of a large file.
+"""Number of bytes that are first read from the end of a large file.
 
 More bytes are read if these do not contain a complete step.
 """
 
 ALL_TAILS_BYTES = 1 << 28
-"""Maximum total number of bytes that are read first from the ends of all files."""
+"""Maximum total number of bytes that are first read from the ends of all files."""
 
 LEAST_TAIL_BYTES = 1 << 16
-"""Minimum number of bytes that are read first from the end of a large file.
+"""Lower limit for the number of bytes that are first read from the end of each large file.
 
-The number is reduced to this minimum if there are many files.
+With many files, less than ``TAIL_BYTES`` is read from each, but never less than this limit.
 """
 
 LOOKED_AT = 8

@@ -151,7 +151,7 @@ class RankTrace:
         return blocks[0].marker.layers if blocks else ()
 
     def layer_passes(self, iteration: int) -> tuple[tuple[int, int, int, int], ...]:
-        """Returns the first passes of the layers in ``iteration``.
+        """Returns the times of each layer's first forward and backward passes in ``iteration``.
 
         The rows are those of ``IterationStart.layer_passes``, with times on the run's common clock.
         """

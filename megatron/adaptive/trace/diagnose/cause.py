@@ -59,7 +59,7 @@ class Remedy:
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """Contains the measured times that causes examine.
+    """Contains the measured times in which a :class:`Cause` looks for its findings.
 
     Attributes:
         measured: Measured times of the run as arrays. Use ``measured.finding`` to create a finding.
@@ -204,7 +204,7 @@ class Cause:
         return f"{finding.culprit} takes {finding.delay_text} more"
 
     def advise(self, finding: Finding, evidence: Evidence) -> Remedy:
-        """Returns remedies for ``finding``, or an empty remedy if there are none."""
+        """Returns the remedy for ``finding``, which is empty if there is no advice."""
         return Remedy()
 
     def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:

@@ -509,7 +509,7 @@ def _reads_most(m: Measured, column: int, chosen: slice) -> bool:
 
 
 def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reason | None:
-    """Returns the reason if a slow processor clock explains enough of a slowdown.
+    """Describes the slow processor clock of a rank, if it explains enough of the slowdown.
 
     Otherwise returns ``None``. Skips ranks that compute on a GPU, because the processor's clock
     rate has little effect on them. ``factor`` is the ratio of the rank's computing time to the

@@ -42,7 +42,7 @@ MAX_WIDTH_IN = 22.0
 FORWARD_IN = 0.13
 """Desired width in inches of a short action.
 
-The picture is widened for it if necessary, up to ``MAX_WIDTH_IN``.
+If necessary, the picture is widened to reach it, up to ``MAX_WIDTH_IN``.
 """
 AROUND_IN = 1.5
 """Total height in inches of the parts above and below the rows of the picture."""

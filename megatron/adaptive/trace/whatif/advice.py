@@ -9,7 +9,7 @@ from megatron.adaptive.trace.trace_format import TraceHeader
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """Contains texts about the settings with which the user of a program can make a run faster.
+    """Contains the texts in which the analysis names settings that make a run faster.
 
     Attributes:
         slow_rank: Setting that moves work away from a slow rank.

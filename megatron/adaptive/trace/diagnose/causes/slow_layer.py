@@ -45,7 +45,7 @@ SLOWER_PASS = 1.15
 """
 
 SLOWER_LAST = 2.0
-"""Minimum ratio of the last layer's time to the time of other layers for the layer to be slow.
+"""Minimum ratio of the last layer's time to that of other layers for it to be reported as slow.
 
 The last layer often does additional work. For other layers, the minimum ratio is :data:`SLOWER`.
 """
@@ -53,7 +53,7 @@ The last layer often does additional work. For other layers, the minimum ratio i
 ALIKE = 1.25
 """Ratio of the times of two slow layers below which they are assumed to be of the same kind.
 
-Slow layers of the same kind are not reported.
+Such layers are not reported, because every layer of their kind may need this time.
 """
 
 FEWEST_SPACED = 3
@@ -116,7 +116,7 @@ def find_slow_layers(m: Measured) -> list[Finding]:
 
 
 def _kind(m: Measured, index: int) -> int:
-    """Returns the number of the kind of layer ``index``, or -1 if the kind is unknown."""
+    """Returns an integer that identifies the kind of layer ``index``, or -1 if it is unknown."""
     return m.layer_kinds[index] if index < len(m.layer_kinds) else -1
 
 

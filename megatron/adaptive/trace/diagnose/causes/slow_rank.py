@@ -76,7 +76,10 @@ comparison.
 """
 
 AGREE = 0.4
-"""Minimum fraction of a rank's slowdown that must be present in each kind of action (F, B, W)."""
+"""Minimum slowdown of each kind of action (F, B, W), as a fraction of the rank's slowdown.
+
+If one kind is slowed down less, the slowdown is attributed to noise and not reported.
+"""
 
 OWN_CHANGE = 0.5
 """Minimum fraction of a temporary slowdown that must appear in the times of the rank itself.

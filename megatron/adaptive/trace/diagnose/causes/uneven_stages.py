@@ -67,7 +67,10 @@ class UnevenStages(Cause):
 
 
 def find_uneven_stages(m: Measured, times: StageCosts) -> list[Finding]:
-    """Returns a finding if a different partition makes the slowest rank in ``m`` much faster."""
+    """Returns a finding if another partition of the layers would make the slowest rank faster.
+
+    The difference must be at least the fraction :data:`UNEVEN`.
+    """
     better = best_partition(times, sum(m.layers))
     ranks = times.rank_ns(m.layers)
     best = times.rank_ns(better).max()
