@@ -160,7 +160,7 @@ def _listed(lanes: Iterable[str], num_microbatches: int) -> Order:
     """Converts the labels ``lanes``, such as ``F0`` (F of chunk 0), into actions.
 
     The first occurrence of a label stands for microbatch 0, the second for microbatch 1, and so on.
-    Microbatches from ``num_microbatches`` on are skipped.
+    After ``num_microbatches`` occurrences, further ones are skipped.
     """
     counts: Counter[str] = Counter()
     order = []

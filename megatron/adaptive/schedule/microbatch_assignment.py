@@ -310,7 +310,8 @@ class Dealer:
                 rank]``.
 
         Returns:
-            Line for the log if the costs or paces in use have changed, otherwise ``None``.
+            Line for the log if the next steps use new costs or new speeds of ranks, otherwise
+            ``None``.
         """
         self._steps += 1
         for fit in self._fits:

@@ -105,7 +105,7 @@ class JoinedCollectives:
 
     @property
     def name(self) -> str:
-        """Name of the collectives for messages: the kind of the group and the operation."""
+        """Name of the collectives for users: the kind of the group and the operation."""
         return f"{self.kind} {self.operation}"
 
 

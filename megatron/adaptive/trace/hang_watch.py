@@ -314,7 +314,7 @@ def _ahead(ranks: Iterable[RankEvidence], name: str, begun: int) -> list[int]:
 
 
 def _waits_for(ranks: Sequence[RankEvidence]) -> dict[int, set[int]]:
-    """Maps each rank to those it waits for: senders of inputs, or group members behind it."""
+    """Maps each rank to the ranks it waits for: senders, or members late for a collective."""
     by_rank = {rank.rank: rank for rank in ranks}
     edges: dict[int, set[int]] = {}
     for rank in ranks:

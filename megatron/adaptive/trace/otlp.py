@@ -402,7 +402,7 @@ class SpanSender:
             )
 
     def _answers(self) -> None:
-        """Resets the pause. Prints a note if earlier requests had failed."""
+        """Resets the pause after failures. Prints a note if earlier requests had failed."""
         self._pause_s = FIRST_PAUSE_S
         if self._is_down:
             self._is_down = False

@@ -360,7 +360,7 @@ class RunTrace:
 
     @property
     def bubble_note(self) -> str:
-        """Note to print after idle or busy times, which is empty if no GPU is shared."""
+        """Note about shared GPUs to print after idle or busy times; empty if no GPU is shared."""
         return f" ({SLICES})" if self.shares_gpus else ""
 
     def notes(self) -> list[str]:

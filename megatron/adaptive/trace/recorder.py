@@ -296,7 +296,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             return
 
     def _hand_over(self, batch: _Batch | None) -> bool:
-        """Tries to queue ``batch`` for at most 10 s, and returns whether this succeeded."""
+        """Queues ``batch``, and returns ``False`` if the queue still has no space after 10 s."""
         try:
             self._queue.put(batch, timeout=0.0 if self._delay.lost else WRITER_PATIENCE_S)
         except queue.Full:

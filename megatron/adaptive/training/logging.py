@@ -288,7 +288,7 @@ class TrainingLog:
         findings = values.get("findings")
         if self._curves is None or not isinstance(findings, list):
             return
-        # Findings that are no longer reported have been fixed, so their gain becomes 0.
+        # Set the gain of findings that are no longer reported to 0, because nothing is left to gain.
         gains = dict.fromkeys(self._gains, 0.0)
         entries = [finding for finding in findings if isinstance(finding, dict)]
         gains |= {f"gain/{entry['name']}": entry["gain"] for entry in entries}
@@ -534,7 +534,7 @@ class _Curves:
 
 
 def _load_figures(load: Load | None) -> list[_Figure]:
-    """Returns the values in ``load`` to report; an empty list if ``load`` is ``None``."""
+    """Returns the reported statistics of a step's microbatches; none if ``load`` is ``None``."""
     if load is None:
         return []
     return [

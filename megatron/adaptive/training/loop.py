@@ -431,7 +431,7 @@ class Rebalancing(RunHook):
         times = self._live.step.times
         if self._repartitioner is not None:
             assert times is not None
-            # Layers must not move before the tuner decides: the tuner measures the current run.
+            # Do not move layers until the tuner has decided, because it measures the current run.
             self._due = self._repartitioner.after_step(
                 times, step.num_microbatches, may_decide=self._tuner is None
             )

@@ -54,7 +54,7 @@ OF_TIME = 0.1
 """Minimum fraction of the computing time for a kind of action (F, B, W) to be examined."""
 
 MOST_INTERVALS = 20_000_000
-"""Maximum number of intervals of iterations to search for shifts, summed over all ranks.
+"""Maximum number of intervals of iterations in which a slowdown is searched, summed over ranks.
 
 If there are more intervals, only those that last until the end of the run are searched.
 """

@@ -132,7 +132,7 @@ class RecordedSteps:
 
     @cached_property
     def workers(self) -> list[int]:
-        """Index of each affected rank's worker, or -1 if no worker represents the rank."""
+        """Index of the simulated worker that represents each affected rank, or -1 if none does."""
         m = self.evidence.measured
         simulated = self._simulated
         worker_of = {(header.pp_rank, header.dp_rank): n for n, header in enumerate(simulated)}

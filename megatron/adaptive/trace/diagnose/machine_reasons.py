@@ -555,10 +555,10 @@ def _slow_gpu_clock(m: Measured, column: int, chosen: slice, factor: float) -> R
 
 
 def _shared_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
-    """Returns a reason if the GPU of a slow rank has more outside processes than other GPUs have.
+    """Returns a reason if a slow rank shares its GPU with more other processes than other ranks.
 
-    Otherwise returns ``None``. ``column`` is the index of the rank, and ``chosen`` contains the
-    indices of the iterations to use.
+    Otherwise returns ``None``. Processes of this job are not counted. ``column`` is the index of
+    the rank, and ``chosen`` contains the indices of the iterations to use.
     """
     others = np.nan_to_num(m.machine[GPU_OTHERS][chosen])
     count = float(np.median(others[:, column]))

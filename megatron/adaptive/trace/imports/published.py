@@ -449,7 +449,7 @@ class _Table:
         return messages[partner >= 0], computes[partner[partner >= 0]]
 
     def _global(self, worker: Ints, pp_rank: Ints) -> Ints:
-        """Returns the global rank of each worker's pipeline rank ``pp_rank``, or -1 if missing."""
+        """Returns the global rank at ``pp_rank`` in each worker's pipeline, or -1 if missing."""
         index = find_rows(
             [self._pp_rank, self._dp_rank, self._tp_rank],
             [pp_rank, self._dp_rank[worker], self._tp_rank[worker]],

@@ -606,7 +606,7 @@ class _Answers:
         return kept_s | {names: whole - saved for names, saved in content.saved_s.items()}
 
     def _replays(self, simulated: Floats) -> dict[tuple[str, str], float]:
-        """Simulates steps with a different schedule, other assignments to replicas, or both.
+        """Simulates another schedule, another distribution of microbatches to replicas, or both.
 
         Returns:
             Dict from (description, flag) of each change to the mean step time in seconds.

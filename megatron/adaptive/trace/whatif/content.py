@@ -326,7 +326,7 @@ def _neighbors(partition: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def _even_partition(costs: Floats, stages: int) -> tuple[int, ...]:
-    """Returns the partition into ``stages`` whose most expensive stage has the lowest cost.
+    """Returns the partition into ``stages`` stages that minimizes the cost of the costliest stage.
 
     ``costs`` contains the cost of each segment.
     """

@@ -388,7 +388,7 @@ def _transfers(
 
     Returns:
         Time of each transfer in seconds, arrival time of each message in nanoseconds, and whether
-        any receive was posted one at a time.
+        ranks posted their receives one at a time.
     """
     keys = [
         actions.iteration[came],

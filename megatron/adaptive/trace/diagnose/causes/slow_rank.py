@@ -205,7 +205,7 @@ def _last_member(m: Measured, ranks: tuple[int, ...]) -> int | None:
 
 
 def _quickest(baselines: RankBaselines, judged: set[int]) -> Shift | None:
-    """Returns the shift of the rank that is most clearly faster than expected, or ``None``.
+    """Returns the deviation of the rank that is most clearly faster than expected, or ``None``.
 
     Skips the ranks whose indices are in ``judged``. The caller stops using the fast rank as a
     reference, because all other ranks would seem slow in comparison.
