@@ -288,7 +288,7 @@ class TrainingLog:
         findings = values.get("findings")
         if self._curves is None or not isinstance(findings, list):
             return
-        # Set the gain of findings that are no longer reported to 0, because nothing is left to gain.
+        # Findings that are no longer reported are assumed to be fixed, so set their gain to 0.
         gains = dict.fromkeys(self._gains, 0.0)
         entries = [finding for finding in findings if isinstance(finding, dict)]
         gains |= {f"gain/{entry['name']}": entry["gain"] for entry in entries}
