@@ -56,9 +56,9 @@ _STEPS = 16
 _FEW = 3
 """Number of recent steps over which a sudden change of a rank's pace is detected."""
 _CHANGED = 0.10
-"""Minimum relative change of a rank's pace over ``_FEW`` steps for a new assignment."""
+"""Minimum relative change of a rank's pace over ``_FEW`` steps to change the assignment."""
 _DRIFTED = 0.03
-"""Minimum relative change of a rank's pace over ``_STEPS`` steps for a new assignment."""
+"""Minimum relative change of a rank's pace over ``_STEPS`` steps to change the assignment."""
 _SINGULAR = 1e-7
 """Relative tolerance of the least-squares fit.
 
@@ -360,7 +360,7 @@ class Dealer:
         """Returns the time that a replica's slowest rank needs for some work, and the rank's index.
 
         Args:
-            replica: Index of the replica, or ``None`` for a replica of mean pace.
+            replica: Index of the replica, or ``None`` for a replica of average speed.
             sums: Number of microbatches in the work, their number of tokens, and the sum of their
                 squared document lengths.
         """
@@ -372,7 +372,7 @@ class Dealer:
         return max(times)
 
     def _follow(self) -> str | None:
-        """Switches to the paces of recent steps if they differ enough from the paces in use.
+        """Replaces the speeds of the ranks with those in recent steps, if they differ enough.
 
         Returns:
             Line for the log if the change is large, otherwise ``None``.
@@ -422,11 +422,10 @@ def _sums(sizes: Sequence[Size]) -> list[float]:
 def _differ(
     paces: dict[tuple[int, int], float], before: dict[tuple[int, int], float], limit: float
 ) -> bool:
-    """Returns whether any rank's pace changed by more than ``limit``, relative to its siblings.
+    """Returns whether a rank became more than ``limit`` slower or faster than its siblings.
 
-    ``paces`` contains the new paces, and ``before`` contains the previous paces.
-
-    The siblings of a rank are the ranks with the same pipeline rank in all replicas.
+    The siblings of a rank are the ranks with the same pipeline rank in all replicas. ``paces`` and
+    ``before`` contain the new and the previous time per unit of cost of each rank.
     """
     drift = {key: pace / (before[key] or 1.0) for key, pace in paces.items()}
     ranks = {rank for _, rank in drift}

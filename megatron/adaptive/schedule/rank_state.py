@@ -507,7 +507,7 @@ class RankState:
     def _before(self, action: Action) -> int:
         """Returns the index of the slice or microbatch that must be finished before ``action``.
 
-        A B needs the F of the last slice of its microbatch, and a W needs the B of its item.
+        A B needs the F of the last slice of its microbatch, and a W needs the B of the same slice.
         """
         if action.kind is ActionKind.W:
             return action.microbatch

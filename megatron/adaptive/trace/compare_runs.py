@@ -348,10 +348,10 @@ that comes first is used.
 """
 
 _PREFERRED = 1 + 1e-9
-"""Factor by which a kind of part must explain more than the kinds listed before it to be selected.
+"""Factor by which a kind of part must explain more than the kinds before it in ``_KINDS_OF_PART``.
 
-The factor is slightly above 1, because sums of the same numbers over different axes may differ by
-rounding errors.
+Otherwise, an earlier kind is selected. The factor is slightly above 1, because sums of the same
+numbers over different axes may differ by rounding errors.
 """
 
 

@@ -405,7 +405,7 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"the file contains an object of {module}.{name}")
 
     def persistent_load(self, identifier: Any) -> Any:
-        raise pickle.UnpicklingError("the file refers to another file")
+        raise pickle.UnpicklingError("the pickle refers to data outside of the file")
 
 
 def _read_dump(rank: int, path: Path) -> Dump:

@@ -308,7 +308,7 @@ def _ahead_of(candidate: RankEvidence, ranks: Iterable[RankEvidence]) -> int:
 
 
 def _ahead(ranks: Iterable[RankEvidence], name: str, begun: int) -> list[int]:
-    """Returns the indices above ``begun`` of collectives of group ``name`` in which ranks wait."""
+    """Returns the indices above ``begun`` at which ranks wait in a collective of group ``name``."""
     waited_in = (rank.collectives.get(name, (0,))[0] for rank in ranks if rank.waits)
     return [number for number in waited_in if number > begun]
 
@@ -528,7 +528,7 @@ def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]
                 pid=pid,
                 now=nows[rank],
                 age_s=max(0.0, time.time() - nows[rank].get("unix_ns", 0) / 1e9),
-                # A healthy process may briefly wait for a disk, so D counts only if seen twice.
+                # A healthy process may briefly wait for a disk (D), so D counts only if seen twice.
                 state="S" if state == "D" and before[rank] != "D" else state,
                 wchan=wchan,
                 frames=frames,

@@ -338,7 +338,7 @@ class GroupCollectives:
     kept: tuple[tuple[int, int, int, int], ...]
 
     def to_record(self, start_ns: int) -> dict[str, Any]:
-        """Returns the fields in the form that markers in the trace file have.
+        """Returns the fields in the form in which a marker in the trace file contains them.
 
         Args:
             start_ns: Start of the iteration in ns on the rank's monotonic clock.
@@ -348,7 +348,7 @@ class GroupCollectives:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], start_ns: int) -> GroupCollectives:
-        """Creates an object from ``record``, an entry of a marker with already checked values.
+        """Creates an object from ``record``, an entry of a marker whose values have been checked.
 
         ``start_ns`` is the start of the iteration in ns on the rank's monotonic clock.
         """

@@ -271,7 +271,7 @@ class TrainingLog:
                 self._curves.add_scalar(tag, value, iteration)
 
     def ends(self, reason: str) -> None:
-        """Prints the ``reason`` for which training ends, and writes it to ``progress.jsonl``."""
+        """Prints the ``reason`` why training ends, and writes it to ``progress.jsonl``."""
         self.message(f"training ends: {reason}")
         folder = self._cfg.schedule.trace_dir
         if self._curves is not None and folder is not None:

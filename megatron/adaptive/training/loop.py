@@ -450,7 +450,7 @@ class Rebalancing(RunHook):
         self._close_if_done()
 
     def _close_if_done(self) -> None:
-        """Stops measuring layers if they can no longer move."""
+        """Stops measuring the layers if they will not move again."""
         layers = self._repartitioner
         if self._tuner is None and self._due is None and layers and not layers.is_needed:
             layers.close()

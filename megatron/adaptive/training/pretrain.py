@@ -344,7 +344,8 @@ def _fail(
 def _follow_reported_error(environment: Environment) -> None:
     """Exits this process if another rank has already reported an error.
 
-    A rank that is slow to connect may lose its connection with a rank that has already failed.
+    A rank that is slow to connect may fail to reach a rank that has already failed. This is only a
+    consequence of the reported error, so it is not reported.
     """
     if not dist.is_initialized():
         return

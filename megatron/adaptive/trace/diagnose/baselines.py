@@ -87,16 +87,13 @@ class Shift:
 
     @property
     def excess(self) -> float:
-        """Difference between ``(size / error) ** 2`` and ``doubt``.
-
-        The difference is positive if the shift is significant.
-        """
+        """Excess of ``(size / error) ** 2`` over ``doubt``, which is positive if significant."""
         return (self.size / self.error) ** 2 - self.doubt
 
 
 @dataclass(eq=False)
 class RankBaselines:
-    """Holds the statistical model of the ranks' computing times, and searches it for shifts.
+    """Models the ranks' computing times, and searches for ranks that became slower or faster.
 
     Attributes:
         series: ``[iterations, ranks]``, logarithm of the ratio of the rank's time to its planned
@@ -181,7 +178,7 @@ class RankBaselines:
         return precision
 
     def scan(self, least: float, sure: float) -> list[Shift]:
-        """Returns the most likely shift of each rank, even if it is not significant.
+        """Returns each rank's most likely slowdown or speedup (shift), even if not significant.
 
         Args:
             least: Minimum size of a shift, as a logarithm.

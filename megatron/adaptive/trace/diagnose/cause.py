@@ -39,7 +39,8 @@ WORTH_MOVING = 0.03
 WORTH_REPORTING = 0.01
 """Minimum fraction of the step time that a cause other than a fault must cost to be reported.
 
-Uneven stages and overloaded experts are no faults. A faulty rank is reported even if it costs less.
+Uneven stages and overloaded experts are not faults. A faulty rank is reported even if it costs
+less.
 """
 
 
@@ -198,7 +199,7 @@ class Cause:
         raise NotImplementedError
 
     def describe(self, finding: Finding) -> str:
-        """Returns the middle part of the headline, which names the affected rank and the effect."""
+        """Returns the part of the headline that names the affected rank and the effect."""
         if finding.factor is not None:
             return f"{finding.culprit} takes {finding.factor:.2f} times as long"
         return f"{finding.culprit} takes {finding.delay_text} more"

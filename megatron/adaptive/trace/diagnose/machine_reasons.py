@@ -302,7 +302,7 @@ def reasons_of(m: Measured, column: int, chosen: slice, factor: float) -> list[R
 
 
 def reading_reason(m: Measured, column: int, chosen: Ints) -> Reason | None:
-    """Returns the reason if the disk explains why a rank reads data slowly, and ``None`` otherwise.
+    """Returns a reason if a slow disk explains a rank's slow data reads, and ``None`` otherwise.
 
     Args:
         m: Measured times of the run.
@@ -509,7 +509,7 @@ def _reads_most(m: Measured, column: int, chosen: slice) -> bool:
 
 
 def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reason | None:
-    """Describes the slow processor clock of a rank, if it explains enough of the slowdown.
+    """Returns a reason if a slow processor clock explains enough of the slowdown of a rank.
 
     Otherwise returns ``None``. Skips ranks that compute on a GPU, because the processor's clock
     rate has little effect on them. ``factor`` is the ratio of the rank's computing time to the
@@ -539,8 +539,9 @@ def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reaso
 
 
 def _slow_gpu_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reason | None:
-    """Returns the reason if a slow GPU clock explains enough of a slowdown, and ``None`` otherwise.
+    """Returns a reason if a slow GPU clock explains enough of the slowdown of a rank.
 
+    Otherwise returns ``None``.
     ``factor`` is the ratio of the rank's computing time to the expected time.
     """
     clocks = _clocks(m, GPU_CLOCK, column, chosen, factor)

@@ -750,7 +750,7 @@ def _unspanned(end: str, messages: list[_Event], computes: list[_Event]) -> list
 
 
 def _outermost(computes: list[_Event]) -> list[_Event]:
-    """Removes computations nested in another one of the same kind, and renumbers the rest."""
+    """Removes computations nested in others of the same kind, and renumbers the rest."""
     until: dict[str, int] = {}
     counts: Counter[tuple[int, str]] = Counter()
     outermost = []

@@ -1,4 +1,4 @@
-"""Defines the settings that remove causes of delay, for each program that writes traces."""
+"""Defines which settings to recommend, depending on the program that wrote the trace."""
 
 from __future__ import annotations
 
@@ -75,5 +75,5 @@ PIPELINE = Advice(
 
 
 def advice_for(header: TraceHeader) -> Advice:
-    """Returns the settings for the program that wrote the trace with ``header``."""
+    """Returns the advice for users of the program that wrote the trace with ``header``."""
     return PIPELINE if header.order else TRAINER

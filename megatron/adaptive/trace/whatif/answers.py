@@ -570,7 +570,7 @@ class _Answers:
         )
 
     def _partition(self, usual: Floats) -> tuple[str, Floats]:
-        """Returns the flag that equalizes the stages, and the factor by which ranks' times change.
+        """Returns the flag that equalizes the stages, and a factor for the time of each rank.
 
         ``usual`` contains the usual computing time of each pipeline rank in seconds.
         """

@@ -648,8 +648,8 @@ def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
         same = segment[rows[1:]] == segment[rows[:-1]]
         pairs.append((rows[:-1][same], rows[1:][same]))
 
-    # If computations on a rank overlap, each depends on the last one that had finished at its
-    # start, which need not be the previous one.
+    # If computations on a rank overlap, the previous computation may still be running when the next
+    # one starts. Each computation then depends on the last one that had finished before it started.
     span = ops.end_ns[computes] - ops.start_ns[computes]
     ended = ops.end_ns[computes] - (span * _ENDED).astype(np.int64)
     overlaps = (np.diff(rank[computes]) == 0) & (ops.start_ns[computes][1:] < ended[:-1])

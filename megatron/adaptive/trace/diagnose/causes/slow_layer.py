@@ -41,7 +41,9 @@ MOST_SLOW = 0.25
 
 
 SLOWER_PASS = 1.15
-"""Minimum ratio of a slow layer's forward time and of its backward time to those of other layers.
+"""Minimum ratio of a slow layer's forward time to that of other layers.
+
+The same ratio applies to its backward time.
 """
 
 SLOWER_LAST = 2.0
@@ -61,7 +63,7 @@ FEWEST_SPACED = 3
 
 
 class SlowLayer(Cause):
-    """Finds layers whose forward and backward passes take longer than in other layers."""
+    """Finds layers whose forward and backward passes take longer than those of other layers."""
 
     name = "slow layer"
     order = 5

@@ -91,7 +91,8 @@ OF_LAYER = 0.5
 """Minimum fraction of a slow rank's lost time that a slow layer must explain to be the cause."""
 
 HOLDS_UP = 2.0
-"""Minimum ratio of a group's waiting time for a slow rank to that for any other member."""
+"""Minimum ratio of the time that a group waits for a slow rank to its waits for any other member.
+"""
 
 MOST_FOUND = 20
 """Maximum number of slow ranks to report."""
@@ -147,7 +148,7 @@ def find_slow_ranks(m: Measured) -> list[Finding]:
 
 
 def _least_factor(m: Measured, shift: Shift) -> float:
-    """Returns the minimum factor to report a slow rank without a known reason."""
+    """Returns the minimum slowdown to report for a rank, if no reason for it is known."""
     chosen = slice(shift.first, shift.end)
     # If ranks wait for a processor most of the time, the differences between their times are
     # random.

@@ -24,7 +24,10 @@ from megatron.adaptive.trace.diagnose.samples import Measured
 from megatron.adaptive.trace.diagnose.stage_costs import StageCosts, best_partition
 
 UNEVEN = 0.10
-"""Minimum fraction of the slowest rank's time that a different partition must save for a report."""
+"""Minimum fraction of the slowest rank's time that another partition must save.
+
+If it would save less, uneven stages are not reported.
+"""
 
 
 class UnevenStages(Cause):
