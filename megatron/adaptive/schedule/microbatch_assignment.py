@@ -51,14 +51,13 @@ _REFIT_STEPS = 8
 After these steps, the costs are fitted once every ``_REFIT_STEPS`` steps.
 """
 _STEPS = 16
-"""Number of recent steps over which each rank's pace (its time per unit of cost) is computed.
-"""
+"""Number of recent steps from which each rank's time per unit of cost (its pace) is computed."""
 _FEW = 3
-"""Number of recent steps over which a sudden change of a rank's pace is detected."""
+"""Number of recent steps over which a sudden change of a rank's speed is detected."""
 _CHANGED = 0.10
-"""Minimum relative change of a rank's pace over ``_FEW`` steps to change the assignment."""
+"""Minimum relative change of a rank's speed over ``_FEW`` steps to change the assignment."""
 _DRIFTED = 0.03
-"""Minimum relative change of a rank's pace over ``_STEPS`` steps to change the assignment."""
+"""Minimum relative change of a rank's speed over ``_STEPS`` steps to change the assignment."""
 _SINGULAR = 1e-7
 """Relative tolerance of the least-squares fit.
 
@@ -72,7 +71,7 @@ class Dealt:
     """Microbatches that one replica processes in a step.
 
     Attributes:
-        numbers: Index of each of the replica's microbatches in the step of all replicas.
+        numbers: Indices of the replica's microbatches among those of all replicas.
         total: Number of microbatches of all replicas in the step.
     """
 

@@ -73,7 +73,7 @@ class Dump:
 
     Attributes:
         rank: Global rank.
-        calls: Calls in the order in which they were made.
+        calls: Calls in chronological order.
         members: Global ranks of each process group, keyed by the name of the group. Groups that
             the dump does not list are missing.
         begun: Index of the last collective that the rank called in each group, even if the entry

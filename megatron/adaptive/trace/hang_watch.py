@@ -40,7 +40,7 @@ _BUSY = (0.05, 0.5, float(1 << 17))
 """Minimum usage per second of a working rank: processor time, processor time plus time in the
 run queue (both in seconds), and bytes read or written. Monitoring threads alone use less."""
 _STALE_S = 6.0
-"""Age in seconds above which a rank's status file, which is written every second, is outdated."""
+"""Age in seconds above which a status file counts as outdated. It is written every second."""
 _OTHERS_S = 11.0
 """Time in seconds to wait for the hang detectors of other machines to report the same hang."""
 _SILENT_S = 20.0
@@ -252,7 +252,7 @@ _SYMPTOMS = (
 
 
 def _blame_free_rank(rank: RankEvidence, ranks: Sequence[RankEvidence]) -> Culprit:
-    """Determines why ``rank``, which waits for no other rank, blocks the job."""
+    """Determines why ``rank`` blocks the job, given that it waits for no other rank."""
     missed = next(
         (
             f", while other ranks wait in collective {max(waiting_in)} of the group of ranks "
@@ -491,7 +491,7 @@ def _work(pid: int) -> tuple[float, float, float]:
 
 
 def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]:
-    """Collects evidence about this machine's ranks, which takes several seconds.
+    """Collects evidence about this machine's ranks. This takes several seconds.
 
     Args:
         folder: Folder in which this machine's ranks write their status reports and stacks.
@@ -705,7 +705,7 @@ class _Watch:
         path.with_suffix(".part").replace(path)
 
     def _others(self, now_s: float) -> dict[int, dict[str, Any]]:
-        """Maps each other machine to its latest report, which is empty if it is too old."""
+        """Maps each other machine to its latest report, or to an empty one if it is too old."""
         reports = {}
         for machine in {*range(self._job["machines"])} - {self._job["machine"]}:
             report = _read_json(self._folder / f"machine_{machine}.json")

@@ -214,7 +214,7 @@ def kernel_notes(run: RunTrace) -> list[str]:
 
 
 def _read(path: Path) -> tuple[list[StepKernels], str]:
-    """Returns the steps in the file at ``path``, and a note, which is empty if no line is damaged.
+    """Returns the steps in the file at ``path``, and a note about damaged lines or an empty string.
 
     A truncated last line is skipped without a note.
     """

@@ -193,7 +193,7 @@ _LIVE = (
 
 
 def find_live(folder: Path | None) -> Path:
-    """Returns the folder of a run, which does not have to contain traces yet.
+    """Returns the folder of a run, even if it contains no traces yet.
 
     Args:
         folder: Path of the run's folder or of the folder of its traces; ``None`` for the newest

@@ -226,7 +226,7 @@ class _NoRedirection(urllib.request.HTTPRedirectHandler):
     """Treats redirects as errors, because a redirected request would not contain the spans."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
-        """Returns ``None``, which makes the request fail."""
+        """Makes the request fail by returning ``None``."""
 
 
 _opener = urllib.request.build_opener(_NoRedirection)

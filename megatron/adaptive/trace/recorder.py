@@ -74,10 +74,11 @@ class Recorder(AbstractContextManager["Recorder"]):
         *,
         begin_thread: Callable[[], None] | None = None,
     ) -> None:
-        """Opens the rank's trace file in a folder, which is created if necessary.
+        """Opens the rank's trace file.
 
         Args:
-            folder: Path of the folder for the trace files, which no other run may use.
+            folder: Path of the folder for the trace files. It is created if necessary, and no other
+                run may use it.
             header: Description of the rank. Written as the first line of the file.
             sender: Sender that gets all spans, even while the disk does not accept data; ``None``
                 for no sender. :meth:`close` also closes the sender.

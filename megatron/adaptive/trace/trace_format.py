@@ -156,7 +156,7 @@ COLUMNS = (
     "of",
     "reason",
 )
-"""Names of the fields in a span's line, in the order in which the line contains them."""
+"""Names of the fields in the line of a span, in the order of the line."""
 
 PLACEMENTS = ("loop", "v")
 """Ways to assign stages to ranks: round-robin (``loop``), or down the ranks and back up (``v``)."""
@@ -171,7 +171,7 @@ same size.
 
 
 class SpanRow(NamedTuple):
-    """Contains a span as integers, in the form in which spans are recorded and written.
+    """Contains a span as integers, as it is recorded and written to the file.
 
     Attributes:
         kind: Kind of the span, as an index into :data:`KINDS`.
@@ -338,7 +338,7 @@ class GroupCollectives:
     kept: tuple[tuple[int, int, int, int], ...]
 
     def to_record(self, start_ns: int) -> dict[str, Any]:
-        """Returns the fields in the form in which a marker in the trace file contains them.
+        """Returns the fields as they appear in a marker of the trace file.
 
         Args:
             start_ns: Start of the iteration in ns on the rank's monotonic clock.
@@ -368,7 +368,7 @@ class GroupCollectives:
 
 @dataclass(frozen=True, slots=True)
 class IterationStart:
-    """Represents a marker, which is the line before the spans of an iteration in the file.
+    """Represents a marker: the line before the spans of an iteration in a trace file.
 
     Attributes:
         iteration: Iteration number, as in the training log.

@@ -549,7 +549,7 @@ def _load_figures(load: Load | None) -> list[_Figure]:
 
 
 def _make_bar(total_iterations: int, start_iteration: int) -> tqdm[Any]:
-    """Returns a progress bar for the remaining iterations, which is drawn on standard error."""
+    """Returns a progress bar on standard error for the remaining iterations."""
     return tqdm(
         total=total_iterations,
         initial=start_iteration,

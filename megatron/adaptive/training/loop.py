@@ -509,10 +509,7 @@ class Rebalancing(RunHook):
         self._live.release()
 
     def _stay(self, due: Decision | Move | NextTrial, error: DeviceMemoryError) -> None:
-        """Keeps the current stages, because the change ``due`` needs too much memory.
-
-        This method reports ``error``, which the change raised.
-        """
+        """Cancels the change ``due``, which raised ``error`` because it needs too much memory."""
         if isinstance(due, NextTrial):
             self._log.message(f"  the number of slices cannot be changed: {error}")
             self._numbers = ()

@@ -133,7 +133,7 @@ class RankBaselines:
         self.doubt(np.eye(1, self.series.shape[1], column)[0])
 
     def remove(self, shift: Shift) -> None:
-        """Subtracts ``shift`` from the series, so that the next search finds a different shift."""
+        """Subtracts ``shift`` from the rank's times, so that it is not found again."""
         self.series[shift.first : shift.end, shift.column] -= shift.size
 
     def errors(self) -> tuple[Floats, Floats]:
@@ -166,7 +166,7 @@ class RankBaselines:
         return float(score / precision[0, 0])
 
     def _information(self, inside: Ints, columns: slice) -> Floats:
-        """Returns the precision (1 / variance) of the sizes of shifts, ``[intervals, columns]``.
+        """Returns the precision (1 / variance) of estimated shifts, ``[intervals, columns]``.
 
         Args:
             inside: ``[intervals]``, number of iterations in each interval.
@@ -275,11 +275,11 @@ def _plan(m: Measured) -> tuple[Floats, Floats]:
 
 
 def _level_microbatches(m: Measured, logs: Floats) -> None:
-    """Removes the effect of long microbatches, which take longer on all stages, from the durations.
+    """Removes the effect of long microbatches on the durations.
 
-    Without this correction, long microbatches could be mistaken for slow stages. Only the
-    difference from the iteration's mean is subtracted, because the model already has a term for the
-    mean (the replica's deviation).
+    Long microbatches take longer on all stages. Without this correction, they could be mistaken for
+    slow stages. Only the difference from the iteration's mean is subtracted, because the model
+    already has a term for the mean (the replica's deviation).
 
     Args:
         m: Measured times of the run.

@@ -252,8 +252,8 @@ def find_cause(name: str) -> Cause:
     loaded = find_object(name, group=ENTRY_POINTS, subject="cause")
     if loaded is None:
         raise ConfigError(
-            "argument --cause: must be the class of a cause as package.module:Class, or an entry "
-            f"point of the group {ENTRY_POINTS}, got {name!r}"
+            "argument --cause: expected package.module:Class of a cause, or an entry point of the "
+            f"group {ENTRY_POINTS}, got {name!r}"
         )
     if not (isinstance(loaded, type) and issubclass(loaded, Cause) and hasattr(loaded, "name")):
         raise ConfigError(

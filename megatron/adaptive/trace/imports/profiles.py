@@ -713,7 +713,7 @@ def _operations(file: _RankFile) -> tuple[list[_Event], list[_Event]]:
 
 
 def _set_steps(file: _RankFile, line: str, events: list[_Event], labels: list[_Event]) -> None:
-    """Sets the step of each of the ``events`` and ``labels``.
+    """Sets the step of all ``events`` and ``labels``.
 
     If there are no step marks, each optimizer call ends a step.
     """

@@ -9,7 +9,7 @@ from megatron.adaptive.trace.trace_format import TraceHeader
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """Contains the texts in which the analysis names settings that make a run faster.
+    """Contains the names of settings that make a run faster, as texts for the user.
 
     Attributes:
         slow_rank: Setting that moves work away from a slow rank.
@@ -40,7 +40,7 @@ class Advice:
     no_trace: str
 
     def of_partition(self, partition: str) -> str:
-        """Returns the setting that selects ``partition``, which has the form ``3-4-5``."""
+        """Returns the setting that selects ``partition``, such as ``3-4-5``."""
         return f"{self.partition}{partition}" + ('"' if self.partition.endswith('"') else "")
 
 

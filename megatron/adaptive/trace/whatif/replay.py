@@ -412,7 +412,7 @@ class RuleReplay:
         return recorded
 
     def _last(self) -> Ints:
-        """Returns the indices of the last iterations of the run, which are the ones to simulate."""
+        """Returns the indices of the last iterations of the run. Only these are simulated."""
         iterations: Ints = np.unique(self._ops.iteration)[-steps_at_most(self._ops, RULE_STEPS) :]
         return iterations
 

@@ -223,9 +223,9 @@ def _quickest(baselines: RankBaselines, judged: set[int]) -> Shift | None:
 
 
 def _is_real(baselines: RankBaselines, shift: Shift, log_work: Floats) -> bool:
-    """Returns whether ``shift`` appears in all kinds of actions and in the rank's own times.
+    """Returns whether the slowdown ``shift`` appears in all actions and in the rank's own times.
 
-    If it does not, the slowdown is caused by other ranks or by noise. ``log_work`` contains the
+    If it does not, it is caused by other ranks or by noise. ``log_work`` contains the
     logarithm of the rank's computing time in each iteration.
     """
     if any(size < AGREE * shift.size for size in baselines.kinds(shift).values()):
