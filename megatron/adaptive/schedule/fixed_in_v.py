@@ -53,8 +53,8 @@ one slot.
    chunk 0 and chunk 1 add up to the same amount on all ranks. The actions of microbatch i are ``6 *
    i`` slots after those of microbatch 0. No two actions of a rank get the same slot.
 2. Squeeze and reorder: Before and after the steady state, each action moves to an earlier slot. It
-   moves to the first free slot after the arrival of its input, except that the rank must not hold
-   more microbatches in this slot than in the steady state.
+   moves to the first free slot in which its input has arrived and the rank does not hold more
+   microbatches than in the steady state.
 3. Weight gradients fill the free slots in FIFO order.
 
 Each of p ranks holds at most ``2 * ((p + 2) // 2)`` microbatches, each in one chunk. This takes the

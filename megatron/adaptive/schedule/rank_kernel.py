@@ -127,8 +127,8 @@ State = list[int]
 def lanes(s: State) -> int:
     """Returns the number of distinct codes ``kind * chunks + chunk`` on the rank of ``s``.
 
-    In a list of actions, a code to which this number has been added marks an action that starts
-    together with the next one.
+    Adding this number to the code of an action marks that the action starts together with the next
+    one in the list.
     """
     return 3 * s[CHUNKS]
 

@@ -276,9 +276,8 @@ class RankState:
     def fits(self, action: Action) -> bool:
         """Returns whether the memory limit allows ``action`` to start (see ``memory_caps``).
 
-        A forward pass fits if one microbatch in every later chunk of this rank still fits
-        afterwards, so that the cap cannot cause a deadlock. Other actions free memory and always
-        fit.
+        To prevent deadlocks, a forward pass must leave enough memory for one microbatch in every
+        later chunk of this rank. Other actions free memory and always fit.
         """
         return action.kind is not ActionKind.F or rank_kernel.fits(self.numbers, action.chunk)
 

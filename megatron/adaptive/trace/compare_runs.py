@@ -585,8 +585,8 @@ def _median_ms(times_ns: Floats) -> float:
 def _is_changed(before: Floats, after: Floats, step_ns: float, error_ns: float) -> float | None:
     """Returns the confidence that the times changed, or ``None`` if the change is not reported.
 
-    A change is reported if it is unlikely to be random, and is at least the fraction :data:`LEAST`
-    of the time in the first run and at least the fraction :data:`OF_STEP` of a step.
+    A change is reported if it is large enough and unlikely to be random. It must be at least the
+    fraction :data:`LEAST` of the time in the first run, and the fraction :data:`OF_STEP` of a step.
 
     Args:
         before: Times in ns in the first run.

@@ -111,7 +111,7 @@ class StuckCall:
     is_entered: bool
 
     def format(self) -> str:
-        """Returns as text the call, the ranks that wait in it, and those that have not made it."""
+        """Returns the call as text, with the waiting ranks and those that did not make the call."""
         call = self.call
         kind = "message" if call.is_message else "collective"
         line_of_code = f", at {call.line_of_code}" if call.line_of_code else ""

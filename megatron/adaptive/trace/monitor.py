@@ -126,8 +126,8 @@ class Snapshot:
             yet.
         iteration: Number of the latest iteration in any file, or 0 if there is none.
         total_iterations: Number of iterations of the whole training run, or 0 if unknown.
-        step_ms: Median time of an iteration in ms, as reported by the trainer or, without reports,
-            from the first to the last action of a pipeline in the traces; ``None`` if unknown.
+        step_ms: Median time of an iteration in ms, or ``None`` if unknown. If the trainer has not
+            reported times, the time from the first to the last action of a pipeline is used.
         progress: Records of the trainer's progress file, one per iteration, in ascending order.
         bubble: Idle fraction of the step, averaged over ranks, or ``None`` if unknown.
         findings: Causes of slow steps according to the latest diagnosis. Each has a ``headline``, a

@@ -203,8 +203,8 @@ class RecordedTimes:
                 the same replica.
 
         Returns:
-            For each replica, the columns of ``durations_s`` assigned to it, and the number of
-            slices of each of its microbatches.
+            Durations of the slices assigned to each replica, and number of slices of each
+            microbatch assigned to it.
         """
         of_slices = durations_s
         ends = np.cumsum(counts)
