@@ -421,7 +421,7 @@ def _sums(sizes: Sequence[Size]) -> list[float]:
 def _differ(
     paces: dict[tuple[int, int], float], before: dict[tuple[int, int], float], limit: float
 ) -> bool:
-    """Returns whether a rank became more than ``limit`` slower or faster than its siblings.
+    """Returns whether any rank's speed changed by more than ``limit``, relative to its siblings.
 
     The siblings of a rank are the ranks with the same pipeline rank in all replicas. ``paces`` and
     ``before`` contain the new and the previous time per unit of cost of each rank.

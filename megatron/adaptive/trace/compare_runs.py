@@ -362,8 +362,8 @@ def _largest_change(m: Measured, weight: Floats, rest: Floats) -> _PartChange | 
 
     Args:
         m: Measured times of one of the runs.
-        weight: ``[ranks, chunks, 3]``, weight of each cell, which is the inverse of the squared
-            standard error, or 0 if the change is unknown.
+        weight: ``[ranks, chunks, 3]``, weight of each difference: the inverse of its squared
+            standard error, or 0 if it is unknown.
         rest: ``[ranks, chunks, 3]``, differences between the logarithms of the times, from which
             the changes that were already selected have been subtracted.
     """

@@ -78,7 +78,8 @@ class Dump:
             the dump does not list are missing.
         begun: Index of the last collective that the rank called in each group, even if the entry
             of this collective was overwritten.
-        is_whole: Whether the dump contains all calls of the rank, so that no entry was overwritten.
+        is_whole: Whether the dump contains all calls of the rank. If not, the oldest ones were
+            overwritten.
     """
 
     rank: int

@@ -40,7 +40,7 @@ _BUSY = (0.05, 0.5, float(1 << 17))
 """Minimum usage per second of a working rank: processor time, processor time plus time in the
 run queue (both in seconds), and bytes read or written. Monitoring threads alone use less."""
 _STALE_S = 6.0
-"""Age in seconds above which a status file counts as outdated. It is written every second."""
+"""Age in seconds above which a rank's status file is outdated. Ranks write it every second."""
 _OTHERS_S = 11.0
 """Time in seconds to wait for the hang detectors of other machines to report the same hang."""
 _SILENT_S = 20.0

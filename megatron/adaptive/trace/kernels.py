@@ -29,7 +29,10 @@ MOST_KEPT = 20_000
 """Maximum number of kernels per step whose times are kept. These times need less than 1 MB."""
 
 MOST_NAMES = 1_000
-"""Maximum number of kernel names per step. Other kernels are summed up as :data:`OTHERS`."""
+"""Maximum number of (action, kernel name) pairs per step whose times are stored separately.
+
+The times of all other kernels are added up under the name :data:`OTHERS`.
+"""
 
 OTHERS = "others"
 OUTSIDE = "outside"

@@ -337,7 +337,7 @@ class RankTail:
         return True
 
     def _skip(self) -> None:
-        """Reads the header of a large file, and then skips to a marker near the end of the file."""
+        """Reads the header of a large file, and then skips to an iteration near the end."""
         with open_file(self.path) as file:
             header = parse_line(file.readline(), f"{self.path}:1")
             tail_bytes = self._tail_bytes

@@ -130,7 +130,7 @@ class RankTrace:
 
     @cached_property
     def experts(self) -> Mapping[int, IterationStart]:
-        """Markers of the iterations in which the load of the experts was recorded."""
+        """Start records of the iterations for which the load of the experts was recorded."""
         markers = ((i, blocks[0].marker) for i, blocks in self._blocks.items())
         return {i: marker for i, marker in markers if marker.tokens}
 
@@ -172,7 +172,7 @@ class RankTrace:
 
     @cached_property
     def num_spans(self) -> Mapping[int, int]:
-        """Approximate number of spans in each iteration according to the markers, at least 1."""
+        """Approximate number of spans in each iteration, at least 1. Does not read the spans."""
         counts: dict[int, int] = {}
         for block in self.index.blocks:
             iteration = block.marker.iteration

@@ -216,7 +216,7 @@ class Recorder(AbstractContextManager["Recorder"]):
 
         Args:
             rows: Row per layer, as in ``IterationStart.layers``.
-            passes: First passes of layers, as in ``IterationStart.layer_passes``.
+            passes: Times of the layers' first passes, as in ``IterationStart.layer_passes``.
         """
         if self._begun is not None:
             layers = tuple(tuple(row) for row in rows)

@@ -397,10 +397,10 @@ class IterationStart:
         layers: Times of the layers, with a row for each layer: index of the layer in the model,
             total time of the forward passes in ns, total time of the backward passes in ns, and
             number of forward passes.
-        layer_passes: First passes of the layers in the iteration, with a row for each pass: index
-            of the layer in the model, 0 for a forward or 1 for a backward pass, start and end in ns
-            on the rank's monotonic clock. The file contains the start relative to the start of the
-            iteration, and the duration instead of the end.
+        layer_passes: Times of the first forward and the first backward pass of each layer, with a
+            row for each pass: index of the layer in the model, 0 for a forward or 1 for a backward
+            pass, start and end in ns on the rank's monotonic clock. The file contains the start
+            relative to the start of the iteration, and the duration instead of the end.
         collectives: Collectives of the rank's process groups, with one entry per group.
     """
 
@@ -601,7 +601,7 @@ def gap_line(gap: Gap) -> str:
 
 
 def block_text(marker: IterationStart, rows: Sequence[SpanRow]) -> str:
-    """Returns the lines of a marker and the spans after it, to append to the trace file.
+    """Returns the lines of an iteration's marker and spans, to append to the trace file.
 
     Args:
         marker: Marker of the iteration. The attributes ``counts`` and ``size_bytes`` are ignored,

@@ -157,9 +157,9 @@ def value_of(
 
 
 def number_of_microbatches(record: Mapping[str, Any], origin: object) -> int:
-    """Reads the number of microbatches from the marker ``record``, and checks that it is in range.
+    """Reads an iteration's number of microbatches from ``record``, and checks that it is in range.
 
-    ``origin`` is the position of the marker for error messages.
+    ``origin`` is the position of the record for error messages.
     """
     number: int = value_of(record, "num_microbatches", "int", origin)
     most = MAX_SIZES["num_microbatches"]

@@ -54,7 +54,7 @@ OF_TIME = 0.1
 """Minimum fraction of the computing time for a kind of action (F, B, W) to be examined."""
 
 MOST_INTERVALS = 20_000_000
-"""Maximum number of intervals of iterations in which a slowdown is searched, summed over ranks.
+"""Maximum number of intervals that are searched for slowdowns, summed over all ranks.
 
 If there are more intervals, only those that last until the end of the run are searched.
 """
@@ -87,7 +87,7 @@ class Shift:
 
     @property
     def excess(self) -> float:
-        """Excess of ``(size / error) ** 2`` over ``doubt``, which is positive if significant."""
+        """Difference ``(size / error) ** 2 - doubt``, which is positive for a significant shift."""
         return (self.size / self.error) ** 2 - self.doubt
 
 

@@ -556,7 +556,7 @@ def _slow_gpu_clock(m: Measured, column: int, chosen: slice, factor: float) -> R
 
 
 def _shared_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
-    """Returns a reason if a slow rank shares its GPU with more other processes than other ranks.
+    """Returns a reason if more other processes use a slow rank's GPU than the GPUs of other ranks.
 
     Otherwise returns ``None``. Processes of this job are not counted. ``column`` is the index of
     the rank, and ``chosen`` contains the indices of the iterations to use.

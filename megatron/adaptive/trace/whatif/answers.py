@@ -592,7 +592,7 @@ class _Answers:
     def _with_content(
         self, repaired_s: dict[tuple[str, str], float], whole: float, notes: list[str]
     ) -> dict[tuple[str, str], float]:
-        """Adds the changes to the microbatches and partition of a ``Pipeline``, and returns all.
+        """Returns ``repaired_s``, extended by step times with other settings of a ``Pipeline``.
 
         Args:
             repaired_s: Mean step time in seconds, keyed by the description and flag of each change.

@@ -91,8 +91,7 @@ OF_LAYER = 0.5
 """Minimum fraction of a slow rank's lost time that a slow layer must explain to be the cause."""
 
 HOLDS_UP = 2.0
-"""Minimum ratio of the time that a group waits for a slow rank to its waits for any other member.
-"""
+"""Minimum ratio of the time that a group waits for a slow rank to its wait for any other member."""
 
 MOST_FOUND = 20
 """Maximum number of slow ranks to report."""
