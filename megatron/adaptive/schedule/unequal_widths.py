@@ -117,7 +117,8 @@ class Widths:
             if 0 <= rank - self._firsts[stage] < size:
                 return stage, rank - self._firsts[stage]
         raise ScheduleError(
-            f"rank {rank} does not exist in a pipeline of widths {self}; ranks count from 0"
+            f"rank {rank} does not exist in a pipeline with {self} replicas per stage; ranks are "
+            "numbered from 0"
         )
 
     def ranks_of(self, stage: int) -> range:

@@ -322,8 +322,8 @@ def _fail(
     """
     expected = isinstance(error, AdaptiveError)
     follows = False
-    # If the error is about a silent peer, do not wait for the watcher, which would report the same
-    # error.
+    # If the error is about a silent peer, do not wait for the watcher, because it would only report
+    # the same error.
     verdict_s = 0.0 if _SILENCE in str(error) else _VERDICT_S
     if isinstance(error, (PeerLostError, RuntimeError)) and watcher.verdict(verdict_s) is not None:
         # The connection broke because another rank exited, and the watcher has reported that rank.

@@ -497,8 +497,9 @@ def _check_own_order(operations: Operations, actions: TraceTable) -> None:
         wrong = np.flatnonzero(predecessors > rows)
         if len(wrong):
             raise TraceError(
-                f"{operations.describe(int(rows[wrong[0]]))} ran before its own "
-                f"{NAMES[(FORWARD, BACKWARD)[before == 'B']]}; the trace or its clock is damaged"
+                f"{operations.describe(int(rows[wrong[0]]))} ran before the "
+                f"{NAMES[(FORWARD, BACKWARD)[before == 'B']]} that it needs; the trace or its "
+                "clock is damaged"
             )
 
 
