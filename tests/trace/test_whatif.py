@@ -232,7 +232,7 @@ def test_the_first_contradiction_is_named() -> None:
     first = (table["optype"] == "backward-compute") & (table["stage"] == 1) & (table["mb_id"] == 0)
     table["start_ts"][first] = 0.0
     with pytest.raises(
-        TraceError, match="rank 1.*backward-compute of microbatch 0.*before its own"
+        TraceError, match="rank 1.*backward-compute of microbatch 0.*before the forward-compute"
     ):
         what_if(run_of_columns(table, Path("job")))
     # The first rank runs a backward pass before its last forward pass. The second rank runs all

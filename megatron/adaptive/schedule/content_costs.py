@@ -92,17 +92,16 @@ class StageFit:
         ]
 
     def fit(self, start: Collection[int] = ()) -> None:
-        """Fits non-negative factors to the sums by least squares.
+        """Fits non-negative factors to the added costs by least squares.
 
-        At the start, the cost is divided equally among the numbers in ``start``. Coordinate descent
-        then sets the factors one by one to their best values. As a result, numbers that always grow
-        together, such as the sizes of ``input_ids`` and ``labels``, share the cost. After a single
-        microbatch, the numbers in ``start`` share its cost.
+        Initially, the cost is divided equally among the values with the indices ``start``.
+        Coordinate descent then sets the factors one by one to their best values. As a result,
+        values that always grow together, such as the sizes of ``input_ids`` and ``labels``, share
+        the cost. After a single microbatch, the values in ``start`` share its cost.
 
         Args:
-            start: Indices of the numbers among which the cost is divided at the start. If it is
-                empty, or all of its numbers were 0 in every microbatch, the cost is divided among
-                all numbers.
+            start: Indices of the values among which the cost is initially divided. If it is empty,
+                or these values were 0 in every microbatch, the cost is divided among all values.
         """
         count = len(self.factors)
         matrix = [[0.0] * count for _ in range(count)]
@@ -154,8 +153,8 @@ class StageFit:
         Requires that the last of the numbers that describe a microbatch is always 1.
         """
         count = len(self.factors)
-        # Each row of the upper triangle ends with the product of a number and the last number,
-        # which is 1. So these products are the sums of the numbers.
+        # ``_squares`` contains sums of products. The last number is always 1, so the last sum in
+        # each row of the upper triangle is the sum of a single number.
         ends = itertools.accumulate(range(count, 0, -1))
         return tuple(self._squares[end - 1] / (self._squares[-1] or 1.0) for end in ends)
 

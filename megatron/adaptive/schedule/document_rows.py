@@ -151,7 +151,7 @@ def make_dealer(config: TrainerConfig) -> Dealer:
 
 
 def costliest_replica(config: TrainerConfig, lengths: Sequence[int]) -> list[Cut]:
-    """Returns the microbatches of the replica with the most work, in the order in which they run.
+    """Returns the microbatches of the replica with the most work, in execution order.
 
     Args:
         config: Settings of the run.

@@ -207,8 +207,8 @@ def interleaved_zb(placement: Placement, num_microbatches: int) -> tuple[Order, 
 
     The placement must be a loop with at least two chunks per rank.
 
-    Microbatches run in groups of equal size. A group has as many microbatches as there are ranks,
-    or slightly more, so that the groups contain all ``num_microbatches`` microbatches.
+    Microbatches run in as many equal groups as possible. A group must contain at least as many
+    microbatches as there are ranks.
 
     Raises:
         ScheduleError: The microbatches cannot be divided into equal groups.

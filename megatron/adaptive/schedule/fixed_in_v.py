@@ -53,8 +53,8 @@ one slot.
    chunk 0 and chunk 1 add up to the same amount on all ranks. The actions of microbatch i are ``6 *
    i`` slots after those of microbatch 0. No two actions of a rank get the same slot.
 2. Squeeze and reorder: Before and after the steady state, each action moves to an earlier slot. It
-   moves to the first free slot after the arrival of its input, except that the rank must not hold
-   more microbatches in this slot than in the steady state.
+   moves to the first free slot in which its input has arrived and the rank does not hold more
+   microbatches than in the steady state.
 3. Weight gradients fill the free slots in FIFO order.
 
 Each of p ranks holds at most ``2 * ((p + 2) // 2)`` microbatches, each in one chunk. This takes the
@@ -160,7 +160,7 @@ def _listed(lanes: Iterable[str], num_microbatches: int) -> Order:
     """Converts the labels ``lanes``, such as ``F0`` (F of chunk 0), into actions.
 
     The first occurrence of a label stands for microbatch 0, the second for microbatch 1, and so on.
-    Microbatches from ``num_microbatches`` on are skipped.
+    After ``num_microbatches`` occurrences, further ones are skipped.
     """
     counts: Counter[str] = Counter()
     order = []
@@ -278,7 +278,8 @@ def _move(row: _Row, slot: int, earliest: int, cap: int) -> int:
 def _peak(row: _Row) -> int:
     """Returns the maximum number of microbatches that a rank with the actions ``row`` holds.
 
-    A microbatch counts once per chunk. Weight gradients are assumed to take the first free slots.
+    A microbatch counts once per chunk. Weight gradients are assumed to run in the first time slots
+    in which the rank would otherwise be idle.
     """
     held = peak = waiting = 0
     for slot in range(max(row) + 1):

@@ -48,13 +48,14 @@ that was reserved for them. So the first slice of m fits.
 nothing, because the first stages run ahead and their backward passes come much later. By Little's
 law, the number of microbatches that a stage holds in a steady pipeline is proportional to the time
 between its forward and backward pass. That time is proportional to the number of stages that
-follow. So under the cap C of a rank with V chunks, a chunk at stage s of S may hold
+follow. Each chunk except the deepest therefore has a share: the number of microbatches that it may
+hold between the start of their forward pass and the end of their backward pass. If a rank has V
+chunks and the cap C, the share of its chunk at stage s of S is
 
     K = max(1, floor(C V (S - s) / sum of (S - s') over the rank's chunks))
 
-microbatches between the start of their forward pass and the end of their backward pass. This number
-is the chunk's share; the deepest chunk has no share. Shares cannot deadlock either: in the proof
-above, the chunk of stage s+1 holds nothing, and its share is at least 1.
+Shares cannot deadlock either: in the proof above, the chunk of stage s+1 holds nothing, and its
+share is at least 1.
 
 **Frozen stages.** No gradient flows through the first stages if, for example, they are an encoder
 whose parameters are not trained. Their forward passes keep no activations, so the cap does not
@@ -80,8 +81,8 @@ from megatron.adaptive.schedule.stage_placement import Placement
 # Relative tolerance in comparisons with the cap. It exceeds the rounding error of sums of fractions
 # such as 1/3.
 _ROUNDING = 1e-9
-# Absolute tolerance in comparisons with the cap, in millionths of a microbatch. It covers 1,000
-# sizes that are each rounded by up to half a millionth.
+# Absolute tolerance in comparisons with the cap, in millionths of a microbatch. It is the maximum
+# error of a sum of 1,000 sizes, each of which is rounded by up to half a millionth.
 _ROUNDING_PER_SUM = 500
 # Ratio of the default cap to the memory that a static schedule needs. In measurements (see
 # ``runtime_rules``) with a ratio of 1.25, message latency made a step up to 7% longer than with

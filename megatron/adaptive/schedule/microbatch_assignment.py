@@ -51,14 +51,13 @@ _REFIT_STEPS = 8
 After these steps, the costs are fitted once every ``_REFIT_STEPS`` steps.
 """
 _STEPS = 16
-"""Number of recent steps over which each rank's pace (its time per unit of cost) is computed.
-"""
+"""Number of recent steps from which each rank's time per unit of cost (its pace) is computed."""
 _FEW = 3
-"""Number of recent steps over which a sudden change of a rank's pace is detected."""
+"""Number of recent steps over which a sudden change of a rank's speed is detected."""
 _CHANGED = 0.10
-"""Minimum relative change of a rank's pace over ``_FEW`` steps for a new assignment."""
+"""Minimum relative change of a rank's speed over ``_FEW`` steps to change the assignment."""
 _DRIFTED = 0.03
-"""Minimum relative change of a rank's pace over ``_STEPS`` steps for a new assignment."""
+"""Minimum relative change of a rank's speed over ``_STEPS`` steps to change the assignment."""
 _SINGULAR = 1e-7
 """Relative tolerance of the least-squares fit.
 
@@ -72,8 +71,7 @@ class Dealt:
     """Microbatches that one replica processes in a step.
 
     Attributes:
-        numbers: Index of each microbatch in the whole step. With round-robin assignment, microbatch
-            n would be on replica n modulo the number of replicas.
+        numbers: Indices of the replica's microbatches among those of all replicas.
         total: Number of microbatches of all replicas in the step.
     """
 
@@ -192,8 +190,8 @@ class CostFit:
                     best = explained
                     by_part = dict(zip(chosen, solution, strict=True))
                     parts = tuple(by_part.get(n, 0.0) / sizes[n] for n in range(3))
-        # Scale the parts so that costs keep their unit. Otherwise, the seconds per unit of cost
-        # that are measured from now on could not be compared with earlier ones.
+        # Scale the new parts so that they give the same total cost as the old ones. Otherwise,
+        # later measurements of seconds per unit of cost could not be compared with earlier ones.
         unit = self.cost(totals) / (sum(p * t for p, t in zip(parts, totals, strict=True)) or 1.0)
         self.parts = tuple(unit * part for part in parts)
 
@@ -311,7 +309,8 @@ class Dealer:
                 rank]``.
 
         Returns:
-            Line for the log if the costs or paces in use have changed, otherwise ``None``.
+            Line for the log if the next steps use new costs or new speeds of ranks, otherwise
+            ``None``.
         """
         self._steps += 1
         for fit in self._fits:
@@ -360,7 +359,7 @@ class Dealer:
         """Returns the time that a replica's slowest rank needs for some work, and the rank's index.
 
         Args:
-            replica: Index of the replica, or ``None`` for a replica of mean pace.
+            replica: Index of the replica, or ``None`` for a replica of average speed.
             sums: Number of microbatches in the work, their number of tokens, and the sum of their
                 squared document lengths.
         """
@@ -372,7 +371,7 @@ class Dealer:
         return max(times)
 
     def _follow(self) -> str | None:
-        """Switches to the paces of recent steps if they differ enough from the paces in use.
+        """Replaces the speeds of the ranks with those in recent steps, if they differ enough.
 
         Returns:
             Line for the log if the change is large, otherwise ``None``.
@@ -422,11 +421,10 @@ def _sums(sizes: Sequence[Size]) -> list[float]:
 def _differ(
     paces: dict[tuple[int, int], float], before: dict[tuple[int, int], float], limit: float
 ) -> bool:
-    """Returns whether any rank's pace changed by more than ``limit``, relative to its siblings.
+    """Returns whether any rank's speed changed by more than ``limit``, relative to its siblings.
 
-    ``paces`` contains the new paces, and ``before`` contains the previous paces.
-
-    The siblings of a rank are the ranks with the same pipeline rank in all replicas.
+    The siblings of a rank are the ranks with the same pipeline rank in all replicas. ``paces`` and
+    ``before`` contain the new and the previous time per unit of cost of each rank.
     """
     drift = {key: pace / (before[key] or 1.0) for key, pace in paces.items()}
     ranks = {rank for _, rank in drift}

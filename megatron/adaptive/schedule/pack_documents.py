@@ -1,4 +1,4 @@
-"""Packs documents into rows, each of which becomes a microbatch."""
+"""Packs documents into rows. Each row becomes a microbatch."""
 
 from __future__ import annotations
 

@@ -127,8 +127,8 @@ State = list[int]
 def lanes(s: State) -> int:
     """Returns the number of distinct codes ``kind * chunks + chunk`` on the rank of ``s``.
 
-    In a list of actions, a code to which this number has been added marks an action that starts
-    together with the next one.
+    Adding this number to the code of an action marks that the action starts together with the next
+    one in the list.
     """
     return 3 * s[CHUNKS]
 
@@ -289,8 +289,8 @@ def start(s: State, kind: int, chunk: int) -> None:
 def finish(s: State, kind: int, chunk: int) -> None:
     """Records the end of the oldest running action of ``kind`` in ``chunk``, and frees its memory.
 
-    If there are no W actions, the B frees the activations of its item. Otherwise, the last W of the
-    item frees them.
+    The activations of a microbatch or slice are freed by its last W, or by its B if there are no W
+    actions.
     """
     slot = HEAD + (kind + DONE) * s[CHUNKS] + chunk
     index = s[slot]

@@ -276,9 +276,8 @@ class RankState:
     def fits(self, action: Action) -> bool:
         """Returns whether the memory limit allows ``action`` to start (see ``memory_caps``).
 
-        A forward pass fits if one microbatch in every later chunk of this rank still fits
-        afterwards, so that the cap cannot cause a deadlock. Other actions free memory and always
-        fit.
+        To prevent deadlocks, a forward pass must leave enough memory for one microbatch in every
+        later chunk of this rank. Other actions free memory and always fit.
         """
         return action.kind is not ActionKind.F or rank_kernel.fits(self.numbers, action.chunk)
 
@@ -507,7 +506,7 @@ class RankState:
     def _before(self, action: Action) -> int:
         """Returns the index of the slice or microbatch that must be finished before ``action``.
 
-        A B needs the F of the last slice of its microbatch, and a W needs the B of its item.
+        A B needs the F of the last slice of its microbatch, and a W needs the B of the same slice.
         """
         if action.kind is ActionKind.W:
             return action.microbatch

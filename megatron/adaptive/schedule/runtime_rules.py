@@ -72,11 +72,11 @@ from megatron.adaptive.schedule.rank_kernel import (
 )
 
 LOOKAHEAD = 96
-"""Number of actions of the hint that ``hinted`` considers, beginning with the first not started.
+"""Number of actions in the given order (the hint) among which the rule ``hinted`` chooses.
 
-Later actions are never started early. If n actions have started, the first action that has not
-started is therefore at index ``n - LOOKAHEAD`` or later, and can be found without searching the
-whole hint.
+The first of them is the first action that has not started. Actions after these are never started
+early. If n actions have started, the first action that has not started is therefore at index ``n -
+LOOKAHEAD`` or later, and can be found without searching the whole hint.
 """
 
 
@@ -246,7 +246,7 @@ def breadth_first(s: State, hint: Sequence[int]) -> int:
 
 
 def hinted(s: State, hint: Sequence[int]) -> int:
-    """Implements the ``hinted`` rule, which follows the hint but may run later actions early.
+    """Implements the ``hinted`` rule, which follows an order but may run later actions early.
 
     Returns the code of the action to start in the state ``s``, or -1 to wait.
 

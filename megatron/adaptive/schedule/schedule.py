@@ -18,7 +18,7 @@ Order = tuple[Action, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The order of all ranks' actions in a step, which is determined before the step starts.
+    """The order of all ranks' actions in a step, determined before the step starts.
 
     Attributes:
         name: Name by which users select the schedule, shown in messages.

@@ -129,10 +129,7 @@ class SimResult:
         )
 
     def to_schedule(self, name: str) -> Schedule:
-        """Returns the order in which the simulated ranks ran their actions, as a schedule.
-
-        The schedule is called ``name``.
-        """
+        """Returns a schedule called ``name`` with the simulated order of actions."""
         slices = self.workload.num_slices
         # Callers only convert steps in which all microbatches have the same number of slices.
         assert isinstance(slices, int)
@@ -274,7 +271,7 @@ def _cut(rows: Any, totals: list[int]) -> tuple[Any, ...]:
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> Any:
-    """Converts ``rows``, whose lengths may differ, to an array that is padded with -1."""
+    """Converts ``rows`` of different lengths to an array that is padded with -1."""
     padded = np.full((len(rows), max(1, *map(len, rows))), -1, dtype=np.int64)
     for number, row in enumerate(rows):
         padded[number, : len(row)] = row

@@ -212,7 +212,9 @@ def work_of(world: World, rank: int, kind: int, chunk: int, stage: int) -> int:
 
 
 def compute(world: World, slot: int, now: int) -> None:
-    """Starts to compute the action in ``slot``, up to its next communication or to its end.
+    """Starts to compute a running action, up to its next communication or to its end.
+
+    ``slot`` is the index of the action among the running actions (see :class:`World`).
 
     The current time is ``now``.
     """
@@ -229,7 +231,9 @@ def compute(world: World, slot: int, now: int) -> None:
 
 
 def communicate(world: World, slot: int, now: int) -> None:
-    """Starts the next communication of the action in ``slot`` at the time ``now``.
+    """Starts the next communication of a running action at the time ``now``.
+
+    ``slot`` is the index of the action among the running actions (see :class:`World`).
 
     All communications within a rank's stages share one link.
     """

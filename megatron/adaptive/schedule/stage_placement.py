@@ -71,7 +71,7 @@ class Placement:
         if not (0 <= rank < self.num_ranks and 0 <= chunk < self.num_chunks):
             raise ScheduleError(
                 f"rank {rank}, chunk {chunk} is outside a placement of {self.num_ranks} ranks"
-                f" with {self.num_chunks} chunks each: ranks and chunks count from 0"
+                f" with {self.num_chunks} chunks each; both are numbered from 0"
             )
         turned = self.kind == "v" and chunk % 2 == 1
         return chunk * self.num_ranks + (self.num_ranks - 1 - rank if turned else rank)

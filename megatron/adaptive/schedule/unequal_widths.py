@@ -117,7 +117,8 @@ class Widths:
             if 0 <= rank - self._firsts[stage] < size:
                 return stage, rank - self._firsts[stage]
         raise ScheduleError(
-            f"rank {rank} does not exist in a pipeline of widths {self}; ranks count from 0"
+            f"rank {rank} does not exist in a pipeline with {self} replicas per stage; ranks are "
+            "numbered from 0"
         )
 
     def ranks_of(self, stage: int) -> range:
@@ -182,7 +183,8 @@ class Widths:
         """Returns the number of warm-up forward passes that a replica of ``stage`` runs.
 
         The number is large enough for each rank of the next stage to run its own warm-up and one
-        more forward pass. If all widths are equal, the result is the number of following stages.
+        more forward pass. If all stages have the same number of replicas, the result is the number
+        of following stages.
         """
         warmup = 0
         for later in range(self.num_stages - 1, stage, -1):

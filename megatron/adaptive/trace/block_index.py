@@ -56,7 +56,7 @@ class Block:
 
     @property
     def num_spans(self) -> int:
-        """Number of spans according to the marker, at least 1 and limited by the block's size."""
+        """Number of spans that the file states, at least 1 and limited by the block's size."""
         if self.table is not None:
             return max(1, len(self.table))
         return max(1, min(sum(self.marker.counts), self.size_bytes // SHORTEST_SPAN))

@@ -10,10 +10,10 @@ is determined from the first source in this list that is available:
 - messages to and from a clock with a known offset,
 - the time of day on each machine.
 
-One rank on every other machine requests the time from rank 0, in short bursts over a separate
-connection. Both sides first prove that they know a secret, which rank 0 generates for the trace.
-Later messages are not authenticated. The threads sleep between bursts. A sample consists of
-one request and the reply, whose four times bound the possible offset::
+One rank on every other machine requests the time from rank 0 over a separate connection. It sends
+series of requests in quick succession, and sleeps between the series. Both sides first prove that
+they know a secret, which rank 0 generates for the trace. Later messages are not authenticated. A
+sample consists of one request and the reply, whose four times bound the possible offset::
 
     here    ── t0 ────────────────────────────── t3 ──>      delay  = (t3 - t0) - (t2 - t1)
                  \\                              /            offset = ((t1 - t0) + (t2 - t3)) / 2
@@ -389,7 +389,7 @@ class Alignment:
 def align(
     headers: Mapping[int, TraceHeader], samples_of: Mapping[int, Sequence[ClockSamples]]
 ) -> Alignment:
-    """Aligns the clocks of a run by samples, or by the time of day for clocks without samples.
+    """Aligns the clocks of a run using samples, or the time of day for clocks without samples.
 
     Args:
         headers: Trace header of each global rank, in ascending order of rank.
@@ -475,10 +475,14 @@ Gather = Callable[[Any], Sequence[Any]]
 
 BURST = 16
 PAUSE_S = 0.001
-"""Pause between two requests in seconds, so that a single delay does not affect a whole burst."""
+"""Pause in seconds between the requests of a series, so that a delay does not affect all of them.
+"""
 
 FIRST_PERIOD_S, LAST_PERIOD_S = 1.0, 10.0
-"""Initial and maximum time between bursts in seconds. The time doubles after each burst."""
+"""Initial and maximum time between two series of requests in seconds.
+
+The time doubles after each series.
+"""
 
 PATIENCE_S = 1.0
 CONNECT_S = 5.0
@@ -510,11 +514,11 @@ def start_clock_sync(
         clock_id: ID of this rank's monotonic clock; ranks with the same ID share a clock.
         address: Address at which other machines reach rank 0.
         gather: Function that takes this rank's value and returns a list of the values of all ranks.
-        deliver: Function that is called in another thread with the samples of each burst.
+        deliver: Function that is called in another thread with each new series of samples.
 
     Returns:
-        Stack whose ``close()`` runs a last burst and then stops this rank's threads. ``close()``
-        may be called more than once, and blocks for at most two seconds.
+        Stack whose ``close()`` takes a last series of samples and then stops this rank's threads.
+        ``close()`` may be called more than once, and blocks for at most two seconds.
     """
     ids = list(gather(clock_id))
     foreign = {name: first for first, name in reversed(list(enumerate(ids))) if name != ids[0]}
@@ -584,15 +588,15 @@ class ClockServer:
 
 
 class ClockSampler:
-    """Starts a thread that requests the time from rank 0 in bursts.
+    """Starts a thread that requests the time from rank 0, several times in quick succession.
 
     Args:
         host: Address of rank 0.
         port: Port of the clock server on rank 0.
         secret: Secret of the clock server.
-        deliver: Function that the thread calls with the samples of each burst.
+        deliver: Function that the thread calls with the samples of each series of requests.
         now: Function that reads this rank's clock in nanoseconds.
-        periods_s: Initial and maximum time between two bursts in seconds.
+        periods_s: Initial and maximum time between two series of requests in seconds.
     """
 
     def __init__(
@@ -616,7 +620,7 @@ class ClockSampler:
         self._thread.start()
 
     def close(self) -> None:
-        """Runs a last burst of requests, then stops the thread. May be called more than once."""
+        """Sends a last series of requests, then stops the thread. May be called more than once."""
         self._closed.set()
         self._thread.join(2 * PATIENCE_S)
 

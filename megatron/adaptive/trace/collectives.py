@@ -105,7 +105,7 @@ class JoinedCollectives:
 
     @property
     def name(self) -> str:
-        """Name of the collectives for messages: the kind of the group and the operation."""
+        """Name of the collectives for users: the kind of the group and the operation."""
         return f"{self.kind} {self.operation}"
 
 
@@ -152,7 +152,7 @@ def _join(
 ) -> JoinedCollectives | None:
     """Joins the times that the members of one group recorded for one operation.
 
-    Returns ``None`` if no collective has recorded times from all members.
+    Returns ``None`` if there is no collective for which all members recorded times.
 
     Args:
         kind: Kind of the group, such as ``tensor``.

@@ -348,10 +348,10 @@ that comes first is used.
 """
 
 _PREFERRED = 1 + 1e-9
-"""Factor by which a kind of part must explain more than the kinds listed before it to be selected.
+"""Factor by which a kind of part must explain more than the kinds before it in ``_KINDS_OF_PART``.
 
-The factor is slightly above 1, because sums of the same numbers over different axes may differ by
-rounding errors.
+Otherwise, an earlier kind is selected. The factor is slightly above 1, because sums of the same
+numbers over different axes may differ by rounding errors.
 """
 
 
@@ -362,8 +362,8 @@ def _largest_change(m: Measured, weight: Floats, rest: Floats) -> _PartChange | 
 
     Args:
         m: Measured times of one of the runs.
-        weight: ``[ranks, chunks, 3]``, weight of each cell, which is the inverse of the squared
-            standard error, or 0 if the change is unknown.
+        weight: ``[ranks, chunks, 3]``, weight of each difference: the inverse of its squared
+            standard error, or 0 if it is unknown.
         rest: ``[ranks, chunks, 3]``, differences between the logarithms of the times, from which
             the changes that were already selected have been subtracted.
     """
@@ -585,8 +585,8 @@ def _median_ms(times_ns: Floats) -> float:
 def _is_changed(before: Floats, after: Floats, step_ns: float, error_ns: float) -> float | None:
     """Returns the confidence that the times changed, or ``None`` if the change is not reported.
 
-    A change is reported if it is unlikely to be random, and is at least the fraction :data:`LEAST`
-    of the time in the first run and at least the fraction :data:`OF_STEP` of a step.
+    A change is reported if it is large enough and unlikely to be random. It must be at least the
+    fraction :data:`LEAST` of the time in the first run, and the fraction :data:`OF_STEP` of a step.
 
     Args:
         before: Times in ns in the first run.

@@ -69,16 +69,16 @@ class RecordedCall:
 
 @dataclass(frozen=True, kw_only=True)
 class Dump:
-    """Contains the dump of one rank.
+    """Contains the communication calls of one rank, as dumped by torch's flight recorder.
 
     Attributes:
         rank: Global rank.
-        calls: Calls in the order in which they were made.
+        calls: Calls in chronological order.
         members: Global ranks of each process group, keyed by the name of the group. Groups that
-            torch did not list are missing.
+            the dump does not list are missing.
         begun: Index of the last collective that the rank called in each group, even if the entry
             of this collective was overwritten.
-        is_whole: Whether the dump contains all calls of the rank, which means that no entry was
+        is_whole: Whether the dump contains all calls of the rank. If not, the oldest ones were
             overwritten.
     """
 
@@ -112,7 +112,7 @@ class StuckCall:
     is_entered: bool
 
     def format(self) -> str:
-        """Returns as text the call, the ranks that wait in it, and those that have not made it."""
+        """Returns the call as text, with the waiting ranks and those that did not make the call."""
         call = self.call
         kind = "message" if call.is_message else "collective"
         line_of_code = f", at {call.line_of_code}" if call.line_of_code else ""
@@ -406,7 +406,7 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"the file contains an object of {module}.{name}")
 
     def persistent_load(self, identifier: Any) -> Any:
-        raise pickle.UnpicklingError("the file refers to another file")
+        raise pickle.UnpicklingError("the pickle refers to data outside of the file")
 
 
 def _read_dump(rank: int, path: Path) -> Dump:

@@ -40,7 +40,7 @@ _BUSY = (0.05, 0.5, float(1 << 17))
 """Minimum usage per second of a working rank: processor time, processor time plus time in the
 run queue (both in seconds), and bytes read or written. Monitoring threads alone use less."""
 _STALE_S = 6.0
-"""Age in seconds above which a rank's status file, which is written every second, is outdated."""
+"""Age in seconds above which a rank's status file is outdated. Ranks write it every second."""
 _OTHERS_S = 11.0
 """Time in seconds to wait for the hang detectors of other machines to report the same hang."""
 _SILENT_S = 20.0
@@ -252,7 +252,7 @@ _SYMPTOMS = (
 
 
 def _blame_free_rank(rank: RankEvidence, ranks: Sequence[RankEvidence]) -> Culprit:
-    """Determines why ``rank``, which waits for no other rank, blocks the job."""
+    """Determines why ``rank`` blocks the job, given that it waits for no other rank."""
     missed = next(
         (
             f", while other ranks wait in collective {max(waiting_in)} of the group of ranks "
@@ -308,13 +308,13 @@ def _ahead_of(candidate: RankEvidence, ranks: Iterable[RankEvidence]) -> int:
 
 
 def _ahead(ranks: Iterable[RankEvidence], name: str, begun: int) -> list[int]:
-    """Returns the indices above ``begun`` of collectives of group ``name`` in which ranks wait."""
+    """Returns the indices above ``begun`` at which ranks wait in a collective of group ``name``."""
     waited_in = (rank.collectives.get(name, (0,))[0] for rank in ranks if rank.waits)
     return [number for number in waited_in if number > begun]
 
 
 def _waits_for(ranks: Sequence[RankEvidence]) -> dict[int, set[int]]:
-    """Maps each rank to those it waits for: senders of inputs, or group members behind it."""
+    """Maps each rank to the ranks it waits for: senders, or members late for a collective."""
     by_rank = {rank.rank: rank for rank in ranks}
     edges: dict[int, set[int]] = {}
     for rank in ranks:
@@ -491,7 +491,7 @@ def _work(pid: int) -> tuple[float, float, float]:
 
 
 def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]:
-    """Collects evidence about this machine's ranks, which takes several seconds.
+    """Collects evidence about this machine's ranks. This takes several seconds.
 
     Args:
         folder: Folder in which this machine's ranks write their status reports and stacks.
@@ -528,7 +528,7 @@ def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]
                 pid=pid,
                 now=nows[rank],
                 age_s=max(0.0, time.time() - nows[rank].get("unix_ns", 0) / 1e9),
-                # A healthy process may briefly wait for a disk, so D counts only if seen twice.
+                # A healthy process may briefly wait for a disk (D), so D counts only if seen twice.
                 state="S" if state == "D" and before[rank] != "D" else state,
                 wchan=wchan,
                 frames=frames,
@@ -705,7 +705,7 @@ class _Watch:
         path.with_suffix(".part").replace(path)
 
     def _others(self, now_s: float) -> dict[int, dict[str, Any]]:
-        """Maps each other machine to its latest report, which is empty if it is too old."""
+        """Maps each other machine to its latest report, or to an empty one if it is too old."""
         reports = {}
         for machine in {*range(self._job["machines"])} - {self._job["machine"]}:
             report = _read_json(self._folder / f"machine_{machine}.json")

@@ -29,7 +29,10 @@ MOST_KEPT = 20_000
 """Maximum number of kernels per step whose times are kept. These times need less than 1 MB."""
 
 MOST_NAMES = 1_000
-"""Maximum number of totals per step. Further kernels count under the name :data:`OTHERS`."""
+"""Maximum number of (action, kernel name) pairs per step whose times are stored separately.
+
+The times of all other kernels are added up under the name :data:`OTHERS`.
+"""
 
 OTHERS = "others"
 OUTSIDE = "outside"
@@ -214,7 +217,7 @@ def kernel_notes(run: RunTrace) -> list[str]:
 
 
 def _read(path: Path) -> tuple[list[StepKernels], str]:
-    """Returns the steps in the file at ``path``, and a note, which is empty if no line is damaged.
+    """Returns the steps in the file at ``path``, and a note about damaged lines or an empty string.
 
     A truncated last line is skipped without a note.
     """

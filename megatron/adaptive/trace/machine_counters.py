@@ -180,7 +180,8 @@ the libraries that these use.
 _MOST_THREADS = 64
 _MOST_CHILDREN = 16
 _READS_PER_LISTING = 64
-# List the threads again soon. Until then all are read, because all are new in the first listing.
+# List the threads again soon. Until then, every thread is read each time, because the first listing
+# does not show which threads have run.
 _READS_TO_SECOND_LISTING = 8
 _MOST_BYTES = 1 << 14
 _BUSY_FIELDS = (1, 2, 3, 6, 7)
@@ -188,9 +189,9 @@ _BUSY_FIELDS = (1, 2, 3, 6, 7)
 _STEAL_FIELD = 8
 """Index of the stolen time in the first line of ``/proc/stat``."""
 _MAJOR_FAULTS_FIELD = 9
-"""Index of the number of major page faults in ``/proc/self/stat``. The state is field 0."""
+"""Field of ``/proc/self/stat`` with the major page faults, counted from the state (field 0)."""
 _LAST_PROCESSOR_FIELD = 36
-"""Index of the last processor's number in ``/proc/self/stat``. The state is field 0."""
+"""Field of ``/proc/self/stat`` with the last used processor, counted from the state (field 0)."""
 _NS_PER_US = 1000
 
 
@@ -349,7 +350,10 @@ class MachineCounters:
         return longest.waited_ns, of_messages.waited_ns // max(1, of_messages.number)
 
     def _read_clocks(self) -> dict[str, int]:
-        """Returns the clock rates in kHz of the last used processor, keyed by counter name."""
+        """Returns the clock rates in kHz of the processor that this process used last.
+
+        They are keyed by counter name.
+        """
         stat = _opened("/proc/self/stat")
         if stat is None:
             return {}
@@ -378,7 +382,7 @@ class MachineCounters:
         self._processor = processor
 
     def _list_threads(self) -> None:
-        """Opens the files of new threads, and closes the files of threads that have exited."""
+        """Opens the ``/proc`` files of new threads, and closes those of exited threads."""
         try:
             listed = set(sorted(os.listdir(_TASKS), key=int)[:_MOST_THREADS])
         except OSError:
@@ -400,9 +404,10 @@ class MachineCounters:
         self._listed = turns
 
     def _list_readers(self) -> None:
-        """Opens the files of this process and of its children, which may read data for the process.
+        """Opens the file ``/proc/PID/io`` of this process and of each child process.
 
-        The files of children that have exited are closed.
+        Children are included because they may read data for this process. The files of children
+        that have exited are closed.
         """
         listed = {"self"}
         for thread in self._threads:

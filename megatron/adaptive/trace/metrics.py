@@ -1,8 +1,7 @@
 """Computes statistics of a whole run, per iteration and rank, from the spans of all ranks.
 
-The files can be read in parallel. Each process immediately reduces the spans of a file to these
-statistics, so it never has the spans of more than one file in memory, even if a run has ten million
-spans.
+The files can be read in parallel. Each process reduces the spans of a file to these statistics
+before it reads the next file, so it only keeps the spans of one file in memory.
 """
 
 from __future__ import annotations

@@ -41,18 +41,18 @@ from megatron.adaptive.trace.status_files import (
 from megatron.adaptive.trace.trace_format import TraceHeader, parse_line, slices_of
 
 TAIL_BYTES = 1 << 20
-"""Number of bytes that are read first from the end of a large file.
+"""Number of bytes that are first read from the end of a large file.
 
 More bytes are read if these do not contain a complete step.
 """
 
 ALL_TAILS_BYTES = 1 << 28
-"""Maximum total number of bytes that are read first from the ends of all files."""
+"""Maximum total number of bytes that are first read from the ends of all files."""
 
 LEAST_TAIL_BYTES = 1 << 16
-"""Minimum number of bytes that are read first from the end of a large file.
+"""Lower limit for the number of bytes that are first read from the end of each large file.
 
-The number is reduced to this minimum if there are many files.
+With many files, less than ``TAIL_BYTES`` is read from each, but never less than this limit.
 """
 
 LOOKED_AT = 8
@@ -126,8 +126,8 @@ class Snapshot:
             yet.
         iteration: Number of the latest iteration in any file, or 0 if there is none.
         total_iterations: Number of iterations of the whole training run, or 0 if unknown.
-        step_ms: Median time of an iteration in ms, as reported by the trainer or, without reports,
-            from the first to the last action of a pipeline in the traces; ``None`` if unknown.
+        step_ms: Median time of an iteration in ms, or ``None`` if unknown. If the trainer has not
+            reported times, the time from the first to the last action of a pipeline is used.
         progress: Records of the trainer's progress file, one per iteration, in ascending order.
         bubble: Idle fraction of the step, averaged over ranks, or ``None`` if unknown.
         findings: Causes of slow steps according to the latest diagnosis. Each has a ``headline``, a
@@ -193,7 +193,7 @@ _LIVE = (
 
 
 def find_live(folder: Path | None) -> Path:
-    """Returns the folder of a run, which does not have to contain traces yet.
+    """Returns the folder of a run, even if it contains no traces yet.
 
     Args:
         folder: Path of the run's folder or of the folder of its traces; ``None`` for the newest
@@ -337,7 +337,7 @@ class RankTail:
         return True
 
     def _skip(self) -> None:
-        """Reads the header of a large file, and then skips to a marker near the end of the file."""
+        """Reads the header of a large file, and then skips to an iteration near the end."""
         with open_file(self.path) as file:
             header = parse_line(file.readline(), f"{self.path}:1")
             tail_bytes = self._tail_bytes

@@ -226,7 +226,7 @@ class _NoRedirection(urllib.request.HTTPRedirectHandler):
     """Treats redirects as errors, because a redirected request would not contain the spans."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
-        """Returns ``None``, which makes the request fail."""
+        """Makes the request fail by returning ``None``."""
 
 
 _opener = urllib.request.build_opener(_NoRedirection)
@@ -402,7 +402,7 @@ class SpanSender:
             )
 
     def _answers(self) -> None:
-        """Resets the pause. Prints a note if earlier requests had failed."""
+        """Resets the pause after failures. Prints a note if earlier requests had failed."""
         self._pause_s = FIRST_PAUSE_S
         if self._is_down:
             self._is_down = False

@@ -130,7 +130,7 @@ class RankTrace:
 
     @cached_property
     def experts(self) -> Mapping[int, IterationStart]:
-        """Markers of the iterations in which the load of the experts was recorded."""
+        """Start records of the iterations for which the load of the experts was recorded."""
         markers = ((i, blocks[0].marker) for i, blocks in self._blocks.items())
         return {i: marker for i, marker in markers if marker.tokens}
 
@@ -151,7 +151,7 @@ class RankTrace:
         return blocks[0].marker.layers if blocks else ()
 
     def layer_passes(self, iteration: int) -> tuple[tuple[int, int, int, int], ...]:
-        """Returns the first passes of the layers in ``iteration``.
+        """Returns the times of each layer's first forward and backward passes in ``iteration``.
 
         The rows are those of ``IterationStart.layer_passes``, with times on the run's common clock.
         """
@@ -172,7 +172,7 @@ class RankTrace:
 
     @cached_property
     def num_spans(self) -> Mapping[int, int]:
-        """Approximate number of spans in each iteration according to the markers, at least 1."""
+        """Approximate number of spans in each iteration, at least 1. Does not read the spans."""
         counts: dict[int, int] = {}
         for block in self.index.blocks:
             iteration = block.marker.iteration
@@ -360,7 +360,7 @@ class RunTrace:
 
     @property
     def bubble_note(self) -> str:
-        """Note to print after idle or busy times, which is empty if no GPU is shared."""
+        """Note about shared GPUs to print after idle or busy times; empty if no GPU is shared."""
         return f" ({SLICES})" if self.shares_gpus else ""
 
     def notes(self) -> list[str]:

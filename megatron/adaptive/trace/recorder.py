@@ -74,10 +74,11 @@ class Recorder(AbstractContextManager["Recorder"]):
         *,
         begin_thread: Callable[[], None] | None = None,
     ) -> None:
-        """Opens the rank's trace file in a folder, which is created if necessary.
+        """Opens the rank's trace file.
 
         Args:
-            folder: Path of the folder for the trace files, which no other run may use.
+            folder: Path of the folder for the trace files. It is created if necessary, and no other
+                run may use it.
             header: Description of the rank. Written as the first line of the file.
             sender: Sender that gets all spans, even while the disk does not accept data; ``None``
                 for no sender. :meth:`close` also closes the sender.
@@ -215,7 +216,7 @@ class Recorder(AbstractContextManager["Recorder"]):
 
         Args:
             rows: Row per layer, as in ``IterationStart.layers``.
-            passes: First passes of layers, as in ``IterationStart.layer_passes``.
+            passes: Times of the layers' first passes, as in ``IterationStart.layer_passes``.
         """
         if self._begun is not None:
             layers = tuple(tuple(row) for row in rows)
@@ -296,7 +297,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             return
 
     def _hand_over(self, batch: _Batch | None) -> bool:
-        """Tries to queue ``batch`` for at most 10 s, and returns whether this succeeded."""
+        """Queues ``batch``, and returns ``False`` if the queue still has no space after 10 s."""
         try:
             self._queue.put(batch, timeout=0.0 if self._delay.lost else WRITER_PATIENCE_S)
         except queue.Full:

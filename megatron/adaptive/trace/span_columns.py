@@ -35,7 +35,7 @@ OTHER = len(KINDS)
 
 _NAMES = (*KINDS, "other")
 _OF_ACTION = ("iteration", "chunk", "microbatch", "piece")
-"""Columns in which an action and the wait before the action have the same values."""
+"""Columns that have the same values for an action and for the wait before it."""
 _WIDTHS: dict[str, type[np.signedinteger[Any]]] = {
     "kind": np.int8,
     "chunk": np.int16,
@@ -185,7 +185,7 @@ class TraceTable:
         return self.take(self.where(*kinds))
 
     def spans(self) -> tuple[Span, ...]:
-        """Returns the spans as objects. Their ``wait_ns`` is the wait before an action in ns."""
+        """Returns the spans as objects, including the wait in ns before each action."""
         columns = {field.name: getattr(self, field.name).tolist() for field in fields(self)}
         columns["wait_ns"] = wait_before(self).tolist()
         columns["action"] = [_NAMES[kind] for kind in columns.pop("kind")]
@@ -259,7 +259,7 @@ def nth_of_equal(keys: Sequence[Ints]) -> Ints:
 
 
 _SAME = ("iteration", "of", "chunk", "microbatch")
-"""Columns in which the send and the receive of a message have the same values."""
+"""Columns that have the same values for the send and for the receive of a message."""
 
 
 @dataclass(frozen=True, eq=False)

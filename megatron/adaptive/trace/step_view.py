@@ -32,8 +32,8 @@ class PipelineStep:
         placement: Assignment of stages to ranks and chunks, one of ``trace_format.PLACEMENTS``.
         num_chunks: Number of model chunks per rank.
         num_microbatches: Number of microbatches in this iteration.
-        rows: Actions of each pipeline rank, in the order in which they ran and with times relative
-            to the start of the step; empty for a rank without a trace.
+        rows: Actions of each pipeline rank in execution order, with times relative to the start of
+            the step; empty for a rank without a trace.
         waits: Spans of the kind ``wait`` on each pipeline rank, clipped to the step. Their
             ``reason`` is the cause of the wait. Empty if the trace has no waits.
         dp_rank: Data-parallel rank of the pipeline.

@@ -156,7 +156,7 @@ COLUMNS = (
     "of",
     "reason",
 )
-"""Names of the fields in a span's line, in the order in which the line contains them."""
+"""Names of the fields in the line of a span, in the order of the line."""
 
 PLACEMENTS = ("loop", "v")
 """Ways to assign stages to ranks: round-robin (``loop``), or down the ranks and back up (``v``)."""
@@ -171,7 +171,7 @@ same size.
 
 
 class SpanRow(NamedTuple):
-    """Contains a span as integers, in the form in which spans are recorded and written.
+    """Contains a span as integers, as it is recorded and written to the file.
 
     Attributes:
         kind: Kind of the span, as an index into :data:`KINDS`.
@@ -338,7 +338,7 @@ class GroupCollectives:
     kept: tuple[tuple[int, int, int, int], ...]
 
     def to_record(self, start_ns: int) -> dict[str, Any]:
-        """Returns the fields in the form that markers in the trace file have.
+        """Returns the fields as they appear in a marker of the trace file.
 
         Args:
             start_ns: Start of the iteration in ns on the rank's monotonic clock.
@@ -348,7 +348,7 @@ class GroupCollectives:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], start_ns: int) -> GroupCollectives:
-        """Creates an object from ``record``, an entry of a marker with already checked values.
+        """Creates an object from ``record``, an entry of a marker whose values have been checked.
 
         ``start_ns`` is the start of the iteration in ns on the rank's monotonic clock.
         """
@@ -368,7 +368,7 @@ class GroupCollectives:
 
 @dataclass(frozen=True, slots=True)
 class IterationStart:
-    """Represents a marker, which is the line before the spans of an iteration in the file.
+    """Represents a marker: the line before the spans of an iteration in a trace file.
 
     Attributes:
         iteration: Iteration number, as in the training log.
@@ -397,10 +397,10 @@ class IterationStart:
         layers: Times of the layers, with a row for each layer: index of the layer in the model,
             total time of the forward passes in ns, total time of the backward passes in ns, and
             number of forward passes.
-        layer_passes: First passes of the layers in the iteration, with a row for each pass: index
-            of the layer in the model, 0 for a forward or 1 for a backward pass, start and end in ns
-            on the rank's monotonic clock. The file contains the start relative to the start of the
-            iteration, and the duration instead of the end.
+        layer_passes: Times of the first forward and the first backward pass of each layer, with a
+            row for each pass: index of the layer in the model, 0 for a forward or 1 for a backward
+            pass, start and end in ns on the rank's monotonic clock. The file contains the start
+            relative to the start of the iteration, and the duration instead of the end.
         collectives: Collectives of the rank's process groups, with one entry per group.
     """
 
@@ -601,7 +601,7 @@ def gap_line(gap: Gap) -> str:
 
 
 def block_text(marker: IterationStart, rows: Sequence[SpanRow]) -> str:
-    """Returns the lines of a marker and the spans after it, to append to the trace file.
+    """Returns the lines of an iteration's marker and spans, to append to the trace file.
 
     Args:
         marker: Marker of the iteration. The attributes ``counts`` and ``size_bytes`` are ignored,

@@ -152,14 +152,14 @@ def value_of(
     if not is_sound(value):
         shown = reprlib.repr(value)
         raise TraceError(f"{origin}: field {name!r} must be {expected}, got {shown}")
-    # Remove control characters, which the tables and sheets that show the text cannot contain.
+    # Tables and spreadsheets cannot contain control characters, so remove them.
     return printable(value) if isinstance(value, str) else value
 
 
 def number_of_microbatches(record: Mapping[str, Any], origin: object) -> int:
-    """Reads the number of microbatches from the marker ``record``, and checks that it is in range.
+    """Reads an iteration's number of microbatches from ``record``, and checks that it is in range.
 
-    ``origin`` is the position of the marker for error messages.
+    ``origin`` is the position of the record for error messages.
     """
     number: int = value_of(record, "num_microbatches", "int", origin)
     most = MAX_SIZES["num_microbatches"]
@@ -172,9 +172,9 @@ def number_of_microbatches(record: Mapping[str, Any], origin: object) -> int:
 
 
 def check_layers(values: Mapping[str, Any], origin: object) -> None:
-    """Checks that the numbers of layers and their work in a header are plausible.
+    """Checks that a header describes a plausible number of layers with plausible work.
 
-    Otherwise, searching over all layers in a damaged header would take very long.
+    Without this check, a damaged header could cause a search over a huge number of layers.
 
     Args:
         values: Header fields.

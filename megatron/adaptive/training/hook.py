@@ -82,7 +82,7 @@ def make_profiler(cfg: TrainerConfig, rank: int, output_dir: Path | str | None) 
 
 
 class ProfiledWindow(Hook):
-    """Records the iterations from ``--profile-step-start`` to ``--profile-step-end``."""
+    """Profiles the iterations from ``--profile-step-start`` to ``--profile-step-end``."""
 
     def __init__(self, run: RunConfig, recording: Any) -> None:
         self._iterations = range(run.profile_step_start, run.profile_step_end)

@@ -51,7 +51,7 @@ class Logger:
         """
 
     def picture(self, path: Path, step: int) -> None:
-        """Stores the image file ``path``, which shows a pipeline step, for iteration ``step``."""
+        """Stores the image of a pipeline step in the file ``path`` for iteration ``step``."""
 
     def note(self, name: str, content: Any) -> None:
         """Stores the JSON-serializable ``content`` as ``name``, and replaces earlier content."""

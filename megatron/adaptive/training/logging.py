@@ -271,7 +271,7 @@ class TrainingLog:
                 self._curves.add_scalar(tag, value, iteration)
 
     def ends(self, reason: str) -> None:
-        """Prints the ``reason`` for which training ends, and writes it to ``progress.jsonl``."""
+        """Prints the ``reason`` why training ends, and writes it to ``progress.jsonl``."""
         self.message(f"training ends: {reason}")
         folder = self._cfg.schedule.trace_dir
         if self._curves is not None and folder is not None:
@@ -288,7 +288,7 @@ class TrainingLog:
         findings = values.get("findings")
         if self._curves is None or not isinstance(findings, list):
             return
-        # Findings that are no longer reported have been fixed, so their gain becomes 0.
+        # Findings that are no longer reported are assumed to be fixed, so set their gain to 0.
         gains = dict.fromkeys(self._gains, 0.0)
         entries = [finding for finding in findings if isinstance(finding, dict)]
         gains |= {f"gain/{entry['name']}": entry["gain"] for entry in entries}
@@ -534,7 +534,7 @@ class _Curves:
 
 
 def _load_figures(load: Load | None) -> list[_Figure]:
-    """Returns the values in ``load`` to report; an empty list if ``load`` is ``None``."""
+    """Returns the reported statistics of a step's microbatches; none if ``load`` is ``None``."""
     if load is None:
         return []
     return [
@@ -549,7 +549,7 @@ def _load_figures(load: Load | None) -> list[_Figure]:
 
 
 def _make_bar(total_iterations: int, start_iteration: int) -> tqdm[Any]:
-    """Returns a progress bar for the remaining iterations, which is drawn on standard error."""
+    """Returns a progress bar on standard error for the remaining iterations."""
     return tqdm(
         total=total_iterations,
         initial=start_iteration,

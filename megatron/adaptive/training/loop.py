@@ -431,7 +431,7 @@ class Rebalancing(RunHook):
         times = self._live.step.times
         if self._repartitioner is not None:
             assert times is not None
-            # Layers must not move before the tuner decides: the tuner measures the current run.
+            # Do not move layers until the tuner has decided, because it measures the current run.
             self._due = self._repartitioner.after_step(
                 times, step.num_microbatches, may_decide=self._tuner is None
             )
@@ -450,7 +450,7 @@ class Rebalancing(RunHook):
         self._close_if_done()
 
     def _close_if_done(self) -> None:
-        """Stops measuring layers if they can no longer move."""
+        """Stops measuring the layers if they will not move again."""
         layers = self._repartitioner
         if self._tuner is None and self._due is None and layers and not layers.is_needed:
             layers.close()
@@ -509,10 +509,7 @@ class Rebalancing(RunHook):
         self._live.release()
 
     def _stay(self, due: Decision | Move | NextTrial, error: DeviceMemoryError) -> None:
-        """Keeps the current stages, because the change ``due`` needs too much memory.
-
-        This method reports ``error``, which the change raised.
-        """
+        """Cancels the change ``due``, which raised ``error`` because it needs too much memory."""
         if isinstance(due, NextTrial):
             self._log.message(f"  the number of slices cannot be changed: {error}")
             self._numbers = ()

@@ -321,8 +321,8 @@ def _fail(
     """
     expected = isinstance(error, AdaptiveError)
     follows = False
-    # If the error is about a silent peer, do not wait for the watcher, which would report the same
-    # error.
+    # If the error is about a silent peer, do not wait for the watcher, because it would only report
+    # the same error.
     verdict_s = 0.0 if _SILENCE in str(error) else _VERDICT_S
     if isinstance(error, (PeerLostError, RuntimeError)) and watcher.verdict(verdict_s) is not None:
         # The connection broke because another rank exited, and the watcher has reported that rank.
@@ -343,7 +343,8 @@ def _fail(
 def _follow_reported_error(environment: Environment) -> None:
     """Exits this process if another rank has already reported an error.
 
-    A rank that is slow to connect may lose its connection with a rank that has already failed.
+    A rank that is slow to connect may fail to reach a rank that has already failed. This is only a
+    consequence of the reported error, so it is not reported.
     """
     if not dist.is_initialized():
         return

@@ -105,7 +105,7 @@ def test_missing_ranks_and_clocks_apart_are_said(copied: Path) -> None:
 def test_two_jobs_and_files_of_others_are_refused(copied: Path) -> None:
     shutil.copy(copied / "rank1.json.gz", copied / "again_rank1.json.gz")
     with pytest.raises(
-        TraceError, match=r"again_rank1.*rank1.*both belong to rank 1; keep the files of one"
+        TraceError, match=r"again_rank1.*rank1.*both belong to rank 1; keep only the files of one"
     ):
         read_profiles(copied)
     edit(

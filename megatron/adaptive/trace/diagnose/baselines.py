@@ -54,7 +54,7 @@ OF_TIME = 0.1
 """Minimum fraction of the computing time for a kind of action (F, B, W) to be examined."""
 
 MOST_INTERVALS = 20_000_000
-"""Maximum number of intervals of iterations to search for shifts, summed over all ranks.
+"""Maximum number of intervals that are searched for slowdowns, summed over all ranks.
 
 If there are more intervals, only those that last until the end of the run are searched.
 """
@@ -87,16 +87,13 @@ class Shift:
 
     @property
     def excess(self) -> float:
-        """Difference between ``(size / error) ** 2`` and ``doubt``.
-
-        The difference is positive if the shift is significant.
-        """
+        """Difference ``(size / error) ** 2 - doubt``, which is positive for a significant shift."""
         return (self.size / self.error) ** 2 - self.doubt
 
 
 @dataclass(eq=False)
 class RankBaselines:
-    """Holds the statistical model of the ranks' computing times, and searches it for shifts.
+    """Models the ranks' computing times, and searches for ranks that became slower or faster.
 
     Attributes:
         series: ``[iterations, ranks]``, logarithm of the ratio of the rank's time to its planned
@@ -136,7 +133,7 @@ class RankBaselines:
         self.doubt(np.eye(1, self.series.shape[1], column)[0])
 
     def remove(self, shift: Shift) -> None:
-        """Subtracts ``shift`` from the series, so that the next search finds a different shift."""
+        """Subtracts ``shift`` from the rank's times, so that it is not found again."""
         self.series[shift.first : shift.end, shift.column] -= shift.size
 
     def errors(self) -> tuple[Floats, Floats]:
@@ -169,7 +166,7 @@ class RankBaselines:
         return float(score / precision[0, 0])
 
     def _information(self, inside: Ints, columns: slice) -> Floats:
-        """Returns the precision (1 / variance) of the sizes of shifts, ``[intervals, columns]``.
+        """Returns the precision (1 / variance) of estimated shifts, ``[intervals, columns]``.
 
         Args:
             inside: ``[intervals]``, number of iterations in each interval.
@@ -181,7 +178,7 @@ class RankBaselines:
         return precision
 
     def scan(self, least: float, sure: float) -> list[Shift]:
-        """Returns the most likely shift of each rank, even if it is not significant.
+        """Returns each rank's most likely slowdown or speedup (shift), even if not significant.
 
         Args:
             least: Minimum size of a shift, as a logarithm.
@@ -278,11 +275,11 @@ def _plan(m: Measured) -> tuple[Floats, Floats]:
 
 
 def _level_microbatches(m: Measured, logs: Floats) -> None:
-    """Removes the effect of long microbatches, which take longer on all stages, from the durations.
+    """Removes the effect of long microbatches on the durations.
 
-    Without this correction, long microbatches could be mistaken for slow stages. Only the
-    difference from the iteration's mean is subtracted, because the model already has a term for the
-    mean (the replica's deviation).
+    Long microbatches take longer on all stages. Without this correction, they could be mistaken for
+    slow stages. Only the difference from the iteration's mean is subtracted, because the model
+    already has a term for the mean (the replica's deviation).
 
     Args:
         m: Measured times of the run.

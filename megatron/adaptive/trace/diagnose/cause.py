@@ -39,7 +39,8 @@ WORTH_MOVING = 0.03
 WORTH_REPORTING = 0.01
 """Minimum fraction of the step time that a cause other than a fault must cost to be reported.
 
-Uneven stages and overloaded experts are no faults. A faulty rank is reported even if it costs less.
+Uneven stages and overloaded experts are not faults. A faulty rank is reported even if it costs
+less.
 """
 
 
@@ -59,7 +60,7 @@ class Remedy:
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """Contains the measured times that causes examine.
+    """Contains the measured times in which a :class:`Cause` looks for its findings.
 
     Attributes:
         measured: Measured times of the run as arrays. Use ``measured.finding`` to create a finding.
@@ -132,7 +133,7 @@ class RecordedSteps:
 
     @cached_property
     def workers(self) -> list[int]:
-        """Index of each affected rank's worker, or -1 if no worker represents the rank."""
+        """Index of the simulated worker that represents each affected rank, or -1 if none does."""
         m = self.evidence.measured
         simulated = self._simulated
         worker_of = {(header.pp_rank, header.dp_rank): n for n, header in enumerate(simulated)}
@@ -198,13 +199,13 @@ class Cause:
         raise NotImplementedError
 
     def describe(self, finding: Finding) -> str:
-        """Returns the middle part of the headline, which names the affected rank and the effect."""
+        """Returns the part of the headline that names the affected rank and the effect."""
         if finding.factor is not None:
             return f"{finding.culprit} takes {finding.factor:.2f} times as long"
         return f"{finding.culprit} takes {finding.delay_text} more"
 
     def advise(self, finding: Finding, evidence: Evidence) -> Remedy:
-        """Returns remedies for ``finding``, or an empty remedy if there are none."""
+        """Returns the remedy for ``finding``, which is empty if there is no advice."""
         return Remedy()
 
     def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
@@ -251,8 +252,8 @@ def find_cause(name: str) -> Cause:
     loaded = find_object(name, group=ENTRY_POINTS, subject="cause")
     if loaded is None:
         raise ConfigError(
-            "argument --cause: must be the class of a cause as package.module:Class, or an entry "
-            f"point of the group {ENTRY_POINTS}, got {name!r}"
+            "argument --cause: expected package.module:Class of a cause, or an entry point of the "
+            f"group {ENTRY_POINTS}, got {name!r}"
         )
     if not (isinstance(loaded, type) and issubclass(loaded, Cause) and hasattr(loaded, "name")):
         raise ConfigError(

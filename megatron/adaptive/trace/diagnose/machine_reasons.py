@@ -302,7 +302,7 @@ def reasons_of(m: Measured, column: int, chosen: slice, factor: float) -> list[R
 
 
 def reading_reason(m: Measured, column: int, chosen: Ints) -> Reason | None:
-    """Returns the reason if the disk explains why a rank reads data slowly, and ``None`` otherwise.
+    """Returns a reason if a slow disk explains a rank's slow data reads, and ``None`` otherwise.
 
     Args:
         m: Measured times of the run.
@@ -509,7 +509,7 @@ def _reads_most(m: Measured, column: int, chosen: slice) -> bool:
 
 
 def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reason | None:
-    """Returns the reason if a slow processor clock explains enough of a slowdown.
+    """Returns a reason if a slow processor clock explains enough of the slowdown of a rank.
 
     Otherwise returns ``None``. Skips ranks that compute on a GPU, because the processor's clock
     rate has little effect on them. ``factor`` is the ratio of the rank's computing time to the
@@ -539,8 +539,9 @@ def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reaso
 
 
 def _slow_gpu_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reason | None:
-    """Returns the reason if a slow GPU clock explains enough of a slowdown, and ``None`` otherwise.
+    """Returns a reason if a slow GPU clock explains enough of the slowdown of a rank.
 
+    Otherwise returns ``None``.
     ``factor`` is the ratio of the rank's computing time to the expected time.
     """
     clocks = _clocks(m, GPU_CLOCK, column, chosen, factor)
@@ -555,10 +556,10 @@ def _slow_gpu_clock(m: Measured, column: int, chosen: slice, factor: float) -> R
 
 
 def _shared_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
-    """Returns a reason if the GPU of a slow rank has more outside processes than other GPUs have.
+    """Returns a reason if more other processes use a slow rank's GPU than the GPUs of other ranks.
 
-    Otherwise returns ``None``. ``column`` is the index of the rank, and ``chosen`` contains the
-    indices of the iterations to use.
+    Otherwise returns ``None``. Processes of this job are not counted. ``column`` is the index of
+    the rank, and ``chosen`` contains the indices of the iterations to use.
     """
     others = np.nan_to_num(m.machine[GPU_OTHERS][chosen])
     count = float(np.median(others[:, column]))

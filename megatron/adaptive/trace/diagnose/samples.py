@@ -383,10 +383,10 @@ def _clock_error(run: RunTrace) -> float:
 
 
 NORMAL = 1.4826
-"""Ratio of the standard deviation to the median absolute deviation in a normal distribution."""
+"""Ratio of the standard deviation to the median absolute deviation of a normal distribution."""
 
 FROM_END = 4
-"""Minimum number of values before and after a change in a series."""
+"""Minimum number of values that a series must have both before and after a detected change."""
 
 PASSED = 6
 """Minimum number of values in an interval that ends before the end of the series."""

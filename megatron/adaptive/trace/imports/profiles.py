@@ -346,7 +346,7 @@ def _read_spans(paths: list[Path]) -> list[_RankFile]:
             jobs.setdefault(str(resource.get("nemo.run.id")), path.name)
             if len(jobs) > 1:
                 both = " and ".join(f"{job} ({name})" for job, name in jobs.items())
-                raise TraceError(f"{path.parent} contains jobs {both}; keep the spans of one job")
+                raise TraceError(f"{path.parent} contains jobs {both}; keep only one job's spans")
             named = _RANK.findall(f"{path.name} {resource.get('service.instance.id')}")
             rank = _number(resource, "dl.rank", int(named[-1]) if named else 0)
             if rank not in ranks:
@@ -615,13 +615,13 @@ def _check_same_job(folder: Path, files: list[_RankFile]) -> None:
         if file.rank in seen:
             raise TraceError(
                 f"{seen[file.rank].name} and {file.path.name} in {folder} both belong to rank "
-                f"{file.rank}; keep the files of one job"
+                f"{file.rank}; keep only the files of one job"
             )
         seen[file.rank] = file.path
     sizes = {file.world_size for file in files if file.world_size}
     if len(sizes) > 1:
         both = " and ".join(map(str, sorted(sizes)))
-        raise TraceError(f"{folder} contains jobs of {both} ranks; keep the files of one job")
+        raise TraceError(f"{folder} contains jobs of {both} ranks; keep only the files of one job")
 
 
 def _ranks(file: _RankFile, pipeline: int | None) -> tuple[int, int, int]:
@@ -713,7 +713,7 @@ def _operations(file: _RankFile) -> tuple[list[_Event], list[_Event]]:
 
 
 def _set_steps(file: _RankFile, line: str, events: list[_Event], labels: list[_Event]) -> None:
-    """Sets the step of each of the ``events`` and ``labels``.
+    """Sets the step of all ``events`` and ``labels``.
 
     If there are no step marks, each optimizer call ends a step.
     """
@@ -750,7 +750,7 @@ def _unspanned(end: str, messages: list[_Event], computes: list[_Event]) -> list
 
 
 def _outermost(computes: list[_Event]) -> list[_Event]:
-    """Removes computations nested in another one of the same kind, and renumbers the rest."""
+    """Removes computations nested in others of the same kind, and renumbers the rest."""
     until: dict[str, int] = {}
     counts: Counter[tuple[int, str]] = Counter()
     outermost = []

@@ -44,15 +44,15 @@ from megatron.adaptive.trace.trace_format import (
 COLUMNS = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration", "seq_id")
 """Required columns of a table.
 
-The columns contain, in this order, the replica, pipeline rank, global rank, iteration, kind of
-operation, start and duration in seconds, and the index of the operation among those of the same
+They contain, in this order: the replica, the pipeline rank, the global rank, the iteration, the
+kind of operation, its start and duration in seconds, and its index among the operations of the same
 kind, step and rank.
 """
 OPTIONAL = ("mc", "gmc", "mb_id", "group")
 """Optional columns of a table.
 
-The columns contain, in this order, the index of the chunk on its rank, the index of the chunk in
-the model, the microbatch, and the lowest rank of a collective's group. If the first two columns are
+They contain, in this order: the index of the chunk on its rank, the index of the chunk in the
+model, the microbatch, and the lowest rank of a collective's group. If the first two columns are
 missing, each rank has one chunk.
 """
 _FROM_0 = ("dp_rank", "stage", "rank", "step")
@@ -186,8 +186,8 @@ def _on_one_clock(rank: Ints, step: Ints, start_ts: Ints, duration: Ints) -> tup
 
     Returns the aligned start times, and notes for the user.
 
-    The clock of a rank seems to differ if its first step begins earlier or later than the first
-    step of the lowest rank, by more than twice the median length of all ranks' first steps.
+    The clock of a rank seems to differ if its first step begins much earlier or later than that of
+    the lowest rank: by more than twice the median length of the first steps.
     """
     rows = np.flatnonzero(step == step.min())
     ranks, index = np.unique(rank[rows], return_inverse=True)
@@ -370,8 +370,8 @@ class _Table:
             kind = self._kind_names[self._kind[again[0]]]
             raise TraceError(
                 f"{origin} has {kind} {self._seq[again[0]]} of rank {rank} in step "
-                f"{self._step[again[0]]} twice, so the rows belong to several jobs; keep those of "
-                "one job"
+                f"{self._step[again[0]]} twice, so the rows belong to several jobs; keep only the "
+                "rows of one job"
             )
 
     def _check_microbatches(self, computes: Ints) -> None:
@@ -449,7 +449,7 @@ class _Table:
         return messages[partner >= 0], computes[partner[partner >= 0]]
 
     def _global(self, worker: Ints, pp_rank: Ints) -> Ints:
-        """Returns the global rank of each worker's pipeline rank ``pp_rank``, or -1 if missing."""
+        """Returns the global rank at ``pp_rank`` in each worker's pipeline, or -1 if missing."""
         index = find_rows(
             [self._pp_rank, self._dp_rank, self._tp_rank],
             [pp_rank, self._dp_rank[worker], self._tp_rank[worker]],

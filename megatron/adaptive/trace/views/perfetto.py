@@ -388,8 +388,8 @@ def _microseconds(times_ns: Sequence[int]) -> list[float]:
 def _flows(messages: Messages) -> dict[tuple[Any, ...], Event]:
     """Returns the start and the end of a flow (an arrow) for each message.
 
-    The keys of the dict are tuples of a rank, a kind of span, the rank at the other end, and
-    numbers that identify the message.
+    They are keyed by (rank, ``send`` or ``receive``, rank at the other end, ...). The other values
+    of a key identify the message.
     """
     ends: dict[tuple[Any, ...], Event] = {}
     names = ("source", "target", "iteration", "chunk", "microbatch", "of")

@@ -42,7 +42,7 @@ MAX_WIDTH_IN = 22.0
 FORWARD_IN = 0.13
 """Desired width in inches of a short action.
 
-The picture is widened for it if necessary, up to ``MAX_WIDTH_IN``.
+If necessary, the picture is widened to reach it, up to ``MAX_WIDTH_IN``.
 """
 AROUND_IN = 1.5
 """Total height in inches of the parts above and below the rows of the picture."""
@@ -65,7 +65,7 @@ UPRIGHT_BELOW_PT = 5.5
 """Font size in points below which the text in bars is rotated by 90 degrees."""
 POINTS_PER_IN = 72
 VISIBLE = 2000
-"""Ratio of the step time to the shortest wait whose cause is listed in the legend."""
+"""Divisor of the step time. The legend lists only causes of waits longer than the quotient."""
 
 
 def write_picture(step: PipelineStep, path: str | os.PathLike[str]) -> None:

@@ -225,7 +225,7 @@ def _cells(row: Sequence[Span], unit_ns: int, least: int) -> Iterator[ChartCell]
 
 
 def add_order(workbook: Workbook, step: PipelineStep, title: str) -> None:
-    """Adds the sheet *order*, which shows the actions of ``step`` in order, to ``workbook``.
+    """Adds the sheet *order* to ``workbook``, with the actions of ``step`` in execution order.
 
     Columns beyond Excel's maximum number are omitted.
     """

@@ -1,4 +1,4 @@
-"""Defines the settings that remove causes of delay, for each program that writes traces."""
+"""Defines which settings to recommend, depending on the program that wrote the trace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.adaptive.trace.trace_format import TraceHeader
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """Contains texts about the settings with which the user of a program can make a run faster.
+    """Contains the names of settings that make a run faster, as texts for the user.
 
     Attributes:
         slow_rank: Setting that moves work away from a slow rank.
@@ -40,7 +40,7 @@ class Advice:
     no_trace: str
 
     def of_partition(self, partition: str) -> str:
-        """Returns the setting that selects ``partition``, which has the form ``3-4-5``."""
+        """Returns the setting that selects ``partition``, such as ``3-4-5``."""
         return f"{self.partition}{partition}" + ('"' if self.partition.endswith('"') else "")
 
 
@@ -75,5 +75,5 @@ PIPELINE = Advice(
 
 
 def advice_for(header: TraceHeader) -> Advice:
-    """Returns the settings for the program that wrote the trace with ``header``."""
+    """Returns the advice for users of the program that wrote the trace with ``header``."""
     return PIPELINE if header.order else TRAINER

@@ -403,17 +403,18 @@ class _Answers:
         return shares
 
     def _repaired_s(self, whole: float, durations: Durations, steps: Floats) -> float:
-        """Returns the mean step time in seconds after a change that makes steps faster.
+        """Returns the mean step time in seconds after a change of the durations.
 
-        ``durations`` returns the durations after the change, and ``steps`` contains the step times
-        simulated with them. ``whole`` is the mean step time without the change. A run-time
-        scheduling rule would also change the order of actions, so the rule itself is simulated.
+        A run-time scheduling rule would also change the order of actions, so the rule is simulated
+        as well. ``durations`` returns the durations after the change, and ``steps`` contains the
+        step times simulated with them in the recorded order. ``whole`` is the mean step time
+        without the change.
         """
         saved = self._replay.saved_s(durations(self._parts[-1]))
         return float(steps.mean()) if saved is None else whole - saved
 
     def _simulate(self, sets: Mapping[tuple[str, str], Durations]) -> dict[tuple[str, str], Floats]:
-        """Returns the simulated time of each step in seconds, ``[steps]``, for each of ``sets``."""
+        """Simulates each set of durations, and returns its step times in seconds, ``[steps]``."""
         names = list(sets)
         step_s: dict[tuple[str, str], Floats] = {}
         for low in range(0, len(names), SETS_AT_ONCE):
@@ -456,7 +457,7 @@ class _Answers:
         return medians(pp_rank, self._cells.sum(axis=(1, 2)), number)
 
     def _cell(self, ops: Operations) -> tuple[Ints, Ints, Ints]:
-        """Returns the index of each computation's mean time in ``[ranks, chunks, 3]``."""
+        """Returns three index arrays: the rank, chunk and kind (F, B, W) of each computation."""
         rows = slice(0, ops.num_computes)
         return ops.worker[rows], ops.chunk[rows], ops.kind[rows]
 
@@ -522,7 +523,7 @@ class _Answers:
         return sorted(range(len(scores)), key=lambda worker: (-scores[worker], worker))
 
     def _repairs(self, slowest: Sequence[int]) -> dict[str, tuple[str, Durations]]:
-        """Returns the possible changes, keyed by description, with flags (or advice) and durations.
+        """Maps the description of each possible change to its flag or advice, and its durations.
 
         ``slowest`` contains the indices of the slowest ranks.
         """
@@ -569,7 +570,7 @@ class _Answers:
         )
 
     def _partition(self, usual: Floats) -> tuple[str, Floats]:
-        """Returns the flag that equalizes the stages, and the factor by which ranks' times change.
+        """Returns the flag that equalizes the stages, and a factor for the time of each rank.
 
         ``usual`` contains the usual computing time of each pipeline rank in seconds.
         """
@@ -591,7 +592,7 @@ class _Answers:
     def _with_content(
         self, repaired_s: dict[tuple[str, str], float], whole: float, notes: list[str]
     ) -> dict[tuple[str, str], float]:
-        """Adds the step times of a ``Pipeline`` with other settings for microbatches and partition.
+        """Returns ``repaired_s``, extended by step times with other settings of a ``Pipeline``.
 
         Args:
             repaired_s: Mean step time in seconds, keyed by the description and flag of each change.
@@ -605,7 +606,7 @@ class _Answers:
         return kept_s | {names: whole - saved for names, saved in content.saved_s.items()}
 
     def _replays(self, simulated: Floats) -> dict[tuple[str, str], float]:
-        """Simulates steps with a different schedule, other assignments to replicas, or both.
+        """Simulates another schedule, another distribution of microbatches to replicas, or both.
 
         Returns:
             Dict from (description, flag) of each change to the mean step time in seconds.

@@ -188,8 +188,7 @@ class _Simulation:
             "dealing": is_unequal and header.dealing == "turns" and len(self._steps[0]) > 1,
         }
         open_settings = [name for name, is_open in settings.items() if is_open]
-        # If the run ordered its microbatches, it would also order them after a different
-        # distribution.
+        # A run that orders its microbatches also orders them if they are distributed differently.
         was_ordered = header.order not in ("", "given")
         partition = self._best_partition()
         saved: dict[tuple[str, str], float] = {}
@@ -313,7 +312,7 @@ def _subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def _neighbors(partition: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Returns all partitions that move one segment of ``partition`` to a neighboring stage."""
+    """Returns all partitions that result from moving one segment to a neighboring stage."""
     partitions = []
     for stage in range(len(partition) - 1):
         for step in (1, -1):
@@ -326,7 +325,7 @@ def _neighbors(partition: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def _even_partition(costs: Floats, stages: int) -> tuple[int, ...]:
-    """Returns the partition into ``stages`` whose most expensive stage has the lowest cost.
+    """Returns the partition into ``stages`` stages that minimizes the cost of the costliest stage.
 
     ``costs`` contains the cost of each segment.
     """

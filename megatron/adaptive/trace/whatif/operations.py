@@ -388,7 +388,7 @@ def _transfers(
 
     Returns:
         Time of each transfer in seconds, arrival time of each message in nanoseconds, and whether
-        any receive was posted one at a time.
+        ranks posted their receives one at a time.
     """
     keys = [
         actions.iteration[came],
@@ -497,8 +497,9 @@ def _check_own_order(operations: Operations, actions: TraceTable) -> None:
         wrong = np.flatnonzero(predecessors > rows)
         if len(wrong):
             raise TraceError(
-                f"{operations.describe(int(rows[wrong[0]]))} ran before its own "
-                f"{NAMES[(FORWARD, BACKWARD)[before == 'B']]}; the trace or its clock is damaged"
+                f"{operations.describe(int(rows[wrong[0]]))} ran before the "
+                f"{NAMES[(FORWARD, BACKWARD)[before == 'B']]} that it needs; the trace or its "
+                "clock is damaged"
             )
 
 
@@ -648,8 +649,8 @@ def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
         same = segment[rows[1:]] == segment[rows[:-1]]
         pairs.append((rows[:-1][same], rows[1:][same]))
 
-    # If computations on a rank overlap, each depends on the last one that had finished at its
-    # start, which need not be the previous one.
+    # If computations on a rank overlap, the previous computation may still be running when the next
+    # one starts. Each computation then depends on the last one that had finished before it started.
     span = ops.end_ns[computes] - ops.start_ns[computes]
     ended = ops.end_ns[computes] - (span * _ENDED).astype(np.int64)
     overlaps = (np.diff(rank[computes]) == 0) & (ops.start_ns[computes][1:] < ended[:-1])

@@ -197,13 +197,14 @@ class RecordedTimes:
         """Assigns each microbatch, longest first, to the replica that would finish it first.
 
         Args:
-            durations_s: Time in seconds of each microbatch on ranks of usual speed, for all
-                replicas, ``[2, stages, microbatches]``. Slices of a microbatch stay together.
-            counts: Number of slices of each microbatch.
+            durations_s: Time in seconds that each slice of all replicas would take on ranks of
+                usual speed, ``[2, stages, slices]``.
+            counts: Number of slices of each microbatch. All slices of a microbatch are assigned to
+                the same replica.
 
         Returns:
-            Times of the microbatches assigned to each replica, in the same form as ``durations_s``,
-            and their numbers of slices.
+            Durations of the slices assigned to each replica, and number of slices of each
+            microbatch assigned to it.
         """
         of_slices = durations_s
         ends = np.cumsum(counts)
@@ -411,7 +412,7 @@ class RuleReplay:
         return recorded
 
     def _last(self) -> Ints:
-        """Returns the indices of the last iterations of the run, which are the ones to simulate."""
+        """Returns the indices of the last iterations of the run. Only these are simulated."""
         iterations: Ints = np.unique(self._ops.iteration)[-steps_at_most(self._ops, RULE_STEPS) :]
         return iterations
 

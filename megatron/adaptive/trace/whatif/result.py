@@ -52,9 +52,9 @@ class WhatIf:
         by_step: ``[steps]``, slowdown in each step, keyed by type and name of the group. Types are
             ``stage``, ``replica`` and ``kind``.
         worker_share: Fraction of the slowdown that would vanish if the slowest ranks were as fast
-            as the other ranks (Mw in the paper).
+            as the other ranks (Mw in arXiv 2505.05713).
         last_stage_share: Fraction of the slowdown that would vanish if the last stage were as fast
-            as the other stages (Ms in the paper).
+            as the other stages (Ms in arXiv 2505.05713).
         length_share: Fraction of the slowdown that would vanish if all microbatches took the same
             time.
         slowest: Indices into ``where.ranks`` of the slowest ranks, on which ``worker_share`` is
@@ -82,7 +82,7 @@ class WhatIf:
 
     @property
     def slowdown(self) -> float:
-        """Ratio of the mean simulated step time to the mean ideal step time (S in the paper)."""
+        """Ratio of the mean simulated to the mean ideal step time (S in arXiv 2505.05713)."""
         return float(self.simulated_s.mean() / self.ideal_s.mean())
 
     @property

@@ -152,7 +152,7 @@ def _rows(run: RunTrace, ops: Operations, iteration: int) -> list[list[_Row]]:
 
 
 def _tokens(steps: Iterable[Sequence[Sequence[_Row]]]) -> int | None:
-    """Returns the number of tokens per slice, or ``None`` if the number is not unique.
+    """Returns the number of tokens per slice, or ``None`` if it differs between rows.
 
     The result is also ``None`` if no microbatch is split, or if a file is damaged.
     """

@@ -17,8 +17,7 @@ from megatron.adaptive.trace.diagnose.machine_reasons import COUNTS, reason_by, 
 from megatron.adaptive.trace.diagnose.samples import Floats, Measured, best_interval, chance, noise
 
 SURE = 3.2
-"""Minimum increase of the waiting time, in standard errors, for a part of the run to be reported.
-"""
+"""Minimum increase of the waiting time to report an interval of the run, in standard errors."""
 
 MOST_OF = 0.75
 """Minimum fraction of iterations in which ranks must wait for the waits to count as permanent."""

@@ -51,7 +51,10 @@ FEWEST_GROUPS = 2
 """Minimum number of other groups needed for a comparison."""
 
 _LEAST_LEFT = 0.1
-"""Minimum duration of an operation without the delay, as a fraction of its recorded duration."""
+"""Lower limit for the duration of an operation after the delay was subtracted from it.
+
+The unit is the recorded duration.
+"""
 
 
 class SlowMember(Cause):

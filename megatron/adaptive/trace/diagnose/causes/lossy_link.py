@@ -34,7 +34,10 @@ LATE_OF_STEP = 0.03
 """Minimum total delay per step of a link's late messages, as a fraction of the step time."""
 
 LATE_TOGETHER = 0.8
-"""Minimum fraction of the delay that must fall into iterations with retransmitted TCP segments."""
+"""Minimum fraction of a link's delay that occurs in iterations with retransmitted TCP segments.
+
+Links with a smaller fraction are not reported.
+"""
 
 RANDOMLY = 0.02
 """Maximum probability that delays and retransmissions coincide by chance on a reported link."""
@@ -46,7 +49,7 @@ The comparison estimates the probability that delays and retransmissions coincid
 """
 
 LINK_FEWEST = 20
-"""Minimum number of messages needed to judge a link."""
+"""Minimum number of messages on a link that is examined."""
 
 
 class LossyLink(Cause):

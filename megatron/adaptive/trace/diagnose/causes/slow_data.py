@@ -57,10 +57,10 @@ READING_SURE = 3.0
 """Minimum difference between the durations of slow and usual reads, in standard errors."""
 
 READS_FEWEST = 16
-"""Minimum number of reads needed to judge a rank."""
+"""Minimum number of data reads by a rank that is examined."""
 
 READING_ITERATIONS = 4
-"""Minimum number of iterations with reads needed to judge a rank."""
+"""Minimum number of iterations in which an examined rank must have read data."""
 
 
 def find_slow_reading(m: Measured) -> list[Finding]:

@@ -41,11 +41,13 @@ MOST_SLOW = 0.25
 
 
 SLOWER_PASS = 1.15
-"""Minimum ratio of a slow layer's forward time and of its backward time to those of other layers.
+"""Minimum ratio of a slow layer's forward time to that of other layers.
+
+The same ratio applies to its backward time.
 """
 
 SLOWER_LAST = 2.0
-"""Minimum ratio of the last layer's time to the time of other layers for the layer to be slow.
+"""Minimum ratio of the last layer's time to that of other layers for it to be reported as slow.
 
 The last layer often does additional work. For other layers, the minimum ratio is :data:`SLOWER`.
 """
@@ -53,7 +55,7 @@ The last layer often does additional work. For other layers, the minimum ratio i
 ALIKE = 1.25
 """Ratio of the times of two slow layers below which they are assumed to be of the same kind.
 
-Slow layers of the same kind are not reported.
+Such layers are not reported, because every layer of their kind may need this time.
 """
 
 FEWEST_SPACED = 3
@@ -61,7 +63,7 @@ FEWEST_SPACED = 3
 
 
 class SlowLayer(Cause):
-    """Finds layers whose forward and backward passes take longer than in other layers."""
+    """Finds layers whose forward and backward passes take longer than those of other layers."""
 
     name = "slow layer"
     order = 5
@@ -116,7 +118,7 @@ def find_slow_layers(m: Measured) -> list[Finding]:
 
 
 def _kind(m: Measured, index: int) -> int:
-    """Returns the number of the kind of layer ``index``, or -1 if the kind is unknown."""
+    """Returns an integer that identifies the kind of layer ``index``, or -1 if it is unknown."""
     return m.layer_kinds[index] if index < len(m.layer_kinds) else -1
 
 

@@ -79,7 +79,7 @@ class SlowLink(Cause):
 
 
 LINK_FEWEST = 6
-"""Minimum number of messages needed to judge a link."""
+"""Minimum number of messages on a link that is examined."""
 
 LINK_TIMES = 2.0
 """Minimum ratio of the travel time on a slow link to the travel time on other links.

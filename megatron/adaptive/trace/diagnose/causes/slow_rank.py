@@ -76,7 +76,10 @@ comparison.
 """
 
 AGREE = 0.4
-"""Minimum fraction of a rank's slowdown that must be present in each kind of action (F, B, W)."""
+"""Minimum slowdown of each kind of action (F, B, W), as a fraction of the rank's slowdown.
+
+If one kind is slowed down less, the slowdown is attributed to noise and not reported.
+"""
 
 OWN_CHANGE = 0.5
 """Minimum fraction of a temporary slowdown that must appear in the times of the rank itself.
@@ -88,7 +91,7 @@ OF_LAYER = 0.5
 """Minimum fraction of a slow rank's lost time that a slow layer must explain to be the cause."""
 
 HOLDS_UP = 2.0
-"""Minimum ratio of a group's waiting time for a slow rank to that for any other member."""
+"""Minimum ratio of the time that a group waits for a slow rank to its wait for any other member."""
 
 MOST_FOUND = 20
 """Maximum number of slow ranks to report."""
@@ -144,7 +147,7 @@ def find_slow_ranks(m: Measured) -> list[Finding]:
 
 
 def _least_factor(m: Measured, shift: Shift) -> float:
-    """Returns the minimum factor to report a slow rank without a known reason."""
+    """Returns the minimum slowdown to report for a rank, if no reason for it is known."""
     chosen = slice(shift.first, shift.end)
     # If ranks wait for a processor most of the time, the differences between their times are
     # random.
@@ -202,7 +205,7 @@ def _last_member(m: Measured, ranks: tuple[int, ...]) -> int | None:
 
 
 def _quickest(baselines: RankBaselines, judged: set[int]) -> Shift | None:
-    """Returns the shift of the rank that is most clearly faster than expected, or ``None``.
+    """Returns the deviation of the rank that is most clearly faster than expected, or ``None``.
 
     Skips the ranks whose indices are in ``judged``. The caller stops using the fast rank as a
     reference, because all other ranks would seem slow in comparison.
@@ -219,9 +222,9 @@ def _quickest(baselines: RankBaselines, judged: set[int]) -> Shift | None:
 
 
 def _is_real(baselines: RankBaselines, shift: Shift, log_work: Floats) -> bool:
-    """Returns whether ``shift`` appears in all kinds of actions and in the rank's own times.
+    """Returns whether the slowdown ``shift`` appears in all actions and in the rank's own times.
 
-    If it does not, the slowdown is caused by other ranks or by noise. ``log_work`` contains the
+    If it does not, it is caused by other ranks or by noise. ``log_work`` contains the
     logarithm of the rank's computing time in each iteration.
     """
     if any(size < AGREE * shift.size for size in baselines.kinds(shift).values()):

@@ -24,7 +24,10 @@ from megatron.adaptive.trace.diagnose.samples import Measured
 from megatron.adaptive.trace.diagnose.stage_costs import StageCosts, best_partition
 
 UNEVEN = 0.10
-"""Minimum fraction of the slowest rank's time that a different partition must save for a report."""
+"""Minimum fraction of the slowest rank's time that another partition must save.
+
+If it would save less, uneven stages are not reported.
+"""
 
 
 class UnevenStages(Cause):
@@ -67,7 +70,10 @@ class UnevenStages(Cause):
 
 
 def find_uneven_stages(m: Measured, times: StageCosts) -> list[Finding]:
-    """Returns a finding if a different partition makes the slowest rank in ``m`` much faster."""
+    """Returns a finding if another partition of the layers would make the slowest rank faster.
+
+    The difference must be at least the fraction :data:`UNEVEN`.
+    """
     better = best_partition(times, sum(m.layers))
     ranks = times.rank_ns(m.layers)
     best = times.rank_ns(better).max()

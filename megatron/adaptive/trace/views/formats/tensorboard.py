@@ -5,7 +5,7 @@
     <folder>/mean/events.out.tfevents.trace          mean of the curves over ranks
     <folder>/rank 00003/events.out.tfevents.trace    curves of a single rank
 
-Every iteration is a point in each curve, at the time of day at which the iteration ran. The files
+Each curve has one point per iteration, with the time of day at which the iteration ran. The files
 are written with TensorBoard's own writer. They become visible only when they are complete. Files
 from an earlier export are replaced.
 """
