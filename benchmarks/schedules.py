@@ -83,7 +83,7 @@ def main() -> int:
         "--chunk-ms",
         type=float,
         default=8.0,
-        help="mean time of F, of B and of W of half a rank (8)",
+        help="mean duration in ms of F, B and W for half of a rank's layers (8)",
     )
     group.add_argument("--repetitions", type=int, help="steps of each competitor in each case")
     group.add_argument("--ranks", type=int, default=8, help="number of ranks (8)")

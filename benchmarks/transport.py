@@ -59,7 +59,7 @@ Samples = Mapping[str, Sequence[float]]
 
 
 def measure_mpi(plan: dict[str, Any]) -> tuple[dict[str, Samples], str]:
-    """Runs MPI and UCX, and returns their samples, and a reason if samples are missing.
+    """Runs MPI and UCX, and returns their samples and the reason why samples are missing.
 
     ``plan`` contains the settings of the processes. The samples are keyed by library. The reason is
     empty if no samples are missing.
@@ -155,8 +155,8 @@ def _over_peers(own_samples: Samples, peers: Mapping[str, Samples], reason: str)
         if not peers:
             rows.append(missing(title, reason, goal=1.0, least=True))
             continue
-        # Each library ran in its own processes, so compare it with the copies in the same
-        # processes.
+        # Each library ran in its own processes, so compare its speed with that of a memcpy in the
+        # same processes.
         speed = {
             name: statistics.median(samples[f"{name} {nbytes}"])
             / statistics.median(_memcpy(samples, nbytes))

@@ -193,7 +193,7 @@ class Case:
 
 
 def heads_and_tails(case: Case) -> tuple[Starts, Starts]:
-    """Returns the longest chains before the start and after the end of each cell."""
+    """Returns the durations of the longest chains before and after each cell."""
     heads: Starts = {}
     cells = list(case.cells())
     tails = dict.fromkeys(cells, 0)

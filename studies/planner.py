@@ -95,7 +95,7 @@ def main() -> int:
         "--keep", type=Path, metavar="DIR", help="store the traces of the runs in this folder"
     )
     where.add_argument(
-        "--kept", type=Path, metavar="DIR", help="predict the stored runs of this folder again"
+        "--kept", type=Path, metavar="DIR", help="folder with stored runs to predict again"
     )
     options = parser.parse_args()
     data, quick = options.data, options.quick

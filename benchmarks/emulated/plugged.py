@@ -64,7 +64,7 @@ class _Call(LayerCall):
         yield self.weight, _SHARE
 
     def flops(self, gradient: torch.Tensor) -> float:
-        """Returns the same number for all layers, because all parts of W are equal."""
+        """Returns 1 for every layer, because all parts of W take the same time."""
         return 1.0
 
     @property

@@ -50,7 +50,7 @@ class Steps:
 
     @property
     def of_bound(self) -> float:
-        """Returns the median over all steps of the ratio of simulated to measured duration."""
+        """Returns the ratio of simulated to measured step time, as the median over all steps."""
         return statistics.median(
             self.simulated_s[number] / seconds for number, seconds in self.measured_s.items()
         )

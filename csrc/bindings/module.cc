@@ -2,7 +2,7 @@
 // channels are in node.cc. Only files in this folder include Python's headers.
 //
 // Blocking calls release the GIL. Waits return to Python about every 100 ms, so that signal
-// handlers run. Exceptions of the core become the ones in megatron.adaptive.errors.
+// handlers run. The core's exceptions are converted to the classes in megatron.adaptive.errors.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

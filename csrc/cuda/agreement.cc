@@ -237,7 +237,7 @@ class Talk {
 
   std::size_t trial_bytes() const noexcept { return std::min(wish_.slot_bytes, kTrialBytes); }
 
-  // The first and the last slot.
+  // Slots that the trial writes to: the first and the last.
   std::vector<unsigned> tried() const {
     return wish_.slots == 1 ? std::vector<unsigned>{0} : std::vector<unsigned>{0, wish_.slots - 1};
   }

@@ -38,7 +38,7 @@ struct OutgoingMemory {
     return data_segment.region.data() + index * slot_stride;
   }
 
-  // Lease::Release of a reserved slot.
+  // Lease::Release function for reserved slots.
   static void drop_view(void* owner, std::uint64_t slot) noexcept;
 
   std::size_t num_entries;

@@ -147,7 +147,7 @@ void sending_never_waits_for_the_peer() {
   }
   check(low.sender->flush(patient()), "flushed");
   eventually([&kept = kept] { return kept.back().expired(); }, "memory let go of");
-  // The same happens if the channel is closed first.
+  // The sender also releases the memory if the peer closes the channel first.
   std::vector<Arrival> held;
   for (int number = 0; number < 10; ++number) {
     auto bytes = std::make_shared<Bytes>(pattern(3000, 1));

@@ -133,7 +133,7 @@ TEST(sending_never_waits) {
   Sides(low, high).join();
 }
 
-// Messages that are larger than a slot or come from the host keep their order among the others.
+// Messages that are larger than a slot or come from the host stay in order with other messages.
 TEST(the_order_is_kept_whatever_the_way) {
   constexpr int kCount = 60;
   const auto size = [](int number) {

@@ -183,7 +183,7 @@ class Allocation {
     return file_.data() + file_.handle().size_bytes - blocks(size_bytes_) * kPage;
   }
 
-  // Frees the memory. Checks the rule that no other process has it open.
+  // Frees the memory. Reports misuse if another process still has it open.
   void free() {
     for (const auto& opener : shared().openers) {
       const pid_t process = opener.load();

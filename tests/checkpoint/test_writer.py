@@ -75,11 +75,11 @@ def test_a_full_disk_leaves_no_view_of_memory_behind(count: int) -> None:
 
 
 class Recording:
-    """Records the size of each write to a file, which it passes on.
+    """Wraps a file, and records the size of each write.
 
     Args:
-        file: The file.
-        sizes: List that gets the sizes in bytes.
+        file: File to write to.
+        sizes: List to which the sizes in bytes are appended.
     """
 
     def __init__(self, file: Any, sizes: list[int]) -> None:

@@ -314,7 +314,7 @@ class Moment(Protocol):
     """Point in a stream after all work that has been submitted so far."""
 
     def synchronize(self) -> None:
-        """Blocks until the device has reached this point, without holding the GIL."""
+        """Waits until the device has done all work before this point. Releases the GIL."""
 
 
 class Streams(Protocol):

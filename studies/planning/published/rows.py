@@ -172,7 +172,10 @@ class _SetTimes:
         return fmean(seconds for one, seconds in self.times[model, gpu, tp] if one == kind)
 
     def _launch(self, tp: int) -> float:
-        """Returns the shortest forward time of layers that hardly compute, in seconds, or 0."""
+        """Returns the time to launch the kernels of a layer in seconds, or 0 if it is unknown.
+
+        This is the shortest forward time of all layers that need little computation.
+        """
         found = []
         for (model, gpu, width), layers in self.times.items():
             described, card = self.models[model], known_gpu(gpu)
