@@ -49,7 +49,10 @@ def emulated(options: argparse.Namespace) -> Result:
     steps = table.make_table(records, times=times, seed=options.seed, **shape)
     title = f"{options.ranks} ranks, {options.microbatches} microbatches"
     print(f"### {title}: speed-up over {competitors.BASELINE}\n\n{table.markdown(steps)}")
-    print(f"F, B and W of half a rank: {options.chunk_ms:g} ms each; {os.cpu_count()} processors\n")
+    print(
+        f"F, B and W for half of a rank's layers: {options.chunk_ms:g} ms each; "
+        f"{os.cpu_count()} processors\n"
+    )
     if options.chart is not None:
         table.chart(steps, f"{title}, emulated compute (outlined: rules)", options.chart)
     return Result(rows=table.goals(steps, **shape), facts={"emulated": {**plan, "steps": records}})

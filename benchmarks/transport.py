@@ -46,7 +46,7 @@ MOST_OF_WAKE = 1.0
 MOST_COPIES = 4.0
 """Maximum time that messages add to a microbatch, relative to the time to copy a message."""
 MOST_OVER_GLOO = 1.02
-"""Maximum step time relative to that with gloo, with more ranks than CPUs."""
+"""Maximum step time relative to the step time with gloo, with more ranks than CPUs."""
 MICROBATCHES = 32
 STREAMS = ("memcpy plain", "memcpy streaming", "shm", "tcp", "gloo")
 LIMIT_S = 900.0

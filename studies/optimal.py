@@ -214,9 +214,8 @@ def lower_bound(case: Case) -> int:
     best = 0
     for rank in range(case.ranks):
         own = [cell for cell in case.cells() if case.rank_of(cell[1]) == rank]
-        # Sort the cells by descending tail, which is the longest chain after a cell. Then the
-        # tails of all cells in the sum ``work`` are at least as long as the tail of the current
-        # cell.
+        # Sort the cells by descending tail (the longest chain after a cell), so that no cell in
+        # the sum ``work`` has a shorter tail than the current cell.
         own.sort(key=lambda cell: -tails[cell])
         for head in {heads[cell] for cell in own}:
             work = 0

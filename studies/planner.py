@@ -88,7 +88,7 @@ def main() -> int:
         type=Path,
         nargs="+",
         metavar="DIR",
-        help="only predict the runs of these data sets",
+        help="data sets whose runs are predicted; no parts are run",
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument(

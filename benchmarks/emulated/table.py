@@ -156,10 +156,10 @@ def markdown(table: Table) -> str:
 
 
 def goals(table: Table, *, ranks: int, microbatches: int) -> list[Row]:
-    """Returns rows that compare steps with their simulations, and rules with fixed orders.
+    """Compares measured with simulated step times, and run-time rules with fixed orders.
 
-    ``table`` contains the steps of a pipeline with ``ranks`` ranks and ``microbatches``
-    microbatches per step.
+    Returns one row for each comparison. ``table`` contains the steps of a pipeline with ``ranks``
+    ranks and ``microbatches`` microbatches per step.
     """
     rows = [_gain(table, *gain) for gain in GAINS if {(gain[0], gain[2]), gain[1:]} <= set(table)]
     of_executor = [steps for steps in table.values() if steps.competitor.engine == "ours"]

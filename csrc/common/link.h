@@ -113,7 +113,8 @@ Link connect_unix(const std::string& address, const Identity& self, int peer,
 Link connect_tcp(const std::string& host, int port, const Identity& self, int peer,
                  const Deadline& deadline, const Tick& tick);
 
-// Returns a message that nothing came from a peer for `elapsed`, with possible reasons.
+// Returns an error message for a peer from which nothing arrived for `elapsed`, with possible
+// reasons.
 std::string silence_text(std::chrono::nanoseconds elapsed, std::chrono::milliseconds limit);
 
 // Watches a link that carries no payloads (shm, rdma). Calls `lost` once with a reason, on the

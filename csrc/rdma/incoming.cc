@@ -25,8 +25,8 @@ std::uint32_t credit_writes(unsigned slots) {
   return slots + 2 * kSignalEvery;
 }
 
-// Maximum number of writes with immediate that the peer may have in flight: one per slot, an empty
-// one after each of these to request slots, and the final control word.
+// Maximum number of writes with immediate that the peer may have in flight: one per slot, a request
+// for slots after each of these, and the final control word.
 unsigned most_writes(unsigned slots) {
   return 2 * slots + 2;
 }

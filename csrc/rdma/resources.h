@@ -35,7 +35,7 @@ struct FreeDeviceList {
 };
 using DeviceList = std::unique_ptr<ibv_device*, FreeDeviceList>;
 
-// Bit in a completion's id that marks a receive; the other bits are the lane.
+// Bit in a completion's id that marks a receive. The other bits are the index of the queue pair.
 constexpr std::uint64_t kReceiveId = std::uint64_t{1} << 63;
 
 // An opened port with the objects that all its queue pairs share. Members are destroyed in reverse

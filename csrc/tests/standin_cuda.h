@@ -150,8 +150,7 @@ class File {
   MappedRegion region_;
 };
 
-// Returns whether the process is still running. A process that has exited is not, even if its
-// status has not been read yet.
+// Returns whether the process is still running. A zombie does not count as running.
 inline bool is_alive(pid_t process) {
   char line[256] = {};
   const ScopedFd fd(::open(("/proc/" + std::to_string(process) + "/stat").c_str(), O_RDONLY));

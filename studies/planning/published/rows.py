@@ -70,7 +70,8 @@ it reads the gradient, the weight and two moments, and writes the weight and the
 the weight to fp16 needs 6 (4 + 2)."""
 
 _LAUNCHED = 0.05
-"""Maximum fraction of matrix multiplications in the forward time of layers that only launch."""
+"""Maximum fraction of a layer's forward time that matrix multiplications may take, if the time is
+to count as the time to launch its kernels."""
 
 
 def read_rows(folder: Path, name: str) -> list[MeasuredRun]:
