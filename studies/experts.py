@@ -308,8 +308,8 @@ def run_rank(rank: int, plan: dict[str, Any] | None) -> Any:
     for scenario in GOALS:
         seconds[scenario] = {name: [] for name in SCHEDULES}
         for seed in range(plan["repetitions"]):
-            # The interleaved schedule has no overlap. It is compared only in the scenario without
-            # slow ranks.
+            # The interleaved schedule, which does not overlap actions with exchanges, is compared
+            # only in the scenario without slow ranks.
             for name in SCHEDULES if scenario == "quiet" else SCHEDULES[1:]:
                 taken, share = own.step(name, scenario, seed)
                 seconds[scenario][name].append(taken)

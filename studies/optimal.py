@@ -143,7 +143,7 @@ class Case:
         return min(stage, self.stages - 1 - stage)
 
     def hop(self, stage: int) -> int:
-        """Returns the latency of a message from ``stage`` to the next stage, or vice versa."""
+        """Returns the latency of messages between ``stage`` and the next stage."""
         return 0 if self.rank_of(stage) == self.rank_of(stage + 1) else self.latency
 
     def duration(self, cell: Cell) -> int:

@@ -120,7 +120,7 @@ def make_table(
 
 
 def ratio(slower: Mapping[int, float], faster: Mapping[int, float]) -> float:
-    """Returns the median over all repetitions of the ratio of ``slower`` to ``faster``."""
+    """Returns ``slower`` divided by ``faster``, as the median over all repetitions."""
     return statistics.median(slower[number] / seconds for number, seconds in faster.items())
 
 

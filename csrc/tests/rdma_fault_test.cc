@@ -56,7 +56,7 @@ void live_until_killed(const Lab& lab, int port, Doing doing) {
   }
 }
 
-// Continues until the failure, and returns it.
+// Sends and receives messages until the channel fails, and returns the failure.
 Failure work_until_failure(End& end, Doing peer_is) {
   int received = 0;
   for (int i = 0;;) {

@@ -205,8 +205,8 @@ def test_shards_and_index_are_those_of_transformers(
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(models / "qwen2")
-    # transformers writes the keys of a configuration in alphabetical order if it was loaded from a
-    # file.
+    # Load the configuration from a file, because the transformers library writes the keys of such a
+    # configuration in alphabetical order.
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "theirs", max_shard_size=7000)
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 3

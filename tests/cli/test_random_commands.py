@@ -1,4 +1,4 @@
-"""Tests that wrong random command lines cause one error line and status 2, and ``--help`` status 0.
+"""Tests that invalid random commands print one error line and exit with 2, and ``--help`` with 0.
 
 The environment variable ``COMMANDS`` sets the number of command lines, and ``SEED`` the first seed.
 """

@@ -410,7 +410,7 @@ class NativeQueue:
             thread.join()
 
     def _open(self, item: Any) -> Item | None:
-        """Converts ``item`` from the node for the executor, or raises it if it is an error."""
+        """Converts ``item``, which the node returned, for the executor. Raises errors."""
         if self._staging is not None and type(item) is self._arrival:
             return DeviceArrival(item, self._staging, self._least_free)
         # All other items were added to the queue in Python, so they need no conversion.

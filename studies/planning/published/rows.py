@@ -288,8 +288,8 @@ def _sent(described: Mapping[str, Any], kinds: list[str]) -> list[float]:
     A layer of unknown size sends as many elements as the previous layer.
     """
     sizes, sent = _sizes(described, _SENT), []
-    # In a generator, the image grows in a layer whose output size is unknown. All layers of unknown
-    # size get the final size.
+    # In an image generator, layers of unknown output size enlarge the image. Use the final size for
+    # all of them.
     last = sizes.get(kinds[0], min(sizes.values()))
     for i, kind in enumerate(kinds):
         if kind == "other":
