@@ -252,7 +252,10 @@ class Rank:
                 )
 
     def step(self, name: str, scenario: str, seed: int) -> tuple[float, float]:
-        """Runs a step. Returns its seconds and the fraction of exchange time that was hidden."""
+        """Runs a step.
+
+        Returns the duration in seconds, and the fraction of exchange time hidden by other actions.
+        """
         candidate = self.candidates[name]
         stages = ExpertStages(self, candidate, seed, scenario)
         policy = candidate.policies(MICROBATCHES)[self.position]

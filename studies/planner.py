@@ -12,7 +12,7 @@ The parts are:
 - ``large``: Searches plans for a cluster of 1,024 GPUs.
 - ``small``: Compares plans for small problems with brute force.
 - ``own``: Predicts plans of a small GPT, and runs them on this otherwise idle machine.
-- ``experts``: Does the same for a GPT with experts, from the output of ``profile``.
+- ``experts``: Measures a profile of a GPT with experts, predicts its plans, and runs them.
 
 ``DIR`` is a folder with the published data sets (``fasop``, ``amp``, ``sailor``); missing sets are
 skipped. Each part prints its rows when it is done. If a part fails, its row shows the reason, and

@@ -48,8 +48,8 @@ template <typename Log>
 struct End {
   explicit End(Log value) : log(std::move(value)) {}
 
-  // Calls `try_now`, and then `wait` if nothing was ready. Throws DeadlineError with the text that
-  // `late` returns if the time passes.
+  // Calls `try_now`, and then `wait` if nothing was ready. If nothing is ready after `timeout_s`,
+  // throws DeadlineError with the text that `late` returns.
   template <typename TryNow, typename Wait, typename Late>
   void act(double timeout_s, const TryNow& try_now, const Wait& wait, const Late& late) {
     const Busy guard(busy, "use one end of a decision log");

@@ -107,7 +107,8 @@ const ElementCode* find_element(DlType dtype) noexcept {
   return nullptr;
 }
 
-// The memory of a tensor, described by one of the two structs.
+// The memory of a tensor, with a description for its consumer. `Head` is DlManagedTensor or
+// DlManagedVersioned.
 template <typename Head>
 struct Managed {
   Head head{};  // must be first: consumers hold its address

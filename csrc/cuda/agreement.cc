@@ -21,7 +21,7 @@ constexpr std::size_t kLongestReason = 400;
 constexpr std::size_t kLongestRecord = std::size_t{16} << 10;
 enum : std::uint8_t { kNo = 0, kYes = 1, kNoDevice = 2 };
 
-// Ends the negotiation at both ends after the same exchange of records.
+// Thrown at both ends, after the same exchange of records, if they cannot use a path.
 struct Declined {
   std::string reason;
 };

@@ -112,7 +112,7 @@ void Pair::start(Link link, std::chrono::milliseconds silent_limit) {
           self->on_left();
         }
       });
-  // Messages that arrived before the request cause no event.
+  // Process the messages that arrived before events were requested, because they cause no event.
   session_.completions->drain_sources();
 }
 

@@ -308,7 +308,7 @@ void Incoming::stall() noexcept {
     return;
   }
   notify_.ask(Notify::Level::kAll);
-  // Arrivals from before the request cause no event.
+  // Process the messages that arrived before this request, because they cause no event.
   channel_state_->post([weak = weak_from_this()] {
     if (const auto self = weak.lock()) {
       self->channel_state_->drain_sources();

@@ -99,8 +99,8 @@ void connect(ibv_qp* queue_pair, const Device& device, const RemoteQueuePair& re
 // of them.
 class Receives {
  public:
-  // `most_outstanding` is the maximum number of writes with immediate that the peer may have sent
-  // and that used() has not counted yet. `id` is the id of the completions of these receives.
+  // `most_outstanding` is the maximum number of writes with immediate for which used() has not been
+  // called yet. `id` becomes the id of the receives' completions.
   Receives(unsigned most_outstanding, std::uint64_t id) noexcept
       : batch_(most_outstanding < 2 ? 1 : most_outstanding / 2),
         depth_(most_outstanding + batch_),

@@ -97,7 +97,7 @@ class DecisionWriter : public DecisionLog {
   ~DecisionWriter();
 
   // Appends value and wakes sleeping readers. Waits only if the slowest reader is capacity()
-  // entries behind. Throws Error when a reader's position is impossible.
+  // entries behind. Throws Error if a reader's position is invalid.
   WaitStatus publish(std::int64_t value, const Deadline& deadline);
 
   // The same without waiting.
@@ -113,8 +113,7 @@ class DecisionWriter : public DecisionLog {
   // Returns the number of entries published so far.
   std::uint64_t published() const noexcept { return published_; }
 
-  // Returns the reader that is furthest behind. Throws Error when a reader's position is
-  // impossible.
+  // Returns the reader that is furthest behind. Throws Error if a reader's position is invalid.
   std::uint32_t slowest_reader() const { return slowest().reader; }
 
  private:
@@ -151,8 +150,8 @@ class DecisionReader : public DecisionLog {
   DecisionReader& operator=(DecisionReader&&) = delete;
   ~DecisionReader();
 
-  // Stores the next entry in value and acknowledges it. Throws Error when the writer's position is
-  // impossible.
+  // Stores the next entry in value and acknowledges it. Throws Error if the writer's position is
+  // invalid.
   WaitStatus next(std::int64_t& value, const Deadline& deadline);
 
   // The same without waiting.

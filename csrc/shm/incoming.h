@@ -38,7 +38,7 @@ class Incoming final : public Source, public std::enable_shared_from_this<Incomi
   // last message from the peer.
   void lose(const std::string& reason) noexcept;
 
-  // Stops reading, and tells the peer. Views stay valid.
+  // Stops reading, and notifies the peer. Views of received payloads stay valid.
   void stop() noexcept;
 
   // Memory of the slots, for callers that pin it.

@@ -119,7 +119,7 @@ void Connection::on_events(std::uint32_t events) {
   if ((events & ~static_cast<std::uint32_t>(EPOLLOUT)) != 0) {
     receive(nullptr, kReadBytes);
   }
-  // The event that reports the end of a connection repeats as long as the socket is watched.
+  // Stop watching the socket of an ended connection, because the kernel keeps reporting the end.
   if (over_.load()) {
     reactor_->remove(socket_.get());
   }

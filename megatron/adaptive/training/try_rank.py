@@ -197,7 +197,7 @@ class _Samples:
         return tuple(map(statistics.median, lanes))
 
     def beside_s(self) -> float:
-        """Returns the median time in seconds that a step takes besides actions and updates."""
+        """Returns the median time in seconds that a step spends outside of actions and updates."""
         parts = zip(self.step_s, self.optimizer_s, self.busy_s, strict=True)
         return statistics.median(max(0.0, step - more - busy) for step, more, busy in parts)
 
