@@ -1,4 +1,4 @@
-"""Compares the startup time of a job with torchrun.
+"""Compares the startup times of jobs under ``job launch`` and under torchrun.
 
     python benchmarks/launch.py [--quick] [--json FILE]
 

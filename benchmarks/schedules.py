@@ -66,7 +66,7 @@ def gpt(options: argparse.Namespace) -> Result:
 
 
 def costs(_: argparse.Namespace) -> Result:
-    """Measures the cost of decisions, for the part ``costs``."""
+    """Measures the cost of scheduling decisions, for the part ``costs``."""
     return Result(rows=schedule_costs.measure())
 
 
@@ -78,7 +78,7 @@ def main() -> int:
     parser = parser_of(
         __doc__, tuple(PARTS), ("run fewer cases and competitors, within three minutes")
     )
-    parser.add_argument("--chart", type=Path, help="draw the speed-ups as PNG")
+    parser.add_argument("--chart", type=Path, help="PNG file for a chart of the speed-ups")
     parser.add_argument("--rounds", type=int, help="number of rounds of part gpt")
     group = parser.add_argument_group("part emulated")
     group.add_argument("--seed", type=int, default=1, help="seed of all draws (1)")

@@ -272,7 +272,7 @@ def main() -> int:
     Returns 1 if a goal is missed, 2 if nothing can be measured, and otherwise 0.
     """
     parser = parser_of(__doc__, ("messages", "1f1b", "ranks"), "fewer repetitions")
-    parser.add_argument("--chart", type=Path, help="draw bandwidth over size as PNG")
+    parser.add_argument("--chart", type=Path, help="PNG file for a chart of bandwidths")
     parser.add_argument(
         "--repetitions", type=int, help="number of repetitions of each measurement, at least 5"
     )

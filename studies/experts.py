@@ -38,7 +38,7 @@ REPLICAS, STAGES, MICROBATCHES, CUTS = 4, 2, 32, 4
 SCHEDULES = ("interleaved", "combined-1f1b", "adaptive")
 SHARE, WEIGHTS, SLOW, SIGMA = 0.4, 0.6, 1.3, 0.3
 GOALS = {"quiet": 0.99, f"jitter {SIGMA}": 1.08, f"an expert rank {SLOW} times slower": 1.05}
-"""Minimum speed of the rule ``adaptive`` relative to the combined order, keyed by scenario."""
+"""Minimum speed of the rule ``adaptive`` relative to ``combined-1f1b``, keyed by scenario."""
 LEAST_HIDDEN, LEAST_GAIN, MOST_AGREEMENT_US = 0.9, 1.24, 20.0
 _LIMIT_S = 900.0
 _LEAD_S = 0.01

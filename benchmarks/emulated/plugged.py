@@ -111,10 +111,7 @@ class _Chunk(StepChunk):
             weight.main_grad = torch.zeros_like(weight)
 
     def check_gradient(self, num_microbatches: int) -> None:
-        """Checks that all microbatches have contributed to the gradient of each layer.
-
-        There are ``num_microbatches`` microbatches.
-        """
+        """Checks that all ``num_microbatches`` microbatches have contributed to each gradient."""
         for weight in self._weights():
             self.check_sum(weight.main_grad, num_microbatches)
 

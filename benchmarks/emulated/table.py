@@ -198,10 +198,9 @@ def _gain(table: Table, policy: str, rival: str, scenario: str) -> Row:
 
 
 def _over_fixed(table: Table, policy: str, cap: float) -> Iterator[tuple[float, str]]:
-    """Yields the gain of ``policy`` over each fixed order that needs no more memory.
+    """Compares ``policy`` with each fixed order that stores at most ``cap`` microbatches.
 
-    A fixed order needs no more memory if it holds at most ``cap`` microbatches. Each gain is
-    yielded with the names of the order and the scenario.
+    Yields pairs of a gain and a text with the names of the order and the scenario.
     """
     for (name, scenario), steps in table.items():
         if steps.competitor.is_policy or steps.peak > cap + 1e-6:

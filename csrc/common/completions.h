@@ -119,7 +119,7 @@ struct Arrival {
   unsigned slot = 0;
 };
 
-// The failure of a channel, which was not closed properly. Reported once per peer.
+// Reports that a channel ended without being closed properly. Reported once per peer.
 struct Failure {
   enum class Kind { kPeerLost, kTransport };
   Kind kind = Kind::kTransport;
@@ -134,8 +134,8 @@ struct Posted {
 
 using Item = std::variant<Arrival, Failure, Posted>;
 
-// A futex word with which peers on this node wake this process. It is in an anonymous file of one
-// page that this process and all processes that send to it map.
+// A futex word with which peers on this node wake this process. The word is in a one-page anonymous
+// file, which this process and its peers map.
 class Bell {
  public:
   Bell();  // creates a new bell. Throws SystemError.

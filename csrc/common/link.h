@@ -29,7 +29,8 @@ namespace adaptive {
 
 using Token = std::array<std::uint8_t, 16>;  // known to the processes of one job only
 
-// The identity of a process. Both sides send their own first, and a mismatch closes the connection.
+// The identity of a process. The two sides of a connection first exchange their identities. If they
+// do not match, the connection is closed.
 struct Identity {
   Token token{};
   int rank = -1;

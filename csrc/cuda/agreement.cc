@@ -137,8 +137,8 @@ class Talk {
     }
     std::memcpy(theirs.bytes, identity.data(), sizeof(theirs.bytes));
     if (std::memcmp(theirs.bytes, own_.bytes, sizeof(theirs.bytes)) != 0) {
-      // The peer's device may be reachable even if this process does not see it; the trial will
-      // show it.
+      // If this process does not see the peer's device, the device may still be reachable. Only the
+      // trial will show whether it is.
       const Device peer = context.driver().find(theirs);
       if (peer >= 0 && !context.driver().can_access_peer(context.device(), peer)) {
         throw Error("device " + std::to_string(context.device()) +

@@ -175,7 +175,7 @@ class Notify {
 
 std::uint32_t random_psn();
 
-// Converts `mtu_bytes` to the number in the verbs headers, where 256 is 1, and back.
+// Converts an MTU in bytes to its code in the verbs headers. The code of 256 bytes is 1.
 std::uint8_t mtu_code(unsigned mtu_bytes) noexcept;
 
 }  // namespace adaptive::rdma

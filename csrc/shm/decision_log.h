@@ -137,7 +137,7 @@ class DecisionWriter : public DecisionLog {
   std::uint64_t seen_acknowledged_ = 0;
 };
 
-// A follower's end. One thread at a time may read; any thread may call abort().
+// A follower's end of the log. One thread at a time may read; any thread may call abort().
 class DecisionReader : public DecisionLog {
  public:
   // Opens the log in fd as the reader with number reader_index, which no other running reader may
