@@ -81,14 +81,14 @@ def main() -> int:
     parser.add_argument("--chart", type=Path, help="PNG file for a chart of the speed-ups")
     parser.add_argument("--rounds", type=int, help="number of rounds of part gpt")
     group = parser.add_argument_group("part emulated")
-    group.add_argument("--seed", type=int, default=1, help="seed of all draws (1)")
+    group.add_argument("--seed", type=int, default=1, help="seed of the random durations (1)")
     group.add_argument(
         "--chunk-ms",
         type=float,
         default=8.0,
         help="mean duration in ms of F, B and W for half of a rank's layers (8)",
     )
-    group.add_argument("--repetitions", type=int, help="steps of each competitor in each case")
+    group.add_argument("--repetitions", type=int, help="number of steps per competitor and case")
     group.add_argument("--ranks", type=int, default=8, help="number of ranks (8)")
     group.add_argument(
         "--microbatches", type=int, default=32, help="number of microbatches of a step (32)"

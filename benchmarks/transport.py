@@ -41,8 +41,7 @@ SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 COMPARED = (MIB, 4 * MIB, 16 * MIB)
 LEAST_OF_MEMCPY = 0.9
 MOST_OF_WAKE = 1.0
-"""Maximum ratio of the time of a small message to the time to wake a sleeping thread.
-"""
+"""Maximum time of a small message, as a multiple of the time to wake a sleeping thread."""
 MOST_COPIES = 4.0
 """Maximum time that messages add to a microbatch, relative to the time to copy a message."""
 MOST_OVER_GLOO = 1.02

@@ -127,10 +127,10 @@ class Case:
     def __post_init__(self) -> None:
         for name in ("forward", "backward", "weight"):
             if len(getattr(self, name)) != self.stages:
-                raise ValueError(f"{self.id}: {name} needs one duration for each of {self.stages}")
+                raise ValueError(f"{self.id}: {name} must have {self.stages} durations")
         if any(w % self.weight_pieces for w in self.weight):
             raise ValueError(
-                f"{self.id}: W of {self.weight} is not a multiple of the number of pieces"
+                f"{self.id}: the durations {self.weight} of W must be divisible by weight_pieces"
             )
 
     @property
@@ -245,7 +245,7 @@ def check(case: Case, starts: Starts) -> None:
     for cell, start in starts.items():
         for other, gap in case.before(cell):
             if start < starts[other] + case.duration(other) + gap:
-                raise ValueError(f"{case.id}: {cell} starts before {other} has arrived")
+                raise ValueError(f"{case.id}: {cell} starts before the result of {other} arrives")
     for rank in range(case.ranks):
         own = sorted((start, c) for c, start in starts.items() if case.rank_of(c[1]) == rank)
         for (start, cell), (following, other) in pairwise(own):

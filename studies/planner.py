@@ -92,7 +92,7 @@ def main() -> int:
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
-        "--keep", type=Path, metavar="DIR", help="store the traces of the runs in this folder"
+        "--keep", type=Path, metavar="DIR", help="folder in which to store the traces of the runs"
     )
     where.add_argument(
         "--kept", type=Path, metavar="DIR", help="folder with stored runs to predict again"

@@ -16,10 +16,9 @@ from .scenarios import SCENARIOS, Draws, Times
 
 Record = Mapping[str, Any]
 LEAST_OF_BOUND = 0.9
-"""Minimum ratio of a step's simulated to its measured duration.
-"""
+"""Minimum simulated duration of a step, as a fraction of the measured duration."""
 LEAST_OF_GAIN = 0.97
-"""Minimum ratio of the measured gain over another order to the simulated gain."""
+"""Minimum measured gain over another order, as a fraction of the simulated gain."""
 GAINS = (
     (ADAPTIVE, BASELINE, "jitter 0.3"),
     (ADAPTIVE, INTERLEAVED, "jitter 0.3"),

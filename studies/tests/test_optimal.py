@@ -106,7 +106,7 @@ def test_bound_by_hand() -> None:
     ("cell", "shift", "message"),
     [
         (("F", 0, 0, 0), -1, "before 0"),
-        (("B", 3, 0, 0), -1, "has arrived"),
+        (("B", 3, 0, 0), -1, "arrives"),
         (("W", 3, 0, 0), 10_000, "starts before"),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 VOCABULARY = 96
 LAYERS = 4
 SHARE_OF_FURTHER = 0.1
-"""Factor of the loss of multi-token prediction, which is megatron-core's default."""
+"""Factor of the multi-token prediction loss. This is the default of megatron-core."""
 _SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,

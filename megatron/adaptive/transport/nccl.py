@@ -79,7 +79,7 @@ must use the same value. The value has not been tuned on GPUs. NCCL's environmen
 
 _SEED_BYTES = 40
 _FIRST = -1
-"""Priority of the CUDA streams for messages, which is higher than that of compute streams.
+"""Priority of the CUDA streams for messages. Compute streams have a lower priority.
 
 CUDA maps streams to a small number of hardware queues. A kernel that cannot start yet blocks the
 kernels of other streams in the same queue. Streams with different priorities use different queues,

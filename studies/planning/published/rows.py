@@ -98,7 +98,7 @@ def read_rows(folder: Path, name: str) -> list[MeasuredRun]:
             gpus = tuple(dict.fromkeys(node.gpu for node in cluster.types))
             layers = times.get((model, gpus[0], 1))
             if layers is None:
-                raise ConfigError(f"{folder}: layer_times.csv has no {model} on {gpus[0]} at tp 1")
+                raise ConfigError(f"{folder}: layer_times.csv lacks {model} on {gpus[0]} with tp=1")
             known[model] = _model(model, described, layers), _profile(set_times, gpus)
         made, profile = known[model]
         found.append(
@@ -130,7 +130,7 @@ def _model_of(row: Mapping[str, str], models: Mapping[str, Any], times: Times, f
     if len(fits) != 1:
         raise ConfigError(
             f"{folder}: {len(fits)} models of model.json have {layers} layers and a batch of"
-            f" {_batch(row)}; name the model of each run in a column model"
+            f" {_batch(row)}; add the name of the model in a column 'model'"
         )
     return fits[0]
 
