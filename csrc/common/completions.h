@@ -103,9 +103,9 @@ struct Arrival {
   Message message;
   Lease payload;
 
-  // Number of slots of the channel, and the number of them that this process holds. If nearly all
-  // are held, the receiver should copy the payload. `held` is valid as long as `payload`, and null
-  // if the number of slots does not limit the channel.
+  // Number of slots of the channel, and how many of them this process holds. If it holds nearly all
+  // slots, the receiver should copy the payload. `held` is valid as long as `payload`, and null if
+  // the number of slots does not limit the channel.
   unsigned slots = 0;
   const std::atomic<unsigned>* held = nullptr;
 

@@ -108,7 +108,7 @@ class Listener {
 };
 
 // Connects to `peer`. If the peer does not listen yet, waits for it. Throws DeadlineError with the
-// address, and Error if the peer rejects this process's identity or has the wrong identity itself.
+// address, and Error if either process rejects the identity of the other.
 Link connect_unix(const std::string& address, const Identity& self, int peer,
                   const Deadline& deadline, const Tick& tick);
 Link connect_tcp(const std::string& host, int port, const Identity& self, int peer,

@@ -206,7 +206,7 @@ std::optional<Reserved> Outgoing::reserve(std::size_t nbytes) {
   return reserved;
 }
 
-// May be called by any thread, which may hold locks of its own, so it only records the slot.
+// May be called by any thread, even by one that holds locks. Therefore, only records the slot.
 void Outgoing::give_up(unsigned slot) noexcept {
   leases_gone_.fetch_or(std::uint64_t{1} << slot);
   if (num_waiting_.load() == 0 || !channel_state_->in_maker()) {

@@ -1,5 +1,5 @@
 // The state of the stand-in CUDA driver: clocks, memory and events that processes share. The
-// library itself is standin_cuda.cc, which describes its purpose.
+// library is implemented in standin_cuda.cc, whose first comment describes its purpose.
 #pragma once
 
 #include <fcntl.h>
